@@ -7,6 +7,7 @@
 #                    installed where there is none (Debian, as root)
 # make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)
 # make fuzz    set up, read 100,000 broken manifests, tickets and settings, train 5,000 drawn models
+#              and 5,000 drawn programs of users
 # make bench   set up and measure every layer in minutes, against the last committed result
 # make bench-growth   measure how time, memory and messages grow with model and ranks
 # make bench-smollm2  prune SmolLM2 135M by three methods, judge it, train it on (an hour or more on two cores)
@@ -122,7 +123,7 @@ $(BIN)/python:
 
 $(VENV)/run.stamp: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing axsparse into $(VENV) (torch is a large download the first time)"
-	@$(BIN)/python scripts/pip_progress.py --constraint constraints.txt --editable '.[mpich,plot]'
+	$(filter-out --quiet,$(PIP)) --editable '.[mpich,plot]'
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/run.stamp

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from axsparse.data.dataset import Datasets as Datasets
     from axsparse.data.dataset import PartedDataset as PartedDataset
     from axsparse.data.dataset import TokenDataset as TokenDataset
+    from axsparse.data.torch_dataset import from_torch as from_torch
     from axsparse.models.layer import Layer as Layer
     from axsparse.models.layer import Model as Model
     from axsparse.models.layer import Tie as Tie
@@ -26,11 +27,15 @@ if TYPE_CHECKING:
     from axsparse.models.sequential import from_sequential as from_sequential
     from axsparse.models.start_weights import open_weights as open_weights
     from axsparse.models.start_weights import start_from as start_from
+    from axsparse.models.zoo.model_registry import named_model as named_model
     from axsparse.planner.plan_model import plan_for as plan_for
     from axsparse.runtime.grid import Grid as Grid
     from axsparse.runtime.job import Job as Job
     from axsparse.runtime.job import run as run
     from axsparse.runtime.job import run_here as run_here
+    from axsparse.samo.optim.optimizer import Block as Block
+    from axsparse.samo.optim.optimizer import Hyper as Hyper
+    from axsparse.samo.optim.optimizer import Optimizer as Optimizer
     from axsparse.training.build import build as build
     from axsparse.training.build import run_training as run_training
     from axsparse.training.export import export as export
@@ -40,13 +45,16 @@ if TYPE_CHECKING:
 # The module that defines each public name.
 _HOMES = {
     "ArrayDataset": "axsparse.data.dataset",
+    "Block": "axsparse.samo.optim.optimizer",
     "Config": "axsparse.config.schema",
     "Dataset": "axsparse.data.dataset",
     "Datasets": "axsparse.data.dataset",
     "Grid": "axsparse.runtime.grid",
+    "Hyper": "axsparse.samo.optim.optimizer",
     "Job": "axsparse.runtime.job",
     "Layer": "axsparse.models.layer",
     "Model": "axsparse.models.layer",
+    "Optimizer": "axsparse.samo.optim.optimizer",
     "PartedDataset": "axsparse.data.dataset",
     "Tie": "axsparse.models.layer",
     "TokenDataset": "axsparse.data.dataset",
@@ -56,7 +64,9 @@ _HOMES = {
     "count_top1": "axsparse.models.layer",
     "export": "axsparse.training.export",
     "from_sequential": "axsparse.models.sequential",
+    "from_torch": "axsparse.data.torch_dataset",
     "load": "axsparse.training.export",
+    "named_model": "axsparse.models.zoo.model_registry",
     "open_weights": "axsparse.models.start_weights",
     "plan_for": "axsparse.planner.plan_model",
     "run": "axsparse.runtime.job",

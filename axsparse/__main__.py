@@ -1,71 +1,48 @@
-"""`axsparse COMMAND …`: the table of all commands, and the hand-over to one of them."""
+"""`axsparse COMMAND …`: hands over to one of the commands."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-from axsparse.cli.parser import HELP, refuse_command, show_usage
+from axsparse.cli.commands import COMMANDS
+from axsparse.cli.parser import refuse, run_command
+from axsparse.runtime.launcher import speaks
 from axsparse.runtime.process_exit import exit_process
 from axsparse.runtime.version import __version__
-
-
-class Command(NamedTuple):
-    """A command: its module has a `main` that takes the other words and ends the process."""
-
-    module: str
-    purpose: str
-    member: str = ""
-    """The second word of a command that has but one, such as `prepare` of `data prepare`."""
-
-
-COMMANDS = {
-    "train": Command("axsparse.train", "train what a configuration file describes"),
-    "config": Command("axsparse.cli.config", "show every setting and where it comes from"),
-    "plan": Command("axsparse.cli.plan", "find a layout, its memory and its time, without a GPU"),
-    "calibrate": Command("axsparse.cli.calibrate", "measure this machine, for plans of it"),
-    "report": Command("axsparse.cli.report", "draw runs as a page for a browser"),
-    "trace": Command("axsparse.cli.trace", "compare two traces of steps"),
-    "data": Command("axsparse.cli.data", "turn text files into tokens", "prepare"),
-    "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds, or make one"),
-    "checkpoint": Command("axsparse.cli.checkpoint", "look at what a run saved"),
-    "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),
-    "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),
-    "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
-    "submit": Command("axsparse.cli.submit", "give a training run to SLURM or LSF"),
-    "launch": Command(
-        "axsparse.cli.restarting_launch", "train on this machine, and go on after failures"
-    ),
-    "doctor": Command(
-        "axsparse.cli.doctor.doctor", "check whether this machine is fit for training"
-    ),
-    "completion": Command("axsparse.cli.completion", "let a shell complete commands"),
-}
 
 
 def usage() -> str:
     """All commands, a line each."""
     lines = [
-        f"  {name:10} {command.purpose} (axsparse {f'{name} {command.member}'.strip()} --help)\n"
+        f"  {name:10} {command.purpose} (axsparse {name} --help)\n"
         for name, command in COMMANDS.items()
     ]
     return "usage: axsparse COMMAND ...\n\ncommands:\n" + "".join(lines)
 
 
-def main() -> NoReturn:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Hand over to the command that is named, which loads no library of another one."""
-    word, *others = sys.argv[1:] or ["--help"]
-    if word == "help" and others:
-        word, others = others[0], [*others[1:], "--help"]
+    word, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if word == "help" and rest:
+        word, rest = rest[0], [*rest[1:], "--help"]
     if word in COMMANDS:
-        import_module(COMMANDS[word].module).main(others)
-    if word in HELP:
-        show_usage(usage())
+        module = import_module(COMMANDS[word].module)
+        if hasattr(module, "main"):
+            module.main(rest)
+        run_command(module.parser(), rest)
+    if word in ("-h", "--help", "help"):
+        sys.stdout.write(usage() if speaks() else "")
+        exit_process()
     if word == "--version":
         print(f"axsparse {__version__}")
         exit_process()
-    refuse_command(word, COMMANDS)
+    nearest = get_close_matches(word[:60], COMMANDS, n=1)
+    mend = f"did you mean {nearest[0]}? " if nearest else ""
+    refuse(f"no command {word!r}; {mend}see axsparse --help")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from axsparse.cli.parser import (
     add_configuration,
     add_run,
     overrides_of,
+    refuse_early,
     require_configuration,
 )
 from axsparse.runtime.connection import cannot_start
@@ -52,11 +53,7 @@ exit codes:
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        prog="axsparse train",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+    arguments = CommandParser(prog="axsparse train", description=DESCRIPTION, epilog=EPILOG)
     add_configuration(arguments.add_argument)
     add_run(arguments.add_argument)
     arguments.add_argument(
@@ -70,17 +67,15 @@ def parser() -> CommandParser:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train, and end the process with the exit code of the run."""
-    # Ctrl-C ends the process silently while libraries load; `run` restores Python's handling.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = parser().parse_args(argv)
     require_configuration(arguments, "train")
+    # Ctrl-C ends the process silently while libraries load; `run` restores Python's handling.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     overrides = overrides_of(arguments)
     # Imported late, so that --help loads neither torch nor MPI, and a host that lacks a package
     # says so in one line.
     try:
-        from axsparse.cli.early_checks import refuse_early
-
-        refuse_early(arguments.config, overrides)
+        refuse_early(arguments, overrides)
         stop = StopRequest()
         stop.listen()
         from axsparse.config.load import load_config

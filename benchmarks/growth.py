@@ -35,10 +35,9 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from host_machine import host_machine
+from figures import host_machine
 from peers.launch import CHECKOUT, Failure
-from peers.measuring import Measuring
-from peers.run_log import RunLog, code_digest
+from peers.measuring import Measuring, RunLog, code_digest
 from peers.workload import OURS_SAMO, Case, Run, Size
 
 BASE = Size("growth", blocks=4, width=512, heads=8, tokens=64, vocabulary=512)

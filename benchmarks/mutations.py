@@ -3,18 +3,23 @@
     python benchmarks/mutations.py                  all of them
     python benchmarks/mutations.py --room samo      those of one room
     python benchmarks/mutations.py --only 3 17      some, by number
+    python benchmarks/mutations.py --look           only whether each snippet and test is there
 
-The tree is copied once; each defect is planted in the copy, the tests of its row run there, and
-the file is restored. A row that cannot be planted is named: its source has changed since, and it
-needs another snippet.
+Each worker has a copy of the tree: a defect is planted in it, the tests of its row run there, and
+the file is restored. Torch and pytest are imported once, and a fork of that process runs the tests.
+The line of a defect names the first test that failed. A row that cannot be planted is named: its
+source has changed since, and it needs another snippet.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import multiprocessing
 import os
+import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -39,6 +44,7 @@ FAILED = 1
 class Mutation:
     """One row."""
 
+    number: int
     room: str
     find: str
     """Stands once in the package."""
@@ -46,11 +52,25 @@ class Mutation:
     tests: tuple[str, ...]
     """One of these fails once `find` is replaced by `put`."""
 
+    def line(self, result: str, seconds: float, said: str) -> str:
+        snippet = self.find.splitlines()[0].strip()
+        return f"{self.number:3} {self.room:13} {result:16} {seconds:5.0f} s  {snippet}  {said}"
+
 
 def read_rows(path: Path = ROWS) -> list[Mutation]:
     """The rows in their order."""
     rows = yaml.safe_load(path.read_text())
-    return [Mutation(row["room"], row["find"], row["put"], tuple(row["tests"])) for row in rows]
+    return [
+        Mutation(number, row["room"], row["find"], row["put"], tuple(row["tests"]))
+        for number, row in enumerate(rows, start=1)
+    ]
+
+
+def missing(mutation: Mutation, tree: Path) -> str:
+    """Why a defect cannot be planted in a tree; "" if it can."""
+    if place_of(mutation, tree / "axsparse") is None:
+        return "no such snippet"
+    return "" if all((tree / test).exists() for test in mutation.tests) else "no such tests"
 
 
 def place_of(mutation: Mutation, package: Path) -> Path | None:
@@ -60,42 +80,72 @@ def place_of(mutation: Mutation, package: Path) -> Path | None:
     return places[0] if len(places) == 1 and counts[places[0]] == 1 else None
 
 
-def outcome(mutation: Mutation, copy: Path) -> str:
-    """Plant a defect in the copy of the tree, run its tests, and restore the file."""
+def outcome(mutation: Mutation, copy: Path) -> tuple[str, str]:
+    """Plant a defect in the copy of the tree, run its tests, and restore the file.
+
+    Returns the outcome and the test that failed.
+    """
+    if reason := missing(mutation, copy):
+        return reason, ""
     place = place_of(mutation, copy / "axsparse")
-    tests = [test for test in mutation.tests if (copy / test).exists()]
-    if place is None:
-        return "no such snippet"
-    if not tests:
-        return "no such tests"
+    assert place is not None
     text = place.read_text()
     place.write_text(text.replace(mutation.find, mutation.put))
     try:
-        code = run_tests(tests, copy)
+        code, said = run_tests(mutation.tests, copy)
     finally:
         place.write_text(text)
     if code is None or code == FAILED:
-        return "killed"
-    return "survived" if code == 0 else f"pytest: code {code}"
+        return "killed", said
+    return ("survived" if code == 0 else f"pytest: code {code}"), said
 
 
-def run_tests(tests: Sequence[str], copy: Path) -> int | None:
-    """The exit code of pytest; None if it took too long."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(copy),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-m", "not exhaustive and not fault", *tests]
-    try:
-        done = subprocess.run(  # noqa: S603 - our own command
-            command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    return done.returncode
+def run_tests(tests: Sequence[str], copy: Path) -> tuple[int | None, str]:
+    """The exit code of pytest, None if it took too long, and the first test that failed."""
+    output = copy.parent / f"{copy.name}.txt"
+    process = os.fork()
+    if process == 0:
+        os.setsid()
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        code = 70
+        try:
+            code = _pytest(tests, copy)
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    ends = time.monotonic() + TIMEOUT_SECONDS
+    while (waited := os.waitpid(process, os.WNOHANG))[0] == 0 and time.monotonic() < ends:
+        time.sleep(0.1)
+    with contextlib.suppress(ProcessLookupError):  # what tests have started and left behind
+        os.killpg(process, signal.SIGKILL)
+    if waited[0] == 0:
+        os.waitpid(process, 0)
+        return None, "took too long"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output.read_text(errors="replace"), re.MULTILINE)
+    return os.waitstatus_to_exitcode(waited[1]), failed[1] if failed else ""
+
+
+def _pytest(tests: Sequence[str], copy: Path) -> int:
+    """Run them in this process, against the package of the copy."""
+    import pytest
+
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = str(copy)
+    sys.path.insert(0, str(copy))
+    command = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive and not fault", *tests]
+    return int(pytest.main(command))
+
+
+def work(rows: Sequence[Mutation], copy: Path, said: multiprocessing.SimpleQueue[str]) -> None:
+    """Judge rows in a copy of its own, and say a line of each."""
+    copy_tree(copy)
+    for mutation in rows:
+        began = time.monotonic()
+        result, test = outcome(mutation, copy)
+        print(mutation.line(result, time.monotonic() - began, test), flush=True)
+        said.put(result)
 
 
 def copy_tree(target: Path) -> None:
@@ -107,30 +157,45 @@ def copy_tree(target: Path) -> None:
         shutil.copy(REPOSITORY / name, target / name)
 
 
-def main() -> None:
+def main() -> int:
     """Print a row for each mutation and a line of sums; exit code 1 unless all were killed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--room", help="only defects in one room")
     parser.add_argument("--only", type=int, nargs="*", help="only these numbers, from 1")
+    parser.add_argument("--look", action="store_true", help="only look for snippets and tests")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     chosen = parser.parse_args()
-    found = Counter[str]()
+    rows = [
+        row
+        for row in read_rows()
+        if (not chosen.only or row.number in chosen.only) and chosen.room in (None, row.room)
+    ]
+    if chosen.look:
+        lost = {row: reason for row in rows if (reason := missing(row, REPOSITORY))}
+        for row, reason in lost.items():
+            print(row.line(reason, 0.0, ""))
+        print(f"{len(rows) - len(lost)} of {len(rows)} can be planted")
+        return int(bool(lost))
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    import torch  # noqa: F401 - for the forks
+
+    forks = multiprocessing.get_context("fork")
+    said = forks.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "tree"
-        copy_tree(copy)
-        for number, mutation in enumerate(read_rows(), start=1):
-            if chosen.only and number not in chosen.only:
-                continue
-            if chosen.room and mutation.room != chosen.room:
-                continue
-            began = time.monotonic()
-            result = outcome(mutation, copy)
-            found[result] += 1
-            seconds = time.monotonic() - began
-            line = mutation.find.splitlines()[0].strip()
-            print(f"{number:3} {mutation.room:13} {result:16} {seconds:5.0f} s  {line}", flush=True)
+        workers = [
+            forks.Process(
+                target=work, args=(rows[n :: chosen.workers], Path(folder) / f"tree{n}", said)
+            )
+            for n in range(chosen.workers)
+        ]
+        for worker in workers:
+            worker.start()
+        found = Counter(said.get() for _ in rows)
+        for worker in workers:
+            worker.join()
     print(", ".join(f"{count} {result}" for result, count in found.most_common()))
-    sys.exit(found.keys() != {"killed"})
+    return int(found.keys() != {"killed"})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,12 +23,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from figures import Figure, comparison_lines, figure
-from host_machine import host_machine, kind_of
+from figures import Figure, comparison_lines, figure, host_machine, kind_of, shuffled
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -116,24 +114,39 @@ def pruning() -> Figures:
 
 
 def encodings() -> Figures:
-    """Gathering and scattering by mask, over int32 in the same round."""
-    import torch
-    from index_encodings import Reading, time_operation
+    """Gathering and scattering by mask, over int32 in the same round, of a tenth of 4.2 M entries.
 
-    from axsparse.samo.index import bitmask
-    from axsparse.samo.index.pieces import compiled
+    Eight tensors take turns, so that none is found in the cache: a layer's gradient is fresh from
+    the matrix product, but its index was last read a microbatch ago.
+    """
+    import torch
+
+    from axsparse.samo.index.base import make_index
 
     torch.set_num_threads(1)
-    reading = Reading(compiled)
+    generator = torch.Generator().manual_seed(1)
+    masks = [torch.rand(2048 * 2048, generator=generator) < 0.1 for _ in range(8)]
+    dense = [torch.randn(2048 * 2048, generator=generator).to(torch.bfloat16) for _ in masks]
+    values = [values_D[mask] for values_D, mask in zip(dense, masks, strict=True)]
+    indices = {kind: [make_index(mask, kind) for mask in masks] for kind in ("int32", "mask")}
     found = {}
-    with mock.patch.object(bitmask, "compiled", reading):
-        for operation in ("gather", "scatter"):
-            times = time_operation(reading, torch.bfloat16, operation, None, 16)
-            best = "mask, numba" if "mask, numba" in times else "mask, numpy"
-            pairs = zip(times[best], times["int32"], strict=True)
-            found[f"{operation} by {best}"] = figure(
-                "× int32", [own / other for own, other in pairs]
-            )
+    for operation in ("gather", "scatter"):
+        taken: dict[str, list[float]] = {kind: [] for kind in indices}
+        for number in range(-2, 16):  # two to warm up
+            turn = number % len(masks)
+            for kind in shuffled(indices, number):
+                index = indices[kind][turn]
+                began = time.perf_counter()
+                if operation == "gather":
+                    index.gather(dense[turn], 0, index.kept)
+                else:
+                    index.scatter(dense[turn], values[turn], 0)
+                if number >= 0:
+                    taken[kind].append(time.perf_counter() - began)
+        pairs = zip(taken["mask"], taken["int32"], strict=True)
+        found[f"{operation} by mask, numba"] = figure(
+            "× int32", [own / other for own, other in pairs]
+        )
     return found
 
 
@@ -154,15 +167,35 @@ def state() -> Figures:
 
 
 def accumulation() -> Figures:
-    """Error of gradients that are added in bf16 over eight microbatches."""
+    """Error of gradients of a small GPT on Python's own library, added in bf16 over 8 microbatches.
+
+    The norm of the half minus the fp32 sums, over that of the fp32 sums.
+    """
+    import numpy as np
     import torch
-    from accumulation import gradient_of, library_bytes, make_trainer
+    from small_gpt import config_of, trainer_of
+
+    from axsparse.data.dataset import TokenDataset
 
     torch.set_num_threads(1)
-    tokens = library_bytes()
-    half, full = (
-        gradient_of(make_trainer(tokens, gradient, 8, 1), None) for gradient in ("half", "fp32")
-    )
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    library = np.frombuffer(b"".join(file.read_bytes() for file in files), dtype=np.uint8)
+    data = TokenDataset("library", "0", 256, library, 64)
+    sums = []
+    for gradient in ("half", "fp32"):
+        config = config_of(
+            *(2, 128, 64, 256),
+            heads=4,
+            microbatches=8,
+            pruning={"sparsity": 0.9},
+            samo={"gradient": gradient},
+            seed=1,
+        )
+        trainer = trainer_of(config, data)
+        trainer.step()
+        trainer.close()
+        sums.append(torch.cat([layer.state.gradient.double() for layer in trainer.parts.layers]))
+    half, full = sums
     error = float((half - full).norm() / full.norm())
     return {"error of bf16 sums of 8 gradients": figure("%", [100 * error])}
 
@@ -179,7 +212,7 @@ def product() -> Figures:
     them."""
     from sparse_products import Case, contenders, measure, over_dense
 
-    from axsparse.samo.host.bf16_loops import has_bf16_loops
+    from axsparse.samo.host.compiled_loops import has_bf16_loops
 
     if not has_bf16_loops():
         return {}
@@ -226,14 +259,13 @@ def _on_ranks(script: str, flag: str, *arguments: str) -> dict[str, Any]:
 
 
 def replicas() -> Figures:
-    found = _on_ranks("replica_sums.py", "--save")
+    found = _on_ranks("on_ranks.py", "--save", "sums")
     return {"sum of 17 MB over 2 replicas": figure("× MPI", found["to_mpi_allreduce"])}
 
 
 def bubble() -> Figures:
-    found = _on_ranks("bubble.py", "--save", "--repeats", "6")["2 stages"]
-    middle, (low, _, high) = found["bubble_ms"], found["quartiles_of_bubble_ms"]
-    return {"bubble of 2 stages, 16 microbatches": figure("ms", [low, middle, high])}
+    found = _on_ranks("on_ranks.py", "--save", "bubble", "--rounds", "6")
+    return {"bubble of 2 stages, 16 microbatches": figure("ms", found["bubble_ms"])}
 
 
 def checkpoints() -> Figures:

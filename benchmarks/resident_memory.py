@@ -10,7 +10,7 @@ Twice: with glibc's malloc as a run sets it, which gives freed blocks of 1 MiB a
 once while it builds, and keeps those below 32 MiB while it trains; and with the environment's
 threshold of 1 MiB for all of it, so that what torch has freed is always the system's again.
 
-Predicted, with nothing fitted: the state (`samo/stage_bytes.py`); the activations of a
+Predicted, with nothing fitted: the state (`samo/state_bytes.py`); the activations of a
 microbatch; and what one layer's backward has in hand, the largest dense gradient included.
 For T tokens a microbatch, width h, V words and L blocks in bf16, in bytes:
 
@@ -36,19 +36,13 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from peers.rank import forget_peak, own_bytes
+from small_gpt import config_of, model_of, trainer_of
 
-from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
-from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.survey import survey
-from axsparse.models.zoo.gpt import gpt
 from axsparse.pruning.targets import find_targets
-from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
-from axsparse.training.build import build
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.trainer import Trainer
 
 HIDDEN, LAYERS, TOKENS, VOCABULARY, MICROBATCHES, SPARSITY, STEPS = 2048, 8, 512, 512, 2, 0.9, 3
@@ -64,37 +58,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def make_config(samo: Mapping[str, Any], hidden: int) -> Config:
-    return Config.model_validate(
-        {
-            "model": {
-                "num_layers": LAYERS,
-                "hidden_size": hidden,
-                "num_heads": hidden // 64,
-                "sequence_length": TOKENS,
-                "vocab_size": VOCABULARY,
-            },
-            "batch": {"global_batch_size": MICROBATCHES, "microbatch_size": 1},
-            "precision": "bf16",
-            "pruning": {"sparsity": SPARSITY, "method": "random"},
-            "samo": dict(samo),
-            "train": {"eval_every": 0, "eval_steps": 0, "peak_flops": 1e9},
-        }
-    )
-
-
 def train(config: Config) -> Trainer:
     """A few steps of a GPT on random tokens."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (16 * TOKENS + 1,), generator=generator).numpy()
-    data = TokenDataset("random", "0", VOCABULARY, tokens.astype("uint16"), TOKENS)
-    trainer = build(
-        Job(LocalTransport(LocalWorld(1), 0)),
-        gpt(of_family(config.model, GptConfig), TOKENS),
-        lambda: Datasets(data, None),
-        config,
-        quiet=True,
-    )
+    trainer = trainer_of(config)
     for _ in range(STEPS):
         trainer.step()
     trainer.close()
@@ -111,7 +77,7 @@ def activation_bytes(kept: float) -> dict[str, int]:
 
 
 def predicted_state(config: Config, gradient_dtype: torch.dtype) -> int:
-    found = survey(gpt(of_family(config.model, GptConfig), TOKENS))
+    found = survey(model_of(config))
     return stage_bytes(
         found.layers,
         found.ties,
@@ -126,24 +92,16 @@ def predicted_state(config: Config, gradient_dtype: torch.dtype) -> int:
     ).total
 
 
-def resident(field: str) -> int:
-    """Bytes of a field of this process: VmRSS now, VmHWM at most."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(field)
-
-
 def measure(name: str) -> dict[str, Any]:
     """Train one variant in this process: its peak, and what is predicted."""
     samo = VARIANTS[name]
-    train(make_config(samo, WARM_UP_HIDDEN))
+    train(config_of(LAYERS, WARM_UP_HIDDEN, TOKENS, samo=dict(samo)))
     gc.collect()
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew, from what there is
-    config = make_config(samo, HIDDEN)
+    before = own_bytes("VmRSS")
+    forget_peak()
+    config = config_of(LAYERS, HIDDEN, TOKENS, samo=dict(samo))
     trainer = train(config)
-    peak = resident("VmHWM") - before
+    peak = own_bytes("VmHWM") - before
     gradient_dtype = trainer.parts.layers[0].state.gradient.dtype
     state = predicted_state(config, gradient_dtype)
     parts = activation_bytes(1 - SPARSITY if config.samo.enabled else 0.0)

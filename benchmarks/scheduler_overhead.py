@@ -1,30 +1,27 @@
 """Python time of the scheduler: engine, policy and link, outside the model and outside MPI.
 
-    python benchmarks/scheduler_overhead.py [--save benchmarks/results/scheduler_overhead.json]
+    python benchmarks/scheduler_overhead.py
 
 One process plays the middle stage of three. The stage does nothing, and MPI is replaced by
 a communicator that always has the next message; the time in both is taken off. What is left
 is divided by the microbatches: each is one forward, one backward, two messages in and two
-out. Best and median of many steps, in CPU time of the thread, so that other processes count
+out. Median and quartiles of many steps, in CPU time of the thread, so that other processes count
 for little; nothing waits, so that no back-off is in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from figures import figure, host_machine
 from mpi4py import MPI
 
 from axsparse.data.batches import Batch, Microbatch
@@ -155,33 +152,9 @@ def microseconds(name: ScheduleName) -> list[float]:
 
 def main() -> None:
     """Measure every schedule, in turn."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", type=Path)
-    arguments = parser.parse_args()
     names: tuple[ScheduleName, ...] = ("message-driven", "1f1b", "gpipe")
-    results: dict[str, Any] = {
-        "machine": {
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "load": os.getloadavg(),
-        },
-        "microbatches": MICROBATCHES,
-        "steps": STEPS,
-    }
-    for name in names:
-        found = microseconds(name)
-        low, middle, high = statistics.quantiles(found, n=4)
-        results[name] = {
-            "microseconds_per_microbatch_and_stage": {
-                "best": round(min(found), 1),
-                "median": round(middle, 1),
-                "quartiles": [round(low, 1), round(high, 1)],
-            }
-        }
-        print(name, results[name])
-    if arguments.save:
-        arguments.save.write_text(json.dumps(results, indent=1) + "\n")
+    found = {name: figure("µs", microseconds(name)).row() for name in names}
+    print(json.dumps({"machine": host_machine(), "schedules": found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -23,13 +23,11 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from figures import Figure, figure
-from host_machine import host_machine
+from figures import Figure, figure, host_machine
 from torch import nn
 
-from axsparse.samo.host.bf16_loops import has_bf16_loops
-from axsparse.samo.host.sampled_product import sampled_product
-from axsparse.samo.host.sparse_linear import sparse_input_gradient, sparse_linear
+from axsparse.samo.host.compiled_loops import has_bf16_loops
+from axsparse.samo.host.sparse_products import sampled_product, sparse_input_gradient, sparse_linear
 from axsparse.samo.index.base import Index, make_index
 
 Product = tuple[Callable[[], object], Callable[[], object]]

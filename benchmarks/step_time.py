@@ -19,7 +19,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,56 +29,25 @@ from unittest import mock
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from index_encodings import machine, quartiles, shuffled
+from figures import host_machine, quartiles, shuffled
+from small_gpt import config_of, trainer_of
 
-from axsparse.config.model_config import GptConfig, of_family
-from axsparse.config.schema import Config
-from axsparse.data.dataset import Datasets, TokenDataset
-from axsparse.models.zoo.gpt import gpt
 from axsparse.observe.phases import Phases
-from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.samo.host.compiled_loops import Loop
-from axsparse.samo.index import bitmask as index_mask
-from axsparse.samo.index.bitmask import MOVE_BITS
-from axsparse.samo.index.pieces import compiled
-from axsparse.training.build import build
 from axsparse.training.trainer import Trainer
 
-HIDDEN, HEADS, TOKENS, MICROBATCHES, VOCABULARY, SPARSITY = 1024, 16, 1024, 8, 512, 0.9
+HIDDEN, TOKENS, MICROBATCHES = 1024, 1024, 8
 DENSE = "dense"
 SHOWN = ("compute", "compress", "optimizer")
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A way to store the state, and whether machine code may read the index."""
-
-    samo: Mapping[str, Any]
-    numba: bool = True
-
-
-VARIANTS = {
-    DENSE: Variant({"enabled": False}),
-    "auto": Variant({}),
-    "int32": Variant({"index": "int32"}),
-    "mask": Variant({"index": "mask"}),
-    "mask, numpy": Variant({"index": "mask"}, numba=False),
-    "auto, split master": Variant({"split_master": True}),
-    "auto, fp32 accumulation": Variant({"gradient": "fp32"}),
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    DENSE: {"enabled": False},
+    "auto": {},
+    "int32": {"index": "int32"},
+    "mask": {"index": "mask"},
+    "auto, split master": {"split_master": True},
+    "auto, fp32 accumulation": {"gradient": "fp32"},
 }
-
-
-@dataclass
-class Reading:
-    """Stands in for `compiled`: without numba where the variant in turn goes without."""
-
-    compiled: Callable[[Loop], Loop | None]
-    numba: bool = True
-
-    def __call__(self, loop: Loop) -> Loop | None:
-        return self.compiled(loop) if self.numba else None
 
 
 @dataclass
@@ -92,33 +61,9 @@ class Row:
 
 def make_trainer(samo: Mapping[str, Any], layers: int) -> Trainer:
     """A trainer of a GPT whose phases are in seconds of CPU time."""
-    config = Config.model_validate(
-        {
-            "model": {
-                "num_layers": layers,
-                "hidden_size": HIDDEN,
-                "num_heads": HEADS,
-                "sequence_length": TOKENS,
-                "vocab_size": VOCABULARY,
-            },
-            "batch": {"global_batch_size": MICROBATCHES, "microbatch_size": 1},
-            "precision": "bf16",
-            "pruning": {"sparsity": SPARSITY, "method": "random"},
-            "samo": dict(samo),
-            "train": {"eval_every": 0, "eval_steps": 0, "peak_flops": 1e9},
-        }
-    )
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (64 * TOKENS + 1,), generator=generator).numpy()
-    data = TokenDataset("random", "0", VOCABULARY, tokens.astype("uint16"), TOKENS)
+    config = config_of(layers, HIDDEN, TOKENS, microbatches=MICROBATCHES, samo=dict(samo))
     with mock.patch("axsparse.observe.gpu_phases.Phases", partial(Phases, time.process_time)):
-        return build(
-            Job(LocalTransport(LocalWorld(1), 0)),
-            gpt(of_family(config.model, GptConfig), TOKENS),
-            lambda: Datasets(data, None),
-            config,
-            quiet=True,
-        )
+        return trainer_of(config)
 
 
 def take_step(trainer: Trainer, row: Row | None) -> None:
@@ -185,16 +130,11 @@ def show(rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 def run(names: Sequence[str], layers: int, rounds: int) -> dict[str, dict[str, object]]:
     """Train all variants in turn."""
-    reading = Reading(compiled)
-    with (
-        mock.patch.object(index_mask, "compiled", reading),
-    ):
-        trainers = {name: make_trainer(VARIANTS[name].samo, layers) for name in names}
-        rows = {name: Row() for name in names}
-        for number in range(-1, rounds):  # one to warm up
-            for name in shuffled(rows, number):
-                reading.numba = VARIANTS[name].numba
-                take_step(trainers[name], rows[name] if number >= 0 else None)
+    trainers = {name: make_trainer(VARIANTS[name], layers) for name in names}
+    rows = {name: Row() for name in names}
+    for number in range(-1, rounds):  # one to warm up
+        for name in shuffled(rows, number):
+            take_step(trainers[name], rows[name] if number >= 0 else None)
     for trainer in trainers.values():
         trainer.close()
     return {name: summary(rows[name], rows[DENSE], trainers[name]) for name in names}
@@ -208,22 +148,15 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write JSON here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    wanted = {DENSE, *arguments.variants.split(",,")}
-    installed = compiled(MOVE_BITS) is not None
-    names = [
-        n
-        for n, v in VARIANTS.items()
-        if n in wanted and (installed or not v.numba or "index" not in v.samo)
-    ]
-
-    host = {**machine(), "without numba": compiled(MOVE_BITS) is None}
+    names = [name for name in VARIANTS if name in {DENSE, *arguments.variants.split(",,")}]
+    host = host_machine()
     rows = run(names, arguments.layers, arguments.rounds)
     show(rows)
     host["load at the end"] = [round(value, 2) for value in os.getloadavg()]
     if arguments.save:
         what = {
-            "model": f"GPT, {arguments.layers} layers of width {HIDDEN}, {VOCABULARY} words, bf16",
-            "step": f"{MICROBATCHES} microbatches of {TOKENS} tokens, AdamW, sparsity {SPARSITY}",
+            "model": f"GPT, {arguments.layers} layers of width {HIDDEN}, 512 words, bf16",
+            "step": f"{MICROBATCHES} microbatches of {TOKENS} tokens, AdamW, sparsity 0.9",
             "rounds": arguments.rounds,
         }
         result = {"machine": host, "what": what, "variants": rows}

@@ -2,7 +2,6 @@
 
     python benchmarks/summit_replay.py [--json] [--save benchmarks/results/summit_replay.json]
     python benchmarks/summit_replay.py --fit     derive the constants anew (a minute of one core)
-    python benchmarks/summit_replay.py --plot benchmarks/results/summit_replay.png
 
 The constants are those of `axsparse/planner/clusters/summit.yaml`; `summit_study.py` says what
 they were fitted to.
@@ -192,49 +191,12 @@ def show(found: Mapping[str, Any]) -> None:
     print("speedups:", json.dumps(found["speedup_percent"]))
 
 
-def plot(found: Mapping[str, Any], path: Path) -> None:
-    """Percent of peak over GPUs, and Figure 8."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, (scaling, bars) = plt.subplots(1, 2, figsize=(11, 4))
-    for color, method in enumerate(METHODS):
-        points = found["percent_of_peak"][method]
-        counts = [int(gpus) for gpus in points]
-        scaling.plot(counts, list(points.values()), f"C{color}.-", label=f"{method}, simulated")
-        naively = list(found["naive_percent_of_peak"][method].values())
-        scaling.plot(counts, naively, f"C{color}:", label=f"{method}, A / G + C")
-        known = [f for f in PUBLISHED if f.group == CELLS and f.what == method]
-        scaling.plot(
-            [f.gpus for f in known], [f.value for f in known], f"C{color}o", mfc="none", ms=9
-        )
-    scaling.set_xscale("log", base=2)
-    scaling.set(xlabel="GPUs", ylabel="percent of peak", title="GPT-3 13B (circles: published)")
-    scaling.legend(fontsize=8)
-    names = [(gpus, method) for gpus in found["figure8"] for method in METHODS]
-    below = [0.0] * len(names)
-    for color, phase in enumerate(STEP_PHASES):
-        heights = [found["figure8"][gpus][method][phase] for gpus, method in names]
-        bars.bar(range(len(names)), heights, bottom=below, color=f"C{color}", label=phase)
-        below = [low + height for low, height in zip(below, heights, strict=True)]
-    bars.set_xticks(
-        range(len(names)), [f"{gpus}\n{m.removeprefix('AxoNN+')}" for gpus, m in names], fontsize=8
-    )
-    bars.set(ylabel="percent of AxoNN's step", title="GPT-3 2.7B, phases (Figure 8)")
-    bars.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
     """Replay, and fit if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--fit", action="store_true", help="derive the constants anew")
     parser.add_argument("--save", type=Path)
-    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     cluster = load_cluster("summit")
     extra = {}
@@ -246,8 +208,6 @@ def main() -> None:
         before = json.loads(arguments.save.read_text()) if arguments.save.exists() else {}
         kept = {"fits": before["fits"]} if "fits" in before else {}
         arguments.save.write_text(json.dumps({**found, **kept, **extra}, indent=1) + "\n")
-    if arguments.plot:
-        plot(found, arguments.plot)
     if arguments.json:
         print(json.dumps(found))
 

@@ -22,15 +22,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
-from figures import Figure, figure
-from host_machine import host_machine
+from figures import Figure, figure, host_machine
 from numba import njit
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex, Index, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
 from axsparse.samo.state_bytes import MasterKind
 from axsparse.samo.tensor_state import TensorState

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import axsparse as ax
+from axsparse.config.load import load_config
 from axsparse.config.model_config import Family
 from axsparse.data.sources import open_datasets
 from axsparse.models.layer import StartValues
@@ -123,7 +124,7 @@ def _of_some(
 
 def main(job: ax.Job) -> None:
     config, out, *settings = sys.argv[1:]
-    loaded = ax.configure(config, settings)
+    loaded = load_config(config, settings)
     if job.transport.rank == 0:
         Path(out).mkdir()  # An old folder is not written to; better to know now than at the end.
     model = distilled(named_model(loaded))

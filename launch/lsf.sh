@@ -18,23 +18,9 @@
 ?directives @directives@
 
 cd -- @folder@ || exit 66
+python=@python@
 ?setup . @setup@ || exit 78
 export OMP_NUM_THREADS=@threads@ AXSPARSE_RANKS=@ranks@
-python=@python@
-?copy_environment
-?copy_environment # Each node reads one file: thousands that read thousands stall a file system.
-?copy_environment archive=@place@/environment-"$LSB_JOBID".tar
-?copy_environment local_copy=@copy_environment@/axsparse-"$LSB_JOBID"
-?copy_environment on_every_node() { jsrun -n @nodes@ -r1 -a1 -c1 "$@"; }
-?copy_environment unpack='rm -rf "$2" && mkdir -m 700 "$2" && tar -xf "$1" -C "$2"'
-?copy_environment tar -C @prefix@ -cf "$archive" . &&
-?copy_environment   on_every_node sh -c "$unpack" sh "$archive" "$local_copy" || {
-?copy_environment   rm -f "$archive"
-?copy_environment   echo 'axsparse: error: --copy-environment: the environment could not be copied to every node; choose another folder, or leave the option out' >&2
-?copy_environment   exit 74
-?copy_environment }
-?copy_environment rm -f "$archive"
-?copy_environment python="$local_copy"/@inside@
 
 # LSF warns with USR1. The ranks finish their step, save, and exit with 75.
 pid='' again='' warned=''
@@ -51,7 +37,6 @@ done
 # A signal that comes just as the ranks end costs bash their code, and leaves 255.
 [ -z "$warned" ] || [ "$code" -ne 255 ] || code=75
 
-?copy_environment on_every_node rm -rf "$local_copy"
 ?chained case "$code" in
 ?chained   # Done, or what would only happen again: the rest of the chain is not needed.
 ?chained   0 | 65 | 66 | 74 | 78)

@@ -72,7 +72,7 @@ def cells() -> Iterator[tuple[str, str]]:
         "code",
         (
             "from html import escape\n\nfrom IPython.display import HTML\n\n"
-            "run = Path(ax.configure(SETTINGS, CHANGES).config.run_dir)\n"
+            "run = Path(ax.configure(SETTINGS, CHANGES).run_dir)\n"
             'page = escape((run / "report.html").read_text())\n'
             """HTML(f'<div><iframe srcdoc="{page}" width="100%" height="700"></iframe></div>')"""
         ),

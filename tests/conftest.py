@@ -19,7 +19,7 @@ settings.load_profile("axsparse")
 
 LONGEST = (
     *("test_equivalence.py", "test_state_equivalence.py"),
-    *("test_train.py", "test_failures.py", "test_mpirun.py", "test_checkpoint_faults.py"),
+    *("test_train.py", "test_failures.py", "test_mpirun.py", "test_run_faults.py"),
     *("test_command_faults.py", "test_enforced_memory.py", "test_resume.py", "test_on_device.py"),
 )
 """Files that would keep one process busy while the others have come to the end."""

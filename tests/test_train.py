@@ -94,8 +94,10 @@ def test_the_screen_says_what_is_trained_and_how_it_goes(train: Train) -> None:
     assert lines[2].startswith("model state/rank: dense ") and "→ SAMO " in lines[2]
     assert lines[3].startswith("batch 48 = 2 replicas × 12 microbatches × 2 · stdlib")
     assert str(run.folder / "metrics.jsonl") in lines[4]
-    assert lines[5].startswith("step 1/3  loss 5.") and "tokens/s  eta " in lines[5]
-    assert [line.split("  ")[0] for line in lines[5:]] == [
+    assert lines[5].startswith("note: the warm-up of 10 steps is longer than the run")
+    assert lines[6].startswith("pruned: 8 tensors, ") and lines[7].startswith("dense: embed.token.")
+    assert lines[8].startswith("step 1/3  loss 5.") and "tokens/s  eta " in lines[8]
+    assert [line.split("  ")[0] for line in lines[8:]] == [
         *("step 1/3", "step 2/3", "step 2/3", "step 3/3", "step 3/3"),
         f"saved in {run.folder}/checkpoints",
     ]
@@ -138,26 +140,17 @@ def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(train: T
     assert "# git " in text
 
 
-@pytest.mark.parametrize(
-    ("precision", "entry"),
-    [
-        pytest.param((), 2, id="bf16"),
-        pytest.param(("--set", "precision=fp32"), 4, id="fp32", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_gradient_bytes_are_those_of_the_kept_entries_alone(
-    precision: tuple[str, ...], entry: int, train: Train
-) -> None:
-    pruned = train(2, *ONE_STAGE, *precision).records
-    dense = train(2, *ONE_STAGE, *precision, *DENSE).records
+def test_gradient_bytes_are_those_of_the_kept_entries_alone(train: Train) -> None:
+    pruned = train(2, *ONE_STAGE).records
+    dense = train(2, *ONE_STAGE, *DENSE).records
 
-    # Two blocks of width 64: 12 h² matrix entries each, of which a tenth stays.
+    # Two blocks of width 64: 12 h² matrix entries each, of which a tenth stays; bf16 has 2 bytes.
     matrices = [64 * 192, 64 * 64, 64 * 256, 256 * 64] * 2
     kept = sum(n - round(0.9 * n) for n in matrices)
     vectors = 2 * (192 + 64 + 256 + 64 + 4 * 64) + 2 * 64
     embeddings = 256 * 64 + 32 * 64
-    assert pruned[0]["gradient_bytes_sent"] == entry * (kept + vectors + embeddings)
-    assert dense[0]["gradient_bytes_sent"] == entry * (sum(matrices) + vectors + embeddings)
+    assert pruned[0]["gradient_bytes_sent"] == 2 * (kept + vectors + embeddings)
+    assert dense[0]["gradient_bytes_sent"] == 2 * (sum(matrices) + vectors + embeddings)
     assert kept / sum(matrices) <= 0.11
 
 
@@ -173,7 +166,7 @@ def test_ranks_that_only_train_load_no_compiler_and_no_algebra(train: Train) -> 
 
 @pytest.mark.parametrize(
     ("ranks", "stages"),
-    by_default([(1, 1), (2, 2), (4, 2)], [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2)]),
+    by_default([(2, 2), (4, 2)], [(2, 2), (3, 1), (4, 2), (6, 2)]),
 )
 def test_any_number_of_ranks_trains_the_same_model(ranks: int, stages: int, train: Train) -> None:
     run, alone = train(ranks), train(1)
@@ -208,22 +201,23 @@ def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(trai
     assert "step 2/3  pruned  sparsity 90 %  model state/rank " in run.screen
 
 
-def test_one_process_trains_without_a_launcher_and_a_second_in_a_directory_of_its_own(
-    tmp_path: Path,
-) -> None:
+def test_runs_without_a_launcher_write_into_directories_of_their_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "axsparse", "train", *SMALL, "--steps", "1"]
-    for name in ("quickstart", "quickstart-2"):
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=LONGEST_SECONDS
-        )
+    runs = [
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
 
-        assert done.returncode == 0, done.stderr
-        assert "1 rank = 1 stage × 1 replica" in done.stdout
-        assert (tmp_path / "runs" / name / "metrics.jsonl").exists()
+    for run in runs:
+        screen, _ = run.communicate(timeout=LONGEST_SECONDS)
+        assert run.returncode == 0
+        assert "1 rank = 1 stage × 1 replica" in screen
+    for name in ("quickstart", "quickstart-2"):
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 1]  # a step, an evaluation
 
 
 @pytest.mark.parametrize(
-    "screen", by_default(["| head -n 1"], [">&-", ">/dev/full", "2>&-", "| head -n 1"])
+    "screen", by_default(["| head -n 1"], ["| head -n 1", ">&-", ">/dev/full"])
 )
 def test_a_screen_that_is_lost_ends_no_run(screen: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "axsparse.train", *SMALL, "--steps", "2", "--run-dir", "run"]
@@ -234,14 +228,3 @@ def test_a_screen_that_is_lost_ends_no_run(screen: str, tmp_path: Path) -> None:
 
     assert (tmp_path / "code").read_text() == "0\n"
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-@pytest.mark.exhaustive
-def test_runs_started_at_once_write_into_directories_of_their_own(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "axsparse.train", *SMALL, "--steps", "1"]
-    runs = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) for _ in range(2)]
-
-    assert [run.wait(timeout=LONGEST_SECONDS) for run in runs] == [0, 0]
-    for name in ("quickstart", "quickstart-2"):
-        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == [1, 1]  # a step, an evaluation

@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.cli.early_checks import refuse_early
-from axsparse.cli.parser import CommandParser, add_configuration
-from axsparse.runtime.errors import ConfigError, writing
+from axsparse.cli.parser import CommandParser, add_configuration, refuse_early, whole
+from axsparse.runtime.errors import writing
 from axsparse.runtime.launcher import write_line
 
 if TYPE_CHECKING:
@@ -38,23 +37,25 @@ exit codes:
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        prog="axsparse calibrate",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+    arguments = CommandParser(prog="axsparse calibrate", description=DESCRIPTION, epilog=EPILOG)
     add = arguments.add_argument
     add_configuration(add)
     add("--out", metavar="FILE", type=Path, required=True, help="the cluster file to write")
-    add("--steps", metavar="N", default="10", help="steps of the model (default %(default)s)")
+    add(
+        "--steps",
+        metavar="N",
+        type=whole(),
+        default=10,
+        help="steps of the model (default %(default)s)",
+    )
     return arguments
 
 
 def main(argv: Sequence[str]) -> NoReturn:
     """Measure, and end the process with the exit code of the run."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = parser().parse_args(argv)
-    refuse_early(arguments.config, arguments.overrides)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    refuse_early(arguments, arguments.overrides)
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.config.load import load_config
     from axsparse.runtime.exchange import together
@@ -65,7 +66,6 @@ def main(argv: Sequence[str]) -> NoReturn:
         from axsparse.planner.cluster import to_yaml
 
         transport, out = job.transport, arguments.out
-        steps = together(transport, lambda: _steps(arguments.steps))
         loaded = together(transport, lambda: load_config(arguments.config, arguments.overrides))
         # A place that cannot be written is refused before a minute of measuring.
         together(transport, lambda: None if transport.rank else _check_place(out))
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             if not transport.rank:
                 write_line(f"measures {next(numbers)}/{PARTS}: {what}")
 
-        cluster = calibrate(transport, loaded, out.stem, steps, begins)
+        cluster = calibrate(transport, loaded, out.stem, arguments.steps, begins)
 
         def write() -> None:
             if transport.rank:
@@ -101,9 +101,3 @@ def _check_place(out: Path) -> None:
         pass
     if not existed:
         out.unlink()
-
-
-def _steps(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise ConfigError(f"--steps: {text!r} is no number of steps to measure; write 10")
-    return int(text)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, run_command, say
+from axsparse.cli.parser import CommandParser, say, whole
+from axsparse.runtime.console import format_bytes, format_count
 from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, writing
+from axsparse.runtime.files.run_lock import RunLock
+
+# Checkpoints are imported late, so that --help does not load torch.
 
 DESCRIPTION = """\
 Look at the checkpoints of a run. DIR is a run directory, or one checkpoint in it:
@@ -26,43 +28,36 @@ exit codes:
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        prog="axsparse checkpoint",
-        description=DESCRIPTION,
-    )
-    commands = arguments.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, help_text in (
-        ("verify", "read every file and compare its size and hash with the manifest"),
-        ("show", "say what the manifests say"),
+    group = CommandParser(prog="axsparse checkpoint", description=DESCRIPTION)
+    for name, work, purpose in (
+        ("verify", _verify, "read every file and compare its size and hash with the manifest"),
+        ("show", _show, "say what the manifests say"),
         (
             "prune",
+            _prune,
             "remove checkpoints, never the newest whole one; other jobs must not use the run",
         ),
     ):
-        command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("path", metavar="DIR", type=Path)
-        if name == "prune":
-            command.add_argument(
-                "--keep-last", metavar="N", type=int, help="keep the N newest whole checkpoints"
-            )
-            command.add_argument(
-                "--after", metavar="STEP", type=int, help="remove those of later steps"
-            )
-    return arguments
+        member = group.add_member(name, work, help=purpose, description=purpose)
+        member.add_argument("path", metavar="DIR", type=Path)
+    which = member.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--keep-last", metavar="N", type=whole(), help="keep the N newest whole checkpoints"
+    )
+    which.add_argument("--after", metavar="STEP", type=whole(0), help="remove those of later steps")
+    return group
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Carry out the command, and end the process with its exit code; one of many ranks works."""
-    run_command(lambda: _carry_out(parser().parse_args(argv)))
+def _verify(arguments: argparse.Namespace) -> None:
+    verify(arguments.path)
 
 
-def _carry_out(arguments: argparse.Namespace) -> None:
-    if arguments.command == "verify":
-        verify(arguments.path)
-    elif arguments.command == "show":
-        show(arguments.path)
-    else:
-        prune(arguments.path, arguments.keep_last, arguments.after)
+def _show(arguments: argparse.Namespace) -> None:
+    show(arguments.path)
+
+
+def _prune(arguments: argparse.Namespace) -> None:
+    prune(arguments.path, arguments.keep_last, arguments.after)
 
 
 def verify(path: Path) -> None:
@@ -70,22 +65,22 @@ def verify(path: Path) -> None:
 
     Raises the error of the first that is damaged or incomplete, after all lines are printed.
     """
+    from axsparse.training.checkpoint import checkpoint_folder
+
     failures = [failure for one in _checkpoints(path) if (failure := _failure(one)) is not None]
-    for left in _unfinished(path):
-        say(f"  {left}: not finished, never used; goes with the next checkpoint")
+    for folder in checkpoint_folder.unfinished(path / checkpoint_folder.CHECKPOINTS):
+        say(f"  {folder}: not finished, never used; goes with the next checkpoint")
     if failures:
         raise failures[0]
 
 
 def _failure(path: Path) -> AxsparseError | None:
     """Verify one checkpoint and print a line; the error if it is damaged, else None."""
-    from axsparse.runtime.console import format_bytes
-    from axsparse.training.checkpoint.verification import open_checkpoint
-    from axsparse.training.checkpoint.verification import verify as verify_files
+    from axsparse.training.checkpoint import verification
 
     try:
-        opened = open_checkpoint(path)
-        verify_files(opened)
+        opened = verification.open_checkpoint(path)
+        verification.verify(opened)
     except AxsparseError as error:
         say(f"✗ {path}")
         return error
@@ -96,12 +91,12 @@ def _failure(path: Path) -> AxsparseError | None:
 
 def show(path: Path) -> None:
     """Print what the manifests say, without reading the files that they name."""
-    from axsparse.runtime.console import format_bytes, format_count
-    from axsparse.training.checkpoint.verification import flat, open_checkpoint
+    from axsparse.training.checkpoint import verification
 
     for checkpoint in _checkpoints(path):
-        manifest = open_checkpoint(checkpoint).manifest
-        progress, said = manifest.progress, {**flat(manifest.config), **manifest.versions}
+        manifest = verification.open_checkpoint(checkpoint).manifest
+        progress = manifest.progress
+        said = {**verification.flat(manifest.config), **manifest.versions}
         parameters = [p for layer in manifest.layers.values() for p in layer.parameters.values()]
         kept = sum(entry.kept for entry in parameters)
         numel = sum(math.prod(entry.shape) for entry in parameters)
@@ -128,61 +123,49 @@ def show(path: Path) -> None:
 
 def prune(path: Path, keep_last: int | None, after: int | None) -> None:
     """Remove all but the newest `keep_last` whole checkpoints and the best, or those of steps after
-    `after`.
+    `after`; the other argument is None.
 
     The run must not be in use, and one whole checkpoint always stays.
     """
-    from axsparse.runtime.files.run_lock import RunLock
-    from axsparse.training.checkpoint.checkpoint_folder import (
-        CHECKPOINTS,
-        outdated,
-        path_of,
-        remove,
-    )
-    from axsparse.training.checkpoint.verification import is_whole, steps_in
+    from axsparse.training.checkpoint import checkpoint_folder, verification
 
-    if (keep_last is None) == (after is None):
-        raise ConfigError("checkpoint prune: give either --keep-last or --after")
-    if keep_last is not None and keep_last < 1:
-        raise ConfigError(f"--keep-last: {keep_last} would leave none; choose at least 1")
-    folder = path / CHECKPOINTS
+    folder = path / checkpoint_folder.CHECKPOINTS
     if not folder.is_dir():
-        raise MissingInputError(f"checkpoint prune {path}: is no run with {CHECKPOINTS}/; name one")
+        raise MissingInputError(f"checkpoint prune {path}: is no run with {folder.name}/; name one")
+
+    def is_whole(step: int) -> bool:
+        return verification.is_whole(checkpoint_folder.path_of(folder, step))
+
     lock = RunLock(path)
     try:
         with writing(f"{folder}:", "nothing else went"):
-            if after is not None:
-                gone = [step for step in steps_in(path) if step > after]
-                left = [step for step in steps_in(path) if step <= after]
-                if gone and not any(is_whole(path_of(folder, step)) for step in left):
+            if keep_last is not None:
+                gone = checkpoint_folder.outdated(folder, keep_last, 0, is_whole)
+                best = _best_step(path)
+            else:
+                assert after is not None
+                steps = verification.steps_in(path)
+                gone, best = [step for step in steps if step > after], None
+                if gone and not any(is_whole(step) for step in steps if step <= after):
                     raise ConfigError(
                         f"--after: {after} would leave no whole checkpoint; choose a later step"
                     )
-            else:
-                assert keep_last is not None
-                best = _best_step(path)
-                gone = [
-                    step
-                    for step in outdated(
-                        folder, keep_last, 0, lambda step: is_whole(path_of(folder, step))
-                    )
-                    if step != best
-                ]
             for step in gone:
-                remove(path_of(folder, step))
-                say(f"removed {path_of(folder, step)}")
+                if step != best:
+                    checkpoint_folder.remove(checkpoint_folder.path_of(folder, step))
+                    say(f"removed {checkpoint_folder.path_of(folder, step)}")
     finally:
         lock.release()
 
 
 def _best_step(run: Path) -> int | None:
     """The step of the checkpoint of lowest validation loss, as the newest whole one names it."""
-    from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
-    from axsparse.training.checkpoint.verification import open_checkpoint, steps_in
+    from axsparse.training.checkpoint import checkpoint_folder, verification
 
-    for step in steps_in(run):
+    for step in verification.steps_in(run):
+        path = checkpoint_folder.path_of(run / checkpoint_folder.CHECKPOINTS, step)
         try:
-            best = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest.progress.best
+            best = verification.open_checkpoint(path).manifest.progress.best
         except AxsparseError:
             continue
         return None if best is None else best.step
@@ -191,20 +174,14 @@ def _best_step(run: Path) -> int | None:
 
 def _checkpoints(path: Path) -> list[Path]:
     """The checkpoint that `path` is, or all of the run that it is, oldest first."""
-    from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, step_of
-    from axsparse.training.checkpoint.verification import steps_in
+    from axsparse.training.checkpoint import checkpoint_folder, verification
 
-    if step_of(path.resolve()) is not None:
+    if checkpoint_folder.step_of(path.resolve()) is not None:
         return [path]
-    steps = steps_in(path)
+    steps = verification.steps_in(path)
     if not steps:
         raise MissingInputError(
             f"checkpoint {path}: neither a checkpoint nor a run that has one; name one"
         )
-    return [path_of(path / CHECKPOINTS, step) for step in reversed(steps)]
-
-
-def _unfinished(path: Path) -> list[Path]:
-    from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, unfinished
-
-    return unfinished(path / CHECKPOINTS)
+    folder = path / checkpoint_folder.CHECKPOINTS
+    return [checkpoint_folder.path_of(folder, step) for step in reversed(steps)]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Iterable
 
-from axsparse.cli.all_parsers import all_parsers
-from axsparse.cli.parser import CommandParser, run_command, say
+from axsparse.cli.commands import all_parsers
+from axsparse.cli.parser import CommandParser, say
 from axsparse.config.json_schema import FIELDS
 from axsparse.config.load import bundled_configs
 from axsparse.planner.cluster import bundled_clusters
@@ -58,17 +57,9 @@ fi
 
 def parser() -> CommandParser:
     """The command line."""
-    return CommandParser(prog="axsparse completion", description=DESCRIPTION)
-
-
-def main(argv: Sequence[str]) -> NoReturn:
-    """Print the script, and end the process; one of many ranks works."""
-    run_command(lambda: _print(argv))
-
-
-def _print(argv: Sequence[str]) -> None:
-    parser().parse_args(argv)
-    say(script())
+    return CommandParser(
+        lambda _: say(script()), prog="axsparse completion", description=DESCRIPTION
+    )
 
 
 def script() -> str:
@@ -81,8 +72,6 @@ def script() -> str:
         followers.setdefault(words, []).extend(
             sorted({"--help", *OPTION.findall(its_parser.format_usage())})
         )
-        if words == "checkpoint":
-            followers[words] += ["verify", "show", "prune"]
     # The longest first, since a shell takes the first pattern that fits.
     options = "\n".join(
         f"        {shlex.quote(words)}{'' if ' ' in words else chr(92) + ' *'}) "

@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
-from axsparse.cli.parser import (
-    HELP,
-    CommandParser,
-    add_configuration,
-    refuse_command,
-    run_command,
-    say,
-    show_usage,
-)
+from axsparse.cli.parser import CommandParser, add_configuration, say, whole
 from axsparse.config.json_schema import editor_schema
 from axsparse.config.load import LoadedConfig, load_config, setting_to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
-from axsparse.runtime.errors import ConfigError
 
-USAGE = """\
-usage: axsparse config show [--config FILE] [--set KEY=VALUE] [--ranks N]
-       axsparse config schema
-
-  show      every setting, its value and where that comes from (axsparse config show --help)
-  schema    the JSON schema of configuration files, for editors
-"""
 SHOW = """\
 Print every setting with its origin: default, a line of the file, --set, or, with --ranks, auto.
 What is printed is a configuration file itself.
@@ -53,51 +36,35 @@ a file that begins with the line
 
 after axsparse config schema > axsparse.schema.json
 """
-COMMANDS = ("show", "schema")
 
 
-def show_parser() -> CommandParser:
-    """The command line of `show`."""
-    arguments = CommandParser(prog="axsparse config show", description=SHOW, epilog=SHOW_END)
-    add_configuration(arguments.add_argument)
-    arguments.add_argument("--ranks", metavar="N", help="decide every auto for so many ranks")
-    return arguments
+def parser() -> CommandParser:
+    """The command line."""
+    group = CommandParser(prog="axsparse config")
+    purpose = "every setting, its value and where that comes from"
+    show = group.add_member("show", _show, help=purpose, description=SHOW, epilog=SHOW_END)
+    purpose = "the JSON schema of configuration files, for editors"
+    group.add_member("schema", _schema, help=purpose, description=SCHEMA)
+    add_configuration(show.add_argument)
+    show.add_argument(
+        "--ranks", metavar="N", type=whole(), help="decide every auto for so many ranks"
+    )
+    return group
 
 
-def schema_parser() -> CommandParser:
-    """The command line of `schema`."""
-    return CommandParser(prog="axsparse config schema", description=SCHEMA)
-
-
-def main(argv: Sequence[str]) -> NoReturn:
-    """Carry out a command, and end the process with its exit code; one of many ranks works."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not argv or argv[0] in HELP:
-        show_usage(USAGE)
-    if argv[0] not in COMMANDS:
-        refuse_command(argv[0], COMMANDS, "config")
-    work = _show if argv[0] == "show" else _schema
-    run_command(lambda: work(argv[1:]))
-
-
-def _schema(argv: Sequence[str]) -> None:
-    schema_parser().parse_args(argv)
+def _schema(_: argparse.Namespace) -> None:
     say(json.dumps(editor_schema(), indent=2, ensure_ascii=False))
 
 
-def _show(argv: Sequence[str]) -> None:
-    arguments = show_parser().parse_args(argv)
+def _show(arguments: argparse.Namespace) -> None:
     loaded = load_config(arguments.config, arguments.overrides)
     check_config(loaded)
-    decided = loaded.config if arguments.ranks is None else _decided(loaded, arguments)
+    decided = loaded.config if arguments.ranks is None else _decided(loaded, arguments.ranks)
     say("\n".join(lines(loaded, decided)))
 
 
-def _decided(loaded: LoadedConfig, arguments: argparse.Namespace) -> Config:
+def _decided(loaded: LoadedConfig, ranks: int) -> Config:
     """The configuration as a run on so many ranks would have it."""
-    text = arguments.ranks
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise ConfigError(f"--ranks: {text!r} is no number of ranks to decide for; write 4")
     # Imported late, so that everything else does without torch.
     from axsparse.models.survey import survey
     from axsparse.models.zoo.model_registry import named_model
@@ -110,7 +77,7 @@ def _decided(loaded: LoadedConfig, arguments: argparse.Namespace) -> Config:
     asked = replace(loaded, config=loaded.config.model_copy(update={"transport": "auto"}))
     model = named_model(asked)
     surveyed = survey(model, DTYPES[asked.config.precision])
-    world: LocalWorld[None] = LocalWorld(int(text))
+    world: LocalWorld[None] = LocalWorld(ranks)
     decided = resolve(asked, RunInputs(model, surveyed, LocalTransport(world, 0))).config
     return decided.model_copy(update={"transport": loaded.config.transport})
 

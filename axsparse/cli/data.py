@@ -6,22 +6,16 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, arguments_of, run_command
+from axsparse.cli.parser import CommandParser, whole
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request, prepare
 from axsparse.data.tokenizers import SEPARATOR, in_folder
 from axsparse.runtime.console import make_console
 
 MEGABYTE = 1_000_000
-USAGE = """\
-usage: axsparse data prepare INPUT ... --out FOLDER ...
-
-  prepare    turn text files into memory-mapped tokens (axsparse data prepare --help)
-"""
 DESCRIPTION = """\
 Turn text files, folders of them, or JSONL into memory-mapped tokens for training.
 
@@ -50,11 +44,17 @@ exit codes:
 
 
 def parser() -> CommandParser:
-    """The command line of `prepare`."""
-    arguments = CommandParser(
-        prog="axsparse data prepare",
+    """The command line."""
+    group = CommandParser(prog="axsparse data")
+    arguments = group.add_member(
+        "prepare",
+        _prepare,
+        help="turn text files into memory-mapped tokens",
         description=DESCRIPTION,
         epilog=EPILOG,
+    )
+    arguments.set_defaults(
+        interrupted="interrupted; start it again with the same arguments to go on"
     )
     add = arguments.add_argument
     add("inputs", metavar="INPUT", nargs="+", type=Path, help="files, and folders of files")
@@ -74,12 +74,12 @@ def parser() -> CommandParser:
     add(
         "--workers",
         metavar="N",
-        type=_count,
+        type=whole(),
         default=len(os.sched_getaffinity(0)),
         help="threads that learn and encode, unless tokens are bytes; the tokens do not depend on "
         "their number (default %(default)s)",
     )
-    return arguments
+    return group
 
 
 def _add_validation(arguments: CommandParser) -> None:
@@ -127,7 +127,7 @@ def _add_tokenizer(arguments: CommandParser) -> None:
     arguments.add_argument(
         "--bpe-sample-mb",
         metavar="MB",
-        type=_count,
+        type=whole(),
         default=Request.bpe_sample_bytes // MEGABYTE,
         help="with --train-bpe: megabytes of text to learn from, spread over the input "
         "(default %(default)s)",
@@ -153,16 +153,10 @@ def _add_reading(add: Callable[..., object]) -> None:
     add(
         "--max-line-mb",
         metavar="MB",
-        type=_count,
+        type=whole(),
         default=Reading.max_line // MEGABYTE,
         help="megabytes of the longest line that a usable document may have (default %(default)s)",
     )
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
 
 
 def _fraction(text: str) -> float:
@@ -173,14 +167,6 @@ def _fraction(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no fraction of at least 0 and below 1")
     return value
-
-
-def main(argv: Sequence[str]) -> NoReturn:
-    """Prepare data, and end the process with its exit code; one of many ranks works."""
-    run_command(
-        lambda: _prepare(parser().parse_args(arguments_of("data", "prepare", USAGE, argv))),
-        interrupted="interrupted; start it again with the same arguments to go on",
-    )
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

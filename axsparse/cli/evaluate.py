@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal
 
-from axsparse.cli.parser import CommandParser, run_command, say, step_or_best
-from axsparse.runtime.errors import ConfigError
+from axsparse.cli.parser import CommandParser, say, step_or_best, whole
 
 DESCRIPTION = """\
 Evaluate a trained model on all validation data. RUN is a run directory, whose newest checkpoint is
@@ -33,7 +32,9 @@ EVERY_SECONDS = 5.0
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(prog="axsparse evaluate", description=DESCRIPTION, epilog=EPILOG)
+    arguments = CommandParser(
+        _evaluate, prog="axsparse evaluate", description=DESCRIPTION, epilog=EPILOG
+    )
     arguments.add_argument("run", metavar="RUN", type=Path)
     arguments.add_argument(
         "--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best"
@@ -41,21 +42,18 @@ def parser() -> CommandParser:
     arguments.add_argument(
         "--batches",
         metavar="N|all",
+        type=_batches,
         default="all",
         help="global batches of validation data, as train.eval_steps (default %(default)s)",
     )
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Evaluate, and end the process with its exit code; one of many ranks works."""
-    run_command(lambda: _evaluate(parser().parse_args(argv)))
+def _batches(text: str) -> int | Literal["all"]:
+    return "all" if text == "all" else whole()(text)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    batches = arguments.batches
-    if batches != "all" and not (batches.isascii() and batches.isdecimal() and int(batches) > 0):
-        raise ConfigError(f"--batches: {batches[:40]!r} is no number of batches; write 4, or all")
     # Imported late, so that --help does not load torch.
     from dataclasses import replace
 
@@ -69,8 +67,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     train = config.train.model_copy(update={"eval_steps": "all"})
     asking = replace(saved.loaded, config=config.model_copy(update={"train": train}))
     datasets = open_datasets(asking)
-    number = batches if batches == "all" else int(batches)
-    found = evaluate_saved(saved, datasets, number, _progress(time.monotonic))
+    found = evaluate_saved(saved, datasets, arguments.batches, _progress(time.monotonic))
     parts = [f"step {saved.checkpoint.step}: validation loss {found.loss:.6g}"]
     if datasets.training.vocab_size:
         parts.append(f"perplexity {perplexity(found.loss):.6g}")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, run_command, step_or_best
+from axsparse.cli.parser import CommandParser, say, step_or_best
 
 DESCRIPTION = """\
 Write the weights of a checkpoint for other libraries. RUN is a run directory, whose newest
@@ -28,7 +26,9 @@ exit codes:
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(prog="axsparse export", description=DESCRIPTION, epilog=EPILOG)
+    arguments = CommandParser(
+        _export, prog="axsparse export", description=DESCRIPTION, epilog=EPILOG
+    )
     arguments.add_argument("run", metavar="RUN", type=Path)
     arguments.add_argument(
         "--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best"
@@ -55,11 +55,6 @@ def parser() -> CommandParser:
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Export, and end the process with its exit code; one of many ranks works."""
-    run_command(lambda: _export(parser().parse_args(argv)))
-
-
 def _export(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.runtime.console import format_bytes
@@ -73,13 +68,9 @@ def _export(arguments: argparse.Namespace) -> None:
         trained=arguments.trained,
         force=arguments.force,
     )
-    print(
+    say(
         f"{arguments.out}: {done.tensors} tensors, {format_bytes(done.nbytes)}, of "
         f"{done.checkpoint.path} after step {done.checkpoint.step}"
     )
     for note in done.notes:
-        print(f"note: {note}")
-
-
-if __name__ == "__main__":
-    main()
+        say(f"note: {note}")

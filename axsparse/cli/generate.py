@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, run_command, say, step_or_best
+from axsparse.cli.parser import CommandParser, say, step_or_best, whole
 from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
@@ -26,31 +24,32 @@ exit codes:
   0 done   65 the checkpoint or the tokenizer is damaged   66 it is not there
   78 arguments that cannot be run
 """
-MOST_TOKENS = 1_000_000
 
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(prog="axsparse generate", description=DESCRIPTION, epilog=EPILOG)
+    arguments = CommandParser(
+        _generate, prog="axsparse generate", description=DESCRIPTION, epilog=EPILOG
+    )
     add = arguments.add_argument
     add("run", metavar="RUN", type=Path)
     add("--prompt", metavar="TEXT", required=True, help='the beginning; "": that of a document')
-    add("--tokens", metavar="N", type=int, default=100, help="at most (default %(default)s)")
-    add("--top-k", metavar="K", type=int, help="draw among the K most likely tokens")
+    add("--tokens", metavar="N", type=whole(), default=100, help="at most (default %(default)s)")
+    add("--top-k", metavar="K", type=whole(), help="draw among the K most likely tokens")
     add(
         "--temperature",
         metavar="T",
         type=float,
         help="draw; below 1 likely tokens become likelier (default 1 with --top-k)",
     )
-    add("--seed", metavar="S", type=int, help="another one draws other tokens (default 0)")
+    add(
+        "--seed",
+        metavar="S",
+        type=whole(0, 2**63 - 1),
+        help="another one draws other tokens (default 0)",
+    )
     add("--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best")
     return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Generate, and end the process with its exit code; one of many ranks works."""
-    run_command(lambda: _generate(parser().parse_args(argv)))
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -77,21 +76,14 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     """ConfigError for the first argument that cannot be used."""
-    if not 1 <= arguments.tokens <= MOST_TOKENS:
-        raise ConfigError(f"--tokens: {arguments.tokens} is not in 1 … {MOST_TOKENS}; choose 100")
-    if arguments.top_k is not None and arguments.top_k < 1:
-        raise ConfigError(f"--top-k: {arguments.top_k} leaves no token to draw; choose 40")
     warmth = arguments.temperature
     if warmth is not None and not (math.isfinite(warmth) and warmth > 0):
         raise ConfigError(
             f"--temperature: {warmth} is not above 0; choose 0.8, or leave it out for the most "
             "likely tokens"
         )
-    if arguments.seed is not None:
-        if warmth is None and arguments.top_k is None:
-            raise ConfigError("--seed: nothing is drawn; add --top-k 40 or --temperature 0.8")
-        if not 0 <= arguments.seed < 2**63:
-            raise ConfigError(f"--seed: {arguments.seed} is not in 0 … 2^63 − 1; choose 0")
+    if arguments.seed is not None and warmth is None and arguments.top_k is None:
+        raise ConfigError("--seed: nothing is drawn; add --top-k 40 or --temperature 0.8")
     try:
         arguments.prompt.encode()
     except UnicodeEncodeError:

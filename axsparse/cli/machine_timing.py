@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from statistics import fmean, median
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.cluster_fit import Measurements, fitted
-from axsparse.planner.run_workload import workload
+from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.errors import ConfigError
@@ -27,7 +28,7 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.process_memory import host_memory_bytes, resident_memory_bytes
-from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
 from axsparse.training.build import build
 from axsparse.training.run_recorder import matrix_peak
@@ -44,17 +45,17 @@ SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
 REPEATS = 7
 
 
-@dataclass(frozen=True)
-class Profile:
-    """What training in one stage took on this rank; each step has `MICROBATCHES` microbatches."""
+class Profile(NamedTuple):
+    """What training in one stage took on this rank; each step has `MICROBATCHES` microbatches.
+
+    Seconds are medians of steps: of all compute, of compressing gradients, and of the gradients of
+    weights that split backwards compute apart.
+    """
 
     trainer: Trainer
     compute: float
-    """Median seconds a step computes."""
     compress: float
-    """Median seconds a step compresses gradients."""
     weight: float
-    """Median seconds a step computes gradients of weights that split backwards have left."""
     forwards: list[float]
     """Seconds of every single forward."""
     overhead: float
@@ -78,48 +79,41 @@ def calibrate(
     other = OTHER_SIZE if size != OTHER_SIZE else 2 * OTHER_SIZE
     begins(f"{counted(steps, 'step')} with microbatches of {size}")
     profile = _profile(loaded, steps, size)
-    config = profile.trainer.config
     begins(f"{counted(steps, 'step')} with microbatches of {other}")
     compute_of_other = _profile(loaded, steps, other).compute
     begins(f"{counted(steps, 'step')} with split backwards")
-    weight = _weight_seconds(loaded, steps, size)
+    # Compiled layers cannot be split.
+    weight = 0.0
+    if not loaded.config.pipeline.compile:
+        weight = _profile(loaded, steps, size, is_split=True).weight
     begins("products of matrices, and a copy in memory")
-    own = [
-        profile.compute,
-        compute_of_other,
-        profile.compress,
-        matrix_peak(DTYPES[config.precision]),
-        _copy_bandwidth(),
-        weight,
-        profile.overhead,
-    ]
-    rows = sum_by_owner(transport.world, transport.backoff, own)
-    compute, of_other, compress, peak, copy, weight, _ = (
-        fmean(column) for column in zip(*rows, strict=True)
-    )
+    precision = profile.trainer.config.precision
+    peak, copy = matrix_peak(DTYPES[precision]), _copy_bandwidth()
+    figures = [profile.compute, compute_of_other, profile.compress, weight, peak, copy]
+    rows = sum_by_owner(transport.world, transport.backoff, [*figures, profile.overhead])
+    means = [fmean(column) for column in zip(*rows, strict=True)]
     begins("messages and all-reduces between ranks")
-    messages = _messages(transport)
-    all_reduces = _all_reduces(transport)
+    link = transport.link(Grid(transport.size, 1).place(transport.rank))
     seen = Measurements(
         ranks=transport.size,
         memory_bytes=host_memory_bytes() / transport.size,
         overhead_bytes=max(row[-1] for row in rows),
-        peak=peak,
-        copy_bandwidth=copy,
-        compute_seconds=compute,
-        compute_of_other=(other, of_other),
-        compress_seconds=compress,
-        weight_seconds=weight,
+        compute_seconds=means[0],
+        compute_of_other=(other, means[1]),
+        compress_seconds=means[2],
+        weight_seconds=means[3],
+        peak=means[4],
+        copy_bandwidth=means[5],
         microbatches=MICROBATCHES,
         microbatch_size=size,
         forwards=profile.forwards,
-        messages=messages,
-        all_reduces=all_reduces,
+        messages=_by_size(transport, partial(_one_way, transport, link)),
+        all_reduces=_by_size(transport, partial(_all_reduce, transport)),
     )
     ranks = counted(transport.size, "rank")
     source = f"{counted(steps, 'step')} of {loaded.name} in one stage, on {ranks} at once"
     load = _load_of(profile.trainer, loaded.name)
-    return together(transport, lambda: fitted(name, load, config.precision, seen, source))
+    return together(transport, lambda: fitted(name, load, precision, seen, source))
 
 
 def _load_of(trainer: Trainer, name: str) -> StageLoad:
@@ -127,8 +121,8 @@ def _load_of(trainer: Trainer, name: str) -> StageLoad:
     live = trainer.parts.live
     kept = {} if live is None else live.targets.kept()
     survey, config = trainer.parts.survey, trainer.config
-    subject = workload(config, survey, name, kept, optimizer_of(config.optimizer))
-    loads = replace(subject, split=None).stages(1, 1, microbatches=MICROBATCHES)
+    subject = SurveyedModel(config, survey, name, kept, optimizer_of(config.optimizer))
+    loads = subject.stages(1, 1, microbatches=MICROBATCHES)
     assert loads is not None, "without a memory limit one stage always fits"
     return loads[0]
 
@@ -142,37 +136,26 @@ def _refuse_several_hosts(transport: Transport) -> None:
         )
 
 
-def _weight_seconds(loaded: LoadedConfig, steps: int, size: int) -> float:
-    """Median seconds of a step's weight gradients; 0 where backwards cannot be split."""
-    if loaded.config.pipeline.compile:
-        return 0.0
-    return _profile(loaded, steps, size, is_split=True).weight
-
-
 def _profile(loaded: LoadedConfig, steps: int, size: int, *, is_split: bool = False) -> Profile:
     """Train in one stage with microbatches of `size`; each rank by itself, all at the same time."""
-    config = loaded.config
-    split = {"schedule": "message-driven", "split_backward": is_split, "held": "auto"}
-    alone = config.model_copy(
-        update={
-            "batch": config.batch.model_copy(
-                update={"global_batch_size": MICROBATCHES * size, "microbatch_size": size}
-            ),
-            "layout": config.layout.model_copy(
-                update={
-                    **{"g_inter": 1, "g_data": 1, "g_inter_pruned": None},
-                    **{"split": "auto", "memory_per_rank": "auto"},
-                }
-            ),
-            "pipeline": config.pipeline.model_copy(update=split),
-            "transport": "auto",
-        }
+    changes = {
+        "batch": {"global_batch_size": MICROBATCHES * size, "microbatch_size": size},
+        "layout": {
+            **{"g_inter": 1, "g_data": 1, "g_inter_pruned": None},
+            **{"split": "auto", "memory_per_rank": "auto"},
+        },
+        "pipeline": {"schedule": "message-driven", "split_backward": is_split, "held": "auto"},
+    }
+    sections: dict[str, object] = {
+        section: getattr(loaded.config, section).model_copy(update=values)
+        for section, values in changes.items()
+    }
+    alone = replace(
+        loaded, config=loaded.config.model_copy(update={**sections, "transport": "auto"})
     )
-    world: LocalWorld[None] = LocalWorld(1)
-    job = Job(LocalTransport(world, 0))
-    own = replace(loaded, config=alone)
+    job = Job(LocalTransport(LocalWorld[None](1), 0))
     trainer = build(
-        job, named_model(own), lambda: open_datasets(own), own, grid=Grid(1, 1), quiet=True
+        job, named_model(alone), lambda: open_datasets(alone), alone, grid=Grid(1, 1), quiet=True
     )
     overhead = max(0, resident_memory_bytes() - trainer.state_bytes().total)
     phases = trainer.parts.phases
@@ -197,68 +180,55 @@ def _profile(loaded: LoadedConfig, steps: int, size: int, *, is_split: bool = Fa
 
 
 def _copy_bandwidth() -> float:
-    """Bytes per second of a copy in memory, counting those read and those written."""
+    """Bytes per second of the fastest of several copies in memory, those read and those written."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
     target = torch.ones_like(source)
-    return 2 * COPY_BYTES / _best(lambda: target.copy_(source))
-
-
-def _best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of several repetitions."""
-    found = math.inf
+    times = []
     for _ in range(REPEATS):
         began = time.perf_counter()
-        work()
-        found = min(found, time.perf_counter() - began)
-    return found
+        target.copy_(source)
+        times.append(time.perf_counter() - began)
+    return 2 * COPY_BYTES / min(times)
 
 
-def _messages(transport: Transport) -> list[tuple[float, float]]:
-    """Bytes and one-way seconds between the ranks 0 and 1, the same on all ranks."""
+def _by_size(
+    transport: Transport, seconds: Callable[[torch.Tensor, int], float]
+) -> list[tuple[float, float]]:
+    """Bytes of what ranks exchange, and seconds on the slowest rank, the same on all ranks.
+
+    `seconds` exchanges a tensor; it is called several times, with the number of the call.
+    """
     if transport.size == 1:
         return []
-    place = Grid(transport.size, 1).place(transport.rank)
-    link = transport.link(place)
     found = []
     for size in SIZES:
-        times = [_round_trip(transport, link, size, n) / 2 for n in range(REPEATS)]
+        times = []
+        for number in range(REPEATS):
+            sum_by_owner(transport.world, transport.backoff, [0.0])  # waits for all ranks
+            times.append(seconds(torch.zeros(size // 4), number))
         rows = sum_by_owner(transport.world, transport.backoff, [median(times)])
-        found.append((float(size), rows[0][0]))
+        found.append((float(size), max(row[0] for row in rows)))
     return found
 
 
-def _round_trip(transport: Transport, link: Link, size: int, number: int) -> float:
-    """Seconds of a message to rank 1 and back; other ranks take part in no message."""
-    tensor = torch.zeros(size // 4)
-    sum_by_owner(transport.world, transport.backoff, [0.0])  # waits for all ranks
+def _one_way(transport: Transport, link: Link, tensor: torch.Tensor, number: int) -> float:
+    """Half the seconds of a message to rank 1 and back; other ranks take part in no message."""
+    if transport.rank > 1:
+        return 0.0
     began = time.perf_counter()
     if transport.rank == 0:
         link.send(Message(Direction.FORWARD, number, (tensor,), (False,)))
-    if transport.rank in (0, 1):
-        transport.backoff.reset()
-        while not link.arrivals():
-            transport.backoff.pause()
+    transport.backoff.reset()
+    while not link.arrivals():
+        transport.backoff.pause()
     if transport.rank == 1:
         link.send(Message(Direction.BACKWARD, number, (tensor,), (False,)))
+    return (time.perf_counter() - began) / 2
+
+
+def _all_reduce(transport: Transport, buffer: torch.Tensor, _: int) -> float:
+    """Seconds of an all-reduce over all ranks."""
+    began = time.perf_counter()
+    transport.backoff.reset()
+    wait(transport.world.start(Op.ALL_REDUCE, buffer), transport.backoff)
     return time.perf_counter() - began
-
-
-def _all_reduces(transport: Transport) -> list[tuple[float, float]]:
-    """Bytes and seconds of all-reduces over all ranks, the same on all ranks."""
-    if transport.size == 1:
-        return []
-    return [(float(size), _all_reduce(transport, size)) for size in SIZES]
-
-
-def _all_reduce(transport: Transport, size: int) -> float:
-    """Median seconds of an all-reduce of `size` bytes, on the slowest rank."""
-    buffer = torch.zeros(size // 4)
-    times = []
-    for _ in range(REPEATS):
-        sum_by_owner(transport.world, transport.backoff, [0.0])
-        began = time.perf_counter()
-        transport.backoff.reset()
-        wait(transport.world.start(Op.ALL_REDUCE, buffer), transport.backoff)
-        times.append(time.perf_counter() - began)
-    rows = sum_by_owner(transport.world, transport.backoff, [median(times)])
-    return max(row[0] for row in rows)

@@ -5,29 +5,43 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_INTERRUPTED, AxsparseError
-from axsparse.runtime.launcher import speaks
+from axsparse.runtime.launcher import SRUN_SIZE, speaks, started_by_launcher
 from axsparse.runtime.process_exit import exit_process
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-HELP = ("-h", "--help", "help")
-"""The words that ask for help in the place of a command."""
+Work = Callable[[argparse.Namespace], None]
+"""What a command does; an AxsparseError ends the process with its exit code and its line."""
+MOST = 10_000_000
+"""The largest count that an option takes, unless it says otherwise."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """The options of a command; a mistake in them is one line and ends the process with 78."""
 
-    def __init__(self, **settings: Any) -> None:
-        """Keeps the line breaks of help texts, and refuses abbreviated options."""
+    def __init__(self, work: Work | None = None, **settings: Any) -> None:
+        """Keeps the line breaks of help texts, and refuses abbreviated options.
+
+        `work` is carried out by `run_command` on the arguments that it has read.
+        """
         super().__init__(
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
         )
+        self.set_defaults(work=work)
+        self.members: dict[str, CommandParser] = {}
+        """The parsers of the second words of a command, such as `show` of `axsparse ticket`."""
+
+    def add_member(self, name: str, work: Work, **texts: Any) -> CommandParser:
+        """The parser of a word that may follow this command; `texts` are those of argparse."""
+        if not self.members:
+            self._words = self.add_subparsers(required=True, metavar="COMMAND")
+        self.members[name] = self._words.add_parser(name, work=work, **texts)
+        return self.members[name]
 
     def error(self, message: str) -> NoReturn:
         shown = "".join(letter if letter.isprintable() else " " for letter in message)
@@ -36,6 +50,19 @@ class CommandParser(argparse.ArgumentParser):
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         if speaks():
             super().print_help(file)
+
+
+def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
+    """The `type` of an option that is a whole number between two bounds."""
+
+    def number(text: str) -> int:
+        if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(
+            f"{text[:60]!r} is no whole number from {least} to {most}; choose one"
+        )
+
+    return number
 
 
 def step_or_best(text: str) -> int | Literal["best"]:
@@ -47,19 +74,23 @@ def step_or_best(text: str) -> int | Literal["best"]:
     return int(text)
 
 
-def run_command(work: Callable[[], None], *, interrupted: str | None = None) -> NoReturn:
+def run_command(parser: CommandParser, argv: Sequence[str]) -> NoReturn:
     """Do the work of a command on the one rank that speaks, and end the process.
 
-    The exit code is 0, or that of the AxsparseError that `work` raises, whose message becomes
-    one line. Ctrl-C exits with 130, after the line `interrupted` if there is one.
+    The exit code is 0, or that of the AxsparseError that the work raises, whose message becomes
+    one line. Ctrl-C exits with 130, after the line that a default of the
+    parser, `interrupted`, has.
     """
+    interrupted = None
     try:
         if speaks():
-            work()
+            arguments = parser.parse_args(argv or (["--help"] if parser.members else []))
+            interrupted = getattr(arguments, "interrupted", None)
+            arguments.work(arguments)
     except AxsparseError as error:
         exit_process(error.exit_code, f"error: {error}")
     except KeyboardInterrupt:
-        exit_process(EXIT_INTERRUPTED, None if interrupted is None else f"error: {interrupted}")
+        exit_process(EXIT_INTERRUPTED, interrupted and f"error: {interrupted}")
     exit_process()
 
 
@@ -68,39 +99,40 @@ def refuse(message: str) -> NoReturn:
     exit_process(EXIT_CONFIG, f"error: {message}" if speaks() else None)
 
 
-def show_usage(usage: str) -> NoReturn:
-    """Print which commands there are, on one of many ranks, and end the process."""
-    sys.stdout.write(usage if speaks() else "")
-    exit_process()
+def refuse_early(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """End the job if its configuration breaks a rule that needs neither torch, ranks nor data.
 
-
-def refuse_command(word: str, known: Iterable[str], group: str = "") -> NoReturn:
-    """End the process with 78 for a command that does not exist, naming the nearest that does.
-
-    `group` is the command that `word` belongs to, such as "data" for `axsparse data prepare`.
+    Of many ranks the one that speaks says so. Others that find a mistake start MPI, so that they
+    can be ended, and go on: if the mistake is theirs alone, such as a file that is missing on one
+    host, it is found again when all ranks read the configuration together.
     """
-    nearest = get_close_matches(word[:60], known, n=1)
-    mend = f"did you mean {nearest[0]}? " if nearest else ""
-    where, command = (f"{group}: ", f"axsparse {group}") if group else ("", "axsparse")
-    refuse(f"{where}no command {word!r}; {mend}see {command} --help")
+    from axsparse.config.load import load_config
+    from axsparse.config.validate import check_config, check_divides_ranks
+    from axsparse.runtime.connection import leave_before_start
+    from axsparse.runtime.mpi.mpi_transport import wait_until_all_ranks_have_started
 
-
-def arguments_of(group: str, command: str, usage: str, argv: Sequence[str]) -> Sequence[str]:
-    """What follows the one command of a group, such as `prepare` of `axsparse data`.
-
-    Another word, or none, ends the process, with the usage where that was asked for.
-    """
-    if not argv or argv[0] in HELP:
-        show_usage(usage)
-    if argv[0] != command:
-        refuse_command(argv[0], [command], group)
-    return argv[1:]
+    try:
+        loaded = load_config(arguments.config, overrides)
+        check_config(loaded)
+        if not started_by_launcher() and SRUN_SIZE not in os.environ:
+            for name in ("g_inter", "g_data"):
+                count = getattr(loaded.config.layout, name)
+                if count != "auto":
+                    check_divides_ranks(loaded, f"layout.{name}", count, 1, [1])
+    except AxsparseError as error:
+        if speaks():
+            leave_before_start(str(error), error.exit_code)
+        wait_until_all_ranks_have_started()
 
 
 def say(text: str) -> None:
-    """Print a result; a reader that has gone away, such as `head`, is no mistake."""
+    """Print a result; a reader that has gone away, such as `head`, is no mistake.
+
+    Nor are characters that the terminal has not, or that a path of other bytes has.
+    """
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print(text, flush=True)
+        print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
     except BrokenPipeError:
         # Python flushes stdout once more at the exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
-from axsparse.cli.parser import CommandParser, add_configuration, run_command, say
+from axsparse.cli.parser import CommandParser, add_configuration, say, whole
 from axsparse.config.load import load_config
 from axsparse.config.validate import check_config, counted
 from axsparse.planner.cluster import DEFAULT_CLUSTER, load_cluster
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster
     from axsparse.planner.layout_search import Plan
     from axsparse.planner.plan_model import Method, Subject
-    from axsparse.planner.plan_report import MethodPlan
 
 DESCRIPTION = """\
 Plan a training run: stages, replicas, memory, seconds. Needs no GPU and no MPI.
@@ -44,16 +43,13 @@ METHODS = ("dense", "samo")
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        prog="axsparse plan",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+    arguments = CommandParser(_plan, prog="axsparse plan", description=DESCRIPTION, epilog=EPILOG)
     add = arguments.add_argument
     add_configuration(add)
     add(
         "--gpus",
         metavar="N[,N…]",
+        type=_numbers,
         required=True,
         help="number of devices; several numbers make a scaling study",
     )
@@ -66,9 +62,10 @@ def parser() -> CommandParser:
     add(
         "--microbatch-size",
         metavar="N[,N…]",
+        type=_numbers,
         help="sizes to try; by default every power of two that divides the batch of a replica",
     )
-    add("--compare", metavar="METHODS", help="dense,samo: plan both, side by side")
+    add("--compare", metavar="METHODS", type=_methods, help="dense,samo: plan both, side by side")
     add("--json", action="store_true", help="print everything as one JSON object")
     add("--trace", metavar="FILE", type=Path, help="write the simulated step as a Chrome trace")
     add(
@@ -80,16 +77,8 @@ def parser() -> CommandParser:
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Plan, and end the process with its exit code; one of many ranks works."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    run_command(lambda: _plan(parser().parse_args(argv)))
-
-
 def _plan(arguments: argparse.Namespace) -> None:
-    gpus = _numbers("--gpus", arguments.gpus)
-    sizes = arguments.microbatch_size and _numbers("--microbatch-size", arguments.microbatch_size)
-    methods = _methods(arguments.compare)
+    gpus, methods = arguments.gpus, arguments.compare or ["start"]
     cluster = load_cluster(arguments.cluster or DEFAULT_CLUSTER)
     loaded = load_config(arguments.config, arguments.overrides)
     check_config(loaded)
@@ -97,13 +86,13 @@ def _plan(arguments: argparse.Namespace) -> None:
     from axsparse.observe import trace_file as trace
     from axsparse.observe.charts import check_installed
     from axsparse.planner.plan_model import subject
-    from axsparse.planner.timeline import spans
+    from axsparse.planner.plan_report import spans
 
     if arguments.html is not None:
         check_installed("--html")
     asked = subject(loaded, cluster)
     try:
-        answers = list(_answers(asked, cluster, gpus, methods, sizes or None))
+        answers = list(_answers(asked, cluster, gpus, methods, arguments.microbatch_size))
     except ConfigError as error:
         if arguments.cluster is not None:
             raise
@@ -116,13 +105,13 @@ def _plan(arguments: argparse.Namespace) -> None:
             "axsparse calibrate measures one of your own"
         )
     if len(gpus) == 1 and methods == ["start"]:
-        notes += _training_differs(asked, answers[0].plan)
+        notes += _training_differs(asked, answers[0])
     _print(answers, notes, as_json=arguments.json, is_study=len(gpus) > 1)
     if arguments.trace is not None:
         last = answers[-1]
-        devices = counted(last.plan.gpus, "device")
-        source = f"simulated: {last.plan.workload.name} ({last.method}), {devices}"
-        trace.write(arguments.trace, spans(last.plan.recommended), source)
+        devices = counted(last.gpus, "device")
+        source = f"simulated: {last.workload.name} ({last.method}), {devices}"
+        trace.write(arguments.trace, spans(last.recommended), source)
     if arguments.html is not None:
         _write_page(arguments.html, answers, notes)
 
@@ -133,14 +122,12 @@ def _answers(
     gpus: Sequence[int],
     methods: Sequence[Method],
     sizes: Sequence[int] | None,
-) -> Iterator[MethodPlan]:
+) -> Iterator[Plan]:
     """The plan of every method for every number of devices.
 
     Where several are asked for, one that fits nothing is left out with a line on stderr;
     ConfigError if nothing fits at all.
     """
-    from axsparse.planner.plan_report import MethodPlan
-
     failure: ConfigError | None = None
     found = False
     for number in gpus:
@@ -157,7 +144,7 @@ def _answers(
             name = method
             if method == "start":
                 name = "samo" if plan.workload.is_pruned else "dense"
-            yield MethodPlan(name, plan)
+            yield replace(plan, method=name)
     if not found:
         assert failure is not None, "something was asked"
         raise failure
@@ -180,9 +167,7 @@ def _training_differs(asked: Subject, plan: Plan) -> Iterator[str]:
         )
 
 
-def _print(
-    answers: Sequence[MethodPlan], notes: Sequence[str], *, as_json: bool, is_study: bool
-) -> None:
+def _print(answers: Sequence[Plan], notes: Sequence[str], *, as_json: bool, is_study: bool) -> None:
     from axsparse.planner import plan_report as report
 
     if as_json:
@@ -192,41 +177,26 @@ def _print(
     if not is_study:
         say("\n".join(report.lines(answers, notes)))
         return
-    plan = answers[0].plan
+    plan = answers[0]
     head = f"{plan.workload.name} in {plan.workload.precision} on {plan.cluster.name}"
     rest = (f"note: {note}" for note in notes)
     say("\n".join([head, "", *report.scaling(answers), *rest]))
 
 
-def _write_page(path: Path, answers: Sequence[MethodPlan], notes: Sequence[str]) -> None:
+def _write_page(path: Path, answers: Sequence[Plan], notes: Sequence[str]) -> None:
     from axsparse.planner.html_page import page
 
     with writing(f"--html {path}:", "choose another place"):
         path.write_text(page(answers, notes), encoding="utf-8")
 
 
-def _numbers(flag: str, text: str) -> list[int]:
+def _numbers(text: str) -> list[int]:
     """The whole numbers of at least 1 in a text that separates them by commas."""
-    found = [int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(",")]
-    if min(found) < 1:
-        raise ConfigError(
-            f"{flag}: {text!r} is no number of at least 1, nor several with commas in between; "
-            "write 512 or 64,128"
-        )
-    return found
+    return [*map(whole(), text.split(","))]
 
 
-def _methods(text: str | None) -> list[Method]:
-    if text is None:
-        return ["start"]
-    parts = text.split(",")
-    for part in parts:
-        if part not in METHODS:
-            raise ConfigError(
-                f"--compare: {part!r} is no method to compare; choose of {', '.join(METHODS)}"
-            )
-    return cast("list[Method]", parts)
-
-
-if __name__ == "__main__":
-    main()
+def _methods(text: str) -> list[Method]:
+    methods = text.split(",")
+    if not {*methods} <= {*METHODS}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of {','.join(METHODS)}; choose of these")
+    return cast("list[Method]", methods)

@@ -8,9 +8,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from axsparse.cli.parser import CommandParser, run_command, say
+from axsparse.cli.parser import CommandParser, say
 from axsparse.runtime.errors import (
     AxsparseError,
     ConfigError,
@@ -21,7 +21,7 @@ from axsparse.runtime.errors import (
 
 if TYPE_CHECKING:
     from axsparse.observe.charts import Bars
-    from axsparse.observe.run_records import LayerShare, RunRecords, RunView, SavedStep
+    from axsparse.observe.run_records import LayerShare, RunRecords, RunView
     from axsparse.observe.trace_file import Span
     from axsparse.training.checkpoint.manifest import CheckpointManifest
 
@@ -47,7 +47,9 @@ MOST_CONFIG_BYTES = 1_000_000
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(prog="axsparse report", description=DESCRIPTION, epilog=EPILOG)
+    arguments = CommandParser(
+        _report, prog="axsparse report", description=DESCRIPTION, epilog=EPILOG
+    )
     arguments.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="the directory of a run"
     )
@@ -64,11 +66,6 @@ def parser() -> CommandParser:
         help="write a picture of the curves instead, a .png file",
     )
     return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Write the page, and end the process with its exit code; one of many ranks works."""
-    run_command(lambda: _report(parser().parse_args(argv)))
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -114,7 +111,7 @@ def view_run(run: Path, name: str) -> RunView:
     damaged. What else cannot be read, maybe because the run writes it just now, becomes a note.
     """
     from axsparse.observe.run_records import RunView, read_records
-    from axsparse.observe.trace_recorder import TRACES
+    from axsparse.observe.trace_file import TRACES
     from axsparse.training.run_directory import CONFIG_FILE, METRICS_FILE
 
     if not (run / METRICS_FILE).is_file():
@@ -131,14 +128,11 @@ def view_run(run: Path, name: str) -> RunView:
     trace, spans = _trace(run / TRACES, notes)
     checkpoints, newest = _saved(run, notes)
     layers, layers_from, plan = _of_checkpoint(newest, records, notes)
-    settings = _settings(text)
-    if not layers and settings.get("pruning.ticket", "null") != "null":
-        layers, layers_from = _of_ticket(Path(settings["pruning.ticket"]), notes)
     return RunView(
         name=name,
         records=records,
         config_text=text,
-        settings=settings,
+        settings=_settings(text),
         versions=_versions(text),
         trace=trace,
         spans=spans,
@@ -221,22 +215,23 @@ def _shown(value: object) -> str:
 # -- checkpoints --------------------------------------------------------------------------
 
 
-def _saved(run: Path, notes: list[str]) -> tuple[list[SavedStep], CheckpointManifest | None]:
+def _saved(
+    run: Path, notes: list[str]
+) -> tuple[list[tuple[int, int | None]], CheckpointManifest | None]:
     """The checkpoints, newest first, and the manifest of the newest that can be read.
 
     Only manifests are read. A checkpoint that a run removes meanwhile is no mistake.
     """
-    from axsparse.observe.run_records import SavedStep
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
     from axsparse.training.checkpoint.verification import open_checkpoint, steps_in
 
-    saved: list[SavedStep] = []
+    saved: list[tuple[int, int | None]] = []
     newest: CheckpointManifest | None = None
     for step in steps_in(run):
         manifest = None
         with _noted(notes):
             manifest = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest
-        saved.append(SavedStep(step, None if manifest is None else manifest.nbytes))
+        saved.append((step, None if manifest is None else manifest.nbytes))
         newest = newest or manifest
     return saved, newest
 
@@ -264,10 +259,10 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
     """
     from pydantic import ValidationError
 
-    from axsparse.config.former_settings import recorded_config
+    from axsparse.config.load import recorded_config
     from axsparse.observe.run_records import number
-    from axsparse.planner.memory_picture import memory_bars
-    from axsparse.planner.planned_memory import planned_memory
+    from axsparse.planner.html_page import memory_bars
+    from axsparse.planner.plan_model import planned_memory
 
     predicted = [p for r in records.plans if (p := number(r, "predicted_peak_memory_bytes"))]
     peaks = [p for r in records.steps if (p := number(r, "peak_memory_bytes"))]
@@ -285,28 +280,11 @@ def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]
         return None
     if found is None:
         return None
-    rows = [(f"stage {n}", memory) for n, memory in enumerate(found.now)]
-    if found.now != found.dense:
-        rows += [(f"stage {n} dense", memory) for n, memory in enumerate(found.dense)]
+    now, dense = found
+    rows = [(f"stage {n}", memory) for n, memory in enumerate(now)]
+    if now != dense:
+        rows += [(f"stage {n} dense", memory) for n, memory in enumerate(dense)]
     return memory_bars("Planned memory of a rank of each stage", rows, peaks[-1], "measured peak")
-
-
-def _of_ticket(path: Path, notes: list[str]) -> tuple[list[LayerShare], str]:
-    """What a ticket keeps of each layer's pruned tensors; nothing, and a note, if it is none."""
-    from axsparse.observe.run_records import LayerShare
-    from axsparse.pruning.ticket.ticket_reader import open_ticket
-
-    try:
-        manifest = open_ticket(path).manifest
-    except AxsparseError as error:
-        notes.append(str(error))
-        return [], ""
-    layers: dict[str, LayerShare] = {}
-    for name, entry in manifest.tensors.items():
-        layer = name.partition(".")[0]
-        so_far = layers.get(layer, LayerShare(layer, 0, 0))
-        layers[layer] = LayerShare(layer, so_far.kept + entry.kept, so_far.numel + entry.numel)
-    return list(layers.values()), f"pruned tensors of ticket {path.name}"
 
 
 # -- the file -----------------------------------------------------------------------------

@@ -12,21 +12,24 @@ import contextlib
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from axsparse.cli.launch import folder
 from axsparse.cli.parser import (
+    MOST,
     CommandParser,
     add_configuration,
     add_run,
     overrides_of,
     require_configuration,
-    run_command,
+    say,
+    whole,
 )
-from axsparse.cli.restarting_launch import folder
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.config.validate import check_batch, check_config, counted
 from axsparse.runtime.errors import (
@@ -41,8 +44,6 @@ SCRIPT = "job.sh"
 """Name of the script in the run directory."""
 LAUNCHERS = {"slurm": ("mpirun", "srun"), "lsf": ("jsrun", "mpirun")}
 """What starts ranks under each scheduler; the first is the usual one."""
-MOST = 10_000_000
-"""The largest count accepted: more than any cluster has, and within 32 bits."""
 CORES_PER_GPU = 7
 """The cores that a rank asks for with each GPU that it has. Python, the threads that fetch batches,
 those of NCCL and those of torch share them. As many are there on nodes such as Summit's, with 42
@@ -75,20 +76,6 @@ exit codes:
 
 
 # --- the command line --------------------------------------------------------------------
-
-
-def count(text: str, least: int = 1) -> int:
-    """The whole number that an option holds."""
-    if text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= MOST:
-        return int(text)
-    raise argparse.ArgumentTypeError(
-        f"{text[:60]!r} is no whole number from {least} to {MOST}; choose one"
-    )
-
-
-def count_or_none(text: str) -> int:
-    """A whole number that may be 0."""
-    return count(text, least=0)
 
 
 def duration(text: str) -> int:
@@ -138,7 +125,9 @@ def directive(text: str) -> str:
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(prog="axsparse submit", description=DESCRIPTION, epilog=EPILOG)
+    arguments = CommandParser(
+        _submit, prog="axsparse submit", description=DESCRIPTION, epilog=EPILOG
+    )
     scheduler = arguments.add_mutually_exclusive_group(required=True)
     for one, program in (("slurm", "sbatch"), ("lsf", "bsub")):
         scheduler.add_argument(
@@ -161,13 +150,13 @@ def parser() -> CommandParser:
 
 def _add_request(add: Callable[..., object]) -> None:
     """The options that say what the job asks the scheduler for."""
-    add("--nodes", metavar="N", type=count, default="1", help="default %(default)s")
-    add("--gpus-per-node", metavar="N", type=count_or_none, default="0", help="default %(default)s")
-    add("--ranks", metavar="N", type=count, help="over all nodes; by default one for each GPU")
+    add("--nodes", metavar="N", type=whole(), default="1", help="default %(default)s")
+    add("--gpus-per-node", metavar="N", type=whole(0), default="0", help="default %(default)s")
+    add("--ranks", metavar="N", type=whole(), help="over all nodes; by default one for each GPU")
     add(
         "--cpus-per-rank",
         metavar="N",
-        type=count,
+        type=whole(),
         help=f"cores of a rank (default 1; {CORES_PER_GPU} for each GPU of its own); "
         "train.threads says how many it computes with",
     )
@@ -202,7 +191,7 @@ def _add_request(add: Callable[..., object]) -> None:
     add(
         "--chain",
         metavar="K",
-        type=count,
+        type=whole(),
         default="1",
         help="submit K jobs that continue one another, instead of one that is restarted",
     )
@@ -225,13 +214,7 @@ def _add_start(add: Callable[..., object]) -> None:
         "--setup",
         metavar="FILE",
         type=Path,
-        help="a file that the job's shell sources first: module load …, export …",
-    )
-    add(
-        "--copy-environment",
-        metavar="FOLDER",
-        type=Path,
-        help="copy Python's environment into this folder of each node, and run it from there",
+        help="a file that the job's shell sources first: module load …, export …, or python=…",
     )
 
 
@@ -306,38 +289,15 @@ def _contradictions(job: argparse.Namespace) -> Iterator[str]:
             f"--gpus-per-node: {job.gpus_per_node} for {per_node} ranks a node, but jsrun gives "
             f"each rank one; choose {per_node}, or --launcher mpirun"
         )
-    if job.copy_environment is not None:
-        yield from _contradictions_of_a_copy(job)
     if set(LIVE) & set(str(job.run_dir)):
         yield (
             f"run_dir: {str(job.run_dir)!r} holds one of {' '.join(LIVE)}, which schedulers "
             "replace in the name of the log; choose another --run-dir"
         )
-    places = (Path.cwd(), job.run_dir, job.setup, sys.executable, job.copy_environment)
-    for word in (*job.train, *map(str, places)):
+    for word in (*job.train, *map(str, (Path.cwd(), job.run_dir, job.setup, sys.executable))):
         # Editors and terminals end a line at more characters than a shell does.
         if any(ord(letter) < 32 or letter in "\x7f\x85\u2028\u2029" for letter in word):
             yield f"{word[:60]!r} holds a line break or another control character; remove it"
-
-
-def _contradictions_of_a_copy(job: argparse.Namespace) -> Iterator[str]:
-    place, prefix = job.copy_environment, Path(sys.prefix)
-    if not place.is_absolute() or len(place.parts) < 2:
-        yield (
-            f"--copy-environment: {str(place)!r} is no folder on each node; name one from the "
-            "root on, such as /tmp"
-        )
-    alone = (prefix / "pyvenv.cfg").exists() or (prefix / "conda-meta").exists()
-    if not alone or not Path(sys.executable).is_relative_to(prefix):
-        yield (
-            f"--copy-environment: {sys.executable} is not of a venv or conda environment that "
-            "could be copied; install axsparse into one, or leave the option out"
-        )
-    if job.scheduler == "lsf" and job.launcher != "jsrun":
-        yield (
-            f"--copy-environment: {job.launcher} cannot start one process on each node under LSF; "
-            "choose --launcher jsrun, or leave the option out"
-        )
 
 
 def check_ranks(loaded: LoadedConfig, ranks: int) -> None:
@@ -384,9 +344,6 @@ def script(job: argparse.Namespace) -> bytes:
         "setup": job.setup and shlex.quote(str(job.setup)),
         "place": shlex.quote(str(job.run_dir)),
         "python": shlex.quote(str(python)),
-        "prefix": shlex.quote(sys.prefix),
-        "inside": shlex.quote(str(python).removeprefix(sys.prefix).lstrip("/")),
-        "copy_environment": job.copy_environment and shlex.quote(str(job.copy_environment)),
         "mpirun": shlex.quote(str(mpirun) if mpirun.is_file() else "mpirun"),
         "pmi": f" --mpi={job.mpi}" if job.mpi else "",
         "gpus_per_rank": int(bool(job.gpus_per_node)),
@@ -424,11 +381,6 @@ def _in_directive(text: str) -> str:
 # --- submitting --------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str]) -> NoReturn:
-    """Submit a job, and end the process with its exit code; one of many ranks works."""
-    run_command(lambda: _submit(parser().parse_args(argv)))
-
-
 def _submit(job: argparse.Namespace) -> None:
     job.pairs = overrides_of(job)
     loaded = load_config(job.config, job.pairs)
@@ -443,7 +395,7 @@ def _submit(job: argparse.Namespace) -> None:
     made = _make(job.run_dir, must_be_new=not job.run_dir_given)
     with writing(f"{path}:", "choose another --run-dir"):
         path.write_bytes(script(job))
-        path.chmod(0o700)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
     try:
         said = hand_over(path, ["bsub"] if job.scheduler == "lsf" else ["sbatch", str(path)])
     except AxsparseError:
@@ -453,8 +405,8 @@ def _submit(job: argparse.Namespace) -> None:
                 job.run_dir.rmdir()
         raise
     many = f" · up to {job.chain} jobs" if job.chain > 1 else ""
-    print(said)
-    print(
+    say(said)
+    say(
         f"{counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')} · {clock(job.time)} at a "
         f"time{many} · log → {job.run_dir}/job-*.log"
     )
@@ -486,7 +438,7 @@ def _make(run_dir: Path, *, must_be_new: bool) -> bool:
         return False
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        run_dir.mkdir(mode=0o700)
+        run_dir.mkdir()
     except OSError as reason:
         raise OutputError(
             f"run_dir: {run_dir} cannot be made ({reason.strerror}); choose another --run-dir"

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from axsparse.cli.parser import (
-    HELP,
-    CommandParser,
-    add_configuration,
-    refuse_command,
-    run_command,
-    say,
-    show_usage,
-)
+from axsparse.cli.parser import CommandParser, add_configuration, say
 from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.files.atomic import new_path
 
 if TYPE_CHECKING:
-    from axsparse.pruning.ticket.ticket_manifest import TicketManifest
+    from axsparse.pruning.ticket.ticket_reader import TicketManifest
 
-USAGE = """\
-usage: axsparse ticket show FILE [--json]
-       axsparse ticket import MASKS --out FILE --config MODEL
-       axsparse ticket export FILE --out MASKS [--names hf]
-
-  show      algorithm, model, and sparsity per tensor and total (axsparse ticket show --help)
-  import    a ticket of dense masks that another tool has drawn
-  export    the masks of a ticket as dense tensors of zeros and ones
-"""
 CODES = """\
 exit codes:
   0 done   65 no ticket or masks, or damaged   66 it cannot be read   74 --out is taken or cannot be
@@ -66,48 +47,31 @@ Write the masks of a ticket as safetensors of dense uint8 tensors, zeros and one
 """
 
 
-def show_parser() -> CommandParser:
-    """The command line of `show`."""
-    arguments = CommandParser(prog="axsparse ticket show", description=SHOW, epilog=SHOW_END)
-    arguments.add_argument("file", metavar="FILE", type=Path, help="the ticket, or a run with one")
-    arguments.add_argument(
+def parser() -> CommandParser:
+    """The command line."""
+    group = CommandParser(prog="axsparse ticket")
+    purpose = "algorithm, model, and sparsity per tensor and total"
+    show = group.add_member("show", _show, help=purpose, description=SHOW, epilog=SHOW_END)
+    show.add_argument("file", metavar="FILE", type=Path, help="the ticket, or a run with one")
+    show.add_argument(
         "--json", action="store_true", help="the whole manifest, with the model's parameters"
     )
-    return arguments
-
-
-def import_parser() -> CommandParser:
-    """The command line of `import`."""
-    arguments = CommandParser(prog="axsparse ticket import", description=IMPORT, epilog=CODES)
-    arguments.add_argument("file", metavar="MASKS", type=Path, help="the dense masks")
-    arguments.add_argument("--out", metavar="FILE", type=Path, required=True, help="the ticket")
-    add_configuration(arguments.add_argument)
-    return arguments
-
-
-def export_parser() -> CommandParser:
-    """The command line of `export`."""
-    arguments = CommandParser(prog="axsparse ticket export", description=EXPORT, epilog=CODES)
-    arguments.add_argument("file", metavar="FILE", type=Path, help="the ticket, or a run with one")
-    arguments.add_argument("--out", metavar="MASKS", type=Path, required=True, help="a new file")
-    arguments.add_argument(
+    purpose = "a ticket of dense masks that another tool has drawn"
+    dense = group.add_member("import", _import, help=purpose, description=IMPORT, epilog=CODES)
+    dense.add_argument("file", metavar="MASKS", type=Path, help="the dense masks")
+    dense.add_argument("--out", metavar="FILE", type=Path, required=True, help="the ticket")
+    add_configuration(dense.add_argument)
+    purpose = "the masks of a ticket as dense tensors of zeros and ones"
+    export = group.add_member("export", _export, help=purpose, description=EXPORT, epilog=CODES)
+    export.add_argument("file", metavar="FILE", type=Path, help="the ticket, or a run with one")
+    export.add_argument("--out", metavar="MASKS", type=Path, required=True, help="a new file")
+    export.add_argument(
         "--names",
         choices=("axsparse", "hf"),
         default="axsparse",
         help="names and shapes of axsparse or of Hugging Face's transformers (default %(default)s)",
     )
-    return arguments
-
-
-def main(argv: Sequence[str]) -> NoReturn:
-    """Carry out a command, and end the process with its exit code; one of many ranks works."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not argv or argv[0] in HELP:
-        show_usage(USAGE)
-    if argv[0] not in COMMANDS:
-        refuse_command(argv[0], COMMANDS, "ticket")
-    command = COMMANDS[argv[0]]
-    run_command(lambda: command.carry_out(command.parser().parse_args(argv[1:])))
+    return group
 
 
 def _import(arguments: argparse.Namespace) -> None:
@@ -141,7 +105,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _of_run(path: Path) -> Path:
     """The ticket that a run directory holds, for the path of one; any other path as it is."""
-    from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
+    from axsparse.pruning.ticket.ticket_reader import TICKET_FILE
 
     if not path.is_dir():
         return path
@@ -193,19 +157,3 @@ def _lines(manifest: TicketManifest) -> Iterator[str]:
 
 def _figures(numel: int, kept: int, sparsity: float) -> tuple[str, str, str]:
     return f"{numel:,}", f"{kept:,}", f"{100 * sparsity:.3f} %"
-
-
-@dataclass(frozen=True)
-class _Command:
-    """One word after `axsparse ticket`."""
-
-    parser: Callable[[], CommandParser]
-    carry_out: Callable[[argparse.Namespace], None]
-
-
-COMMANDS = {
-    "show": _Command(show_parser, _show),
-    "import": _Command(import_parser, _import),
-    "export": _Command(export_parser, _export),
-}
-"""What can stand after `axsparse ticket`."""

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from axsparse.cli.parser import CommandParser, arguments_of, run_command, say
+from axsparse.cli.parser import CommandParser, say, whole
 from axsparse.config.validate import counted
 from axsparse.observe.trace_file import Span, differences, read, step_seconds
 from axsparse.planner.plan_report import table
 from axsparse.runtime.errors import ConfigError
 
-USAGE = """\
-usage: axsparse trace compare A B [--most N]
-
-  compare  the largest differences by phase and stage (axsparse trace compare --help)
-"""
 DESCRIPTION = """\
 Compare two traces of steps: simulated, real, or one of each.
 
@@ -32,33 +25,26 @@ both files.
 
 
 def parser() -> CommandParser:
-    """The command line of `compare`."""
-    arguments = CommandParser(
-        prog="axsparse trace compare",
-        description=DESCRIPTION,
-    )
+    """The command line."""
+    group = CommandParser(prog="axsparse trace")
+    purpose = "the largest differences by phase and stage"
+    arguments = group.add_member("compare", _compare, help=purpose, description=DESCRIPTION)
     arguments.add_argument("first", metavar="A", type=Path, help="a trace")
     arguments.add_argument("second", metavar="B", type=Path, help="the trace to compare with A")
     arguments.add_argument(
-        "--most", metavar="N", default="10", help="differences to show (default %(default)s)"
+        "--most",
+        metavar="N",
+        type=whole(0),
+        default=10,
+        help="differences to show (default %(default)s)",
     )
-    return arguments
-
-
-def main(argv: Sequence[str]) -> NoReturn:
-    """Compare, and end the process with its exit code; one of many ranks works."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    run_command(
-        lambda: _compare(parser().parse_args(arguments_of("trace", "compare", USAGE, argv)))
-    )
+    return group
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    if not (arguments.most.isascii() and arguments.most.isdigit()):
-        raise ConfigError(f"--most: {arguments.most!r} is no number of differences; write 10")
     first, second = read(arguments.first), read(arguments.second)
     _refuse_other_layout(first, second)
-    say("\n".join(lines(first, second, int(arguments.most))))
+    say("\n".join(lines(first, second, arguments.most)))
 
 
 def _refuse_other_layout(first: Sequence[Span], second: Sequence[Span]) -> None:

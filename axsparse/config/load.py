@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -18,20 +19,21 @@ from pydantic import ValidationError
 from axsparse.config.hf_config import with_folder
 from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.messages import (
-    CLOSE,
+    FORMER_KEYS,
     Setting,
-    likeness,
     refusal,
     refuse_other_families,
     refuse_removed_values,
     show,
     unknown_key,
 )
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, Source
 from axsparse.config.section import Section
 from axsparse.config.yaml_dialect import YamlDumper, compose, is_null, line_of, refuse_tag, scalar
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
+FORMER_VALUES = {"pipeline.schedule": ("zb-h1", "zb-1p", "zb-2p")}
+"""Key -> values of earlier versions that are gone."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _BUNDLED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 """The folder of the bundled files in an installed wheel, and in a source tree."""
@@ -69,17 +71,7 @@ def load_config(source: str | None, overrides: Sequence[str] = ()) -> LoadedConf
     return _validated(settings, name)
 
 
-@overload
-def configure(source: Mapping[str, Any]) -> Config: ...
-
-
-@overload
-def configure(source: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig: ...
-
-
-def configure(
-    source: Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
-) -> Config | LoadedConfig:
+def configure(source: Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> Config:
     """A configuration from nested dictionaries, or from a file and `key=value` overrides.
 
     A file is found and read as `--config` and `--set` of `axsparse train` do, so that a script
@@ -87,11 +79,15 @@ def configure(
 
         config = ax.configure("my_run.yaml", ["train.steps=500", "layout.g_inter=4"])
 
-    `build` and `run_training` take either result; that of a file remembers where each key was
-    set, for error messages. Raises ConfigError and MissingInputError as `load_config` does.
+    A configuration of a file remembers where each key was set, for error messages. Raises
+    ConfigError and MissingInputError as `load_config` does.
     """
     if isinstance(source, (str, Path)):
-        return load_config(str(source), overrides)
+        loaded = load_config(str(source), overrides)
+        values = _by_key(loaded.config)
+        read = {key: (values[key], origin) for key, origin in loaded.origins.items()}
+        loaded.config._source = Source(loaded.name, read)
+        return loaded.config
     if overrides:
         raise ConfigError(
             f"configure: overrides {list(overrides)} beside dictionaries, which have no file to "
@@ -109,13 +105,48 @@ def configure(
 
 
 def made_in_python(config: Config, name: str) -> LoadedConfig:
-    """A configuration made by the Python API, with "configure" as origin of the keys set there."""
+    """A configuration of the Python API, with "configure" as origin of the keys set there.
+
+    `name` is for configurations that come from no file.
+    """
     origins: dict[str, str] = {}
     for section in config.model_fields_set:
         given = getattr(config, section)
         leaves = given.model_fields_set if isinstance(given, Section) else {""}
         origins |= {f"{section}.{leaf}".rstrip("._"): "configure" for leaf in leaves}
-    return LoadedConfig(config, name, origins)
+    values, source = _by_key(config), config._source
+    # A value that was changed since, by model_copy, is not the file's any more.
+    origins |= {k: origin for k, (was, origin) in source.settings.items() if values[k] == was}
+    return LoadedConfig(config, source.name or name, origins)
+
+
+def _by_key(config: Config) -> dict[str, Any]:
+    """The values of a configuration by dotted key."""
+    found: dict[str, Any] = {}
+    for name, value in config.model_dump().items():
+        leaves = value.items() if isinstance(value, dict) else [("", value)]
+        found.update((f"{name}.{leaf}".rstrip("."), one) for leaf, one in leaves)
+    return found
+
+
+def recorded_config(recorded: Mapping[str, Any]) -> Config:
+    """The configuration that a checkpoint has recorded, also one of an earlier version.
+
+    Settings that are gone take their defaults. Raises pydantic's ValidationError for settings that
+    no version had.
+    """
+    settings = {
+        section: {
+            key: value
+            for key, value in values.items()
+            if f"{section}.{key}" not in FORMER_KEYS
+            and value not in FORMER_VALUES.get(f"{section}.{key}", ())
+        }
+        if isinstance(values, Mapping)
+        else values
+        for section, values in recorded.items()
+    }
+    return Config.model_validate(settings)
 
 
 def _validated(settings: Mapping[str, Setting], name: str) -> LoadedConfig:
@@ -175,10 +206,8 @@ def _missing(source: str) -> MissingInputError:
     bundled = bundled_configs()
     if not bundled:
         return MissingInputError(f"config {source!r}: no such file; name an existing one")
-    stem = Path(source).stem
-    nearest = max(bundled, key=lambda name: likeness(stem, name))
-    is_near = likeness(stem, nearest) >= CLOSE
-    mend = f"did you mean {nearest}?" if is_near else "name an existing one"
+    near = get_close_matches(Path(source).stem[:60], bundled, n=1)
+    mend = f"did you mean {near[0]}?" if near else "name an existing one"
     return MissingInputError(
         f"config {source!r}: no such file and no bundled config of that name; "
         f"{mend} (bundled: {', '.join(bundled)})"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
-from axsparse.config.former_settings import FORMER_KEYS
 from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config
@@ -27,8 +26,11 @@ class Setting:
     """Where it was given: "quickstart.yaml:12", "--set" or "configure"."""
 
 
-CLOSE = 0.6
-"""Names that are at least this alike may be what was meant; the default of difflib."""
+FORMER_KEYS = {
+    "pipeline.announce": "remove it: stages announce nothing any more; pipeline.slack of 1 or more "
+    "makes up for it"
+}
+"""Key of earlier versions that is gone -> what to do about it."""
 _MENDS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
 """Pydantic's error type -> what to write in YAML, where pydantic's text does not say it."""
 
@@ -85,19 +87,16 @@ def unknown_key(key: str, origin: str) -> ConfigError:
         return ConfigError(f"{key} ({origin}): this key is gone; {FORMER_KEYS[key]}")
     key = shorten(key)  # Comparing takes time quadratic in the length.
     section, _, leaf = key.rpartition(".")
-
-    def nearness(known: str) -> tuple[float, float]:
-        known_section, _, known_leaf = known.rpartition(".")
-        whole, part = likeness(key, known), likeness(leaf, known_leaf)
-        # If both name the same section, only the rest can tell them apart.
-        return (part if section == known_section else max(whole, part)), whole
-
-    nearest = max((*FIELDS, *([] if section else SECTIONS)), key=nearness)
-    if nearness(nearest)[0] >= CLOSE:
-        mend = f"did you mean {nearest}?"
+    # Where the section is right, only the rest can tell its keys apart.
+    near = [f"{section}.{name}" for name in get_close_matches(leaf, SECTIONS.get(section, ()), n=1)]
+    leaves = {known.rpartition(".")[2]: known for known in FIELDS}
+    if section not in SECTIONS:
+        near += get_close_matches(key, [*FIELDS, *([] if section else SECTIONS)], n=1)
+    near += [leaves[name] for name in get_close_matches(leaf, leaves, n=1)]
+    if near:
+        mend = f"did you mean {near[0]}?"
     else:
-        names = SECTIONS.get(section, tuple(Config.model_fields))
-        mend = f"choose one of {', '.join(names)}"
+        mend = f"choose one of {', '.join(SECTIONS.get(section, Config.model_fields))}"
     shown = key if key.isprintable() else repr(key)
     return ConfigError(f"{shown} ({origin}): unknown key; {mend}")
 
@@ -131,11 +130,6 @@ def refuse_removed_values(settings: Mapping[str, Setting]) -> None:
             f"spikes.rule ({setting.origin}): 'back' is no rule any more; choose skip, and go back "
             "by hand with --resume RUN/checkpoints/step-N (docs/howto/bad-numbers.md)"
         )
-
-
-def likeness(one: str, other: str) -> float:
-    """1 for equal names, 0 for names that share nothing."""
-    return SequenceMatcher(None, one, other).ratio()
 
 
 def show(value: object) -> str:

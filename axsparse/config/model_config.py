@@ -18,7 +18,17 @@ from pydantic import (
     model_validator,
 )
 
-from axsparse.config.section import BrokenRule, Count, FromList, Rate, Section, divisors, one_of
+from axsparse.config.section import (
+    BrokenRule,
+    Count,
+    Few,
+    FromList,
+    Rate,
+    Section,
+    Width,
+    divisors,
+    one_of,
+)
 
 Positive = Annotated[float, Field(gt=0.0)]
 
@@ -60,15 +70,15 @@ class Family(Section):
 class TextFamily(Family):
     """What the settings of all language models have."""
 
-    num_layers: Count = 6
+    num_layers: Few = 6
     """Transformer blocks, embedding and head not counted."""
-    hidden_size: Count = 256
+    hidden_size: Width = 256
     """Width of the residual stream."""
-    num_heads: Count = 8
+    num_heads: Few = 8
     """Attention heads of each block."""
-    sequence_length: Count = 128
+    sequence_length: Width = 128
     """Longest sequence, in tokens, that the model is for; those of the data are at most so long."""
-    vocab_size: Count = 256
+    vocab_size: Width = 256
     """Rows of the token embedding; at least the vocabulary of the data."""
     tie_embeddings: bool = True
     """Whether the output head uses the token embedding's weights."""
@@ -98,12 +108,12 @@ class LlamaConfig(TextFamily):
 
     name: Literal["llama"] = "llama"
     """Rotary positions, RMSNorm, SwiGLU: Llama, Mistral, Qwen2, Qwen3, SmolLM, TinyLlama."""
-    intermediate_size: Count = 688
+    intermediate_size: Width = 688
     """Width between the matrices of each block's SwiGLU."""
-    num_key_value_heads: Count | None = None
+    num_key_value_heads: Few | None = None
     """Heads of keys and values, a divisor of `num_heads`; each serves as many heads of queries.
     null: as many as `num_heads`."""
-    head_dim: Count | None = None
+    head_dim: Few | None = None
     """Width of a head, an even number; null: `hidden_size` / `num_heads`."""
     norm_eps: Positive = 1e-5
     """Added to the mean square in every RMSNorm."""
@@ -160,7 +170,7 @@ def head_width(config: LlamaConfig) -> int:
 class ImageFamily(Family):
     """What the settings of all image classifiers have."""
 
-    num_classes: Count = 1000
+    num_classes: Width = 1000
     """Classes of images."""
 
 
@@ -185,7 +195,7 @@ class CnnConfig(ImageFamily):
 
     name: Literal["cnn"] = "cnn"
     """Four convolutions, for images of a few pixels."""
-    channels: Count = 3
+    channels: Few = 3
     """Channels of an image, 1 for grey and 3 for colour."""
 
 

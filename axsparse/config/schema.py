@@ -9,13 +9,27 @@ For every setting that may be `auto`, docs/reference/auto.md names the function 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from axsparse.config.model_config import GptConfig, ModelConfig, TextFamily
-from axsparse.config.section import Auto, BrokenRule, Count, Fraction, FromList, Rate, Section
+from axsparse.config.section import (
+    Auto,
+    BrokenRule,
+    Count,
+    Few,
+    Fraction,
+    FromList,
+    Natural,
+    Rate,
+    Section,
+)
 
+SMALLEST_NORMAL = 2.0**-126
+"""The smallest number of fp32 that no processor takes as 0."""
 ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
 """Pruning methods that draw one mask and keep it."""
 
@@ -30,10 +44,10 @@ class DataConfig(Section):
     ImageNet's layout, `path/train/<class>/*` and `path/val/<class>/*`."""
     path: str | None = None
     """The folder of the data, for `tokens` and `images`."""
-    image_size: Count = 224
+    image_size: Few = 224
     """images: height and width of the model's input, in pixels. Training crops and mirrors at
     random; validation takes the middle."""
-    workers: Annotated[int, Field(ge=0)] = 2
+    workers: Annotated[int, Field(ge=0, le=1024)] = 2
     """images: threads that decode for a rank of the first stage; 0 decodes when a batch is read."""
     sequence_length: Count | Auto = "auto"
     """Tokens of one sample; `auto` takes the model's `sequence_length`."""
@@ -96,7 +110,7 @@ class PipelineConfig(Section):
     fixed orders, for comparison: the same losses, bit by bit."""
     prefer: Literal["alternate", "backward", "forward"] = "alternate"
     """message-driven: what runs when a forward and a backward have both arrived."""
-    slack: Annotated[int, Field(ge=0)] | Auto = "auto"
+    slack: Natural | Auto = "auto"
     """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 if
     memory requires it. With `layout.cluster`, as many as are worth their memory: see
     `split_backward`."""
@@ -110,7 +124,7 @@ class PipelineConfig(Section):
     """split_backward: the memory that a stage may hold of microbatches in flight and of those that
     wait for weight gradients, in units of one in flight. `auto` is what the first stage has in
     flight; with `layout.cluster`, more where the simulated step gains as much by it."""
-    checkpoint_activations: Annotated[int, Field(ge=0)] = 0
+    checkpoint_activations: Natural = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
     compile: bool = False
     """Let torch.compile fuse the operations of each layer in the first step, which takes minutes
@@ -164,13 +178,15 @@ class PruningConfig(Section):
     """`2:4` keeps 2 of every 4 consecutive inputs of each output, for sparse tensor cores; it
     replaces `sparsity`."""
     include: Literal["blocks", "all"] = "blocks"
-    """`blocks`: matrices of the blocks; `all`: embeddings and output head as well."""
+    """`blocks`: weights of linear, convolution, recurrent and attention modules in the blocks;
+    `all`: every matrix, embeddings and output head as well."""
     exclude: Annotated[tuple[str, ...], FromList] = ()
     """Names of parameters that stay dense, such as `block0.*` or `*.fc2.weight`."""
     layers: Annotated[tuple[str, ...], FromList] = ()
     """Sparsities of some parameters, such as `block0.*=0.5`; if several patterns fit a name, the
-    last one counts. All other parameters have `sparsity`."""
-    at_step: Annotated[int, Field(ge=0)] = 0
+    last one counts. All other parameters have `sparsity`. A pattern that fits nothing which is
+    pruned anyway, such as `*.pos=0.5`, adds the matrices that it fits."""
+    at_step: Natural = 0
     """Steps before the first pruning, or before the search of early-bird begins (which also waits
     for the end of the warm-up). With 0, a method that needs nothing but weights prunes while the
     model is built, and never holds dense state."""
@@ -188,11 +204,11 @@ class PruningConfig(Section):
     `hamming`: fraction of all entries, by which at high sparsity even random masks are close."""
     undrawn: Literal["fail", "draw"] = "fail"
     """early-bird: what happens if no mask has settled by `until_step`."""
-    rewind_step: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = "auto"
+    rewind_step: Natural | Literal["auto", "never"] = "auto"
     """Step whose weights the kept entries return to after each pruning; warm-up and decay of the
     learning rate then begin anew. 0: the initial weights; any other step costs 4 bytes an entry
     until then. `auto` is 0 for iterative and never for others."""
-    rewarm_steps: Annotated[int, Field(ge=0)] = 0
+    rewarm_steps: Natural = 0
     """Steps over which the learning rate rises again after each pruning, from 0."""
     calibration_samples: Count = 128
     """wanda, sparsegpt: training samples that pass through the model before the first step."""
@@ -333,6 +349,17 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; 0 never clips."""
 
     @model_validator(mode="after")
+    def _is_computed_in_fp32(self) -> OptimizerConfig:
+        for key, value, usual in (("eps", self.eps, "1e-8"), ("clip_norm", self.clip_norm, "1")):
+            if 0 < value < SMALLEST_NORMAL:
+                raise BrokenRule(
+                    key,
+                    f"{value:g} is 0 in fp32, in which steps are computed, or nearly 0; set at "
+                    f"least {SMALLEST_NORMAL:.2g}, {usual} say",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _looks_ahead_by_momentum(self) -> OptimizerConfig:
         if self.nesterov and self.momentum == 0:
             raise BrokenRule(
@@ -346,11 +373,11 @@ class OptimizerConfig(Section):
 class LossScaleConfig(Section):
     """What happens when loss or gradients are not finite; the scale itself is for fp16."""
 
-    initial: Annotated[float, Field(ge=1.0)] = 65536.0
+    initial: Annotated[float, Field(ge=1.0, le=1e38)] = 65536.0
     """Loss scale of the first fp16 step; rounded down to a power of two."""
     growth_interval: Count = 1000
     """Good steps in a row after which the scale doubles."""
-    floor: Annotated[float, Field(ge=1.0)] = 1.0
+    floor: Annotated[float, Field(ge=1.0, le=1e38)] = 1.0
     """The scale never falls below it."""
     patience: Count = 10
     """Skipped steps in a row at the floor (in bf16 and fp32: any) after which the run ends."""
@@ -384,7 +411,7 @@ class SpikesConfig(Section):
 class ScheduleConfig(Section):
     """How the learning rate moves: linear warm-up, then decay."""
 
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Natural = 0
     """Steps until the learning rate reaches its peak."""
     decay: Literal["cosine", "linear", "constant", "step"] = "cosine"
     """Shape of the descent after the warm-up; `step` falls at once, every `step_every` steps."""
@@ -404,21 +431,21 @@ class TrainConfig(Section):
 
     steps: Count = 100
     """Optimizer steps."""
-    eval_every: Annotated[int, Field(ge=0)] = 50
+    eval_every: Natural = 50
     """Steps between evaluations; 0 evaluates at the end only."""
-    eval_steps: Annotated[int, Field(ge=0)] | Literal["all"] = 4
+    eval_steps: Natural | Literal["all"] = 4
     """Global batches of validation data per evaluation, or `all`; 0 never evaluates."""
     eval_first: bool = False
     """Whether to evaluate before the first step as well."""
     log_every: Count = 10
     """Steps between lines on the screen; `metrics.jsonl` has every step."""
-    compare_replicas_every: Annotated[int, Field(ge=0)] = 10
+    compare_replicas_every: Natural = 10
     """Steps between two looks whether all replicas still have the same weights; 0 never looks."""
-    threads: Count = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Torch's CPU threads in each rank; fixed, since the numerics depend on them."""
     peak_flops: Annotated[float, Field(gt=0.0)] | Auto = "auto"
     """Peak flop/s of one rank's device, for `mfu`; `auto` times a matrix product at the start."""
-    trace: Annotated[int, Field(ge=0)] = 0
+    trace: Natural = 0
     """Steps after the first one that are recorded in `trace/`, for Perfetto and `trace compare`."""
     nvtx: bool = False
     """Whether phases, forwards and backwards are named ranges in NVIDIA's profilers; GPUs only."""
@@ -430,13 +457,13 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """What a run saves in `checkpoints/` of its run directory, to be resumed from."""
 
-    every: Annotated[int, Field(ge=0)] = 500
+    every: Natural = 500
     """Steps between two checkpoints; the last step is saved as well. 0 saves only when the run is
     told to stop (SIGUSR1, SIGTERM)."""
     keep_last: Count = 3
     """Newest checkpoints that are kept; incomplete ones do not count. The newest one whose weights
     a later step has trained on stays as well."""
-    keep_every: Annotated[int, Field(ge=0)] = 0
+    keep_every: Natural = 0
     """Checkpoints at multiples of so many steps are kept for good; 0 keeps `keep_last` only."""
     keep_best: bool = False
     """Whether an evaluation of lower loss than all before saves a checkpoint, which is kept until
@@ -449,7 +476,7 @@ class CheckpointConfig(Section):
 class WatchdogConfig(Section):
     """When a run counts as hung, and a rank as slow."""
 
-    timeout: Annotated[float, Field(ge=0.0)] = 600.0
+    timeout: Annotated[float, Field(ge=0.0, le=1e9)] = 600.0
     """Seconds without progress on any rank after which the run is reported as hung and ends with
     70; five times as many until the first step is done. It has to be longer than the longest
     forward or backward, and than your own work between two steps. 0 never ends a run."""
@@ -468,9 +495,23 @@ class ObserveConfig(Section):
     """A project of Weights & Biases that gets them; needs `axsparse[wandb]`. null: none."""
 
 
+@dataclass
+class Source:
+    """Where a configuration was read. It is no part of what that says: any two are equal."""
+
+    name: str | None = None
+    """The stem of its file; None if it was made in Python."""
+    settings: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Dotted key -> the value that it had there, and what set it: a line, or an override."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Source)
+
+
 class Config(Section):
     """All settings of a run, as `config.yaml` in its run directory records them."""
 
+    _source: Source = PrivateAttr(default_factory=Source)
     model: ModelConfig = GptConfig()
     """Which model is trained."""
     data: DataConfig = DataConfig()
@@ -507,7 +548,7 @@ class Config(Section):
     """How ranks communicate: `mpi` (between GPUs by way of pinned host memory), `nccl` for what
     GPUs send each other, `local` for a single process without MPI. `auto` takes NCCL if each rank
     has a GPU of its own, else MPI if there is a library."""
-    seed: Annotated[int, Field(ge=0)] = 1234
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
     """Seed of initial weights, masks, dropout and the order of the data."""
     run_dir: str = "auto"
     """Where the run writes; `auto` is `runs/<config name>`, numbered if that exists."""

@@ -8,10 +8,17 @@ from collections.abc import Iterable
 from math import isqrt
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 Auto = Literal["auto"]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Natural = Annotated[int, Field(ge=0, le=10**9)]
+"""A count that may be 0."""
+Width = Annotated[int, Field(ge=1, le=10**7)]
+"""A size of a tensor: products of two fit torch's whole numbers."""
+Few = Annotated[int, Field(ge=1, le=10_000)]
+"""A count of what a process makes one by one, such as layers."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A fraction that may be 0 but never 1: a sparsity, a dropout, a decay coefficient."""
@@ -33,6 +40,23 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _is_a_text_of_files(cls, value: object) -> object:
+        """Texts become names of files and lines of config.yaml, which neither of these can be."""
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and ("\0" in text or not _is_unicode(text)):
+                raise PydanticCustomError("text", "Input should be text without NUL and surrogates")
+        return value
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class BrokenRule(ValueError):  # noqa: N818 - pydantic wraps it, and nobody catches it by name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.model_config import CnnConfig, LlamaConfig, TextFamily
@@ -13,6 +13,8 @@ from axsparse.config.section import one_of as one_of
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.grid import Grid
 
+SMALL_DATA = 10
+"""Batches that data have to hold so that passing over them again needs no remark."""
 DISTANCES = 5
 """Distances between masks in a row that have to be small before an Early-Bird ticket is drawn."""
 
@@ -72,6 +74,26 @@ def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:
         raise ConfigError(
             f"{loaded.where('data.separate_documents')}: true, but tokens of model.name "
             f"{model.name} see all tokens before them; choose false, or model.name llama"
+        )
+
+
+def remarks(config: Config, samples: int) -> Iterator[str]:
+    """Lines about settings that can be run, but may not be meant.
+
+    `config` has every `auto` decided, `samples` is the number of training samples.
+    """
+    steps, warm_up = config.train.steps, config.schedule.warmup_steps
+    if warm_up > steps:
+        yield (
+            f"note: the warm-up of {counted(warm_up, 'step')} is longer than the run, so that the "
+            "learning rate does not reach its peak (schedule.warmup_steps)"
+        )
+    batch = config.batch.global_batch_size
+    passes = steps * batch / samples
+    if samples < SMALL_DATA * batch and passes >= 2:
+        yield (
+            f"note: {counted(steps, 'step')} of {batch} samples go {passes:.3g} times over the "
+            f"data, which has {samples} (train.steps, batch.global_batch_size)"
         )
 
 

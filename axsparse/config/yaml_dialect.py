@@ -30,10 +30,34 @@ _RESOLVERS = {None: list(YAML_SCALARS.items())}
 """The patterns in PyYAML's form: None tries them whatever a scalar's first character is."""
 
 
+DEEPEST = 20
+"""Lists and mappings within each other that are read; no file of ours has more than three."""
+
+
 class YamlLoader(yaml.SafeLoader):
-    """Makes texts, numbers, truth values, lists and mappings, and nothing else."""
+    """Makes texts, numbers, truth values, lists and mappings, and nothing else.
+
+    Deep nesting is refused as it is met, since PyYAML takes quadratic time for it.
+    """
 
     yaml_implicit_resolvers = _RESOLVERS
+    depth = 0
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        self._refuse_depth(self.flow_level)
+        super().fetch_flow_collection_start(token)
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.depth += 1
+        self._refuse_depth(self.depth)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def _refuse_depth(self, depth: int) -> None:
+        if depth > DEEPEST:
+            problem = f"more than {DEEPEST} lists and mappings within each other"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
 
 
 def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -78,9 +102,12 @@ def compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         line = loader.line if error.problem_mark is None else error.problem_mark.line
         problem = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{at(line + 1)}: not YAML: {problem}; correct it there") from None
-    except (ValueError, OverflowError, RecursionError) as error:
-        # PyYAML does not catch these: escapes beyond Unicode, nesting beyond the stack.
+        mend = "correct it there"
+        if "alias" in problem or "anchor" in problem:
+            mend = "a text that begins with * or & stands in quotes, such as '*.bias=0'"
+        raise ConfigError(f"{at(line + 1)}: not YAML: {problem}; {mend}") from None
+    except (ValueError, OverflowError) as error:
+        # PyYAML does not catch these, such as escapes beyond Unicode.
         raise ConfigError(f"{at(loader.line + 1)}: not YAML: {error}; correct it there") from None
     return node
 

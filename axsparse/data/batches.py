@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -74,7 +75,11 @@ class Batches:
     def __post_init__(self) -> None:
         assert self.global_batch_size % self.g_data == 0, "replicas of unequal batch size"
         assert 0 <= self.replica < self.g_data, f"replica {self.replica} outside {self.g_data}"
-        assert self.dataset is None or len(self.dataset) == self.num_samples
+        if self.dataset is not None and (now := len(self.dataset)) != self.num_samples:
+            raise DataError(
+                f"data ({self.dataset.name}): it has {now} samples, and had {self.num_samples} "
+                "when it was opened; give a data set whose length stays"
+            )
 
     @property
     def targets_per_sample(self) -> int | None:
@@ -140,8 +145,7 @@ class Batches:
         parts = [self._start(samples[span], epochs[span]) for span in spans]
         microbatches = []
         for span, part in zip(spans, parts, strict=True):
-            inputs, targets = part()
-            self._refuse_misread(inputs, targets, span.stop - span.start)
+            inputs, targets = self._plain(*part(), span.stop - span.start)
             if self.pinned:
                 inputs = tuple(tensor.pin_memory() for tensor in inputs)
                 targets = None if targets is None else targets.pin_memory()
@@ -158,26 +162,31 @@ class Batches:
         if dataset is None:
             return lambda: ((), None)
         if not isinstance(dataset, PartedDataset):
-            return lambda: dataset.read(samples)
+            return lambda: _pair(dataset, samples, epochs)
         inputs = dataset.start(samples, epochs) if self.reads_inputs else lambda: ()
         return lambda: (inputs(), dataset.targets(samples) if self.reads_targets else None)
 
-    def _refuse_misread(self, inputs: object, targets: object, size: int) -> None:
-        """Raise DataError if a dataset returned something else than `Dataset.read` describes."""
+    def _plain(
+        self, inputs: object, targets: object, size: int
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What a dataset has read, without gradients; DataError if `Dataset.read` allows it not."""
         if self.dataset is None:
-            return
+            return (), None
         if not isinstance(inputs, (tuple, list)):
             raise DataError(
                 f"data ({self.dataset.name}): inputs are read as {type(inputs).__name__}; give a "
                 "tuple of tensors"
             )
-        for read in (*inputs, *([targets] if targets is not None else [])):
-            if not isinstance(read, Tensor) or read.shape[:1] != (size,):
-                shape = f" {tuple(read.shape)}" if isinstance(read, Tensor) else ""
+        tensors = [*inputs, *([targets] if targets is not None else [])]
+        for read in tensors:
+            what, mend = _odd(read, size)
+            if what:
                 raise DataError(
-                    f"data ({self.dataset.name}): {size} samples are read as "
-                    f"{type(read).__name__}{shape}; give tensors, samples first"
+                    f"data ({self.dataset.name}): {size} samples are read as {what}; give {mend}"
                 )
+        # Tensors of torch.inference_mode cannot be saved for a backward; a copy can.
+        plain = [read.clone() if read.is_inference() else read.detach() for read in tensors]
+        return tuple(plain[: len(inputs)]), plain[-1] if targets is not None else None
 
     def _count_targets(self, microbatch: Microbatch) -> int:
         if self.dataset is None or microbatch.targets is None:
@@ -198,3 +207,33 @@ def whole_number(count: object, what: str, least: int = 0) -> int:
     except (TypeError, ValueError, OverflowError):
         pass
     raise DataError(f"data: {what} is {count!r}; it must be a whole number, at least {least}")
+
+
+def _pair(
+    dataset: Dataset, samples: NDArray[np.int64], epochs: NDArray[np.int64]
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The inputs and the targets that a dataset reads; DataError if it reads no pair."""
+    reads_epochs = getattr(dataset, "reads_epochs", False)
+    read: object = dataset.read(*((samples, epochs) if reads_epochs else (samples,)))
+    if isinstance(read, (tuple, list)) and len(read) == 2:
+        inputs, targets = read
+        return inputs, targets
+    raise DataError(
+        f"data ({dataset.name}): read returns {type(read).__name__}; return two things, a tuple of "
+        "inputs and the targets"
+    )
+
+
+def _odd(read: object, size: int) -> tuple[str, str]:
+    """What a batch is that no layer can take, and what to give instead; empty if there is none."""
+    if not isinstance(read, Tensor):
+        return type(read).__name__, "tensors, samples first"
+    kinds = {
+        "a meta tensor": (read.is_meta, "one with values, in CPU memory"),
+        f"a tensor of layout {read.layout}": (read.layout != torch.strided, "its to_dense()"),
+        f"a quantized tensor ({read.dtype})": (read.is_quantized, "its dequantize()"),
+        f"a complex tensor ({read.dtype})": (read.is_complex(), "torch.view_as_real of it"),
+        f"a tensor on {read.device}": (read.device.type != "cpu", "one in CPU memory"),
+        f"Tensor {tuple(read.shape)}": (read.shape[:1] != (size,), "tensors, samples first"),
+    }
+    return next(((what, mend) for what, (is_so, mend) in kinds.items() if is_so), ("", ""))

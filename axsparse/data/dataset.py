@@ -88,6 +88,11 @@ class Dataset(Samples, Protocol):
     ahead of the steps in a thread, and an evaluation may read at the same time: therefore
     `read` is a pure function of the sample numbers, draws no random numbers, and changes
     nothing that others see.
+
+    Samples that are augmented differ from epoch to epoch. A class with `reads_epochs = True` has
+    `read(indices, epochs)` instead: `epochs` is (b,), the epoch that each sample belongs to (0 in
+    evaluations), and `read` draws from a generator that is keyed by epoch and sample. `from_torch`
+    makes such a data set of one for torch.
     """
 
     def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -111,7 +116,7 @@ class PartedDataset(Samples, Protocol):
     and epoch. Two threads may read at once: one ahead of the steps, one for an evaluation.
 
     A class that has all of these members is used as a `PartedDataset`; it needs no `read`.
-    `axsparse.data.images.image_folder.ImageFolder` is one.
+    `axsparse.data.images.ImageFolder` is one.
     """
 
     def start(
@@ -171,7 +176,7 @@ class ArrayDataset:
         # No gradient flows into the samples, even if a given tensor requires one.
         *self._inputs, self._targets = (tensor.detach() for tensor in tensors)
         self.name = name
-        self.fingerprint = _digest(tensors)
+        self.fingerprint = digest_of_tensors(tensors)
         self.targets_per_sample: int | None = targets[0].numel()
 
     def __len__(self) -> int:
@@ -253,7 +258,7 @@ def document_starts(tokens: NDArray[np.int64], separator: int) -> NDArray[np.int
     return np.maximum.accumulate(starts, axis=1)
 
 
-def _digest(tensors: tuple[Tensor, ...]) -> str:
+def digest_of_tensors(tensors: tuple[Tensor, ...]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())

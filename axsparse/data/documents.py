@@ -25,7 +25,13 @@ from typing import BinaryIO, Literal, NamedTuple, cast
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 Problem = Literal[
-    "not UTF-8", "empty", "huge line", "malformed JSON", "missing field", "unreadable"
+    "not UTF-8",
+    "empty",
+    "huge line",
+    "malformed JSON",
+    "missing field",
+    "token ids instead of text",
+    "unreadable",
 ]
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 STRETCH = 1 << 23
@@ -187,7 +193,10 @@ def _record(number: int, line: bytes, field: str) -> Stretch:
         return Stretch(number, "", problem="malformed JSON")
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        return Stretch(number, "", problem="missing field")
+        ids = [text, record.get("input_ids")] if isinstance(record, dict) else []
+        are_ids = any(isinstance(one, list) and one and isinstance(one[0], int) for one in ids)
+        problem: Problem = "token ids instead of text" if are_ids else "missing field"
+        return Stretch(number, "", problem=problem)
     try:
         text.encode()
     except UnicodeEncodeError:  # A lone surrogate such as "\ud800", which JSON can express.

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -40,6 +39,7 @@ from axsparse.data.token_file import (
     Split,
     SplitRecord,
     TokenizerRecord,
+    digest_of,
     dtype_for,
     read_sidecar,
     sample_digest,
@@ -58,16 +58,10 @@ from axsparse.data.tokenizers import (
     set_threads,
     train_bpe,
 )
-from axsparse.data.whole_files import (
-    copy_file,
-    digest_of,
-    locked,
-    new_file,
-    remove_unfinished,
-    writes,
-)
 from axsparse.runtime.console import Console, format_bytes, format_count, format_seconds
-from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading
+from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading, writing
+from axsparse.runtime.files.atomic import UNFINISHED, new_path
+from axsparse.runtime.files.run_lock import FileLock
 from axsparse.runtime.version import __version__
 
 PROGRESS = "progress.json"
@@ -137,6 +131,11 @@ class Progress(BaseModel):
     problem: str | None = None
     """Why that document will be left out."""
 
+    @property
+    def reasons(self) -> str:
+        """How many documents were left out for each reason."""
+        return ", ".join(f"{count} {name}" for name, count in self.left_out.items())
+
     def leave_out(self, place: str, problem: str) -> None:
         """Count a document that cannot be used."""
         self.left_out[problem] = self.left_out.get(problem, 0) + 1
@@ -156,28 +155,46 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
     began = time.monotonic()
     settings = _settings(request)
     out = request.out
-    with writes(out):
+    with writing(f"--out: {out}", "free the disk, or choose another place"):
         out.mkdir(parents=True, exist_ok=True)
-    with locked(out) as is_locked:
-        if not is_locked:
-            console.line(f"{out}: no locks on this file system; let no other run prepare here")
-        sources, unreadable = find_sources(request.inputs, request.validation, out, request.reading)
-        key = _key(settings, sources)
-        size = sum(source.size for source in sources)
-        if (out / SIDECAR).exists():
-            sidecar = _finished(out, key)
-            console.line(f"{out / SIDECAR}: already prepared from these files, and unharmed")
-        else:
-            files = f"{_count(len(sources), 'file')}, {format_bytes(size)}"
-            console.line(f"{files} · {settings['tokenizer']} → {out}")
-            set_threads(threads)
-            sidecar = _Run(request, sources, unreadable, settings, key, console).make()
-            seconds = time.monotonic() - began
-            speed = format_bytes(size / seconds)
-            console.line(f"{format_bytes(size)} in {format_seconds(seconds)} · {speed}/s")
-        for folder in out.glob(f"{PARTIAL}*"):
-            shutil.rmtree(folder, ignore_errors=True)
-        return sidecar
+        with _locked(out, console):
+            sources, unreadable = find_sources(
+                request.inputs, request.validation, out, request.reading
+            )
+            key = _key(settings, sources)
+            if (out / SIDECAR).exists():
+                sidecar = _finished(out, key)
+                console.line(f"{out / SIDECAR}: already prepared from these files, and unharmed")
+            else:
+                run = _Run(request, sources, out / f"{PARTIAL}{key}", console)
+                files = f"{_count(len(sources), 'file')}, {format_bytes(run.size)}"
+                console.line(f"{files} · {settings['tokenizer']} → {out}")
+                set_threads(threads)
+                sidecar = run.make(unreadable, settings, key)
+                seconds = time.monotonic() - began
+                speed = format_bytes(run.size / seconds)
+                console.line(f"{format_bytes(run.size)} in {format_seconds(seconds)} · {speed}/s")
+            for folder in out.glob(f"{PARTIAL}*"):
+                shutil.rmtree(folder, ignore_errors=True)
+    return sidecar
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, console: Console) -> Iterator[None]:
+    """Reserve a folder for this process; OutputError if another process has it."""
+    try:
+        lock = FileLock(folder / ".lock")
+    except BlockingIOError:
+        raise OutputError(
+            f"--out: {folder} is being prepared by another process; wait for it, or choose "
+            "another folder"
+        ) from None
+    if lock.problem is not None:
+        console.line(f"{folder}: no locks on this file system; let no other run prepare here")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _settings(request: Request) -> Settings:
@@ -259,41 +276,42 @@ def _finished(out: Path, key: str) -> Sidecar:
 class _Run:
     """The making of one folder of tokens, from sources to tokens.json."""
 
-    # Reason: what `prepare` has found out about a request, in one place.
     def __init__(
-        self,
-        request: Request,
-        sources: Sequence[Source],
-        unreadable: Sequence[str],
-        settings: Settings,
-        key: str,
-        console: Console,
+        self, request: Request, sources: Sequence[Source], folder: Path, console: Console
     ) -> None:
+        """`folder` is for what is not finished; it may have the files of an earlier run."""
+        self.size = sum(source.size for source in sources)
+        """Bytes of all sources."""
         self._request = request
         self._sources = sources
-        self._size = sum(source.size for source in sources)
-        self._unreadable = unreadable
-        self._settings = settings
-        self._key = key
+        self._folder = folder
         self._console = console
-        self._folder = request.out / f"{PARTIAL}{key}"
 
-    def make(self) -> Sidecar:
+    def make(self, unreadable: Sequence[str], settings: Settings, key: str) -> Sidecar:
+        """Write all files. `unreadable` names the files and folders that cannot be opened."""
         request, folder = self._request, self._folder
-        with writes(request.out):
-            for other in request.out.glob(f"{PARTIAL}*"):
-                if other != folder:
-                    shutil.rmtree(other)
-            folder.mkdir(exist_ok=True)
-            remove_unfinished(request.out)
-            remove_unfinished(folder)
-            tokenizer = self._tokenizer()
-            progress = self._write(tokenizer)
-            _refuse_empty(progress)
-            records = {split: self._record(split, progress) for split in request.splits}
-            for path in (*(token_path(folder, split) for split in records), folder / TOKENIZER):
-                if path.exists():
-                    path.replace(request.out / path.name)
+        for other in request.out.glob(f"{PARTIAL}*"):
+            if other != folder:
+                shutil.rmtree(other)
+        folder.mkdir(exist_ok=True)
+        for killed in (*request.out.glob(f"*{UNFINISHED}*"), *folder.glob(f"*{UNFINISHED}*")):
+            killed.unlink()
+        tokenizer = self._tokenizer()
+        progress = self._write(tokenizer, unreadable)
+        _refuse_empty(progress)
+        records = {
+            split: SplitRecord(
+                documents=progress.documents[split],
+                tokens=progress.tokens[split],
+                digest=digest_of(path),
+                sample_digest=sample_digest(path),
+            )
+            for split in request.splits
+            for path in [token_path(folder, split)]
+        }
+        for path in (*(token_path(folder, split) for split in records), folder / TOKENIZER):
+            if path.exists():
+                path.replace(request.out / path.name)
         self._report(progress, tokenizer)
         sidecar = Sidecar(
             version=FORMAT,
@@ -306,16 +324,15 @@ class _Run:
             validation=records.get("validation"),
             sources=SourceCounts(
                 files=len(self._sources),
-                bytes=self._size,
+                bytes=self.size,
                 left_out=progress.left_out,
                 examples=tuple(progress.examples),
             ),
-            settings=self._settings,
-            request=self._key,
+            settings=settings,
+            request=key,
         )
         # Writing this file also puts the names of the others on the disk.
-        with new_file(request.out / SIDECAR) as file:
-            file.write(sidecar.model_dump_json(indent=2).encode() + b"\n")
+        _write_file(request.out / SIDECAR, sidecar.model_dump_json(indent=2).encode() + b"\n")
         return sidecar
 
     def _tokenizer(self) -> Tokenizer:
@@ -327,18 +344,21 @@ class _Run:
         if request.train_bpe is None and request.tokenizer is None:
             return ByteTokenizer()
         if request.tokenizer is not None:
-            copy_file(request.tokenizer, path)
+            _write_file(path, request.tokenizer.read_bytes())
         elif request.train_bpe is not None and not path.exists():
-            sample = format_bytes(min(self._size, request.bpe_sample_bytes))
+            sample = format_bytes(min(self.size, request.bpe_sample_bytes))
             self._console.line(f"learning {request.train_bpe:,} words from {sample} …")
-            train_bpe(self._sample(), request.train_bpe, path)
-        kind: Literal["bpe", "file"] = "bpe" if request.tokenizer is None else "file"
-        record = TokenizerRecord(kind=kind, digest=digest_of(path), library=library_version())
+            _write_file(path, train_bpe(self._sample(), request.train_bpe))
+        record = TokenizerRecord(
+            kind="bpe" if request.tokenizer is None else "file",
+            digest=digest_of(path),
+            library=library_version(),
+        )
         return Subwords(path, record, request.separator)
 
     def _sample(self) -> Iterator[str]:
         """A share of the training documents, spread evenly, to learn a vocabulary from."""
-        share = self._request.bpe_sample_bytes / max(1, self._size)
+        share = self._request.bpe_sample_bytes / max(1, self.size)
         seen = given = 0
         for piece, _ in self._pieces():
             if piece.problem is None and not piece.validation:
@@ -355,7 +375,7 @@ class _Run:
                 yield piece, before + piece.read
             before += source.size
 
-    def _write(self, tokenizer: Tokenizer) -> Progress:
+    def _write(self, tokenizer: Tokenizer, unreadable: Sequence[str]) -> Progress:
         """Write the files of tokens into the folder, going on where an earlier run was."""
         with contextlib.ExitStack() as files:
             writer = _Writer(self._folder, self._request.splits, tokenizer, files)
@@ -364,7 +384,7 @@ class _Run:
                 done = _count(sum(progress.documents.values()), "document")
                 self._console.line(f"going on after {done} from an earlier run")
             else:
-                for name in self._unreadable:
+                for name in unreadable:
                     progress.leave_out(name, "unreadable")
             began, skipped = time.monotonic(), None
             rest = islice(self._pieces(), progress.pieces, None)
@@ -375,43 +395,30 @@ class _Run:
                 read = batch[-1][1]
                 skipped = batch[0][1] if skipped is None else skipped
                 speed = max(1, read - skipped) / (time.monotonic() - began)
-                eta = format_seconds((self._size - read) / speed)
+                eta = format_seconds((self.size - read) / speed)
                 self._console.progress(
                     read // MEGABYTE,
-                    max(1, self._size // MEGABYTE),
+                    max(1, self.size // MEGABYTE),
                     f"MB  {format_bytes(speed)}/s  eta {eta}",
                 )
             writer.save()
             return progress
-
-    def _record(self, split: Split, progress: Progress) -> SplitRecord:
-        path = token_path(self._folder, split)
-        return SplitRecord(
-            documents=progress.documents[split],
-            tokens=progress.tokens[split],
-            digest=digest_of(path),
-            sample_digest=sample_digest(path),
-        )
 
     def _report(self, progress: Progress, tokenizer: Tokenizer) -> None:
         """Say what was left out and what was written, and show the first tokens as text."""
         console = self._console
         if progress.left_out:
             total = sum(progress.left_out.values())
-            reasons = ", ".join(f"{count} {name}" for name, count in progress.left_out.items())
-            console.line(f"left out {_count(total, 'document')}: {reasons}")
+            console.line(f"left out {_count(total, 'document')}: {progress.reasons}")
             for example in progress.examples[:SHOWN]:
                 console.line(f"  {example}")
             if total > SHOWN:
                 console.line(f"  and {total - SHOWN} more; {SIDECAR} names the first {EXAMPLES}")
         for split, tokens in progress.tokens.items():
-            documents = _count(progress.documents[split], "document")
-            console.line(f"{split}: {documents}, {format_count(tokens)} tokens")
-        path, dtype = (
-            token_path(self._request.out, "train"),
-            stored(dtype_for(tokenizer.vocab_size)),
-        )
-        ids = np.fromfile(path, dtype, BEGINNING).tolist()
+            count = _count(progress.documents[split], "document")
+            console.line(f"{split}: {count}, {format_count(tokens)} tokens")
+        dtype = stored(dtype_for(tokenizer.vocab_size))
+        ids = np.fromfile(token_path(self._request.out, "train"), dtype, BEGINNING).tolist()
         console.line(f"train begins with {len(ids)} tokens: {tokenizer.decode(ids)!r}")
 
 
@@ -458,8 +465,7 @@ class _Writer:
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        with new_file(self._path) as record:
-            record.write(self.progress.model_dump_json().encode())
+        _write_file(self._path, self.progress.model_dump_json().encode())
 
     def _append(self, piece: Piece, ids: Tokens) -> None:
         progress = self.progress
@@ -509,19 +515,35 @@ def _refuse_empty(progress: Progress) -> None:
     """Raise DataError if a split has no document."""
     documents = sum(progress.documents.values())
     if documents == 0:
-        reasons = ", ".join(f"{count} {name}" for name, count in progress.left_out.items())
         first = f"; the first: {progress.examples[0]}" if progress.examples else ""
+        mend = "name UTF-8 text files or JSONL files with --jsonl-field"
+        if "token ids instead of text" in progress.left_out:
+            mend = (
+                "token ids need no preparation: give them to ax.TokenDataset in Python, as "
+                "docs/howto/own-data.md shows, or name the field of the text with --jsonl-field"
+            )
         raise DataError(
-            f"input: no document can be used ({reasons or 'there is none'}{first}); name UTF-8 "
-            "text files or JSONL files with --jsonl-field"
+            f"input: no document can be used ({progress.reasons or 'there is none'}{first}); {mend}"
         )
     for split, count in progress.documents.items():
         if count == 0:
             raise DataError(
-                f"{split}: none of the {documents} documents is left for it; give "
-                "--validation-fraction another value, mark documents by --split-documents, or "
-                "name validation files by --validation"
+                f"{split}: none of the {_count(documents, 'document')} is left for it; "
+                f"{_fraction_for(documents)}mark documents by --split-documents, or name "
+                "validation files by --validation"
             )
+
+
+def _fraction_for(documents: int) -> str:
+    """Advice on how large a part of so many documents leaves some for both splits."""
+    least = 5 / documents
+    return f"give --validation-fraction {least:.1g} or more, " if least <= 0.5 else ""
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Write a file, which gets its name once it is complete and on the disk."""
+    with new_path(path) as unfinished:
+        unfinished.write_bytes(content)
 
 
 def _count(number: int, noun: str) -> str:

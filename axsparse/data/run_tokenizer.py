@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from axsparse.data.stdlib import SEPARATOR as STDLIB_SEPARATOR
 from axsparse.data.stdlib import split_name
-from axsparse.data.token_file import TOKENIZER, Sidecar, read_sidecar
+from axsparse.data.token_file import TOKENIZER, WHERE, Sidecar, digest_of, read_sidecar
 from axsparse.data.tokenizers import SEPARATOR, ByteTokenizer, Subwords, Tokenizer
-from axsparse.data.whole_files import digest_of
 from axsparse.runtime.errors import DataError, reading
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
-WHERE = "data.path"
 
 
 def run_tokenizer(data: DataConfig) -> tuple[Tokenizer, int]:

@@ -9,9 +9,9 @@ from axsparse.config.model_config import ImageFamily, of_family
 from axsparse.config.schema import sample_length
 from axsparse.data.dataset import Datasets
 from axsparse.data.digits import CLASSES, digits_datasets
-from axsparse.data.images.image_folder import image_folders
+from axsparse.data.images import image_folders
 from axsparse.data.stdlib import stdlib_dataset
-from axsparse.data.token_dataset import token_datasets
+from axsparse.data.token_file import token_datasets
 from axsparse.runtime.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""The files of a folder of prepared tokens, and the contents of its tokens.json.
+"""The files of a folder of prepared tokens, the contents of its tokens.json, and its data sets.
 
     <folder>/train.tokens        token ids, little-endian, nothing else
     <folder>/validation.tokens   the same, if there is a validation part
@@ -13,12 +13,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from axsparse.runtime.errors import DataError, reading
+from axsparse.runtime.errors import ConfigError, DataError, reading
+
+if TYPE_CHECKING:
+    from axsparse.data.dataset import TokenDataset
 
 SIDECAR = "tokens.json"
 TOKENIZER = "tokenizer.json"
@@ -28,11 +31,7 @@ FORMAT = 1
 Split = Literal["train", "validation"]
 DtypeName = Literal["uint8", "uint16", "uint32"]
 
-_STORED: dict[DtypeName, np.dtype[np.unsignedinteger]] = {
-    "uint8": np.dtype("<u1"),
-    "uint16": np.dtype("<u2"),
-    "uint32": np.dtype("<u4"),
-}
+WHERE = "data.path"
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 16
 """Blocks of a file that are compared at the start of a run, evenly spread: at most 4 MiB."""
 
@@ -117,7 +116,17 @@ def dtype_for(vocab_size: int) -> DtypeName:
 
 def stored(dtype: DtypeName) -> np.dtype[np.unsignedinteger]:
     """The numpy type of ids in a file: little-endian on every machine."""
-    return _STORED[dtype]
+    little_endian: np.dtype[np.unsignedinteger] = np.dtype(dtype).newbyteorder("<")
+    return little_endian
+
+
+def digest_of(path: Path) -> str:
+    """BLAKE2b-128 of a file's contents, in hexadecimal."""
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sample_digest(path: Path) -> str:
@@ -166,3 +175,59 @@ class _Head(BaseModel):
 
     format: Literal["axsparse tokens"]
     version: int
+
+
+def token_datasets(
+    folder: Path, sequence_length: int, *, validate: bool, separate: bool = False
+) -> tuple[TokenDataset, TokenDataset | None]:
+    """The training and the validation part of a folder that `axsparse data prepare` wrote.
+
+    The size of each file, and a digest of 4 MiB spread over it, must be those of tokens.json.
+    The validation part is None unless `validate`. `separate`: samples say where documents begin.
+
+    Raises MissingInputError if a file is missing, DataError if it was changed or is too short,
+    ConfigError if `validate` is set and there is no validation part.
+    """
+    sidecar = read_sidecar(folder, WHERE)
+    separator = sidecar.separator if separate else None
+    training = _open(folder, sidecar, "train", sequence_length, separator)
+    if not validate:
+        return training, None
+    if sidecar.validation is None:
+        raise ConfigError(
+            f"{WHERE}: {folder} has no validation part, which train.eval_steps asks for; prepare "
+            "it with --validation or --validation-fraction, or set train.eval_steps=0"
+        )
+    return training, _open(folder, sidecar, "validation", sequence_length, separator)
+
+
+def _open(
+    folder: Path, sidecar: Sidecar, split: Split, sequence_length: int, separator: int | None
+) -> TokenDataset:
+    from axsparse.data.dataset import TokenDataset  # it needs torch, which a preparation does not
+
+    path, dtype = token_path(folder, split), stored(sidecar.dtype)
+    record = dict(sidecar.splits())[split]
+    with reading(f"{WHERE}: {path}", "copy it again, or prepare the data again"):
+        size = path.stat().st_size
+        expected = record.tokens * dtype.itemsize
+        if size != expected:
+            raise DataError(
+                f"{WHERE}: {path} has {size} bytes, tokens.json says {expected}; copy it again, or "
+                "prepare the data again"
+            )
+        if sample_digest(path) != record.sample_digest:
+            raise DataError(
+                f"{WHERE}: {path} does not have the contents that tokens.json says; copy both "
+                "again, or prepare the data again"
+            )
+        # A memory map: the ranks of a node share the memory.
+        tokens = np.memmap(path, dtype=dtype, mode="r")
+    return TokenDataset(
+        name=f"tokens {folder.name} {split}",
+        fingerprint=record.digest,
+        vocab_size=sidecar.vocab_size,
+        tokens=tokens,
+        sequence_length=sequence_length,
+        separator=separator,
+    )

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axsparse.data.token_file import TOKENIZER, TokenizerRecord
-from axsparse.data.whole_files import new_file
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 if TYPE_CHECKING:
@@ -140,8 +139,8 @@ def in_folder(path: Path) -> tuple[Path, str | None]:
     return file, name if isinstance(name, str) else None
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Learn a byte-pair encoding as GPT-2 has it (Radford et al. 2019) and write its file.
+def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Learn a byte-pair encoding as GPT-2 has it (Radford et al. 2019); returns tokenizer.json.
 
     It starts from the 256 bytes, and no token reaches from one word into the next. Equal texts
     give equal files, whatever the number of threads.
@@ -159,8 +158,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    with new_file(path) as file:
-        file.write(tokenizer.to_str(pretty=True).encode())
+    text: str = tokenizer.to_str(pretty=True)
+    return text.encode()
 
 
 def set_threads(threads: int) -> None:

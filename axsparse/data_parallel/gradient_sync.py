@@ -1,4 +1,5 @@
-"""Sums a step's compressed gradients: over the two uses of a tied weight, then over replicas.
+"""Sums a step's compressed gradients: over the two uses of a tied weight, then over replicas; and
+gathers updated weights where replicas share the optimizer state.
 
 There is one bucket for each layer. The layer's flat gradient buffer itself is sent; it is copied
 only if it has another type than what is sent. The way of a gradient:
@@ -23,14 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from axsparse.models.module_buffers import slots
 from axsparse.observe.phases import Phases
-from axsparse.runtime.communication import Backoff, Collective, Exchange, Op, Work
+from axsparse.runtime.communication import Backoff, Collective, Op, Work
 from axsparse.runtime.rank_order import store_sum_in_rank_order
-from axsparse.samo.layer_construction import BuiltLayer
-from axsparse.samo.layer_state import LayerState
-from axsparse.samo.shards import BLOCK
-from axsparse.samo.ties import StageTie, Use
+from axsparse.samo.layer_state import LayerState, StageTie
 
 PIECE = 1 << 24
 """The most entries in a piece of a weight that two stages share. It is often the largest tensor,
@@ -151,10 +148,10 @@ class GradientSync:
             if tie.pair is None:
                 first, second = tie.uses
                 parts = [first.gradient, second.gradient]
-                store_sum_in_rank_order(parts, first.gradient_to_change())
+                store_sum_in_rank_order(parts, first.gradient)
             else:
                 (use,) = tie.uses
-                gradient, offset = use.gradient_to_change(), use.tensor.offset
+                gradient, offset = use.gradient, use.tensor.offset
                 for part in pieces(gradient.numel()):
                     work = tie.pair.start(Op.ALL_REDUCE, gradient[part.start : part.stop])
                     within = range(offset + part.start, offset + part.stop)
@@ -225,41 +222,46 @@ class GradientSync:
         )
 
 
+class WeightGather:
+    """Gathers the updated weights of one stage, layer by layer while others are updated.
+
+    Without shards, gradients are all-reduced. With shards (ZeRO stage 1, Rajbhandari et al. 2020),
+    each replica receives the summed gradients of its own share and updates it, and the kept
+    half-precision weights are gathered afterwards. Both ways send the same number of bytes.
+    """
+
+    def __init__(self, replicas: Collective, backoff: Backoff, phases: Phases) -> None:
+        self._replicas = replicas
+        self._backoff = backoff
+        self._phases = phases
+        self._under_way: list[tuple[LayerState, Work]] = []
+
+    def updated(self, layer: LayerState) -> None:
+        """Send this replica's share of a layer, which is updated, and push what is under way."""
+        if not layer.shares.is_sharded or not layer.owned:
+            return
+        layer.collect_weights()
+        with self._phases("collective"):
+            work = self._replicas.start(Op.ALL_GATHER, layer.exchanged_weights, layer.shares.bounds)
+            self._under_way.append((layer, work))
+            self._advance()
+
+    def finish(self) -> None:
+        """Wait until all weights of the stage are the updated ones."""
+        with self._phases("collective"):
+            self._backoff.reset()
+            while self._advance():
+                self._backoff.pause()
+
+    def _advance(self) -> int:
+        """Expand the layers that have arrived; returns how many are still under way."""
+        while self._under_way and self._under_way[0][1].poll():
+            layer, _ = self._under_way.pop(0)
+            with self._phases("optimizer"):
+                layer.expand_weights()
+        return len(self._under_way)
+
+
 def pieces(numel: int) -> list[range]:
     """Ranges of at most `PIECE` that cover `numel` entries; one empty range if there are none."""
     return [range(start, min(start + PIECE, numel)) for start in range(0, max(numel, 1), PIECE)]
-
-
-def replica_exchanges(layers: Sequence[BuiltLayer], wire_dtype: torch.dtype) -> list[Exchange]:
-    """The operations of the ranks that hold the same layers, each on its largest buffer.
-
-    Those are the sums of gradients, which travel as `wire_dtype`; with sharded state also the
-    gathering of what each replica holds, at most in fp32; and the broadcast of buffers such as
-    running statistics.
-    """
-    exchanges = []
-    shares = [layer.state.shares for layer in layers]
-    whole = max((share.bounds[-1] for share in shares if not share.is_sharded), default=0)
-    if whole:
-        exchanges.append(Exchange(Op.ALL_REDUCE, wire_dtype, whole))
-    sharded = [share.bounds for share in shares if share.is_sharded and share.bounds[-1]]
-    if sharded:
-        bounds = tuple(max(sharded, key=max))
-        exchanges.append(Exchange(Op.REDUCE_SCATTER, wire_dtype, bounds[-1], bounds))
-        exchanges.append(Exchange(Op.ALL_GATHER, torch.float32, bounds[-1], bounds))
-        # LAMB sums two numbers for each block.
-        blocks = sum(-(-tensor.kept // BLOCK) for share in shares for tensor in share.owned)
-        exchanges.append(Exchange(Op.ALL_REDUCE, torch.float64, 2 * blocks))
-    buffers = max((_saved_bytes(layer) for layer in layers), default=0)
-    if buffers:
-        exchanges.append(Exchange(Op.BROADCAST, torch.uint8, buffers))
-    return exchanges
-
-
-def tie_exchange(use: Use) -> Exchange:
-    """The sum of the gradients of a tied weight over the two stages that use it."""
-    return Exchange(Op.ALL_REDUCE, use.gradient.dtype, use.gradient.numel())
-
-
-def _saved_bytes(layer: BuiltLayer) -> int:
-    return sum(slot.tensor.nbytes for slot in slots(layer.module) if slot.persists)

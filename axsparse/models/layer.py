@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.host_channel import DTYPES
 
+BLOCK = 1 << 18
+"""Entries that are looked at together."""
 Kind = Literal["block", "embedding", "head"]
 """What a layer is: pruning treats blocks, embeddings and heads differently."""
 LossFunction = Callable[..., Tensor]
@@ -63,7 +65,8 @@ class Layer:
 
     `name` is the parameter's name within the layer. Drawn from `generator`, which is seeded by
     run seed and global name, values do not depend on the layout; torch's global generators have
-    that seed too, while `init` runs. Without `init`, `build`
+    that seed too, while `init` runs. It is called several times for a parameter and gives the same
+    each time; ConfigError if not. Without `init`, `build`
     initialises the module itself; torch's global generators are then seeded by run seed and
     layer name, and restored afterwards. Buffers of a layer with `init` must be running
     statistics or come from `Model.start`, since the meta device holds no contents.
@@ -75,10 +78,9 @@ class Layer:
     Stages are balanced by this number, and the model flops of a step are computed from it.
     """
     random: bool = False
-    """Whether the forward draws random numbers otherwise than by torch's dropout modules.
-
-    A layer that does so undeclared is refused. A declared one finds torch's global generators
-    seeded by run seed, layer, step and sample, so that its numbers do not depend on the layout.
+    """Whether the forward draws random numbers. Of no effect: every forward finds the global
+    generators of torch, Python and numpy seeded by run seed, layer, step and sample, so that its
+    numbers do not depend on the layout.
     """
 
 
@@ -146,6 +148,24 @@ class Model:
     container: nn.Sequential | None = None
     """A module of the user's own class that has the layers' modules as its children, by the names
     of the layers; `Trainer.model` gives one of its kind. None: it gives a `PlainModel`."""
+
+
+def odd_values(tensor: Tensor, *, trained: bool) -> str:
+    """What keeps a tensor from being the start values of a parameter; empty if nothing does.
+
+    What is not trained may be infinite, such as a mask of scores.
+    """
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+        return f"a {'quantized' if tensor.is_quantized else kind} tensor, not dense numbers"
+    if not tensor.is_floating_point():
+        return f"{str(tensor.dtype).removeprefix('torch.')}, not real floating-point numbers"
+    # Of blocks, which take little memory beside the tensor.
+    if trained and not all(
+        part.float().isfinite().all() for part in tensor.reshape(-1).split(BLOCK)
+    ):
+        return "not finite: it has NaN or infinities"
+    return ""
 
 
 class StartValues(Protocol):

@@ -45,12 +45,17 @@ class Activations:
     """Flops of these gradients."""
 
 
-class _WeightCalls(TorchFunctionMode):
-    """Notes the linear and convolution calls of a layer, by their weight."""
+class _Calls(TorchFunctionMode):
+    """Notes the linear and convolution calls of a layer, by their weight, and makes attention on
+    the meta device keep as much as the kernels of CPUs and GPUs.
+
+    By default torch evaluates the formula of attention there and keeps the scores, sequence length
+    squared for each head. The kernels keep one number for each row.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: dict[int, list[tuple[Tensor, Tensor, float]]] = {}
+        self._products: dict[int, list[tuple[Tensor, Tensor, float]]] = {}
         """Input, output and flops of each call, by the weight's storage."""
 
     def __torch_function__(
@@ -60,44 +65,29 @@ class _WeightCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func in (F.linear, F.conv1d, F.conv2d, F.conv3d):
-            given = dict(zip(("input", "weight"), args, strict=False)) | dict(kwargs or {})
+            given = dict(zip(("input", "weight"), args, strict=False)) | dict(kwargs)
             weight = given["weight"]
             # Each output is the sum of as many products as a weight has entries for it.
-            flops = 2.0 * found.numel() * weight[0].numel() / SAMPLES
-            calls = self._calls.setdefault(_storage(weight), [])
-            calls.append((given["input"], found, flops))
-        return found
+            flops = 2.0 * result.numel() * weight[0].numel() / SAMPLES
+            products = self._products.setdefault(_storage(weight), [])
+            products.append((given["input"], result, flops))
+        return result
 
-    def of(self, weights: Iterable[Tensor]) -> tuple[int, float]:
-        """Bytes and flops of the gradients of these weights that can wait."""
-        calls = [self._calls.get(_storage(weight), []) for weight in weights]
-        split = [found[0] for found in calls if len(found) == 1]
-        inputs = {_storage(given): given for given, _, _ in split}.values()
+    def deferrable(self, weights: Iterable[Tensor]) -> tuple[int, float]:
+        """Bytes and flops of the gradients of these weights that can wait: of weights with one
+        call."""
+        calls = [self._products.get(_storage(weight), []) for weight in weights]
+        single = [of_weight[0] for of_weight in calls if len(of_weight) == 1]
+        inputs = {_storage(given): given for given, _, _ in single}.values()
         # An input may be a view of more; its own entries are what is read.
         kept = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
-        gradients = sum(output.numel() * output.element_size() for _, output, _ in split)
-        return (kept + gradients) // SAMPLES, sum(flops for _, _, flops in split)
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Makes attention on the meta device keep as much as the kernels of CPUs and GPUs.
-
-    By default torch evaluates the formula there and keeps the scores, sequence length squared
-    for each head. The kernels keep one number for each row.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        gradients = sum(output.numel() * output.element_size() for _, output, _ in single)
+        return (kept + gradients) // SAMPLES, sum(flops for _, _, flops in single)
 
 
 def _attention(
@@ -126,14 +116,11 @@ def _attention(
     return outputs
 
 
-def _attention_flops(
-    query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
-) -> int:
-    flops: int = sdpa_flop_count(query, key, value)
-    return flops
-
-
-FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
+    )
+}
 """Flop formulas of kernels that torch's counter does not know."""
 
 
@@ -159,20 +146,16 @@ class Tracer:
         inputs = {_storage(tensor) for tensor in self._flow}
         # References, so that no storage is freed and its identity used again.
         kept: dict[int, Tensor] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            kept.setdefault(_storage(tensor), tensor)
-            return tensor
-
         before = self._flow
-        calls = _WeightCalls()
+        calls = _Calls()
         try:
             with (
-                calls,
                 preserved_rng(),
                 FlopCounterMode(display=False, custom_mapping=FLOPS) as counter,
-                saved_tensors_hooks(keep, lambda tensor: tensor),
-                _FusedAttention(),
+                saved_tensors_hooks(
+                    lambda tensor: kept.setdefault(_storage(tensor), tensor), lambda tensor: tensor
+                ),
+                calls,
             ):
                 outputs = module(*before)
         except Exception as reason:
@@ -185,7 +168,7 @@ class Tracer:
         saved = {k: v for k, v in kept.items() if k not in weights and k not in inputs}
         own = {_storage(tensor): tensor for tensor in given if _storage(tensor) not in weights}
         trained = [p for p in module.parameters() if p.requires_grad]
-        deferred, weight_flops = calls.of(trained)
+        deferred, weight_flops = calls.deferrable(trained)
         activations = Activations(
             inputs=_bytes(before),
             saved=_bytes(saved.values()),

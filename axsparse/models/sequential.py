@@ -1,4 +1,4 @@
-"""Makes a `Model` of an `nn.Sequential`, or of any list of modules; each of them is a layer."""
+"""Makes a `Model` of modules, each of which is a layer, and one module of a trained `Model`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model
+from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, on_meta
 from axsparse.models.module_buffers import slots
-from axsparse.models.plain_model import PlainModel
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.host_channel import bytes_of
-
-NO_METRICS: Mapping[str, MetricFunction] = {}
-BY_PLACE: Mapping[str, Kind] = {}
 
 
 def from_sequential(
     modules: nn.Sequential | Iterable[nn.Module],
     loss: LossFunction,
     *,
-    kinds: Mapping[str, Kind] = BY_PLACE,
-    metrics: Mapping[str, MetricFunction] = NO_METRICS,
+    kinds: Mapping[str, Kind] = {},
+    metrics: Mapping[str, MetricFunction] = {},
     name: str = "sequential",
     example: Callable[[int], tuple[Tensor, ...]] | None = None,
 ) -> Model:
@@ -58,22 +54,16 @@ def from_sequential(
             )
     _refuse_shared(layers)
     full = [layer for layer, module in layers.items() if any(True for _ in module.parameters())]
-    starts_itself = _on_meta(layers)
-    found = []
+    starts_itself = _are_on_meta(layers)
+    build = _started if starts_itself else _structure
+    made = []
     for layer, module in layers.items():
         by_place: Kind = "head" if layer in full[-1:] else "block"
-        found.append(
-            Layer(
-                layer,
-                partial(_started if starts_itself else _structure, module),
-                kind=kinds.get(
-                    layer, "embedding" if isinstance(module, nn.Embedding) else by_place
-                ),
-            )
-        )
+        by_type: Kind = "embedding" if isinstance(module, nn.Embedding) else by_place
+        made.append(Layer(layer, partial(build, module), kind=kinds.get(layer, by_type)))
     start = None if starts_itself else OwnValues(layers)
     return Model(
-        found,
+        made,
         loss,
         name=name,
         metrics=metrics,
@@ -153,7 +143,7 @@ def _refuse_shared(layers: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def _on_meta(layers: Mapping[str, nn.Module]) -> bool:
+def _are_on_meta(layers: Mapping[str, nn.Module]) -> bool:
     """Whether the modules are on the meta device.
 
     Raises ConfigError if only some are, or if one of them cannot initialise itself.
@@ -162,27 +152,22 @@ def _on_meta(layers: Mapping[str, nn.Module]) -> bool:
         layer: {tensor.is_meta for _, tensor in _tensors(module)}
         for layer, module in layers.items()
     }
-    if not any(True in found for found in places.values()):
+    if not any(True in place for place in places.values()):
         return False
-    for layer, found in places.items():
-        if False in found:
+    for layer, place in places.items():
+        if False in place:
             raise ConfigError(
                 f"sequential: {layer} has values and other modules are on the meta device; "
                 "make all of them under torch.device('meta'), or none"
             )
         for child in layers[layer].modules():
-            if next(_owned(child), None) is not None and _reset(child) is None:
+            owned = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+            if owned and _reset(child) is None:
                 raise ConfigError(
                     f"sequential: {layer} is on the meta device and {type(child).__name__} has no "
                     "reset_parameters; write one, or make the modules with their values"
                 )
     return True
-
-
-def _owned(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a module, without those of its submodules."""
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
 
 
 def _reset(module: nn.Module) -> Callable[[], None] | None:
@@ -210,3 +195,61 @@ def _started(module: nn.Module) -> nn.Module:
         if reset is not None:
             reset()
     return made
+
+
+# -- the way back ------------------------------------------------------------------------
+
+
+class PlainModel(nn.Sequential):
+    """The modules of all layers in order, by the names of the layers."""
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """What the last layer returns, a tensor or a tuple, for the inputs of the first."""
+        output: Any = inputs
+        for module in self:
+            output = module(*output) if isinstance(output, (tuple, list)) else module(output)
+        return output
+
+
+def refuse_dotted_names(model: Model) -> None:
+    """ConfigError for a layer whose name no submodule of torch can have."""
+    for layer in model.layers:
+        if "." in layer.name:
+            raise ConfigError(
+                f"layer {layer.name}: torch's modules have no dots in their names; name it "
+                "otherwise, or take trainer.state_dict()"
+            )
+
+
+def plain_model(
+    model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> nn.Sequential:
+    """The model with these parameters and buffers, in evaluation mode; a `PlainModel`, or a copy of
+    the model's container with other children.
+
+    `tensors` has all of them by global name, a tied weight under the name of its first use, which
+    both uses then share. `ties` maps second uses to first ones.
+    """
+    made = PlainModel()
+    owners: dict[str, nn.Parameter] = {}
+    for layer in model.layers:
+        module = on_meta(layer)
+        for slot in slots(module):
+            slot.put(tensors[f"{layer.name}.{slot.name}"])
+        filled: dict[int, nn.Parameter] = {}
+        for local, empty in module.named_parameters():
+            name = f"{layer.name}.{local}"
+            owner = ties.get(name, name)
+            if owner not in owners:
+                owners[owner] = nn.Parameter(tensors[owner], empty.requires_grad)
+            filled[id(empty)] = owners[owner]
+        for child in module.modules():  # a parameter may stand in several of them
+            for key, parameter in child._parameters.items():
+                if parameter is not None:
+                    child._parameters[key] = filled[id(parameter)]
+        made.add_module(layer.name, module)
+    if model.container is None:
+        return made.eval()
+    own = copy.copy(model.container)
+    vars(own)["_modules"] = made._modules
+    return own.eval()

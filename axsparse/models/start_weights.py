@@ -10,17 +10,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from axsparse.models.layer import Model, StartValues
-from axsparse.models.survey import Survey, survey
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.models.layer import Model, StartValues, odd_values
+from axsparse.models.survey import Survey, match, survey
+from axsparse.runtime.errors import DataError, MissingInputError, reading
 from axsparse.runtime.files.safetensors import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -115,6 +113,12 @@ class TorchFile:
                 f"{path}: holds other things than tensors by name; save a state dict: "
                 "torch.save(model.state_dict(), path)"
             )
+        for name, value in loaded.items():
+            if value.is_nested or value.layout != torch.strided or value.is_meta:
+                kind = "meta" if value.is_meta else "nested" if value.is_nested else "sparse"
+                raise DataError(
+                    f"{path}: {name!r} is a {kind} tensor; save dense tensors with their values"
+                )
         self._tensors: Mapping[str, Tensor] = loaded
         self.shapes = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
 
@@ -128,15 +132,14 @@ def open_weights(path: str | Path) -> WeightFile:
     Raises MissingInputError if it cannot be read, DataError if it holds no weights.
     """
     path = Path(path)
-    try:
+    mend = "name a safetensors file or a state dict of torch's"
+    with reading(f"weights {str(path)!r}:", mend):
         if path.is_dir():
             path = _weights_in(path)
+        # To open a pipe would wait for its writer, deaf to signals.
+        if path.exists() and not path.is_file():
+            raise OSError(0, "not a regular file")
         path.open("rb").close()
-    except OSError as reason:
-        raise MissingInputError(
-            f"weights {str(path)!r}: cannot be read ({reason.strerror}); name a safetensors file "
-            "or a state dict of torch's"
-        ) from reason
     if path.name.endswith(INDEX_SUFFIX):
         return SafetensorsIndex(path)
     if path.suffix == PICKLED:
@@ -187,6 +190,8 @@ class FromFile:
     """Global name → name in the file, for every tensor that the file contains."""
     convert: Convert
     fingerprint: str
+    trained: Mapping[str, bool]
+    """Whether a parameter is trained, by its global name."""
     new: tuple[str, ...] = ()
     """Global names that begin as the model would without the file."""
     unused: tuple[str, ...] = ()
@@ -195,10 +200,18 @@ class FromFile:
     """The start of the model without the file; None leaves that to its layers."""
 
     def read(self, name: str) -> Tensor | None:
+        """DataError for a parameter whose values in the file are no finite real numbers."""
         there = self.names.get(name)
-        if there is not None:
-            return self.convert(name, self.file.read(there))
-        return None if self.without is None else self.without.read(name)
+        if there is None:
+            return None if self.without is None else self.without.read(name)
+        tensor = self.file.read(there)
+        odd = odd_values(tensor, trained=self.trained[name]) if name in self.trained else ""
+        if odd:
+            raise DataError(
+                f"{self.file.path}: {there!r} is {odd}; mend the file, or let {name} of the model "
+                f"begin anew (model.new: [{name}], in Python new=)"
+            )
+        return self.convert(name, tensor)
 
     def note(self) -> str:
         """What begins anew, for the user; empty if nothing does."""
@@ -235,31 +248,30 @@ def start_from(
     its shape, and nothing else; ConfigError for a pattern that matches none.
     """
     surveyed = survey(model)
-    wanted = _wanted(surveyed)
-    fresh = _matching(new, list(wanted))
-    wanted = {name: needed for name, needed in wanted.items() if name not in fresh}
-    if all(name in file.shapes or not needed.required for name, needed in wanted.items()):
+    needed = _needed(surveyed)
+    fresh = match(new, list(needed), "new", "no tensor of the model")
+    needed = {name: entry for name, entry in needed.items() if name not in fresh}
+    if all(name in file.shapes or not required for name, (_, required) in needed.items()):
         named, convert = str, unchanged
     names = {}
-    for name, needed in wanted.items():
+    for name, (shape, required) in needed.items():
         there = named(name)
         if there in file.shapes:
             names[name] = there
-            _check_shape(file, there, name, needed.shape, convert)
+            _check_shape(file, there, name, shape, convert)
         elif f"{name}.indptr" in file.shapes:
             raise DataError(
                 f"{file.path}: has {name!r} in CSR, which is not read back; export the checkpoint "
                 "with --to torch"
             )
-        elif needed.required:
+        elif required:
             raise DataError(
                 f"{file.path}: has no tensor {there!r}, which is {name} of the model; take the "
                 f"file of a {model.name} model"
             )
     seconds = {named(second): named(first) for second, first in surveyed.ties.items()}
     _check_ties(file, seconds)
-    theirs = (_name_in_file(named, name) for name in fresh)
-    unused = tuple(name for name in theirs if name in file.shapes)
+    unused = tuple(there for name in fresh if (there := _name_in(file, named, name)))
     known = {*names.values(), *seconds, *unused}
     spare = [name for name in file.shapes if name not in known and not ignored(name)]
     if spare:
@@ -271,49 +283,29 @@ def start_from(
     digest = f"{file.path.name} {fingerprint(*file.files)}"
     if fresh:
         digest += f", without {' '.join(fresh)} {model.start.fingerprint if model.start else ''}"
-    start = FromFile(file, names, convert, digest, tuple(fresh), unused, model.start)
+    trained = {p.name: p.trained for layer in surveyed.layers for p in layer.parameters}
+    start = FromFile(file, names, convert, digest, trained, tuple(fresh), unused, model.start)
     return replace(model, start=start)
 
 
-def _name_in_file(named: Callable[[str], str], name: str) -> str:
-    """The name in the file of a tensor that begins anew; empty if the file's library has none."""
+def _name_in(file: WeightFile, named: Callable[[str], str], name: str) -> str:
+    """The name in the file of a tensor that begins anew; empty if the file has none."""
     try:
-        return named(name)
-    except KeyError:
+        there = named(name)
+    except KeyError:  # The file's library has no such tensor.
         return ""
+    return there if there in file.shapes else ""
 
 
-def _matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The names that any of the patterns matches, in order; ConfigError for one without any."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            nearest = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0)) or "none"
-            raise ConfigError(
-                f"new: {pattern!r} matches no tensor of the model; nearest: {nearest}"
-            )
-    return [name for name in names if any(fnmatchcase(name, one) for one in patterns)]
-
-
-@dataclass(frozen=True)
-class _Requirement:
-    """The shape that a file must have for a name, and whether the name may be missing."""
-
-    shape: tuple[int, ...]
-    required: bool
-
-
-def _wanted(surveyed: Survey) -> dict[str, _Requirement]:
-    """What a file should contain: parameters, a tied one once, and buffers of the state dict."""
-    wanted = {}
+def _needed(surveyed: Survey) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """What a file should contain: parameters, a tied one once, and buffers of the state dict. By
+    name, the shape and whether the name must be there."""
+    needed = {name: (shape, True) for name, shape in surveyed.shapes.items()}
     for layer in surveyed.layers:
-        for parameter in layer.parameters:
-            if parameter.name not in surveyed.ties:
-                wanted[parameter.name] = _Requirement(parameter.shape, required=True)
         for buffer in layer.buffers:
             if buffer.persists:
-                required = not buffer.name.endswith(COUNTER)
-                wanted[buffer.name] = _Requirement(buffer.shape, required)
-    return wanted
+                needed[buffer.name] = buffer.shape, not buffer.name.endswith(COUNTER)
+    return needed
 
 
 def _check_shape(

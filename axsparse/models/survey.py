@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -29,6 +33,17 @@ FLOPS_PER_BYTE = 100
 """Flops in the time that it takes to move one byte; weighs pooling and norms against matrix
 products. Assumed: between a CPU with matrix units (60) and a data-centre GPU (200)."""
 
+MULTIPLYING = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+)
+"""Modules whose weights are matrices that multiply what passes through; these are pruned by
+default."""
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -39,6 +54,8 @@ class ParameterInfo:
     shape: tuple[int, ...]
     trained: bool
     """Whether it requires a gradient."""
+    multiplies: bool = True
+    """Whether it is a weight of a linear, convolution, recurrent or attention module."""
 
     @property
     def numel(self) -> int:
@@ -136,10 +153,8 @@ class Survey:
 
     def layer_of(self, name: str) -> int:
         """The number of the layer that holds a parameter; KeyError if none does."""
-        for number, layer in enumerate(self.layers):
-            if any(parameter.name == name for parameter in layer.parameters):
-                return number
-        raise KeyError(name)
+        owners = {p.name: n for n, layer in enumerate(self.layers) for p in layer.parameters}
+        return owners[name]
 
 
 def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
@@ -148,6 +163,8 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
     Raises ConfigError for a declaration that does not fit: duplicate names, layers that cannot
     be built, parameters that cannot be trained, ties between different shapes.
     """
+    if not model.layers:
+        raise ConfigError("model: no layers; a model is a list of at least one")
     for number, given in enumerate(model.layers):
         if not isinstance(given, Layer):
             raise ConfigError(
@@ -156,9 +173,7 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
             )
     tracer = None if model.example is None else Tracer(_example(model.example), dtype)
     layers = [_survey_layer(layer, tracer) for layer in model.layers]
-    if not layers:
-        raise ConfigError("model: no layers; a model is a list of at least one")
-    seen: dict[str, ParameterInfo] = {}
+    parameters: dict[str, ParameterInfo] = {}
     names: set[str] = set()
     for layer in layers:
         if re.fullmatch(r"[A-Za-z0-9_.-]+", layer.name) is None:
@@ -169,13 +184,18 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
             raise ConfigError(f"layer {layer.name}: two layers have this name; rename one")
         names.add(layer.name)
         for parameter in layer.parameters:
-            if parameter.name in seen:
+            if not parameter.name.isprintable():
+                raise ConfigError(
+                    f"parameter {parameter.name!r}: names are printed and are keys of files; use "
+                    "printable characters"
+                )
+            if parameter.name in parameters:
                 raise ConfigError(
                     f"parameter {parameter.name}: two parameters have this global name; "
                     f"rename layer {layer.name}"
                 )
-            seen[parameter.name] = parameter
-    if not any(parameter.trained for parameter in seen.values()):
+            parameters[parameter.name] = parameter
+    if not any(parameter.trained for parameter in parameters.values()):
         raise ConfigError("model: no parameter requires a gradient; there is nothing to train")
     for metric in model.metrics:
         if metric in ("", "step", "eval_loss", "perplexity"):
@@ -183,11 +203,11 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
                 f"metric {metric!r}: evaluations have a figure of this name, or it has none; "
                 "give it another"
             )
-    ties = _ties(model, seen)
+    ties = _ties(model, parameters)
     if model.start is None:
         _check_tied_starts(model, layers, ties)
-        return Survey(layers, ties, loss_logits=model.loss_logits)
-    return Survey(layers, ties, model.start.fingerprint, model.loss_logits)
+    start = "" if model.start is None else model.start.fingerprint
+    return Survey(layers, ties, start, model.loss_logits)
 
 
 def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -196,8 +216,7 @@ def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         made = make(SAMPLES)
     except Exception as reason:
         raise ConfigError(
-            f"Model.example: {type(reason).__name__}: {' '.join(str(reason).split())}; it is "
-            "called with a number of samples"
+            f"Model.example: {_told(reason)}; it is called with a number of samples"
         ) from reason
     if not isinstance(made, tuple) or not all(isinstance(tensor, Tensor) for tensor in made):
         raise ConfigError(
@@ -205,6 +224,25 @@ def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
             "first layer gets"
         )
     return made
+
+
+def _told(reason: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(reason).__name__}: {' '.join(str(reason).split())}"
+
+
+def match(patterns: Sequence[str], names: Sequence[str], where: str, none: str) -> list[str]:
+    """The names that match any of the patterns, in the order of `names`.
+
+    A pattern may contain `*`, `?` and `[…]`; case counts, and `*` matches dots, too. `where` is
+    the key of the patterns, and their file if known. Raises ConfigError for a pattern that matches
+    no name, or as the message says, `none`.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            nearest = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0)) or "none"
+            raise ConfigError(f"{where}: {pattern!r} matches {none}; nearest: {nearest}")
+    return [name for name in names if any(fnmatchcase(name, one) for one in patterns)]
 
 
 def costs_text(surveyed: Survey) -> str:
@@ -232,10 +270,17 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
             f"layer {layer.name}: kind is {layer.kind!r}; choose one of {', '.join(get_args(Kind))}"
         )
     module = _module_of(layer)
-    refuse_parameters(layer, module)
-    refuse_buffers(layer, module)
+    _check_module(layer, module)
+    _check_generators(layer, module)
+    weights = {
+        id(parameter)
+        for child in module.modules()
+        if isinstance(child, MULTIPLYING)
+        for name, parameter in child.named_parameters(recurse=False)
+        if "bias" not in name
+    }
     parameters = tuple(
-        ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad)
+        ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad, id(p) in weights)
         for name, p in module.named_parameters()
     )
     buffers = tuple(
@@ -261,35 +306,24 @@ def _module_of(layer: Layer) -> nn.Module:
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
         try:
             module = _built(layer)
+            own = list(module.parameters()) if isinstance(module, nn.Module) else []
             # A module with memory, despite the meta device, may be the same one in every call.
-            again = _built(layer) if _has_memory(module) else None
+            again = () if all(p.is_meta for p in own) else _built(layer).parameters()
         except Exception as reason:
             raise ConfigError(
-                f"layer {layer.name}: its build raised {type(reason).__name__}: "
-                f"{' '.join(str(reason).split())}; mend the function that makes the module"
+                f"layer {layer.name}: its build raised {_told(reason)}; mend the function that "
+                "makes the module"
             ) from reason
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"layer {layer.name}: its build returned {type(module).__name__}; "
             "return a torch.nn.Module"
         )
-    if again is not None and {*map(id, module.parameters())} & {*map(id, again.parameters())}:
+    if {*map(id, own)} & {*map(id, again)}:
         raise ConfigError(
             f"layer {layer.name}: its build returned the same parameters twice; make new ones in "
             "every call (lambda: copy.deepcopy(module)), and join two uses of one weight by a Tie"
         )
-    for prefix, child in module.named_modules():
-        if isinstance(child, nn.SyncBatchNorm):
-            raise ConfigError(
-                f"layer {layer.name}: SyncBatchNorm needs torch.distributed, and its results would "
-                "depend on the layout; use BatchNorm, which sees one microbatch"
-            )
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
-            raise ConfigError(
-                f"layer {layer.name}: parameter {f'{prefix}.weight'.lstrip('.')!r} has a max_norm, "
-                "by which a forward writes to weights: replicas would drift apart; leave max_norm "
-                "out, and normalize the rows that the forward has looked up"
-            )
     return module
 
 
@@ -303,35 +337,88 @@ def _built(layer: Layer) -> nn.Module:
         return layer.build()
 
 
-def _has_memory(module: object) -> bool:
-    return isinstance(module, nn.Module) and not all(p.is_meta for p in module.parameters())
+def _check_module(layer: Layer, module: nn.Module) -> None:
+    """Raise ConfigError for modules and parameters that cannot be trained, and for buffers that no
+    checkpoint could hold."""
+    for prefix, child in module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"layer {layer.name}: SyncBatchNorm needs torch.distributed, and its results would "
+                "depend on the layout; use BatchNorm, which sees one microbatch"
+            )
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            raise ConfigError(
+                f"layer {layer.name}: parameter {f'{prefix}.weight'.lstrip('.')!r} has a max_norm, "
+                "by which a forward writes to weights: replicas would drift apart; leave max_norm "
+                "out, and normalize the rows that the forward has looked up"
+            )
+    for name, parameter in module.named_parameters():
+        where = f"layer {layer.name}: parameter {name!r}"
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"{where} has no shape yet; give its module all sizes, instead of a lazy one"
+            )
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"{where} is {parameter.dtype}; parameters are real floating point: keep complex "
+                "numbers as torch.view_as_real makes them, integers as a buffer"
+            )
+        if not can_be_stored(parameter):
+            kind = parameter.dtype if parameter.layout == torch.strided else parameter.layout
+            raise ConfigError(
+                f"{where} is {kind}, which has no dense values of the run's precision; make it "
+                "dense, of numbers of at least a byte"
+            )
+    for slot in slots(module):
+        where, tensor = f"layer {layer.name}: buffer {slot.name!r}", slot.tensor
+        if tensor.layout != torch.strided:
+            raise ConfigError(
+                f"{where} is {tensor.layout}, which cannot be saved; keep its indices and values "
+                "as buffers, and join them in forward"
+            )
+        if slot.persists and not can_be_stored(tensor):
+            raise ConfigError(
+                f"{where} is {tensor.dtype}, which cannot be saved; keep it as integers, or "
+                "register it with persistent=False and make it anew in build"
+            )
+
+
+def _check_generators(layer: Layer, module: nn.Module) -> None:
+    """Raise ConfigError for random generators that a module keeps: what one draws depends on how
+    often it has drawn, and so on the layout, on recomputation and on where a run resumes."""
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    for prefix, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, kinds):
+                raise ConfigError(
+                    f"layer {layer.name}: {f'{prefix}.{name}'.lstrip('.')!r} is a generator of its "
+                    "own, whose numbers would depend on the layout; draw from the global ones of "
+                    "torch, random or numpy.random, which every forward finds seeded"
+                )
 
 
 def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, str]:
     """Second use → first use; ConfigError for a tie that does not fit the parameters."""
+    order = {name: number for number, name in enumerate(parameters)}
     used: set[str] = set()
     for tie in model.ties:
+        where = f"tie {tie.first} = {tie.second}"
         for name in (tie.first, tie.second):
             if name not in parameters:
-                raise ConfigError(f"tie {tie.first} = {tie.second}: no parameter {name!r}")
+                raise ConfigError(f"{where}: no parameter {name!r}")
             if name in used:
                 raise ConfigError(
-                    f"tie {tie.first} = {tie.second}: {name} is in two ties; "
-                    "a weight may have two uses, not more"
+                    f"{where}: {name} is in two ties; a weight may have two uses, not more"
                 )
             used.add(name)
         first, second = parameters[tie.first], parameters[tie.second]
         if first.shape != second.shape or first.trained != second.trained:
             raise ConfigError(
-                f"tie {tie.first} = {tie.second}: shapes {first.shape} and {second.shape}, trained "
-                f"{first.trained} and {second.trained}; a tie joins two uses of one weight"
+                f"{where}: shapes {first.shape} and {second.shape}, trained {first.trained} and "
+                f"{second.trained}; a tie joins two uses of one weight"
             )
-    order = list(parameters)
-    for tie in model.ties:
-        if order.index(tie.first) > order.index(tie.second):
-            raise ConfigError(
-                f"tie {tie.first} = {tie.second}: the first use comes later in the model; swap them"
-            )
+        if order[tie.first] > order[tie.second]:
+            raise ConfigError(f"{where}: the first use comes later in the model; swap them")
     return {tie.second: tie.first for tie in model.ties}
 
 
@@ -347,56 +434,15 @@ def _check_tied_starts(model: Model, layers: Sequence[LayerInfo], ties: Mapping[
         for parameter in info.parameters
     }
     for second, first in ties.items():
-        uses = (owners[first], owners[second])
-        if uses[0] is uses[1]:
+        one, other = owners[first], owners[second]
+        if one is other or (one.init is not None and one.init is other.init):
             continue
-        if None not in (uses[0].init, uses[1].init) and uses[0].init is not uses[1].init:
-            raise ConfigError(
-                f"tie {first} = {second}: layers {uses[0].name} and {uses[1].name} have two "
-                "different `init`s, so that the uses would start differently; give both the same"
-            )
-        for layer in uses:
-            if layer.init is None:
-                raise ConfigError(
-                    f"tie {first} = {second}: layer {layer.name} has no `init`, so that the two "
-                    "uses would start differently on two stages; give both layers the same `init`"
-                )
-
-
-def refuse_parameters(layer: Layer, module: nn.Module) -> None:
-    """Raise ConfigError for parameters that cannot be trained."""
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise ConfigError(
-                f"layer {layer.name}: parameter {name!r} has no shape yet; give its module all "
-                "sizes, instead of a lazy one"
-            )
-        if not parameter.is_floating_point():
-            raise ConfigError(
-                f"layer {layer.name}: parameter {name!r} is {parameter.dtype}; parameters are real "
-                "floating point: keep complex numbers as torch.view_as_real makes them, integers "
-                "as a buffer"
-            )
-        if not can_be_stored(parameter):
-            kind = parameter.dtype if parameter.layout == torch.strided else parameter.layout
-            raise ConfigError(
-                f"layer {layer.name}: parameter {name!r} is {kind}, which has no dense values of "
-                "the run's precision; make it dense, of numbers of at least a byte"
-            )
-
-
-def refuse_buffers(layer: Layer, module: nn.Module) -> None:
-    """Raise ConfigError for buffers that no checkpoint could hold."""
-    for slot in slots(module):
-        tensor = slot.tensor
-        if tensor.layout != torch.strided:
-            raise ConfigError(
-                f"layer {layer.name}: buffer {slot.name!r} is {tensor.layout}, which cannot be "
-                "saved; keep its indices and values as buffers, and join them in forward"
-            )
-        if slot.persists and not can_be_stored(tensor):
-            raise ConfigError(
-                f"layer {layer.name}: buffer {slot.name!r} is {tensor.dtype}, which cannot be "
-                "saved; keep it as integers, or register it with persistent=False and make it "
-                "anew in build"
-            )
+        bare = next((layer.name for layer in (one, other) if layer.init is None), None)
+        why = (
+            f"layers {one.name} and {other.name} have two different `init`s, so that the uses "
+            "would start differently; give both the same"
+            if bare is None
+            else f"layer {bare} has no `init`, so that the two uses would start differently on two "
+            "stages; give both layers the same `init`"
+        )
+        raise ConfigError(f"tie {first} = {second}: {why}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from axsparse.config.schema import ONCE, Config, prunes
@@ -24,24 +25,17 @@ class ModelLayout:
     grid: Grid
     transport: str
     """What carries messages between the ranks, such as "mpi (MPICH 4.2)"."""
+    dense_bytes: int
+    """Bytes of model state on the fullest rank if nothing were pruned."""
+    live_bytes: int
+    """Bytes of model state on the fullest rank as the run begins."""
     arithmetic: str = ""
     """How this machine computes, where that is not what the precision says."""
-
-
-@dataclass(frozen=True)
-class ModelStateSize:
-    """Bytes of model state on the fullest rank."""
-
-    dense: int
-    """Bytes if nothing were pruned."""
-    live: int
-    """Bytes as the run begins."""
 
 
 def banner(
     config: Config,
     model: ModelLayout,
-    state: ModelStateSize,
     *,
     data: str,
     metrics: Path,
@@ -67,7 +61,7 @@ def banner(
     beside = f" · {planned}" if planned else ""
     is_shared = config.samo.shard_optimizer and grid.g_data > 1
     shared = f", optimizer state shared by {grid.g_data} replicas" if is_shared else ""
-    yield f"model state/rank: {_state(config, state)}{shared}{beside}"
+    yield f"model state/rank: {_state(config, model)}{shared}{beside}"
     batch = config.batch
     per_replica = batch.global_batch_size // grid.g_data
     yield (
@@ -93,14 +87,14 @@ def _pruning(config: Config) -> str:
     return f"{100 * pruning.sparsity:g} % {what} pruned by {pruning.method}{when}"
 
 
-def _state(config: Config, state: ModelStateSize) -> str:
-    dense = f"dense {format_bytes(state.dense)}"
-    if state.live == state.dense:
+def _state(config: Config, model: ModelLayout) -> str:
+    dense = f"dense {format_bytes(model.dense_bytes)}"
+    if model.live_bytes == model.dense_bytes:
         later = config.samo.enabled and prunes(config.pruning)
         at_step = config.pruning.at_step
         when = f"step {at_step}" if config.pruning.method in ONCE and at_step else "it is pruned"
         return dense + f" until {when}, then SAMO" * later
-    return f"{dense} → SAMO {format_bytes(state.live)}"
+    return f"{dense} → SAMO {format_bytes(model.live_bytes)}"
 
 
 def _layers(layers: Sequence[LayerInfo], work: float) -> str:
@@ -114,17 +108,15 @@ def _layers(layers: Sequence[LayerInfo], work: float) -> str:
 
 def _names(layers: Sequence[LayerInfo]) -> str:
     """The layers' names, as in "embed, block0–2": consecutive numbers become one range."""
-    runs: list[tuple[str, int | None, int | None]] = []
-    for layer in layers:
-        stem = layer.name.rstrip("0123456789")
-        digits = layer.name[len(stem) :]
-        number = int(digits) if digits else None
-        if runs and number is not None and runs[-1][0] == stem and runs[-1][2] == number - 1:
-            runs[-1] = (stem, runs[-1][1], number)
-        else:
-            runs.append((stem, number, number))
-    texts = [
-        stem if first is None else f"{stem}{first}" if first == last else f"{stem}{first}–{last}"
-        for stem, first, last in runs
-    ]
+
+    def run(at_and_layer: tuple[int, LayerInfo]) -> tuple[str, int | str]:
+        at, name = at_and_layer[0], at_and_layer[1].name
+        digits = name[len(name.rstrip("0123456789")) :]
+        return name.removesuffix(digits), int(digits) - at if digits else name
+
+    texts = []
+    for (stem, _), group in groupby(enumerate(layers), run):
+        names = [layer.name for _, layer in group]
+        last = names[-1].removeprefix(stem)
+        texts.append(names[0] if len(names) == 1 else f"{names[0]}–{last}")
     return ", ".join(texts)

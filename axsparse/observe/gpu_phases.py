@@ -91,8 +91,8 @@ class DevicePhases(Phases):
         self._device = device
         self._free: list[Mark] = []
         """Marks that are free to be set again."""
-        self._step: _Step | None = None
-        self._traced: list[_Step] | None = None
+        self._step: LateSeconds | None = None
+        self._traced: list[LateSeconds] | None = None
         self._anchor: Mark | None = None
         self._anchored = 0.0
         """The time on the host's clock when the GPU passed the anchor."""
@@ -124,7 +124,7 @@ class DevicePhases(Phases):
         self._seconds = [0.0] * len(PHASES)
         self._since = self._clock()
         anchor = None if self._traced is None else self._anchor
-        self._step = _Step(self._set_mark(), anchor, self._free)
+        self._step = LateSeconds(self._set_mark(), anchor, self._free)
 
     def end_step(self) -> LateSeconds:
         """Seconds of every phase since `begin_step`, and their sum, "step"; reading them waits."""
@@ -134,7 +134,7 @@ class DevicePhases(Phases):
         step, self._step = self._step, None
         if self._traced is not None and step.anchor is not None:
             self._traced.append(step)
-        return LateSeconds(step)
+        return step
 
     def start_spans(self) -> None:
         """Keep the stretches of all steps that begin from now on.
@@ -154,7 +154,7 @@ class DevicePhases(Phases):
         assert traced is not None, "take_spans without start_spans"
         return self._spans_of(traced)
 
-    def _spans_of(self, steps: list[_Step]) -> Iterator[tuple[str, str, float, float]]:
+    def _spans_of(self, steps: list[LateSeconds]) -> Iterator[tuple[str, str, float, float]]:
         for step in steps:
             now = self._anchored + step.after_anchor()
             for phase, name, seconds in step.parts():
@@ -177,7 +177,7 @@ class DevicePhases(Phases):
         self._seconds[self._current] += now - self._since
         self._since = now
 
-    def _end_stretch(self, step: _Step) -> None:
+    def _end_stretch(self, step: LateSeconds) -> None:
         current = self._current
         if IS_WORK[current]:  # no other phase was entered since the last mark
             waited = None
@@ -190,25 +190,6 @@ class DevicePhases(Phases):
         mark = self._free.pop() if self._free else self._device.mark()
         mark.set()
         return mark
-
-
-class LateSeconds(Mapping[str, float]):
-    """Seconds of a step by phase; reading them waits until the GPU is through with the step."""
-
-    def __init__(self, step: _Step) -> None:
-        self._step = step
-        self._seconds: dict[str, float] | None = None
-
-    def __getitem__(self, name: str) -> float:
-        if self._seconds is None:
-            self._seconds = self._step.seconds()
-        return self._seconds[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*PHASES, "step"))
-
-    def __len__(self) -> int:
-        return len(PHASES) + 1
 
 
 class _RangedBlock(Block):
@@ -272,8 +253,11 @@ class _Stretch(NamedTuple):
                 yield phase, phase, seconds * (own / total)
 
 
-class _Step:
-    """The marks of a step, whose times are read once."""
+class LateSeconds(Mapping[str, float]):
+    """Seconds of a step by phase; reading them waits until the GPU is through with the step.
+
+    They are the times between the marks of the step, which are read once.
+    """
 
     def __init__(self, begin: Mark, anchor: Mark | None, free: list[Mark]) -> None:
         """The marks are put into `free` once their times are read."""
@@ -285,24 +269,22 @@ class _Step:
         self._free = free
         self._after_anchor = 0.0
         self._lengths: list[float] | None = None
+        self._seconds: dict[str, float] | None = None
+
+    def __getitem__(self, name: str) -> float:
+        if self._seconds is None:
+            self._seconds = self._sums()
+        return self._seconds[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*PHASES, "step"))
+
+    def __len__(self) -> int:
+        return len(PHASES) + 1
 
     def marks(self) -> list[Mark]:
         """All marks of the step, in order."""
         return [self._begin, *(stretch.end for stretch in self.stretches)]
-
-    def seconds(self) -> dict[str, float]:
-        """The seconds of each phase, and their sum, "step"."""
-        found = dict.fromkeys(PHASES, 0.0)
-        for phase, _, seconds in self.parts():
-            found[phase] += seconds
-        without, marked = self.compressed
-        if marked:
-            # Compressions without marks stand inside stretches of compute.
-            moved = min(found["compress"] * without / marked, found["compute"])
-            found["compute"] -= moved
-            found["compress"] += moved
-        found["step"] = sum(found.values())
-        return found
 
     def parts(self) -> Iterator[tuple[str, str, float]]:
         """Phase, name and seconds of each part of the GPU's time, in order."""
@@ -313,6 +295,18 @@ class _Step:
         """Seconds from the anchor to the beginning of the step."""
         self._read()
         return self._after_anchor
+
+    def _sums(self) -> dict[str, float]:
+        sums = dict.fromkeys(PHASES, 0.0)
+        for phase, _, seconds in self.parts():
+            sums[phase] += seconds
+        without, marked = self.compressed
+        if marked:
+            # Compressions without marks stand inside stretches of compute.
+            moved = min(sums["compress"] * without / marked, sums["compute"])
+            sums["compute"] -= moved
+            sums["compress"] += moved
+        return {**sums, "step": sum(sums.values())}
 
     def _read(self) -> list[float]:
         """Seconds of every stretch; the first call waits for the end of the step."""

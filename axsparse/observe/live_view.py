@@ -24,12 +24,18 @@ LEAST_SHARE = 0.005
 """The part of a step from which on a phase is shown."""
 
 
-def step_line(record: StepRecord, steps: int, eta: float, unit: Unit) -> str:
-    """One of the run's `steps` on one line; `eta` is the time to the end of the run in seconds."""
+def step_line(record: StepRecord, steps: int, eta: float | None, unit: Unit) -> str:
+    """One of the run's `steps` on one line.
+
+    `eta` is the time to the end of the run in seconds; None at the first step, which also
+    compiles and allocates, so that it says nothing about the others.
+    """
+    later = "eta after the next steps: the first one also compiles"
     line = (
         f"step {record.step}/{steps}  loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  "
         f"bubble {100 * (record.bubble_seconds / record.step_seconds):.0f} %  "
-        f"{format_rate(record.tokens_per_second, unit)}  eta {format_seconds(eta)}"
+        f"{format_rate(record.tokens_per_second, unit)}  "
+        f"{later if eta is None else f'eta {format_seconds(eta)}'}"
     )
     return f"{line}  skipped {record.skipped_steps}" if record.skipped_steps else line
 
@@ -60,10 +66,14 @@ class LiveView:
         self._records: deque[StepRecord] = deque(maxlen=WINDOW)
         self._losses: deque[float] = deque(maxlen=MOST_LOSSES)
         self._compute: deque[Sequence[float]] = deque(maxlen=WINDOW)
-        self._eta = 0.0
+        self._eta: float | None = None
 
-    def add(self, record: StepRecord, compute: Sequence[float], eta: float) -> None:
-        """Take a step: its record, the seconds that each rank computed, and the time to the end."""
+    def add(self, record: StepRecord, compute: Sequence[float], eta: float | None) -> None:
+        """Take a step: its record, the seconds that each rank computed, and the time to the end,
+        which is None at the first step."""
+        if eta is not None and self._eta is None:  # the first step counts in no mean
+            self._records.clear()
+            self._compute.clear()
         self._records.append(record)
         self._losses.append(record.loss)
         self._compute.append(compute)
@@ -80,7 +90,8 @@ class LiveView:
         head = f"{bar(last.step, self._steps, width)} {last.step}/{self._steps}"
         rate = format_rate(fmean(r.tokens_per_second for r in self._records), self._unit)
         skipped = [f"skipped {last.skipped_steps}"] if last.skipped_steps else []
-        yield fitted([head, f"eta {format_seconds(self._eta)}", rate, *skipped], width)
+        eta = "compiling" if self._eta is None else f"eta {format_seconds(self._eta)}"
+        yield fitted([head, eta, rate, *skipped], width)
         loss = f"loss {last.loss:.3f}"
         room = min(width - len(loss) - 1, MOST_SPARKS)
         drawn = sparkline(self._losses, room) if room >= LEAST_SPARKS else ""

@@ -1,15 +1,10 @@
-"""The records in metrics.jsonl, one a line, and the file itself."""
+"""The records in metrics.jsonl, one a line."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-from axsparse.runtime.errors import writing
 
 
 @dataclass(frozen=True)
@@ -118,39 +113,3 @@ def perplexity(eval_loss: float) -> float:
         return math.exp(eval_loss)
     except OverflowError:
         return math.inf
-
-
-class MetricsFile:
-    """Appends records to metrics.jsonl; each line is flushed before `write` returns."""
-
-    def __init__(self, path: Path) -> None:
-        """Open or create the file; OutputError if its folder is missing or not writable."""
-        self._path = path
-        with self._writing():
-            self._file = path.open("a", encoding="utf-8")
-
-    def write(self, record: Record) -> None:
-        """Append one line of strict JSON, with null for numbers that are not finite.
-
-        Raises OutputError if that fails.
-        """
-        finite = {name: _finite(value) for name, value in values(record).items()}
-        line = json.dumps(finite, allow_nan=False)
-        with self._writing():
-            self._file.write(line + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file; OutputError if what is left of a failed `write` fails again."""
-        with self._writing():
-            self._file.close()
-
-    def _writing(self) -> AbstractContextManager[None]:
-        return writing(f"{self._path}:", "free space there or choose another run_dir")
-
-
-def _finite(value: float | bool | str | None) -> float | bool | str | None:
-    """The value, or None for NaN and infinities, which strict JSON cannot express."""
-    if value is None or isinstance(value, str) or math.isfinite(value):
-        return value
-    return None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from axsparse.observe.gpu_phases import LateSeconds
 from axsparse.observe.live_view import LiveView, eval_line, step_line
@@ -14,31 +17,18 @@ from axsparse.observe.metrics import (
     EvalRecord,
     MaskRecord,
     PlanRecord,
-    Record,
     StepRecord,
     perplexity,
 )
-from axsparse.observe.step_gather import StepGather, StepTotals
+from axsparse.observe.sinks import MetricsFile
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
-from axsparse.runtime.communication import Backoff, Collective
+from axsparse.runtime.communication import Backoff, Collective, Op, Work, wait
 from axsparse.runtime.console import Console, Unit, format_bytes
 
 DRAWN_SECONDS = 0.1
 """The shortest time between two pictures of the live view."""
 COMPARED_STEPS = 5
 """How many steps are measured before predictions are compared with them."""
-
-
-class RecordWriter(Protocol):
-    """Where records go: `MetricsFile`, and with sinks `CopiedRecords`."""
-
-    def write(self, record: Record) -> None:
-        """Write one record; OutputError if that fails."""
-        ...
-
-    def close(self) -> None:
-        """Close what is open."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,7 @@ class StepFigures:
     learning_rate: float
     grad_norm: float
     loss_scale: float
-    skipped: str | None = None
+    skip_reason: str | None = None
     """Why no rank updated its weights; None if all did."""
     skipped_steps: int = 0
     """Skipped steps so far in this run."""
@@ -84,27 +74,46 @@ class RunFigures:
     predicted: StepForecast | None = None
 
 
+class _Pending(NamedTuple):
+    """A step whose sums over ranks are under way."""
+
+    figures: StepFigures
+    time_names: tuple[str, ...]
+    maxima_names: tuple[str, ...]
+    buffer: Tensor
+    work: Work
+
+
 class Recorder:
-    """Takes the figures of all ranks; rank 0 writes and shows them one step later."""
+    """Takes the figures of all ranks; rank 0 writes and shows them one step later.
+
+    All ranks record the same steps with the same names. One all-reduce of an fp64 buffer combines
+    a step while the next one runs, so that no rank waits. The buffer begins with the times, whose
+    sum gives the mean. Then each rank has slots of its own, for its maxima and for the seconds in
+    which it computed. All other ranks have zeros there, so the sum is the owner's value, exact for
+    integers up to 2**53.
+    """
 
     def __init__(
         self,
         world: Collective,
         backoff: Backoff,
         run: RunFigures,
-        file: RecordWriter | None,
+        file: MetricsFile | None,
         console: Console | None,
         slow: SlowRanks | None = None,
     ) -> None:
         """`file`, `console` and `slow`, which finds slow ranks, are given on rank 0 at most."""
-        self._gather = StepGather(world, backoff, each=["compute"])
+        self._world = world
+        self._backoff = backoff
         self._run = run
         self._file = file
         self._console = console
         self._slow = slow
-        self._late: tuple[int, LateSeconds, Mapping[str, int]] | None = None
-        self._figures: dict[int, StepFigures] = {}
-        self._began = time.perf_counter()
+        self._late: tuple[StepFigures, LateSeconds, Mapping[str, int]] | None = None
+        self._pending: _Pending | None = None
+        self._since = 0.0
+        """When the first step was shown, which also compiles and counts in no rate."""
         self._compared_seconds: list[float] = []
         self._first: int | None = None
         self._view = LiveView(run.steps, run.unit, run.places)
@@ -122,17 +131,16 @@ class Recorder:
         """Record a step: `seconds` from `Phases.end_step`, and `maxima`, whose largest values over
         ranks are recorded.
 
-        The times of a GPU are gathered with the next step, on all ranks alike. By then the GPU
+        The times of a GPU are combined with the next step, on all ranks alike. By then the GPU
         has passed its marks, so that no rank waits for them.
         """
-        self._figures[figures.step] = figures
         if self._first is None:
             self._first = figures.step
-        self._push_late()
+        self._start_late()
         if isinstance(seconds, LateSeconds):
-            self._late = figures.step, seconds, maxima
+            self._late = figures, seconds, maxima
         else:
-            self._write(self._gather.push(figures.step, seconds, maxima))
+            self._start(figures, seconds, maxima)
 
     def evaluation(
         self, step: int, loss: float, metrics: Mapping[str, float], part: str = ""
@@ -160,9 +168,9 @@ class Recorder:
         self.say("  ".join(parts))
 
     def flush(self) -> None:
-        """Write the steps that are still being gathered; waits for the GPU to end the last one."""
-        self._push_late()
-        self._write(self._gather.flush())
+        """Write the steps that are not written yet; waits for the GPU to end the last one."""
+        self._start_late()
+        self._finish()
 
     def say(self, text: str) -> None:
         """Print a line on rank 0's screen."""
@@ -176,55 +184,75 @@ class Recorder:
         if self._file is not None:
             self._file.close()
 
-    def _push_late(self) -> None:
+    def _start_late(self) -> None:
         if self._late is not None:
-            (step, seconds, maxima), self._late = self._late, None
-            self._write(self._gather.push(step, seconds, maxima))
+            late, self._late = self._late, None
+            self._start(*late)
 
-    def _write(self, gathered: StepTotals | None) -> None:
-        if gathered is None:
+    def _start(
+        self, figures: StepFigures, seconds: Mapping[str, float], maxima: Mapping[str, int]
+    ) -> None:
+        """Finish the step before, and start to combine this one, without waiting for it."""
+        self._finish()
+        assert all(0 <= value <= 2**53 for value in maxima.values()), f"no exact float: {maxima}"
+        slots = torch.tensor([*maxima.values(), seconds["compute"]], dtype=torch.float64)
+        times = torch.tensor([*seconds.values()], dtype=torch.float64)
+        buffer = torch.zeros(len(times) + self._world.size * len(slots), dtype=torch.float64)
+        buffer[: len(times)] = times
+        buffer[len(times) :].view(self._world.size, -1)[self._world.rank] = slots
+        work = self._world.start(Op.ALL_REDUCE, buffer)
+        self._pending = _Pending(figures, tuple(seconds), tuple(maxima), buffer, work)
+
+    def _finish(self) -> None:
+        """Wait for the step that was started last, if there is one; rank 0 writes and shows it."""
+        if self._pending is None:
             return
-        figures = self._figures.pop(gathered.step)
+        (figures, time_names, maxima_names, buffer, work), self._pending = self._pending, None
+        wait(work, self._backoff)
         if self._file is None and self._console is None:
             return
-        record = self._record(figures, gathered)
-        if self._file is not None:
-            self._file.write(record)
-        if self._console is not None:
-            self._show(self._console, record, gathered.each["compute"])
-        if self._slow is not None:
-            warning = self._slow.add(gathered.step, gathered.each["compute"])
-            if warning is not None:
-                self.say(warning)
-        predicted = self._run.predicted
-        if predicted is not None and len(self._compared_seconds) < COMPARED_STEPS:
-            self._compared_seconds.append(record.step_seconds)
-            if len(self._compared_seconds) == COMPARED_STEPS:
-                self._compare(predicted, record)
+        size = self._world.size
+        means = (buffer[: len(time_names)] / size).tolist()
+        slots = buffer[len(time_names) :].view(size, -1)
+        largest = slots[:, :-1].amax(dim=0).tolist()
+        record = self._record(
+            figures,
+            dict(zip(time_names, means, strict=True)),
+            {name: int(value) for name, value in zip(maxima_names, largest, strict=True)},
+        )
+        self._write(record, slots[:, -1].tolist())
 
-    def _record(self, figures: StepFigures, gathered: StepTotals) -> StepRecord:
-        run = self._run
-        seconds = gathered.times["step"]
-        flops = run.flops_per_step / seconds
-        phases: dict[str, Any] = {f"{name}_seconds": t for name, t in gathered.times.items()}
-        maxima: dict[str, Any] = gathered.maxima
+    def _record(
+        self, figures: StepFigures, seconds: Mapping[str, float], maxima: Mapping[str, Any]
+    ) -> StepRecord:
+        run, step_seconds = self._run, seconds["step"]
+        flops = run.flops_per_step / step_seconds
+        phases: dict[str, Any] = {f"{name}_seconds": t for name, t in seconds.items()}
         return StepRecord(
-            step=figures.step,
+            **asdict(figures),
             time=time.time(),
-            loss=figures.loss,
-            learning_rate=figures.learning_rate,
-            grad_norm=figures.grad_norm,
-            loss_scale=figures.loss_scale,
-            skipped=figures.skipped is not None,
-            skip_reason=figures.skipped,
-            skipped_steps=figures.skipped_steps,
+            skipped=figures.skip_reason is not None,
             tokens=run.tokens_per_step,
-            tokens_per_second=run.tokens_per_step / seconds,
+            tokens_per_second=run.tokens_per_step / step_seconds,
             model_flops_per_second=flops,
             mfu=flops / run.peak_flops,
             **phases,
             **maxima,
         )
+
+    def _write(self, record: StepRecord, compute: Sequence[float]) -> None:
+        """Write and show a step, in which the ranks computed for so many seconds each."""
+        if self._file is not None:
+            self._file.write(record)
+        if self._console is not None:
+            self._show(self._console, record, compute)
+        if self._slow is not None and (warning := self._slow.add(record.step, compute)):
+            self.say(warning)
+        predicted = self._run.predicted
+        if predicted is not None and len(self._compared_seconds) < COMPARED_STEPS:
+            self._compared_seconds.append(record.step_seconds)
+            if len(self._compared_seconds) == COMPARED_STEPS:
+                self._compare(predicted, record)
 
     def _compare(self, predicted: StepForecast, record: StepRecord) -> None:
         """Record and say how far the prediction was off; the first step does not count."""
@@ -251,8 +279,11 @@ class Recorder:
     def _show(self, console: Console, record: StepRecord, compute: Sequence[float]) -> None:
         run = self._run
         assert self._first is not None, "a step has been pushed"
-        each = (time.perf_counter() - self._began) / (record.step - self._first + 1)
-        eta = each * (run.steps - record.step)
+        done, eta = record.step - self._first, None
+        if done == 0:
+            self._since = time.perf_counter()
+        else:
+            eta = (time.perf_counter() - self._since) / done * (run.steps - record.step)
         line = step_line(record, run.steps, eta, run.unit)
         self._view.add(record, compute, eta)
         if time.monotonic() - self._drawn_at >= DRAWN_SECONDS or record.step == run.steps:

@@ -43,15 +43,6 @@ class LayerShare:
     numel: int
 
 
-@dataclass(frozen=True)
-class SavedStep:
-    """A checkpoint of a run."""
-
-    step: int
-    nbytes: int | None
-    """Of all files; None if its manifest cannot be read."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunView:
     """All that a report tells of one run; whatever a run has not is empty."""
@@ -68,7 +59,8 @@ class RunView:
     layers: Sequence[LayerShare] = ()
     layers_from: str = ""
     """The checkpoint or ticket that `layers` are from."""
-    checkpoints: Sequence[SavedStep] = ()
+    checkpoints: Sequence[tuple[int, int | None]] = ()
+    """The step of each, and the bytes of its files; None if its manifest cannot be read."""
     plan: Bars | None = None
     """The planned memory of a rank of each stage."""
     notes: Sequence[str] = ()
@@ -116,7 +108,9 @@ def read_records(path: Path) -> RunRecords:
         raise MissingInputError(
             f"{path}: has no record yet; wait for the first step, or name another run"
         )
-    return RunRecords(**{kind: _in_order(found) for kind, found in kinds.items()}, is_cut=is_cut)
+    return RunRecords(
+        **{kind: sorted(of_kind, key=step_of) for kind, of_kind in kinds.items()}, is_cut=is_cut
+    )
 
 
 _KEYS = {
@@ -126,10 +120,6 @@ _KEYS = {
     "plans": "predicted_peak_memory_bytes",
 }
 """A key that only this kind of record has."""
-
-
-def _in_order(records: Sequence[Record]) -> list[Record]:
-    return sorted(records, key=step_of)
 
 
 def _record(line: bytes) -> Record:

@@ -1,28 +1,33 @@
-"""Draws one run, or several over each other, as one HTML page."""
+"""Draws one run, or several over each other, as one HTML page or one picture."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from html import escape
 
-from axsparse.observe.charts import Chart, Lines, chart_html, picture
-from axsparse.observe.run_charts import (
-    MOST_COLUMNS,
-    MOST_POINTS,
-    colours_of,
-    memory_charts,
-    metrics_of,
-    most_of,
-    phase_chart,
-    run_picture,
-    sparsity_chart,
-    timeline,
-    training_charts,
-    unit_of,
+from axsparse.observe.charts import (
+    PHASE_COLOURS,
+    SERIES_COLOURS,
+    Areas,
+    Bars,
+    Chart,
+    Curve,
+    Lines,
+    Timeline,
+    chart_html,
+    html_table,
+    legend,
+    page,
+    picture,
+    thinned,
 )
-from axsparse.observe.run_records import RunView, number, step_of
-from axsparse.observe.web_page import SERIES_COLOURS, html_table, legend, page
+from axsparse.observe.metrics import perplexity
+from axsparse.observe.phases import PHASES
+from axsparse.observe.run_records import Record, RunView, number, step_of
 from axsparse.runtime.console import Unit, format_bytes, format_count
 
 GENERATOR = "axsparse report"
@@ -30,6 +35,10 @@ MOST_RUNS = len(SERIES_COLOURS)
 """A page has no more colours."""
 MOST_ROWS = 40
 """Of a table of what happened in a run."""
+MOST_POINTS = 200
+"""Of a curve; with several runs fewer, so that the page stays below 1 MB."""
+MOST_COLUMNS = 80
+"""Stretches of steps in a chart of phases; with several runs fewer."""
 
 
 def report_page(runs: Sequence[RunView]) -> str:
@@ -39,7 +48,7 @@ def report_page(runs: Sequence[RunView]) -> str:
 
 def report_picture(runs: Sequence[RunView]) -> bytes:
     """The curves as one PNG picture, for slides and papers."""
-    return picture(run_picture(runs), GENERATOR)
+    return picture(picture_charts(runs), GENERATOR)
 
 
 def _lines(runs: Sequence[RunView]) -> Iterator[str]:
@@ -53,21 +62,21 @@ def _lines(runs: Sequence[RunView]) -> Iterator[str]:
         yield from _differences(runs)
     yield "<h2>Training</h2>"
     if several:
-        yield legend(colours_of(runs))
+        yield legend(_colours(runs))
     yield from _grid(training_charts(runs))
     longest = max(len(run.records.steps) for run in runs)
-    if longest > most_of(MOST_POINTS, runs):
+    if longest > _most(MOST_POINTS, runs):
         yield (
             '<p class="note">Of each stretch of steps the lowest and the highest value are '
             "drawn; metrics.jsonl has all.</p>"
         )
     yield from _skipped(runs)
     yield "<h2>Time of a step</h2>"
-    most = most_of(MOST_COLUMNS, runs)
+    most = _most(MOST_COLUMNS, runs)
     phases = (phase_chart(run, most, f"{run.name}: " if several else "") for run in runs)
     yield from _grid(chart for of_run in phases for chart in of_run)
     for run in runs:
-        for chart in timeline(run):
+        for chart in _timeline(run):
             yield from chart_html(chart)
             words = f"{run.trace} has every moment; ui.perfetto.dev opens it."
             yield f'<p class="note">{escape(words)}</p>'
@@ -80,9 +89,9 @@ def _lines(runs: Sequence[RunView]) -> Iterator[str]:
     sparse = [run for run in runs if any(layer.numel for layer in run.layers)]
     if sparse:
         yield "<h2>Sparsity by layer</h2>"
-        yield from _grid(map(sparsity_chart, sparse, SERIES_COLOURS))
+        yield from _grid(map(_sparsity_chart, sparse, SERIES_COLOURS))
     for run in runs:
-        yield from _rest(run, several=several)
+        yield from _rest(run, f" of {escape(run.name)}" if several else "")
 
 
 def _grid(charts: Iterable[Chart]) -> Iterator[str]:
@@ -93,12 +102,184 @@ def _grid(charts: Iterable[Chart]) -> Iterator[str]:
     yield "</div>"
 
 
+def _most(of_one: int, runs: Sequence[RunView]) -> int:
+    """How much is drawn of each run, if so much is drawn of one that is alone."""
+    return max(16, 2 * of_one // (1 + len(runs)))
+
+
+def _colours(runs: Sequence[RunView]) -> dict[str, str]:
+    """The colour of each run, by its name."""
+    return dict(zip((run.name for run in runs), SERIES_COLOURS, strict=False))
+
+
+# -- charts -------------------------------------------------------------------------------
+
+
+def _of_steps(
+    runs: Sequence[RunView], name: str, change: Callable[[float], float | None] = float
+) -> list[Curve]:
+    """A field of the steps of each run, changed where `change` is given."""
+    return [
+        Curve(run.name, _points(run.records.steps, name, runs, change), colour)
+        for run, colour in zip(runs, SERIES_COLOURS, strict=False)
+    ]
+
+
+def _of_evaluations(runs: Sequence[RunView], name: str) -> list[Curve]:
+    """A field of the evaluations of each run."""
+    return [
+        Curve(
+            f"{run.name} validation",
+            _points(run.records.evaluations, name, runs),
+            colour,
+            is_dashed=True,
+            is_marked=True,
+        )
+        for run, colour in zip(runs, SERIES_COLOURS, strict=False)
+    ]
+
+
+def _points(
+    records: Sequence[Record],
+    name: str,
+    runs: Sequence[RunView],
+    change: Callable[[float], float | None] = float,
+) -> list[tuple[float, float | None]]:
+    values = [(step_of(record), number(record, name)) for record in records]
+    points = [(x, None if y is None else change(y)) for x, y in values]
+    return thinned(points, _most(MOST_POINTS, runs))
+
+
+def training_charts(runs: Sequence[RunView]) -> Iterator[Lines]:
+    """Loss, perplexity, metrics, learning rate, norm of the gradient, loss scale and rate."""
+    steps, evaluations = partial(_of_steps, runs), partial(_of_evaluations, runs)
+    skipped = {step_of(r) for run in runs for r in run.records.steps if r.get("skipped")}
+    crosses = sorted(skipped)[:: max(1, len(skipped) // _most(MOST_POINTS, runs))]
+    records = [record for run in runs for record in run.records.evaluations]
+    has_tokens = any(number(record, "perplexity") is not None for record in records)
+    nats = ", nats a token" if has_tokens else ""
+    losses = [*steps("loss"), *evaluations("eval_loss")]
+    yield Lines(f"loss{nats}; dashed: validation", losses, crosses=crosses)
+    if has_tokens:
+        curves = [*steps("loss", _finite_perplexity), *evaluations("perplexity")]
+        yield Lines("perplexity; dashed: validation", curves, logarithmic=True)
+    for name in dict.fromkeys(name for record in records for name in _metrics_of(record)):
+        yield Lines(f"{name}, share of targets; validation", evaluations(name))
+    yield Lines("learning rate", steps("learning_rate"))
+    norms = Lines("norm of the gradient", steps("grad_norm"), crosses=crosses)
+    sizes = [y for of_one in norms.values for y in of_one if y > 0]
+    # Only a logarithmic axis shows values that differ so much.
+    yield replace(norms, logarithmic=bool(sizes) and max(sizes) > 30 * min(sizes))
+    scales = Lines("loss scale", steps("loss_scale"), logarithmic=True)
+    if any(scale != 1 for of_one in scales.values for scale in of_one):
+        yield scales
+    yield Lines(f"{_unit(runs)} a second", steps("tokens_per_second"))
+
+
+def _finite_perplexity(loss: float) -> float | None:
+    found = perplexity(loss)
+    return found if math.isfinite(found) else None
+
+
+def _unit(runs: Sequence[RunView]) -> Unit:
+    """What rates count: tokens where a run has perplexities, or has not been evaluated yet."""
+    evaluations = [record for run in runs for record in run.records.evaluations]
+    has_tokens = any(number(record, "perplexity") is not None for record in evaluations)
+    return "tokens" if has_tokens or not evaluations else "samples"
+
+
+def _metrics_of(evaluated: Record) -> dict[str, float]:
+    """The metrics of the model in an evaluation."""
+    return {
+        name: value
+        for name, value in evaluated.items()
+        if name not in ("step", "time", "eval_loss", "perplexity") and isinstance(value, float)
+    }
+
+
+def memory_charts(runs: Sequence[RunView]) -> Iterator[Lines]:
+    """Model state and peak over the steps; where it was planned, the peak that the plan says."""
+    for name, title in (("model_state_bytes", "model state"), ("peak_memory_bytes", "peak")):
+        known = [v for run in runs for r in run.records.steps if (v := number(r, name))]
+        units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+        scale, unit = next(u for u in units if max(known, default=0.0) >= u[0] or u[0] == 1)
+        curves = _of_steps(runs, name, (1 / scale).__mul__)
+        planned = []
+        for run in runs if name == "peak_memory_bytes" else ():
+            for record in run.records.plans[-1:]:
+                peak = number(record, "predicted_peak_memory_bytes")
+                ends = {step_of(r) for r in [*run.records.steps[:1], *run.records.steps[-1:]]}
+                if peak is not None:
+                    points = [(x, peak / scale) for x in sorted(ends)]
+                    colour = _colours(runs)[run.name]
+                    planned.append(Curve(f"{run.name} planned", points, colour, is_dashed=True))
+        dashed = "; dashed: planned" if planned else ""
+        yield Lines(f"{title}, {unit}{dashed}", [*curves, *planned])
+
+
+def phase_chart(run: RunView, most: int, before: str = "") -> Iterator[Areas]:
+    """The phases of the steps, each stretch the mean of a few; nothing if none is known."""
+    rows = [
+        (step_of(record), [number(record, f"{phase}_seconds") for phase in PHASES])
+        for record in run.records.steps
+    ]
+    known = [(step, parts) for step, parts in rows if None not in parts]
+    if not known:
+        return
+    size = -(-len(known) // most)
+    groups = [known[start : start + size] for start in range(0, len(known), size)]
+    parts = {
+        phase: [statistics.fmean(max(0.0, row[at] or 0.0) for _, row in g) for g in groups]
+        for at, phase in enumerate(PHASES)
+    }
+    title = f"{before}seconds of a step by phase, mean over ranks"
+    if size > 1:
+        title += f" and {size} steps"
+    edges = [group[0][0] - 0.5 for group in groups]
+    yield Areas(title, [*edges, known[-1][0] + 0.5], parts, PHASE_COLOURS)
+
+
+def _timeline(run: RunView) -> Iterator[Timeline]:
+    """The last traced step of a run, of its first replica; nothing if none was traced."""
+    if not run.spans:
+        return
+    step = max(span.step for span in run.spans)
+    of_step = [span for span in run.spans if span.step == step]
+    begin, replica = min(s.begin for s in of_step), min(s.replica for s in of_step)
+    spans = [
+        replace(span, begin=span.begin - begin, end=span.end - begin)
+        for span in of_step
+        if span.replica == replica
+    ]
+    length = max(span.end for span in spans)
+    if length > 0:
+        yield Timeline(f"Step {step} of {run.name}, replica {replica}", spans, length)
+
+
+def _sparsity_chart(run: RunView, colour: str) -> Bars:
+    """The removed share of each layer."""
+    rows = []
+    for layer in run.layers:
+        removed = 1 - layer.kept / layer.numel if layer.numel else 0.0
+        rows.append((layer.name, [removed], f"{100 * removed:.1f} %"))
+    return Bars(f"{run.name}: removed share of each layer, {run.layers_from}", rows, [colour])
+
+
+def picture_charts(runs: Sequence[RunView]) -> list[Chart]:
+    """The charts of a picture: curves of training, and the time of a step; of one run by phase."""
+    charts: list[Chart] = [chart for chart in training_charts(runs) if not chart.is_flat]
+    if len(runs) == 1:
+        return [*charts, *phase_chart(runs[0], MOST_COLUMNS)]
+    times = _of_steps(runs, "step_seconds")
+    return [*charts, Lines("seconds of a step", times, key=_colours(runs))]
+
+
 # -- tables -------------------------------------------------------------------------------
 
 
 def _summary(runs: Sequence[RunView]) -> Iterator[str]:
     """A row for each run, with columns for what at least one of them has."""
-    unit = unit_of(runs)
+    unit = _unit(runs)
     rows = [_figures(run, unit) for run in runs]
     # Runs of other models have other metrics; the row of most columns has them in their place.
     every = dict.fromkeys(head for row in sorted(rows, key=len, reverse=True) for head in row)
@@ -114,38 +295,40 @@ def _figures(run: RunView, unit: Unit) -> dict[str, str]:
     seconds = [s for r in records.steps if (s := number(r, "step_seconds")) is not None]
     rates = [s for r in records.steps if (s := number(r, "tokens_per_second")) is not None]
     done = f"{step_of(last):,.0f}"
-    wanted = run.settings.get("train.steps", "")
-    if wanted.isdecimal():
-        done += f" of {int(wanted):,}"
+    steps = run.settings.get("train.steps", "")
+    if steps.isdecimal():
+        done += f" of {int(steps):,}"
     return {
         "run": run.name,
         "steps": done,
-        "loss": _shown(number(last, "loss"), "{:.4f}".format),
-        "validation loss": _shown(number(evaluated, "eval_loss"), "{:.4f}".format),
-        "perplexity": _shown(number(evaluated, "perplexity"), "{:.3f}".format),
-        **{name: f"{100 * value:.2f} %" for name, value in metrics_of(evaluated).items()},
+        "loss": _shown(last, "loss", "{:.4f}".format),
+        "validation loss": _shown(evaluated, "eval_loss", "{:.4f}".format),
+        "perplexity": _shown(evaluated, "perplexity", "{:.3f}".format),
+        **{name: f"{100 * value:.2f} %" for name, value in _metrics_of(evaluated).items()},
         "median step": f"{statistics.median(seconds):.3g} s" if seconds else "",
         f"{unit}/s": format_count(statistics.median(rates)) if rates else "",
-        "model state of a rank": _shown(number(last, "model_state_bytes"), format_bytes),
-        "peak of a rank": _shown(number(last, "peak_memory_bytes"), format_bytes),
-        "skipped": _shown(number(last, "skipped_steps") or None, "{:,.0f}".format),
+        "model state of a rank": _shown(last, "model_state_bytes", format_bytes),
+        "peak of a rank": _shown(last, "peak_memory_bytes", format_bytes),
+        "skipped": _shown(last, "skipped_steps", lambda n: f"{n:,.0f}" if n else ""),
     }
 
 
-def _shown(value: float | None, form: Callable[[float], str]) -> str:
+def _shown(record: Record, name: str, form: Callable[[float], str]) -> str:
+    """A number of a record as a text; empty if it has none of this name."""
+    value = number(record, name)
     return "" if value is None else form(value)
 
 
 def _differences(runs: Sequence[RunView]) -> Iterator[str]:
     """The settings and versions in which not all runs are alike."""
-    told = [
+    columns = [
         {**run.settings, **{f"version of {k}": v for k, v in run.versions.items()}} for run in runs
     ]
-    keys = dict.fromkeys(key for one in told for key in one if key != "run_dir")
+    keys = dict.fromkeys(key for column in columns for key in column if key != "run_dir")
     rows = [
-        [key, *(one.get(key, "–") for one in told)]
+        [key, *(column.get(key, "–") for column in columns)]
         for key in keys
-        if len({one.get(key) for one in told}) > 1
+        if len({column.get(key) for column in columns}) > 1
     ]
     if rows:
         yield from html_table(["setting", *(run.name for run in runs)], rows)
@@ -165,47 +348,33 @@ def _skipped(runs: Sequence[RunView]) -> Iterator[str]:
         yield from html_table(["run", "skipped step", "why"], rows[-MOST_ROWS:])
 
 
-# -- masks --------------------------------------------------------------------------------
-
-
 def _masks(runs: Sequence[RunView]) -> Iterator[str]:
     """Changes of the masks, with the model state before and after each."""
-    rows = []
-    for run in runs:
-        changes = run.records.masks
-        for record in changes[:: -(-len(changes) // MOST_ROWS) or 1]:
-            before, after = (number(record, f"model_state_bytes{when}") for when in ("_before", ""))
-            sparsity = number(record, "sparsity")
-            rows.append(
-                [
-                    run.name,
-                    f"{step_of(record):g}",
-                    str(record.get("masks") or ""),
-                    "–" if sparsity is None else f"{100 * sparsity:.2f} %",
-                    _shown(before, format_bytes) or "–",
-                    _shown(after, format_bytes) or "–",
-                ]
-            )
+    rows = [
+        [
+            run.name,
+            f"{step_of(record):g}",
+            str(record.get("masks") or ""),
+            _shown(record, "sparsity", lambda share: f"{100 * share:.2f} %") or "–",
+            _shown(record, "model_state_bytes_before", format_bytes) or "–",
+            _shown(record, "model_state_bytes", format_bytes) or "–",
+        ]
+        for run in runs
+        for record in run.records.masks[:: -(-len(run.records.masks) // MOST_ROWS) or 1]
+    ]
     if rows:
         yield "<h2>Masks</h2>"
         heads = ["run", "after step", "what happened", "sparsity", "state before", "state after"]
         yield from html_table(heads, rows)
 
 
-# -- the rest -----------------------------------------------------------------------------
-
-
-def _rest(run: RunView, *, several: bool) -> Iterator[str]:
-    """Checkpoints, versions and configuration of a run."""
-    of_run = f" of {escape(run.name)}" if several else ""
+def _rest(run: RunView, of_run: str) -> Iterator[str]:
+    """Checkpoints, versions and configuration of a run, which `of_run` names among several."""
     if run.checkpoints:
         yield f"<h2>Checkpoints{of_run}</h2>"
         rows = [
-            [
-                f"step {saved.step:,}",
-                "unreadable" if saved.nbytes is None else format_bytes(saved.nbytes),
-            ]
-            for saved in run.checkpoints[:MOST_ROWS]
+            [f"step {step:,}", "unreadable" if nbytes is None else format_bytes(nbytes)]
+            for step, nbytes in run.checkpoints[:MOST_ROWS]
         ]
         yield from html_table(["checkpoint", "size"], rows)
     if run.versions:

@@ -1,25 +1,27 @@
-"""Copies of the records for TensorBoard and Weights & Biases, which never end or hold up a run.
+"""Where the records of a run go: metrics.jsonl, and copies for TensorBoard and Weights & Biases.
 
-Each sink has a thread of its own on rank 0. An error in it, or one that falls behind, becomes one
-warning; metrics.jsonl has everything in any case.
+metrics.jsonl has every record. The copies never end or hold up a run: each sink has a thread of
+its own on rank 0, and an error in it, or one that falls behind, becomes one warning.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import queue
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
-from axsparse.observe.metrics import EvalRecord, MaskRecord, MetricsFile, Record, StepRecord, values
-from axsparse.runtime.errors import ConfigError
+from axsparse.observe.metrics import EvalRecord, MaskRecord, Record, StepRecord, values
+from axsparse.runtime.errors import ConfigError, writing
 from axsparse.runtime.launcher import write_line
 
 WAITING = 1000
@@ -109,24 +111,45 @@ class SinkThread:
             write_line(f"warning: {self._key}: {what}; the run goes on without it")
 
 
-class CopiedRecords:
-    """Writes records to metrics.jsonl and hands them to sinks."""
+class MetricsFile:
+    """Appends records to metrics.jsonl, and hands them to sinks as well."""
 
-    def __init__(self, file: MetricsFile, sinks: Sequence[SinkThread]) -> None:
-        self._file = file
+    def __init__(self, path: Path, sinks: Sequence[SinkThread] = ()) -> None:
+        """Open or create the file; OutputError if its folder is missing or not writable."""
+        self._path = path
         self._sinks = sinks
+        with self._writing():
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        """Write one record; OutputError only if metrics.jsonl cannot be written."""
-        self._file.write(record)
+        """Append one line of strict JSON, with null for numbers that are not finite, and flush it.
+
+        Raises OutputError if that fails.
+        """
+        finite = {name: _finite(value) for name, value in values(record).items()}
+        line = json.dumps(finite, allow_nan=False)
+        with self._writing():
+            self._file.write(line + "\n")
+            self._file.flush()
         for sink in self._sinks:
             sink.write(record)
 
     def close(self) -> None:
-        """Close all of them."""
-        self._file.close()
+        """Close the file and the sinks; OutputError if what a failed `write` left fails again."""
+        with self._writing():
+            self._file.close()
         for sink in self._sinks:
             sink.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"{self._path}:", "free space there or choose another run_dir")
+
+
+def _finite(value: float | bool | str | None) -> float | bool | str | None:
+    """The value, or None for NaN and infinities, which strict JSON cannot express."""
+    if value is None or isinstance(value, str) or math.isfinite(value):
+        return value
+    return None
 
 
 class TensorBoard:
@@ -182,13 +205,13 @@ def refuse_missing_packages(loaded: LoadedConfig) -> None:
             )
 
 
-def open_records(config: Config, run_dir: Path, path: Path) -> MetricsFile | CopiedRecords:
+def open_records(config: Config, run_dir: Path, path: Path) -> MetricsFile:
     """Where the records of a run go; OutputError if metrics.jsonl cannot be opened."""
-    file, observe, sinks = MetricsFile(path), config.observe, []
+    observe, sinks = config.observe, []
     if observe.tensorboard:
         folder = run_dir / "tensorboard"
         sinks.append(SinkThread("observe.tensorboard", lambda step: TensorBoard(folder, step)))
     if observe.wandb is not None:
         project = observe.wandb
         sinks.append(SinkThread("observe.wandb", lambda _: Wandb(project, run_dir, config)))
-    return CopiedRecords(file, sinks) if sinks else file
+    return MetricsFile(path, sinks)

@@ -1,22 +1,34 @@
-"""Trace files of simulated and real steps, in Chrome's format, which Perfetto opens.
+"""Traces of simulated and real steps, in Chrome's format, which Perfetto opens.
 
 Every event is a complete one ("ph": "X"). `cat` is a phase of `observe.phases`, `name` the action
 that it belongs to ("F3") or the phase, `pid` the replica, `tid` the stage, `args.step` the step;
 `ts` and `dur` are in microseconds. The events of a rank never overlap, so the events of a phase
 add up to its seconds.
+
+Every rank of a real run writes a part beside the file, and rank 0 joins the parts. So a trace of
+thousands of ranks is never in one rank's memory, and none of it is sent.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from axsparse.observe.phases import PHASES
+from axsparse.observe.phases import PHASES, Phases
 from axsparse.runtime.errors import DataError, OutputError, reading, writing
+from axsparse.runtime.grid import Place
 
+if TYPE_CHECKING:
+    from axsparse.runtime.communication import Transport
+
+TRACES = "trace"
+"""The folder of the traces, in the run directory."""
 MICROSECONDS = 1e6
 HEAD, BETWEEN = '{"traceEvents": [\n', ",\n"
 """A file consists of `HEAD`, the ranks' parts with `BETWEEN` between them, and `tail`."""
@@ -39,10 +51,11 @@ class Span:
 
 def to_json(spans: Iterable[Span], source: str) -> str:
     """The text of a trace; `source` says what was traced."""
-    ranks: dict[tuple[int, int], list[Span]] = {}
-    for span in spans:
-        ranks.setdefault((span.replica, span.stage), []).append(span)
-    parts = (part(*rank, found) for rank, found in sorted(ranks.items()))
+
+    def rank(span: Span) -> tuple[int, int]:
+        return span.replica, span.stage
+
+    parts = (part(*of, each) for of, each in groupby(sorted(spans, key=rank), rank))
     return f"{HEAD}{BETWEEN.join(parts)}{tail(source)}"
 
 
@@ -110,11 +123,6 @@ def write(path: Path, spans: Iterable[Span], source: str) -> None:
     _write(path, [to_json(spans, source)])
 
 
-def write_part(path: Path, replica: int, stage: int, spans: Iterable[Span]) -> None:
-    """Write one rank's part, for `join`; OutputError if it cannot be written."""
-    _write(path, [part(replica, stage, spans)])
-
-
 def join(path: Path, parts: Sequence[Path], source: str) -> None:
     """Join the ranks' parts to a trace, with one part in memory at a time, and remove them.
 
@@ -155,6 +163,73 @@ def read(path: Path) -> list[Span]:
     return from_json(text, str(path))
 
 
+class TraceRecorder:
+    """Traces `steps` of a run; all ranks call it together."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        place: Place,
+        phases: Phases,
+        folder: Path,
+        steps: range,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`steps` are consecutive numbers, from 1. `clock` is the clock of `phases`."""
+        self._transport = transport
+        self._place = place
+        self._phases = phases
+        self._folder = folder
+        self._steps = steps
+        self._clock = clock
+        self._zero = 0.0
+        self._taken: list[tuple[int, Iterable[tuple[str, str, float, float]]]] = []
+
+    def begin(self, step: int) -> None:
+        """Called before a step.
+
+        The clocks of hosts differ. Before the first traced step the ranks run a collective
+        operation, which they leave at almost the same moment: there time begins.
+        """
+        from axsparse.runtime.exchange import sum_by_owner
+
+        if step not in self._steps:
+            return
+        if step == self._steps[0]:
+            sum_by_owner(self._transport.world, self._transport.backoff, [0.0])
+            self._zero = self._clock()
+        self._phases.start_spans()
+
+    def end(self, step: int) -> None:
+        """Called after a step; the last traced step writes the file.
+
+        Raises OutputError on all ranks if one cannot write its part, and on rank 0 if it cannot
+        join the parts.
+        """
+        if step not in self._steps:
+            return
+        # A GPU may still run this step; only `_write_all` waits for it.
+        self._taken.append((step, self._phases.take_spans()))
+        if step == self._steps[-1]:
+            self._write_all()
+
+    def _write_all(self) -> None:
+        from axsparse.runtime.exchange import together
+
+        rank, replica, stage = self._place.rank, self._place.replica, self._place.stage
+        zero, taken, self._taken = self._zero, self._taken, []
+        spans = [
+            Span(step, replica, stage, phase, name, begin - zero, end - zero)
+            for step, of_step in taken
+            for phase, name, begin, end in of_step
+        ]
+        whole = self._folder / TRACES / f"steps-{self._steps[0]}-{self._steps[-1]}.json"
+        parts = [whole.with_suffix(f".rank-{each}") for each in range(self._place.grid.size)]
+        together(self._transport, lambda: _write(parts[rank], [part(replica, stage, spans)]))
+        if rank == 0:
+            join(whole, parts, f"run: {self._folder}")
+
+
 @dataclass(frozen=True)
 class Difference:
     """How long a phase of a stage takes in two traces.
@@ -176,28 +251,23 @@ def differences(first: Sequence[Span], second: Sequence[Span]) -> list[Differenc
     """The differences of all phases and stages, largest first; a missing stage counts as 0."""
     ours, theirs = _seconds(first), _seconds(second)
     found = [
-        Difference(stage, phase, ours.get((stage, phase), 0.0), theirs.get((stage, phase), 0.0))
-        for stage, phase in sorted(ours.keys() | theirs.keys())
+        Difference(*key, ours.get(key, 0.0), theirs.get(key, 0.0))
+        for key in sorted(ours.keys() | theirs.keys())
     ]
     return sorted(found, key=lambda each: -abs(each.seconds))
 
 
 def step_seconds(spans: Sequence[Span]) -> float:
     """The mean time of a step, from the beginning of its first span to the end of its last."""
-    steps = {span.step for span in spans}
-    lengths = [
-        max(span.end for span in spans if span.step == step)
-        - min(span.begin for span in spans if span.step == step)
-        for step in steps
-    ]
+    of_steps = [[s for s in spans if s.step == step] for step in {s.step for s in spans}]
+    lengths = [max(s.end for s in each) - min(s.begin for s in each) for each in of_steps]
     return sum(lengths) / len(lengths) if lengths else 0.0
 
 
 def _seconds(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
-    runs = {(span.stage, span.replica, span.step) for span in spans}
-    totals: dict[tuple[int, str], float] = {}
+    """Seconds of each stage's phases, the mean over its replicas and steps."""
+    runs = Counter(stage for stage, _, _ in {(s.stage, s.replica, s.step) for s in spans})
+    totals: dict[tuple[int, str], float] = defaultdict(float)
     for span in spans:
-        key = (span.stage, span.phase)
-        totals[key] = totals.get(key, 0.0) + span.end - span.begin
-    times = {stage: sum(run[0] == stage for run in runs) for stage, _ in totals}
-    return {(stage, phase): total / times[stage] for (stage, phase), total in totals.items()}
+        totals[span.stage, span.phase] += span.end - span.begin
+    return {(stage, phase): total / runs[stage] for (stage, phase), total in totals.items()}

@@ -134,7 +134,8 @@ class Engine:
             microbatch = batch.microbatches[action.microbatch]
             inputs, _ = self._inputs(action.microbatch, batch)
             with self._phases("compute"):
-                outputs = self._stage.evaluate(inputs, self._targets(microbatch))
+                key = Key(batch.step, microbatch.first_sample)
+                outputs = self._stage.evaluate(inputs, key, self._targets(microbatch))
             if self._place.is_last:
                 found.append(torch.stack([output.double() for output in outputs]))
             else:

@@ -3,7 +3,8 @@
 A forward may write into its inputs, return strided tensors, one tensor twice or one of its
 buffers, change buffers, or draw random numbers. Each of these would differ between layouts, or
 between a forward and its recomputation. So copies and seeds make it safe, or a ConfigError names
-the layer. The first calls of a layer show what it writes to.
+the layer. The first calls of a layer show what it writes to; every call finds the global generators
+seeded, since a layer may begin to draw at any time.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import as_tuple
 from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_norms
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError, noted
-from axsparse.runtime.seeds import preserved_rng, rng_state, seed_torch
+from axsparse.runtime.seeds import preserved_rng, seed_all
 
 Tensors = tuple[Tensor, ...]
+DrawKey = tuple[int | str, ...]
+"""What the random numbers of a call follow from."""
 GRAPHS = 4
 """The most graphs that torch.compile makes of one layer: in training and in evaluation, and each
 again for a last microbatch that is smaller."""
@@ -36,16 +38,13 @@ class LayerRunner:
         name: str,
         module: nn.Module,
         *,
-        is_random: bool,
         is_recomputed: bool,
         is_compiled: bool = False,
     ) -> None:
-        """`is_random` says that the forward draws random numbers outside torch's dropout modules,
-        `is_recomputed` that the backward computes the activations once more instead of keeping
-        them, and `is_compiled` that torch.compile fuses the layer's operations."""
+        """`is_recomputed` says that the backward computes the activations once more instead of
+        keeping them, and `is_compiled` that torch.compile fuses the layer's operations."""
         self.name = name
         self._module = module
-        self._is_random = is_random or _has_dropout(module)
         self._is_recomputed = is_recomputed
         self._slots = slots(module)
         self._persistent = [slot for slot in self._slots if slot.persists]
@@ -53,8 +52,6 @@ class LayerRunner:
         """The buffers that a training forward changes; None until the first call has shown them."""
         self._writes: dict[bool, bool] = {}
         """Whether a forward writes into its inputs, by training mode, once it is known."""
-        self._is_proven = self._is_random
-        """Whether the layer is known to be random, or its first call has drawn no random number."""
         self._parameters = list(module.named_parameters())
         self._widened = _half_parameters_of_norms(module)
         if is_compiled:
@@ -66,36 +63,24 @@ class LayerRunner:
         """The parameters of the layer, both trained and frozen."""
         return [parameter for _, parameter in self._parameters]
 
-    def train(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
+    def train(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """The outputs of a training forward, whose random numbers follow from `key`.
 
         Outputs and their gradients have the canonical form, as if they came from another stage.
+        Here and in `evaluate`, the caller preserves the global generators.
         """
-        outputs = self._proven(inputs, key)
+        self._module.train()
+        outputs = self._once_or_twice(inputs, key)
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(canonical)
         return outputs
 
-    def _proven(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
-        """A training forward; ConfigError if it draws random numbers and was not declared to."""
-        self._module.train()
-        if self._is_proven:
-            return self._once_or_twice(inputs, key)
-        before = rng_state()
-        outputs = self._once_or_twice(inputs, key)
-        if not all(map(torch.equal, before, rng_state())):
-            raise ConfigError(
-                f"layer {self.name}: its forward draws random numbers, which would depend on the "
-                "layout; declare it with Layer(..., random=True)"
-            )
-        self._is_proven = True
-        return outputs
-
-    def evaluate(self, inputs: Tensors) -> Tensors:
+    def evaluate(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """The outputs of an evaluation; ConfigError if it changes a buffer that is state."""
         self._module.eval()
         marks = _marks(self._persistent)
+        seed_all(*key, "evaluate")
         outputs = self._own(inputs)
         for slot in _changed(self._persistent, marks):
             raise ConfigError(
@@ -107,7 +92,7 @@ class LayerRunner:
 
     # -- recomputation ------------------------------------------------------------------
 
-    def _once_or_twice(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
+    def _once_or_twice(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """One forward; its backward computes it a second time if the layer is recomputed."""
         if not self._is_recomputed:
             return self._seeded(inputs, key)
@@ -120,10 +105,10 @@ class LayerRunner:
             if passes == 1:
                 return self._watched(tensors, key, before)
             # The second pass starts from the same buffers, and its changes to them are dropped.
-            with replaced(before):
+            with replaced(before), preserved_rng(is_seeded=True):
                 return self._seeded(tensors, key)
 
-        # Each pass seeds the generator from the key, so both draw the same random numbers.
+        # Each pass seeds the generators from the key, so both draw the same random numbers.
         outputs: Tensors = checkpoint(
             forward, *inputs, use_reentrant=False, preserve_rng_state=False
         )
@@ -137,7 +122,7 @@ class LayerRunner:
     def _watched(
         self,
         inputs: Tensors,
-        key: tuple[int | str, ...],
+        key: DrawKey,
         before: Sequence[tuple[BufferSlot, Tensor]],
     ) -> Tensors:
         """The first pass of a recomputed forward, which records the buffers that it changes.
@@ -162,13 +147,10 @@ class LayerRunner:
 
     # -- one call -----------------------------------------------------------------------
 
-    def _seeded(self, inputs: Tensors, key: tuple[int | str, ...]) -> Tensors:
-        """One call whose random numbers follow from `key`; the global generator stays as it is."""
-        if not self._is_random:
-            return self._own(inputs)
-        with preserved_rng():
-            seed_torch(*key, "forward")
-            return self._own(inputs)
+    def _seeded(self, inputs: Tensors, key: DrawKey) -> Tensors:
+        """One call whose random numbers follow from `key`."""
+        seed_all(*key, "forward")
+        return self._own(inputs)
 
     def _own(self, inputs: Tensors) -> Tensors:
         """One call that leaves its inputs as they are, and whose outputs no later call writes to.
@@ -243,10 +225,6 @@ def _allow_graphs(more: int) -> None:
     for name, older in names:
         known = name if hasattr(config, name) else older
         setattr(config, known, getattr(config, known) + more)
-
-
-def _has_dropout(module: nn.Module) -> bool:
-    return any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.modules())
 
 
 def _half_parameters_of_norms(

@@ -32,9 +32,8 @@ class Schedule:
 
     To add a static schedule, write a function here that returns a stage's list of actions, as
     `gpipe` does, add its name to `ScheduleName`, to `policy` below and to `pipeline.schedule` in
-    config/schema.py, and its bound to `most_in_flight`. `dry_run` tells whether the lists of all
-    stages fit together. Then add the name to the schedules that are listed in
-    tests/pipeline/test_schedules.py, tests/pipeline/test_simulator.py,
+    config/schema.py, and its bound to `most_in_flight`. Then add the name to the schedules that are
+    listed in tests/pipeline/test_schedules.py, tests/pipeline/test_simulator.py,
     tests/planner/test_stage_memory.py and tests/support/cases.py (`SCHEDULES`): it has to pass all
     of them. A schedule that decides while it runs needs a policy of its own: see `Policy`.
 
@@ -130,48 +129,3 @@ def with_weights(actions: Sequence[Action]) -> list[Action]:
         if each.kind is Kind.BACKWARD:
             split.append(action(Kind.WEIGHT, each.microbatch))
     return split
-
-
-def dry_run(stages: Sequence[Sequence[Action]]) -> list[int]:
-    """Play the action lists of all stages against each other, without times.
-
-    Returns how many microbatches each stage holds at most: those whose forward has begun, less
-    those whose backward has, or whose weight gradients if backwards are split. ValueError for a
-    list that is no schedule (see `InOrder`), for lists of different lengths, and for a deadlock,
-    with the action that each stage waits for.
-    """
-    if len({len(actions) for actions in stages}) > 1:
-        counts = ", ".join(str(len(actions)) for actions in stages)
-        raise ValueError(f"schedule: the stages have {counts} actions; all need the same")
-    policies = [InOrder(a, stage=s, g_inter=len(stages)) for s, a in enumerate(stages)]
-    done = [0] * len(stages)
-    moved = True
-    while moved:
-        moved = False
-        for stage, policy in enumerate(policies):
-            while (run := policy.next()) is not None:
-                moved = True
-                done[stage] += 1
-                if run.direction is None:
-                    continue
-                target = stage + (1 if run.kind is Kind.FORWARD else -1)
-                if 0 <= target < len(stages):
-                    policies[target].arrived(run.direction, run.microbatch)
-    if not all(policy.finished for policy in policies):
-        waits = ", ".join(
-            f"stage {stage} for {actions[at]}"
-            for stage, (actions, at) in enumerate(zip(stages, done, strict=True))
-            if at < len(actions)
-        )
-        raise ValueError(f"schedule: a deadlock; waiting are {waits}")
-    return [_most_held(actions) for actions in stages]
-
-
-def _most_held(actions: Sequence[Action]) -> int:
-    is_split = any(each.kind is Kind.WEIGHT for each in actions)
-    frees = Kind.WEIGHT if is_split else Kind.BACKWARD
-    held = most = 0
-    for each in actions:
-        held += (each.kind is Kind.FORWARD) - (each.kind is frees)
-        most = max(most, held)
-    return most

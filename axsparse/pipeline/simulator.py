@@ -62,11 +62,6 @@ class StageRun:
     """The sum over messages handled."""
     end: float = 0.0
     """When its last action was done and sent: it can reduce its gradients from then on."""
-    most_in_flight: int = 0
-    """The most microbatches at a time between their forward and their backward."""
-    most_held: int = 0
-    """The most at a time of which it held anything: those in flight and, if backwards are split,
-    those that waited for their weight gradients."""
     handled: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of the handling of each message that takes time."""
 
@@ -78,11 +73,6 @@ class PipelineRun:
     seconds: float
     """From the start to the end of the last stage."""
     stages: list[StageRun]
-
-    def bubble(self, stage: int) -> float:
-        """Seconds in which a stage had nothing to do: the step without its compute and p2p."""
-        run = self.stages[stage]
-        return self.seconds - run.compute - run.p2p
 
 
 def simulate(
@@ -117,8 +107,6 @@ class _Stage:
     run: StageRun = field(default_factory=StageRun)
     inbox: list[Message] = field(default_factory=list)
     """Messages that have arrived, before the stage takes them in."""
-    done: list[int] = field(default_factory=lambda: [0] * len(Kind))
-    """How many actions of each kind have begun."""
     is_idle: bool = False
     """Whether it waits for a message."""
     free: float = 0.0
@@ -186,19 +174,13 @@ class _Simulation:
 
     def _execute(self, number: int, action: Action, now: float) -> None:
         """Run an action from now on, and send its result to the neighbour, if there is one."""
-        stage = self._stages[number]
-        run = stage.run
+        run = self._stages[number].run
         length = self._durations.of(number, action)
         end = now + length
         run.actions.append(action)
         run.begins.append(now)
         run.ends.append(end)
         run.compute += length
-        stage.done[action.kind] += 1
-        forwards, backwards, weights = stage.done
-        run.most_in_flight = max(run.most_in_flight, forwards - backwards)
-        freed = weights if self._durations.weight else backwards
-        run.most_held = max(run.most_held, forwards - freed)
         if action.direction is not None:
             end = self._send(number, action, end)
         run.end = end

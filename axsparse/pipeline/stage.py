@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.layer import LossFunction, MetricFunction
-from axsparse.pipeline.layer_runner import LayerRunner, Tensors
+from axsparse.pipeline.layer_runner import DrawKey, LayerRunner, Tensors
 from axsparse.pipeline.weight_gradients import DeferredGradients, StageProducts
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.seeds import preserved_rng, seed_all
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Key:
     step: int
     first_sample: int
     """Number of the microbatch's first sample in the global batch order, equal in every layout."""
+
+    def of(self, seed: int, name: str) -> DrawKey:
+        """The key of a layer, or of what else draws."""
+        return seed, name, self.step, self.first_sample
 
 
 class _Start(torch.autograd.Function):
@@ -98,11 +103,6 @@ class Stage:
         return self.live + (0 if self._deferred is None else len(self._deferred))
 
     @property
-    def deferred_bytes(self) -> int:
-        """Bytes that split backwards keep for weight gradients."""
-        return 0 if self._deferred is None else self._deferred.nbytes
-
-    @property
     def unsplit(self) -> Sequence[str]:
         """The weights of linear and convolution modules that split backwards leave unsplit, since
         they have gradients besides that of one call; known once a microbatch ran."""
@@ -122,11 +122,12 @@ class Stage:
         outputs = self._cast(inputs)
         if self._products is not None and not self.held:
             self._products.begin_step()
-        with nullcontext() if self._products is None else self._products.in_place():
+        products = nullcontext() if self._products is None else self._products.in_place()
+        with preserved_rng(is_seeded=True), products:
             for layer in self._layers:
-                outputs = layer.train(outputs, (self._seed, layer.name, key.step, key.first_sample))
+                outputs = layer.train(outputs, key.of(self._seed, layer.name))
             if self._loss is not None:
-                outputs = (self._summed_loss(outputs, targets) / divisor,)
+                outputs = (self._summed_loss(outputs, targets, key) / divisor,)
         if not self._leaves_are_known:
             self._refuse_foreign(outputs)
         versions = [output._version for output in outputs]
@@ -174,18 +175,20 @@ class Stage:
     # -- evaluation -----------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, inputs: Tensors, targets: Tensor | None) -> Tensors:
+    def evaluate(self, inputs: Tensors, key: Key, targets: Tensor | None) -> Tensors:
         """The outputs of the last layer, of which nothing is kept; on the last stage the summed
         loss and the count of each metric, all scalars."""
         outputs = self._cast(inputs)
-        for layer in self._layers:
-            outputs = layer.evaluate(outputs)
-        if self._loss is None:
-            return outputs
-        counts = [self._count(name, outputs, targets) for name in self._metrics]
-        return self._summed_loss(outputs, targets), *counts
+        with preserved_rng(is_seeded=True):
+            for layer in self._layers:
+                outputs = layer.evaluate(outputs, key.of(self._seed, layer.name))
+            if self._loss is None:
+                return outputs
+            counts = [self._count(name, outputs, targets, key) for name in self._metrics]
+            return self._summed_loss(outputs, targets, key), *counts
 
-    def _count(self, name: str, outputs: Tensors, targets: Tensor | None) -> Tensor:
+    def _count(self, name: str, outputs: Tensors, targets: Tensor | None, key: Key) -> Tensor:
+        seed_all(*key.of(self._seed, name), "metric")
         count = self._metrics[name](*outputs, targets)
         if not isinstance(count, Tensor) or count.dim() != 0:
             kind = tuple(count.shape) if isinstance(count, Tensor) else type(count).__name__
@@ -195,10 +198,11 @@ class Stage:
             )
         return count
 
-    def _summed_loss(self, outputs: Tensors, targets: Tensor | None) -> Tensor:
+    def _summed_loss(self, outputs: Tensors, targets: Tensor | None, key: Key) -> Tensor:
         assert self._loss is not None
         if not self._loss_is_known:
             self._refuse_mean(outputs, targets)
+        seed_all(*key.of(self._seed, ""), "loss" if torch.is_grad_enabled() else "evaluated loss")
         loss = self._loss(*outputs, targets)
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__

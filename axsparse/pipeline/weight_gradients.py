@@ -19,68 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.module_products import (
-    forwards_in_place,
-    has_products,
-    product_forward,
-)
+from axsparse.models.module_products import forwards_in_place, has_products, product_forward
 from axsparse.runtime.errors import ConfigError
-
-
-class SparseProducts(Protocol):
-    """Computes the products of a linear layer from those entries of its weight that are kept."""
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the weight is pruned enough for any of the products, at present."""
-        ...
-
-    def takes(self, rows: Tensor, bias: Tensor | None) -> bool:
-        """Whether the output of an input `(tokens, inputs)`, and the input's gradient, are to be
-        computed from kept entries."""
-        ...
-
-    def output(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """The output `(tokens, outputs)` of an input that it takes."""
-        ...
-
-    def input_gradient(self, outer: Tensor) -> Tensor:
-        """The gradient of that input, of the output's gradient `(tokens, outputs)`."""
-        ...
-
-    def accumulate(self, rows: Tensor, outer: Tensor) -> bool:
-        """Accumulate the kept entries of the weight's gradient, of the input `(tokens, inputs)` and
-        the output's gradient `(tokens, outputs)`; False, having done nothing, if the dense gradient
-        is wanted."""
-        ...
-
-
-class Accumulator(Protocol):
-    """Accumulates the gradients of a stage's parameters; `GradientCollector` is one."""
-
-    def sparse_products(self, weight: nn.Parameter) -> SparseProducts | None:
-        """The sparse products of a weight that may have them."""
-        ...
-
-    def add(self, weight: nn.Parameter, gradient: Tensor) -> None:
-        """Add a dense gradient of the microbatch."""
-        ...
-
-    def complete(self, weight: nn.Parameter) -> None:
-        """Note that the weight has all of its gradient of the microbatch."""
-        ...
-
-    def defer(
-        self, weights: Iterable[nn.Parameter], is_deferred: Callable[[nn.Parameter], bool]
-    ) -> None:
-        """Ask `is_deferred` at each gradient that autograd has accumulated in one of these
-        parameters, or that it found to be none: True if the accumulator is to leave it alone."""
-        ...
+from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
 
 
 @dataclass(frozen=True)
@@ -96,19 +41,11 @@ class Deferred:
     versions: tuple[int, ...]
     """Of what is saved, when it was deferred."""
 
-    def accumulate_kept(self) -> bool:
-        """Accumulate just the kept entries, if that is possible, and return whether it was."""
-        self._check()
-        sparse = None if self.products is None else self.products.sparse
-        return sparse is not None and sparse.accumulate(*self.saved)
-
     def gradients(self) -> list[Tensor]:
-        """The dense gradients."""
-        self._check()
-        return self.compute(*self.saved)
+        """The dense gradients; none if just the kept entries could be accumulated.
 
-    def _check(self) -> None:
-        """ConfigError if what is saved has been written to."""
+        ConfigError if what is saved has been written to.
+        """
         if self.versions != tuple(tensor._version for tensor in self.saved):
             name = "" if self.products is None else f" {self.products.name}"
             raise ConfigError(
@@ -116,13 +53,17 @@ class Deferred:
                 "the backward and the gradient of the weight; write to copies, or set "
                 "pipeline.split_backward to false"
             )
+        sparse = None if self.products is None else self.products.sparse
+        if sparse is not None and sparse.accumulate(*self.saved):
+            return []
+        return self.compute(*self.saved)
 
 
 class DeferredGradients:
     """The weight gradients of one stage that are deferred, by microbatch."""
 
-    def __init__(self, accumulator: Accumulator) -> None:
-        self._accumulator = accumulator
+    def __init__(self, collector: GradientCollector) -> None:
+        self._collector = collector
         self._waiting: dict[int, list[Deferred]] = {}
         """In the order of the backward."""
         self._current: int | None = None
@@ -133,17 +74,6 @@ class DeferredGradients:
     def __len__(self) -> int:
         """How many microbatches wait for their weight gradients."""
         return len(self._waiting)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the inputs and output gradients that wait; each storage counts once."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for deferred in self._waiting.values()
-            for each in deferred
-            for tensor in each.saved
-        }
-        return sum(storages.values())
 
     @contextmanager
     def backward_of(self, microbatch: int) -> Iterator[None]:
@@ -184,7 +114,7 @@ class DeferredGradients:
 
     @torch.no_grad()
     def run(self, microbatch: int) -> None:
-        """Compute the gradients of one microbatch, and hand each to the accumulator.
+        """Compute the gradients of one microbatch, and hand each to the collector.
 
         Products of one weight are added in the order in which the backward reached them, as
         autograd adds them. What a product saved is freed once it is used.
@@ -196,7 +126,7 @@ class DeferredGradients:
         while waiting:
             deferred = waiting.pop()
             weights = deferred.weights
-            gradients = [] if deferred.accumulate_kept() else deferred.gradients()
+            gradients = deferred.gradients()
             del deferred
             for weight in weights:
                 if gradients:
@@ -206,8 +136,8 @@ class DeferredGradients:
                 left[weight] -= 1
                 if not left[weight]:
                     if weight in sums:
-                        self._accumulator.add(weight, sums.pop(weight))
-                    self._accumulator.complete(weight)
+                        self._collector.add(weight, sums.pop(weight))
+                    self._collector.complete(weight)
 
 
 class WeightProducts:
@@ -217,7 +147,7 @@ class WeightProducts:
         self,
         name: str,
         weight: nn.Parameter,
-        sparse: SparseProducts | None,
+        sparse: SparseWeight | None,
         stage: StageProducts,
     ) -> None:
         """`name` is the weight's, for errors; `sparse` computes what is kept, where enough is
@@ -308,7 +238,7 @@ class StageProducts:
     def __init__(
         self,
         layers: Iterable[tuple[str, nn.Module]],
-        accumulator: Accumulator,
+        collector: GradientCollector,
         *,
         is_split: bool,
     ) -> None:
@@ -316,7 +246,7 @@ class StageProducts:
         weight may have sparse products take part."""
         self.is_in_backward = False
         """Whether the backward of a microbatch runs."""
-        self.deferred = DeferredGradients(accumulator) if is_split else None
+        self.deferred = DeferredGradients(collector) if is_split else None
         """What split backwards have deferred; None where backwards are not split."""
         self._products: dict[nn.Module, WeightProducts] = {}
         for name, module in layers:
@@ -325,16 +255,14 @@ class StageProducts:
                     continue
                 weight = each._parameters["weight"]
                 assert isinstance(weight, nn.Parameter)
-                sparse = (
-                    accumulator.sparse_products(weight) if isinstance(each, nn.Linear) else None
-                )
+                sparse = collector.sparse_products(weight) if isinstance(each, nn.Linear) else None
                 if is_split or sparse is not None:
                     full = ".".join(filter(None, (name, path, "weight")))
                     self._products[each] = WeightProducts(full, weight, sparse, self)
         self._showing: list[WeightProducts] = []
         self._forwards: dict[nn.Module, Callable[..., object]] = {}
         if is_split:
-            accumulator.defer(self._weights(), self._arrived)
+            collector.defer(self._weights(), self._arrived)
 
     def __len__(self) -> int:
         """How many modules may take part."""
@@ -416,7 +344,7 @@ def _uncompiled(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def _has_hooks(weight: nn.Parameter) -> bool:
-    """Whether others than the accumulator have hooks on a weight."""
+    """Whether others than the collector have hooks on a weight."""
     hooks = weight._post_accumulate_grad_hooks or ()
     return bool(weight._backward_hooks) or len(hooks) > 1
 

@@ -26,12 +26,11 @@ from axsparse.config.validate import (
     divisors,
     one_of,
 )
-from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
 from axsparse.planner.layout import Layout, LayoutQuestion, Row
 from axsparse.planner.layout_search import Rejection, try_layouts
 from axsparse.planner.run_workload import configured_schedule, run_question, schedules
-from axsparse.planner.schedule_choice import MOST_ROOM, Trade, with_schedule_that_pays
+from axsparse.planner.schedule_choice import Trade, with_schedule_that_pays
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad
@@ -107,7 +106,8 @@ def chosen_layout(
     # Without a named cluster memory alone decides, and no time is predicted.
     assumed = cluster or replace(load_cluster(DEFAULT_CLUSTER), overhead_bytes=0.0)
     question = run_question(subject, assumed, config, ranks, stages, room)
-    found = fewest_stages(question, schedules(config, has_times=cluster is not None))
+    tried = schedules(config, has_times=cluster is not None)
+    found = fewest_stages(replace(question, schedules=tried))
     if isinstance(found, Rejection):
         raise ConfigError(
             f"{loaded.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
@@ -118,32 +118,23 @@ def chosen_layout(
     return found
 
 
-def fewest_stages(
-    question: LayoutQuestion, schedules: Sequence[Schedule | None]
-) -> Choice | Rejection:
-    """The fewest of the question's stages that fit under one of these schedules, tried in order.
+def fewest_stages(question: LayoutQuestion) -> Choice | Rejection:
+    """The fewest of the question's stages that fit; the last rejection if none do.
 
-    The question names its numbers of stages in rising order. If none fits, returns the last
-    rejection.
+    The question names its numbers of stages in rising order.
     """
     assert question.g_inter, "there is nothing to try"
-    rejected: list[Rejection] = []
-    least_slack = min((each.slack for each in schedules if each is not None), default=0)
+    smaller: Rejection | None = None
     for stages in question.g_inter:
-        for schedule in schedules:
-            one = replace(question, g_inter=[stages], schedule=schedule)
-            if schedule is not None and schedule.slack > least_slack:
-                one = replace(one, memory_bytes=MOST_ROOM * question.room)  # slack is an option
-            rows, found = try_layouts(one)
-            if not rows:
-                continue
-            smaller = rejected[-1] if rejected else None
-            if schedule is not None:
-                return Choice(rows[0], question.room, smaller)
-            search = with_schedule_that_pays(one, rows[0])
+        rows, rejected = try_layouts(replace(question, g_inter=[stages]))
+        if rows and question.schedules is not None:
+            return Choice(rows[0], question.room, smaller)
+        if rows:
+            search = with_schedule_that_pays(question, rows[0])
             return Choice(search.row, question.room, smaller, search.trades)
-        rejected += found
-    return rejected[-1]
+        smaller = rejected[-1]
+    assert smaller is not None
+    return smaller
 
 
 def resolve_grid(loaded: LoadedConfig, ranks: int, num_layers: int) -> Grid:

@@ -6,7 +6,7 @@ Each constant says where it comes from. Cluster files are YAML; some are bundled
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, get_args
 
 import yaml
 
+from axsparse.config.yaml_dialect import compose
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
 Kind: TypeAlias = Literal["measured", "fitted", "assumed"]
@@ -125,19 +126,36 @@ class Cluster:
 
 
 CONSTANTS = tuple(field.name for field in fields(Cluster) if field.name not in ("name", "origins"))
-_PEAKS = frozenset({"peak_fp32", "peak_bf16", "peak_fp16"})
-_YES_OR_NO = frozenset({"fused_attention", "overlapped_messages", "scattered_messages"})
-_OPTIONAL = (
-    _PEAKS
-    | _YES_OR_NO
-    | {"host_memory_bytes", "host_bandwidth", "weight_rate"}
-    | {"message_overhead", "node_ring_latency", "peer_bandwidth", "traffic", "weight_share"}
+_OPTIONAL = frozenset(field.name for field in fields(Cluster) if field.default is None)
+_PEAKS = tuple(f"peak_{precision}" for precision in get_args(Precision))
+_PARTS = ("value", "kind", "source")
+_RULES: Sequence[tuple[str, Callable[[float], bool], frozenset[str]]] = (
+    (
+        "a number of at least 0",
+        lambda value: value >= 0,
+        frozenset(
+            {"intra_node_latency", "inter_node_latency", "ring_latency", "node_ring_latency"}
+            | {"message_overhead", "overhead_bytes", "jitter", "traffic"}
+        ),
+    ),
+    (
+        "a number above 0 and at most 1",
+        lambda value: 0 < value <= 1,
+        frozenset({"efficiency", "nic_efficiency"}),
+    ),
+    (
+        "1 for yes or 0 for no",
+        lambda value: value in (0, 1),
+        frozenset({"fused_attention", "overlapped_messages", "scattered_messages"}),
+    ),
+    (
+        "a whole number of at least 1",
+        lambda value: value > 0 and value % 1 == 0,
+        frozenset({"gpus_per_node"}),
+    ),
+    ("a positive number", lambda value: value > 0, frozenset(CONSTANTS)),
 )
-_FRACTIONS = frozenset({"efficiency", "nic_efficiency"})
-_MAY_BE_ZERO = frozenset(
-    {"intra_node_latency", "inter_node_latency", "ring_latency", "overhead_bytes", "jitter"}
-    | {"message_overhead", "node_ring_latency", "traffic"}
-)
+"""What a constant has to be: the first rule that has its name counts."""
 
 
 def bundled_clusters() -> list[str]:
@@ -151,6 +169,16 @@ def load_cluster(source: str) -> Cluster:
     A source that contains "/" or names an existing file is a path. MissingInputError if there is
     no such cluster, ConfigError for missing, unknown or impossible constants.
     """
+    path = _find(source)
+    return parse_cluster(_read(path), path.name)
+
+
+def cluster_text(source: str) -> str:
+    """The text of a cluster file that `load_cluster` would read, comments included."""
+    return _read(_find(source))
+
+
+def _find(source: str) -> Path:
     path = Path(source)
     if "/" not in source and not path.is_file():
         name = source.removesuffix(".yaml")
@@ -162,42 +190,35 @@ def load_cluster(source: str) -> Cluster:
                 f"{', '.join(bundled_clusters())}, or name a file"
             )
         path = _FOLDER / f"{name}.yaml"
+    return path
+
+
+def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise MissingInputError(
-            f"cluster {source!r}: the file says nothing ({error}); name a readable one"
+            f"cluster {str(path)!r}: the file says nothing ({error}); name a readable one"
         ) from None
-    return parse_cluster(text, path.name)
 
 
 def parse_cluster(text: str, file: str) -> Cluster:
     """Read the text of a cluster file; the cluster's name is the stem of `file`."""
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        # PyYAML raises errors of Python for some texts, such as very deep nesting.
-        problem = _shown(" ".join(str(error).split()))
-        raise ConfigError(f"cluster file {file}: no valid YAML, {problem}; correct it") from None
     values: dict[str, float] = {}
     origins: dict[str, Origin] = {}
-    for key, here, node in _entries(root, file):
-        if key not in CONSTANTS:
-            raise _unknown(key, here, CONSTANTS)
-        parts = {part: (where, leaf) for part, where, leaf in _entries(node, here)}
-        for part, (where, _) in parts.items():
-            if part not in ("value", "kind", "source"):
-                raise _unknown(part, where, ("value", "kind", "source"))
-        missing = [part for part in ("value", "kind", "source") if part not in parts]
-        if missing:
-            raise ConfigError(
-                f"{here}: {key} has no {missing[0]}; write {key}: {{value: …, kind: "
-                f"{'|'.join(KINDS)}, source: …}}"
-            )
+    root = compose(text, lambda line: f"{file}:{line}")
+    for key, here, node in _entries(root, file, CONSTANTS):
+        parts = {part: (where, leaf) for part, where, leaf in _entries(node, here, _PARTS)}
+        for part in _PARTS:
+            if part not in parts:
+                raise ConfigError(
+                    f"{here}: {key} has no {part}; write {key}: {{value: …, kind: "
+                    f"{'|'.join(KINDS)}, source: …}}"
+                )
         values[key] = _number(key, *parts["value"])
         origins[key] = _origin(key, parts["kind"], parts["source"])
     lacking = [name for name in CONSTANTS if name not in values and name not in _OPTIONAL]
-    if not lacking and not _PEAKS & values.keys():
+    if not lacking and not values.keys() & _PEAKS:
         lacking = sorted(_PEAKS)
     if lacking:
         raise ConfigError(
@@ -218,10 +239,12 @@ def to_yaml(cluster: Cluster) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _entries(node: yaml.Node | None, here: str) -> Iterator[tuple[str, str, yaml.Node]]:
+def _entries(
+    node: yaml.Node | None, here: str, known: Sequence[str]
+) -> Iterator[tuple[str, str, yaml.Node]]:
     """The key, its "file:line" and the value of each entry of a mapping.
 
-    ConfigError for anything but a mapping, and for a key that is given twice.
+    ConfigError for anything but a mapping, for an unknown key, and for one that is given twice.
     """
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{here}: a cluster file has mappings here; write `name: {{…}}`")
@@ -231,56 +254,38 @@ def _entries(node: yaml.Node | None, here: str) -> Iterator[tuple[str, str, yaml
         where = f"{file}:{key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
             raise ConfigError(f"{where}: a list or mapping cannot be a name here; write a word")
-        name = _shown(key.value)
+        name = key.value
+        if name not in known:
+            near = get_close_matches(name[:60], known, n=1)
+            mend = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+            if name == "name":
+                mend = "it is named by its file, so leave this key out"
+            raise ConfigError(f"{where}: a cluster has no {name[:60]!r} here; {mend}")
         if name in seen:
             raise ConfigError(f"{where}: {name} is given twice in this cluster; keep one of them")
         seen.add(name)
         yield name, where, value
 
 
-def _shown(text: str) -> str:
-    """The text with a ? in the place of line breaks and other characters that do not print."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _unknown(name: str, where: str, known: tuple[str, ...]) -> ConfigError:
-    near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
-    return ConfigError(f"{where}: a cluster has no {name}; did you mean {near}?")
-
-
 def _number(name: str, where: str, node: yaml.Node) -> float:
-    """The value of a constant; ConfigError for a number that no machine can have.
-
-    YAML would read 1e9 as text, so numbers are read here.
-    """
+    """The value of a constant; ConfigError for a number that no machine can have."""
     text = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    wanted, right = "a positive number", value > 0
-    if name in _MAY_BE_ZERO:
-        wanted, right = "a number of at least 0", value >= 0
-    elif name in _FRACTIONS:
-        wanted, right = "a number above 0 and at most 1", 0 < value <= 1
-    elif name in _YES_OR_NO:
-        wanted, right = "1 for yes or 0 for no", value in (0, 1)
-    elif name == "gpus_per_node":
-        wanted, right = "a whole number of at least 1", value > 0 and value % 1 == 0
-    if not (right and math.isfinite(value)):
-        raise ConfigError(f"{where}: {name} is {text!r}; a cluster needs {wanted} here")
+    rule, passes = next((rule, passes) for rule, passes, names in _RULES if name in names)
+    if not (math.isfinite(value) and passes(value)):
+        raise ConfigError(f"{where}: {name} is {text!r}; a cluster needs {rule} here")
     return value
 
 
 def _origin(name: str, kind: tuple[str, yaml.Node], source: tuple[str, yaml.Node]) -> Origin:
     """The origin of a constant, from the "file:line" and the node of its kind and of its source."""
-    where, node = kind
-    for known in KINDS:
-        if node.value == known:
-            break
-    else:
+    known = next((each for each in KINDS if each == kind[1].value), None)
+    if known is None:
         raise ConfigError(
-            f"{where}: {name} is of kind {node.value!r}; a constant is {', '.join(KINDS)}"
+            f"{kind[0]}: {name} is of kind {kind[1].value!r}; a constant is {', '.join(KINDS)}"
         )
     where, node = source
     if not isinstance(node, yaml.ScalarNode) or not node.value.strip():

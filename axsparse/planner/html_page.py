@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from html import escape
 
 from axsparse.config.validate import counted
-from axsparse.observe import web_page
-from axsparse.observe.charts import Curve, Lines, Timeline, chart_html
-from axsparse.observe.web_page import SERIES_COLOURS, html_table
+from axsparse.observe import charts
+from axsparse.observe.charts import (
+    SERIES_COLOURS,
+    WIDE,
+    Bars,
+    Curve,
+    Lines,
+    Timeline,
+    chart_html,
+    html_table,
+)
 from axsparse.planner.layout import Row
 from axsparse.planner.layout_search import Plan
-from axsparse.planner.memory_picture import memory_bars
 from axsparse.planner.plan_report import (
-    MethodPlan,
     backward_cells,
     because,
     cells,
@@ -21,31 +28,45 @@ from axsparse.planner.plan_report import (
     rejections,
     settings,
     shown_stages,
+    spans,
 )
-from axsparse.planner.timeline import spans
+from axsparse.planner.stage_memory import StageMemory
+from axsparse.runtime.console import format_bytes
 
 MOST_LAYOUTS = 6
 """Of a table that stands open."""
 
 
-def page(answers: Sequence[MethodPlan], notes: Sequence[str]) -> str:
+MEMORY_COLOURS = {
+    "weight": "#5aa9e6",
+    "index": "#1f5f8b",
+    "gradient": "#f2b134",
+    "master": "#2e7d4f",
+    "optimizer": "#e59a8f",
+    "activations": "#7b3fa0",
+    "working": "#c9a3e0",
+    "logits": "#b0413e",
+    "temporary": "#d9c46a",
+    "checkpoint": "#4f6d6d",
+    "overhead": "#b8bcc2",
+}
+"""The colours of the categories of `StageMemory`, in its order."""
+
+
+def page(plans: Sequence[Plan], notes: Sequence[str]) -> str:
     """The text of the page; plans for several numbers of devices add a scaling curve."""
     lines = [
         *(f"<p>{escape(note)}</p>" for note in notes),
-        *_scaling(answers),
-        *(line for answer in answers for line in _section(answer)),
+        *_scaling(plans),
+        *(line for plan in plans for line in _section(plan)),
     ]
-    return web_page.page(_title(answers), lines, "axsparse plan")
+    title = f"{plans[0].workload.name} on {plans[0].cluster.name}"
+    return charts.page(title, lines, "axsparse plan")
 
 
-def _title(answers: Sequence[MethodPlan]) -> str:
-    plan = answers[0].plan
-    return f"{plan.workload.name} on {plan.cluster.name}"
-
-
-def _section(answer: MethodPlan) -> Iterator[str]:
-    plan, best = answer.plan, answer.plan.recommended
-    yield f"<h2>{counted(plan.gpus, 'device')}, {escape(answer.method)}: {best.layout.grid}</h2>"
+def _section(plan: Plan) -> Iterator[str]:
+    best = plan.recommended
+    yield f"<h2>{counted(plan.gpus, 'device')}, {escape(plan.method)}: {best.layout.grid}</h2>"
     yield (
         f"<p>{best.seconds:.4g} s a step, {best.percent_of_peak:.1f} % of peak. Recommended "
         f"because {escape(because(plan))}. <code>{escape(settings(best))}</code></p>"
@@ -54,7 +75,7 @@ def _section(answer: MethodPlan) -> Iterator[str]:
     yield from chart_html(_timeline(best))
     yield from _memory(plan)
     if plan.slack_curve:
-        points = [(point.slack, point.seconds) for point in plan.slack_curve]
+        points = [(row.layout.schedule.slack, row.seconds) for row in plan.slack_curve]
         curve = Curve("step", points, SERIES_COLOURS[0], is_marked=True)
         yield from chart_html(Lines("Seconds of a step over slack", [curve], "slack"))
     if len(plan.tried) > 1:
@@ -95,17 +116,17 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield from html_table(heads, (list(row.values()) for row in listed))
 
 
-def _scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
+def _scaling(plans: Sequence[Plan]) -> Iterator[str]:
     """Seconds of a step over the number of devices, both logarithmic; one curve for each method.
 
     A dashed line shows what each method would do if twice the devices took half the time.
     """
     curves, ideal = [], []
     key: dict[str, str] = {}
-    for answer in answers:
-        key.setdefault(answer.method, SERIES_COLOURS[len(key) % len(SERIES_COLOURS)])
+    for plan in plans:
+        key.setdefault(plan.method, SERIES_COLOURS[len(key) % len(SERIES_COLOURS)])
     for method, colour in key.items():
-        points = [(a.plan.gpus, a.plan.recommended.seconds) for a in answers if a.method == method]
+        points = [(p.gpus, p.recommended.seconds) for p in plans if p.method == method]
         curves.append(Curve(method, points, colour, is_marked=True))
         gpus, seconds = points[0]
         perfect = [(n, seconds * gpus / n) for n, _ in points]
@@ -121,3 +142,17 @@ def _scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
                 key=key,
             )
         )
+
+
+def memory_bars(
+    title: str, rows: Sequence[tuple[str, StageMemory]], line: float, line_name: str
+) -> Bars:
+    """A bar for each of the rows, which have a name each, and a line at `line` bytes."""
+    there = {name for _, memory in rows for name, value in asdict(memory).items() if value}
+    key = {name: colour for name, colour in MEMORY_COLOURS.items() if name in there}
+    bars = [
+        (name, [getattr(memory, part) for part in key], format_bytes(memory.total))
+        for name, memory in rows
+    ]
+    mark = (line, f"{line_name} {format_bytes(line)}")
+    return Bars(title, bars, list(key.values()), key, mark, WIDE)

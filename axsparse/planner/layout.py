@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.stage_memory import StageMemory, most_held, stage_memory
-from axsparse.planner.step_cost import StepCosts, step_costs
+from axsparse.planner.step_cost import StepCosts
 from axsparse.planner.step_simulation import StepRun, simulate_step
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.grid import Grid
@@ -20,9 +19,6 @@ from axsparse.runtime.grid import Grid
 DEFAULT_SLACK = 1
 PLAYED_REPLICAS = 4
 """Replicas that are simulated if there is jitter: enough to tell layouts apart."""
-Costing: TypeAlias = Callable[[Workload, Sequence[StageLoad], Cluster, Grid, int], StepCosts]
-"""Gives the seconds of a layout at a microbatch size, the last argument: `step_costs`, or another
-function of the same arguments, which may return measured seconds."""
 
 
 @dataclass(frozen=True)
@@ -74,33 +70,23 @@ class LayoutQuestion:
     """Samples of a step."""
     memory_bytes: float | None = None
     """What a rank may take; None: the whole memory of a device."""
-    schedule: Schedule | None = None
-    """None: message-driven, with what pays (see `schedule_choice`): split backwards, slack and
+    schedules: Sequence[Schedule] | None = None
+    """Tried in this order until one fits, with falling slack; slack above the least one is an
+    option. None: message-driven, with what pays (see `schedule_choice`): split backwards, slack and
     bound."""
     split_backward: bool | None = None
-    """Without a `schedule`: whether backwards are split; None: whichever pays."""
+    """Without `schedules`: whether backwards are split; None: whichever pays."""
     least_split_samples: int = 1
-    """Without a `schedule` and `split_backward`: the smallest microbatch that is split."""
+    """Without `schedules` and `split_backward`: the smallest microbatch that is split."""
     g_inter: Sequence[int] | None = None
     """The numbers of stages to try, in this order; None: every divisor of `gpus`."""
     microbatch_sizes: Sequence[int] | None = None
     """The sizes to try, in samples; None: every power of two that divides a replica's batch."""
-    costing: Costing = step_costs
 
     @property
     def room(self) -> float:
         """Bytes that a rank may take."""
         return self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes
-
-    @property
-    def schedules(self) -> list[Schedule]:
-        """The schedules to try until one fits."""
-        if self.schedule is not None:
-            return [self.schedule]
-        is_split = self.split_backward is True
-        return [
-            Schedule("message-driven", slack, "alternate", is_split) for slack in (DEFAULT_SLACK, 0)
-        ]
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.config.validate import counted
+from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout import Layout, LayoutQuestion, Row, simulate_layout
+from axsparse.planner.layout import (
+    DEFAULT_SLACK,
+    Layout,
+    LayoutQuestion,
+    Row,
+    simulate_layout,
+)
 from axsparse.planner.schedule_choice import (
-    SchedulePoint,
+    MOST_ROOM,
     Search,
-    SlackPoint,
     Trade,
     faster_split,
     may_split,
     with_schedule_that_pays,
 )
 from axsparse.planner.stage_memory import needed
+from axsparse.planner.step_cost import step_costs
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -52,14 +59,12 @@ class Plan:
     rows: Sequence[Row]
     """The layouts that fit: the recommended one first, then the others by predicted step."""
     rejected: Sequence[Rejection]
-    slack_curve: Sequence[SlackPoint]
-    """Each slack that fits the recommended layout, with its kind of backward and all simulated
-    with the same delays; empty if the schedule was given."""
-    tried: Sequence[SchedulePoint]
-    """What whole backwards would give the recommended layout, with the slack that pays, and what
-    split ones would with each bound that was tried; empty if the schedule was given."""
+    slack_curve: Sequence[Row]
+    """As in `Search`, for the recommended layout; empty if the schedule was given."""
+    tried: Sequence[Row]
     trades: Sequence[Trade]
-    """What slack and split backwards cost and bring the recommended layout."""
+    method: str = ""
+    """What the plan is for, such as "dense", where several are compared."""
 
     @property
     def recommended(self) -> Row:
@@ -88,8 +93,8 @@ def plan(question: LayoutQuestion) -> Plan:
     fewest = min(row.layout.grid.g_inter for row in rows)
     best = min((r for r in rows if r.layout.grid.g_inter == fewest), key=lambda row: row.seconds)
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
-    found = Search(best, [], [], [])
-    if question.schedule is None:
+    found = Search(best)
+    if question.schedules is None:
         found = with_schedule_that_pays(question, best)
     return Plan(
         workload,
@@ -146,24 +151,32 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
     if share % size:
         reason = f"microbatches of {size} do not divide {share} samples"
         return Rejection(grid.g_inter, grid.g_data, size, reason)
-    for schedule in question.schedules:
+    is_split = question.split_backward is True
+    for schedule in question.schedules or [
+        Schedule("message-driven", slack, "alternate", is_split) for slack in (DEFAULT_SLACK, 0)
+    ]:
+        room = question.room
+        if question.schedules and schedule.slack > question.schedules[-1].slack:
+            room *= MOST_ROOM
         layout = Layout(grid, schedule, size, share // size)
         if question.split_backward is None and not may_split(question, layout):
             layout = replace(layout, schedule=replace(schedule, split_backward=False))
-        found = _split(question, layout)
+        found = _split(question, layout, room)
         if not isinstance(found, Rejection):
             row = _row(question, layout.with_sizes(found), found)
-            return row if question.schedule is not None else faster_split(question, row)
+            return row if question.schedules else faster_split(question, row)
         rejection = found
     return rejection
 
 
-def _split(question: LayoutQuestion, layout: Layout) -> Sequence[StageLoad] | Rejection:
+def _split(
+    question: LayoutQuestion, layout: Layout, room: float
+) -> Sequence[StageLoad] | Rejection:
     """The loads of the stages, with their work balanced as well as the memory allows.
 
     If no split fits, the reason is what the fullest stage of the best balanced split needs.
     """
-    workload, room, grid = question.workload, question.room, layout.grid
+    workload, grid = question.workload, layout.grid
     overhead = question.cluster.overhead_bytes
     balanced = workload.stages(grid.g_inter, grid.g_data, microbatches=layout.microbatches)
     assert balanced is not None, "there is no limit"
@@ -189,7 +202,7 @@ def _split(question: LayoutQuestion, layout: Layout) -> Sequence[StageLoad] | Re
 def _row(question: LayoutQuestion, layout: Layout, loads: Sequence[StageLoad]) -> Row:
     """Simulate a layout that fits."""
     workload, cluster, grid = question.workload, question.cluster, layout.grid
-    costs = question.costing(workload, loads, cluster, grid, layout.microbatch_size)
+    costs = step_costs(workload, loads, cluster, grid, layout.microbatch_size)
     run = simulate_layout(costs, cluster, layout)
     flops = question.global_batch_size * workload.sample_flops
     peak = grid.size * cluster.peak(workload.precision)

@@ -15,32 +15,28 @@ from axsparse.config.validate import check_config, check_offload, check_split, c
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.model_registry import model_without_weights
-from axsparse.planner.cluster import Cluster, Precision, load_cluster
-from axsparse.planner.layout import LayoutQuestion
+from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.layout import Layout, LayoutQuestion
 from axsparse.planner.layout_search import Plan, plan, try_layouts
 from axsparse.planner.run_workload import (
     configured_schedule,
-    copied_bytes,
     has_costs,
     least_split_samples,
     only_backward,
     schedules,
-    workload,
 )
-from axsparse.planner.stage_memory import gigabytes
-from axsparse.planner.surveyed_model import SurveyedModel
-from axsparse.pruning.targets import Targets, starts_pruned, what_is_pruned
+from axsparse.planner.stage_memory import StageMemory, gigabytes
+from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
+from axsparse.pruning.targets import Targets, kept_at_start, starts_pruned, what_is_pruned
 from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.gpu.transfers import SLOT_BYTES, SLOTS
-from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.runtime.grid import Grid
+from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
 
 Method = Literal["start", "dense", "samo"]
 """`start`: as the run begins, which is dense if masks are found later; `dense`: without pruning;
 `samo`: with as many kept entries as the run ends with."""
-RINGS = 4
-"""The most rings of pinned slots that a rank has: to and from both neighbours."""
 MOST_TIMES = 256
 """If nothing fits, numbers of devices up to this multiple are tried, to say how many would do."""
 
@@ -66,14 +62,14 @@ class Subject:
             method == "start" and starts_pruned(config, self.targets, self.ticket)
         )
         if not is_pruned:
-            return workload(config, self.survey, name, {}, optimizer, on_host=self.on_host)
+            return SurveyedModel(config, self.survey, name, {}, optimizer, on_host=self.on_host)
         if self.targets is None:
             raise ConfigError(
                 f"{self.loaded.where('pruning.sparsity')}: nothing is pruned, so that there is no "
                 "SAMO to compare with; set it above 0 (and samo.enabled to true)"
             )
         kept = self.targets.kept() if self.ticket is None else self.ticket.kept
-        return workload(config, self.survey, name, kept, optimizer, on_host=self.on_host)
+        return SurveyedModel(config, self.survey, name, kept, optimizer, on_host=self.on_host)
 
     def room(self, cluster: Cluster) -> float:
         """Bytes that a rank may take, its overhead included."""
@@ -99,19 +95,16 @@ class Subject:
             memory_bytes=self.room(cluster),
             g_inter=self._stages(gpus),
             microbatch_sizes=microbatch_sizes,
+            schedules=schedules(config, has_times=True),
             split_backward=only_backward(config.pipeline),
             least_split_samples=least_split_samples(self.survey, on_host=self.on_host),
         )
-        failure: ConfigError | None = None
-        for schedule in schedules(config, has_times=True):
-            asked = replace(question, schedule=schedule)
-            try:
-                return plan(asked)
-            except ConfigError as error:
-                failure = error
-        enough = self._enough(question)
-        hint = f"; {counted(enough, 'device')} would do" if enough else ""
-        raise ConfigError(f"{failure}{hint}")
+        try:
+            return plan(question)
+        except ConfigError as error:
+            enough = self._enough(question)
+            hint = f"; {counted(enough, 'device')} would do" if enough else ""
+            raise ConfigError(f"{error}{hint}") from None
 
     def _stages(self, gpus: int) -> list[int] | None:
         """The numbers of stages that the configuration allows; None: all."""
@@ -141,7 +134,7 @@ class Subject:
         pipeline, gpus = self.loaded.config.pipeline, question.gpus
         is_split = only_backward(pipeline) is True
         least = replace(configured_schedule(pipeline, slack=0, is_split=is_split), slack=0)
-        deeper = replace(question, schedule=least, microbatch_sizes=[1])
+        deeper = replace(question, schedules=[least], microbatch_sizes=[1])
         more = 2 * gpus
         while more <= MOST_TIMES * gpus:
             stages = range(1, question.workload.most_stages + 1)
@@ -188,10 +181,9 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
 
 def _beside(config: Config, room: float) -> str:
     """A note of what a rank on a GPU takes of its host's memory, beside the process itself."""
-    copies, rings = copied_bytes(config), RINGS * SLOTS * SLOT_BYTES
     return (
-        f"of the host's {gigabytes(room)} GB a rank takes up to {gigabytes(copies)} GB for copies "
-        f"of checkpoints (checkpoint.buffer) and {gigabytes(rings)} GB for messages where they go "
+        f"of the host's {gigabytes(room)} GB a rank takes up to {gigabytes(copied_bytes(config))} "
+        "GB for copies of checkpoints (checkpoint.buffer), and messages under way where they go "
         "through it"
     )
 
@@ -221,11 +213,51 @@ def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedCo
         return loaded, []
     if cluster.peak_bf16 is not None or cluster.peak_fp16 is None:
         return loaded, []
-    half: Precision = "fp16"
-    note = f"{cluster.name} has no bf16: planned as precision={half}"
-    return _with(loaded, {"precision": half}), [note]
+    config = loaded.config.model_copy(update={"precision": "fp16"})
+    note = f"{cluster.name} has no bf16: planned as precision=fp16"
+    return replace(loaded, config=config), [note]
 
 
-def _with(loaded: LoadedConfig, values: Mapping[str, object]) -> LoadedConfig:
-    """The same with other values of top-level keys."""
-    return replace(loaded, config=loaded.config.model_copy(update=dict(values)))
+# -- a run that has a checkpoint -----------------------------------------------------------
+
+
+def planned_memory(
+    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    kept: Mapping[str, int],
+    predicted: float,
+) -> tuple[list[StageMemory], list[StageMemory]] | None:
+    """The memory of each stage's rank as planned, with the entries that a checkpoint has kept and
+    as if nothing were pruned; None if the run trained a model of the user's own.
+
+    `config` is resolved; `shapes` and `kept` are those of the checkpoint, and `predicted` is the
+    peak in bytes that the run told at its start: what it has beyond the categories is what the
+    process held before. Raises ConfigError, DataError or MissingInputError if the configuration or
+    its ticket does not suit this version.
+    """
+    layout, pipeline, optimizer = config.layout, config.pipeline, optimizer_of(config.optimizer)
+    if isinstance(layout.g_inter, str) or isinstance(layout.g_data, str):
+        return None
+    loaded = LoadedConfig(config, "run", {})
+    surveyed = survey(model_without_weights(loaded), DTYPES[config.precision])
+    is_settled = "auto" not in (pipeline.slack, pipeline.split_backward)
+    if surveyed.shapes != shapes or not is_settled:
+        return None
+    grid = Grid(layout.g_inter, layout.g_data)
+    microbatches = config.batch.global_batch_size // grid.g_data // config.batch.microbatch_size
+    planned = Layout(
+        grid, configured_schedule(pipeline), config.batch.microbatch_size, microbatches
+    )
+
+    def memory(
+        entries: Mapping[str, int], overhead: float, *, at_start: bool = False
+    ) -> list[StageMemory]:
+        subject = SurveyedModel(config, surveyed, "run", entries, optimizer, has_masks=not at_start)
+        loads = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
+        assert loads is not None, "there is no limit"
+        # The peak that a run predicts is that of its steps, without copies for checkpoints.
+        return [replace(one, checkpoint=0.0) for one in planned.memory(loads, overhead)]
+
+    start = memory(kept_at_start(config, *what_is_pruned(config, surveyed)), 0.0, at_start=True)
+    overhead = max(0.0, predicted - max(stage.total for stage in start))
+    return memory(kept, overhead), memory({}, overhead)

@@ -1,13 +1,15 @@
-"""Reports plans as text and as JSON: layouts, their memory and phases, and the reasons."""
+"""Reports plans as text, as JSON and as a trace: layouts, their memory and phases, the reasons."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from axsparse.config.validate import counted
-from axsparse.pipeline.schedules import Schedule
+from axsparse.observe.trace_file import Span
+from axsparse.pipeline.policy import Kind
+from axsparse.pipeline.simulator import StageRun
 from axsparse.planner.layout import Row
 from axsparse.planner.layout_search import Plan, Rejection
 from axsparse.planner.stage_memory import gigabytes
@@ -24,30 +26,22 @@ _LEFT = frozenset(
 """Columns that are aligned to the left."""
 
 
-@dataclass(frozen=True)
-class MethodPlan:
-    """A plan, and the method that it is for, such as dense."""
-
-    method: str
-    plan: Plan
-
-
-def lines(answers: Sequence[MethodPlan], notes: Sequence[str]) -> Iterator[str]:
+def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
     """What the command prints about the plans for one number of devices."""
-    for answer in answers:
-        yield from _of_one(answer)
-    if len(answers) > 1:
+    for plan in plans:
+        yield from _of_one(plan)
+    if len(plans) > 1:
         yield ""
-        yield from comparison(answers)
+        yield from comparison(plans)
     for note in notes:
         yield f"note: {note}"
 
 
-def _of_one(answer: MethodPlan) -> Iterator[str]:
-    plan, best = answer.plan, answer.plan.recommended
+def _of_one(plan: Plan) -> Iterator[str]:
+    best = plan.recommended
     devices = counted(plan.gpus, "device")
     yield (
-        f"{plan.workload.name} ({answer.method}) in {plan.workload.precision} on {devices} of "
+        f"{plan.workload.name} ({plan.method}) in {plan.workload.precision} on {devices} of "
         f"{plan.cluster.name}, {gigabytes(plan.memory_bytes)} GB each"
     )
     yield ""
@@ -62,7 +56,7 @@ def _of_one(answer: MethodPlan) -> Iterator[str]:
     yield "memory of each stage, GB:"
     yield from table([memory_cells(best, stage) for stage in shown_stages(best)])
     if plan.slack_curve:
-        points = ", ".join(f"{p.slack}: {p.seconds:.4g} s" for p in plan.slack_curve)
+        points = ", ".join(f"{_slack(row)}: {row.seconds:.4g} s" for row in plan.slack_curve)
         yield f"step over slack: {points}"
     yield from map(str, plan.trades)
     if len(plan.tried) > 1:
@@ -92,38 +86,39 @@ def settings(row: Row) -> str:
 
 def backward_cells(plan: Plan) -> list[dict[str, str]]:
     """What whole and split backwards would give the recommended layout, as texts by column."""
-    best = plan.recommended.layout
-    return [
-        {
-            "backward": "split" if point.schedule.split_backward else "whole",
-            "slack": str(point.schedule.slack),
-            **_split_cells(point.schedule, best.grid.g_inter),
-            "GB": gigabytes(point.bytes),
-            "step s": f"{point.seconds:.4g}",
-            "": "recommended" if point.schedule == best.schedule else "",
-        }
-        for point in plan.tried
-    ]
+    best = plan.recommended.layout.schedule
+    rows = []
+    for row in plan.tried:
+        schedule, stages = row.layout.schedule, row.layout.grid.g_inter
+        is_split = schedule.split_backward
+        held = max(schedule.bounds(stage, stages).held for stage in range(stages))
+        rows.append(
+            {
+                "backward": "split" if is_split else "whole",
+                "slack": str(schedule.slack),
+                "held": f"{held:.3g}" if is_split else "–",
+                "GB": gigabytes(row.most_bytes),
+                "step s": f"{row.seconds:.4g}",
+                "": "recommended" if schedule == best else "",
+            }
+        )
+    return rows
 
 
-def _split_cells(schedule: Schedule, g_inter: int) -> dict[str, str]:
-    if not schedule.split_backward:
-        return {"held": "–"}
-    held = max(schedule.bounds(stage, g_inter).held for stage in range(g_inter))
-    return {"held": f"{held:.3g}"}
+def _slack(row: Row) -> int:
+    return row.layout.schedule.slack
 
 
 def because(plan: Plan) -> str:
     """Why this layout is recommended, and how much faster another one would be."""
     best = plan.recommended
-    room = f"{gigabytes(plan.memory_bytes)} GB"
     smaller = [r for r in plan.rejected if r.g_inter < best.layout.grid.g_inter]
     if smaller:
         last = max(smaller, key=lambda each: each.g_inter)
         reason = f"fewer stages do not do (with {last.g_inter}: {last.reason})"
     else:
-        most = max(stage.total for stage in best.memory)
-        reason = f"the fewest stages fit: {gigabytes(most)} GB of {room}"
+        used, room = gigabytes(best.most_bytes), gigabytes(plan.memory_bytes)
+        reason = f"the fewest stages fit: {used} GB of {room} GB"
     fastest = min(plan.rows, key=lambda row: row.seconds)
     if fastest.seconds < best.seconds:
         reason += (
@@ -133,36 +128,35 @@ def because(plan: Plan) -> str:
     return reason
 
 
-def comparison(answers: Sequence[MethodPlan]) -> Iterator[str]:
+def comparison(plans: Sequence[Plan]) -> Iterator[str]:
     """The recommended layouts of several methods side by side."""
-    first = answers[0].plan.recommended
+    first = plans[0].recommended.seconds
     yield from table(
         [
             {
-                "method": answer.method,
-                **cells(answer.plan, row),
-                "reduction %": f"{100 * (1 - row.seconds / first.seconds):.1f}",
+                "method": plan.method,
+                **cells(plan, plan.recommended),
+                "reduction %": f"{100 * (1 - plan.recommended.seconds / first):.1f}",
             }
-            for answer in answers
-            for row in [answer.plan.recommended]
+            for plan in plans
         ]
     )
 
 
-def scaling(answers: Sequence[MethodPlan]) -> Iterator[str]:
+def scaling(plans: Sequence[Plan]) -> Iterator[str]:
     """The recommended layout for each number of devices.
 
     Efficiency is relative to the method's smallest number of devices.
     """
     base: dict[str, Plan] = {}
     rows = []
-    for answer in answers:
-        plan, row = answer.plan, answer.plan.recommended
-        first = base.setdefault(answer.method, plan)
+    for plan in plans:
+        row = plan.recommended
+        first = base.setdefault(plan.method, plan)
         ideal = first.recommended.seconds * first.gpus / plan.gpus
         rows.append(
             {
-                "method": answer.method,
+                "method": plan.method,
                 "devices": str(plan.gpus),
                 **cells(plan, row),
                 "efficiency %": f"{100 * ideal / row.seconds:.0f}",
@@ -206,13 +200,12 @@ def table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
 def cells(plan: Plan, row: Row) -> dict[str, str]:
     """The figures of a layout as texts, by the heads of their columns; its phases come last."""
     phases = row.run.mean_phases
-    most = row.memory[row.fullest].total
     return {
         "layout": f"{row.layout.grid.g_inter} × {row.layout.grid.g_data}",
         "microbatches": f"{row.layout.microbatches} × {row.layout.microbatch_size}",
         "backward": "split" if row.layout.schedule.split_backward else "whole",
-        "slack": str(row.layout.schedule.slack),
-        "GB": f"{gigabytes(most)}",
+        "slack": str(_slack(row)),
+        "GB": gigabytes(row.most_bytes),
         "step s": f"{row.seconds:.4g}",
         "margin %": f"{100 * plan.margin(row):+.1f}",
         "peak %": f"{row.percent_of_peak:.1f}",
@@ -239,11 +232,10 @@ def shown_stages(row: Row) -> list[int]:
     return sorted({*range(MOST_STAGES - 2), row.fullest, number - 1})
 
 
-def as_json(answer: MethodPlan) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, Any]:
     """Everything about a plan, in bytes and seconds."""
-    plan = answer.plan
     return {
-        "method": answer.method,
+        "method": plan.method,
         "model": plan.workload.name,
         "precision": plan.workload.precision,
         "cluster": plan.cluster.name,
@@ -252,8 +244,8 @@ def as_json(answer: MethodPlan) -> dict[str, Any]:
         "because": because(plan),
         "rows": [_row_json(plan, row) for row in plan.rows],
         "rejected": [asdict(each) for each in plan.rejected],
-        "slack_curve": [asdict(point) for point in plan.slack_curve],
-        "tried": [asdict(point) for point in plan.tried],
+        "slack_curve": [{"slack": _slack(row), **_figures(row)} for row in plan.slack_curve],
+        "tried": [{"schedule": asdict(row.layout.schedule), **_figures(row)} for row in plan.tried],
         "trades": [{**asdict(trade), "is_taken": trade.is_taken} for trade in plan.trades],
         "constants": {
             name: {
@@ -264,6 +256,10 @@ def as_json(answer: MethodPlan) -> dict[str, Any]:
             for name, origin in plan.cluster.origins.items()
         },
     }
+
+
+def _figures(row: Row) -> dict[str, float]:
+    return {"seconds": row.seconds, "bytes": row.most_bytes}
 
 
 def _row_json(plan: Plan, row: Row) -> dict[str, Any]:
@@ -286,3 +282,54 @@ def _row_json(plan: Plan, row: Row) -> dict[str, Any]:
             for load, memory, phases in zip(row.loads, row.memory, row.run.phases, strict=True)
         ],
     }
+
+
+# -- a step as a trace ---------------------------------------------------------------------
+
+
+def spans(row: Row) -> list[Span]:
+    """The spans of all stages of the replicas that were simulated.
+
+    Where a stage does nothing, there is a span of its bubble. A stage compresses at the end of each
+    backward, or of the weight gradients of a split one. All stages update after the slowest
+    all-reduce, as in `simulate_step`.
+    """
+    return [
+        span
+        for replica, pipeline in row.run.pipelines.items()
+        for stage, run in enumerate(pipeline.stages)
+        for span in _gapless(row, replica, stage, run)
+    ]
+
+
+def _gapless(row: Row, replica: int, stage: int, run: StageRun) -> Iterator[Span]:
+    """The spans of one stage in order of time, with bubbles in between."""
+    now = 0.0
+    for phase, name, begin, end in sorted(_busy(row, stage, run), key=lambda each: each[2]):
+        if begin > now:
+            yield Span(1, replica, stage, "bubble", "bubble", now, begin)
+        if end > begin:
+            yield Span(1, replica, stage, phase, name, begin, end)
+        now = max(now, end)
+    if row.seconds > now:
+        yield Span(1, replica, stage, "bubble", "bubble", now, row.seconds)
+
+
+def _busy(row: Row, stage: int, run: StageRun) -> Iterator[tuple[str, str, float, float]]:
+    """Phase, name, begin and end of all that a stage does, in no order."""
+    costs = row.costs.stages[stage]
+    is_split = row.layout.schedule.split_backward
+    last = Kind.WEIGHT if is_split else Kind.BACKWARD
+    whole = costs.weight if is_split else costs.backward
+    share = costs.compress / whole if whole else 0.0
+    for action, begin, end in zip(run.actions, run.begins, run.ends, strict=True):
+        # Jitter lengthens compression like everything else.
+        compress = share * (end - begin) if action.kind is last else 0.0
+        yield "compute", str(action), begin, end - compress
+        yield "compress", str(action), end - compress, end
+    for begin, end in run.handled:
+        yield "p2p", "p2p", begin, end
+    column = max(pipeline.stages[stage].end for pipeline in row.run.pipelines.values())
+    yield "collective", "collective", column, column + row.costs.all_reduce[stage]
+    updated = row.seconds - max(row.costs.optimizer)
+    yield "optimizer", "optimizer", updated, updated + row.costs.optimizer[stage]

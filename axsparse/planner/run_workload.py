@@ -6,29 +6,24 @@ Which layout `layout.g_inter: auto` takes is decided in `auto_layout`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.config.schema import Config, PipelineConfig
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.calibration_memory import CalibrationPlan
-from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, Precision, load_cluster
+from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
 from axsparse.planner.layout import DEFAULT_SLACK, Layout, LayoutQuestion
 from axsparse.planner.layout_search import try_layouts
 from axsparse.planner.schedule_choice import Trade, may_split, split_row, trade
 from axsparse.planner.stage_memory import StageMemory
-from axsparse.planner.step_cost import StageSeconds, StepCosts, step_costs
 from axsparse.planner.surveyed_model import SurveyedModel
-from axsparse.planner.workload import StageLoad, Workload
-from axsparse.pruning.input_statistics import METHODS
 from axsparse.runtime.grid import Grid
-from axsparse.samo.optim.optimizer import Optimizer
 
 WORTH_SPLITTING = 2e8
 """Flops of a matrix's product in one microbatch's forward from which on `pipeline.split_backward:
 auto` splits. To take a weight's gradient out of a backward costs some 0.2 ms on a busy CPU; the
-three products of so many flops take 2 ms there (benchmarks/split_backward.py)."""
+three products of so many flops take 2 ms there (docs/decisions/036)."""
 GPU_WORTH_SPLITTING = 2e10
 """The same on GPUs, where it costs launches. Not measured."""
 
@@ -36,55 +31,6 @@ GPU_WORTH_SPLITTING = 2e10
 def has_costs(survey: Survey) -> bool:
     """Whether the flops and activations of every layer are known."""
     return all(layer.activations is not None for layer in survey.layers)
-
-
-def copied_bytes(config: Config) -> float:
-    """Bytes of host memory that a rank's checkpoint copies may take while training goes on."""
-    saves = config.checkpoint
-    return saves.buffer * 1e9 if 0 < saves.every < config.train.steps else 0.0
-
-
-def workload(
-    config: Config,
-    survey: Survey,
-    name: str,
-    kept: Mapping[str, int],
-    optimizer: Optimizer,
-    *,
-    on_host: bool = True,
-) -> SurveyedModel:
-    """What the configuration trains, as a workload of the planner.
-
-    `kept` as in `SurveyedModel`. `on_host`: the memory that is planned is the host's, where the
-    copies for checkpoints are.
-    """
-    samo, split = config.samo, config.layout.split
-    gradients: Mapping[str, Precision] = {"half": config.precision, "fp32": "fp32"}
-    return SurveyedModel(
-        name=name,
-        survey=survey,
-        kept=kept,
-        precision=config.precision,
-        gradient="auto" if samo.gradient == "auto" else gradients[samo.gradient],
-        moments=len(optimizer.moments),
-        index=samo.index,
-        split_master=samo.split_master,
-        # Where `auto` does not shard, the fullest share is as large as the whole.
-        shard_optimizer=bool(samo.shard_optimizer),
-        offload=samo.offload,
-        checkpoint_activations=config.pipeline.checkpoint_activations,
-        checkpoint_buffer=copied_bytes(config) if on_host else 0.0,
-        split=None if split == "auto" else split,
-        calibration=_calibration(config, on_host) if kept else None,
-    )
-
-
-def _calibration(config: Config, on_host: bool) -> CalibrationPlan | None:
-    """How the masks of a new run are drawn from samples; None if they are not."""
-    pruning = config.pruning
-    if pruning.method not in METHODS or pruning.ticket is not None:
-        return None
-    return CalibrationPlan(pruning.method, pruning.calibration_samples, on_host)
 
 
 def only_backward(pipeline: PipelineConfig) -> bool | None:
@@ -124,8 +70,8 @@ def configured_schedule(
     )
 
 
-def schedules(config: Config, *, has_times: bool) -> list[Schedule | None]:
-    """The schedules to try until one fits; None is message-driven with what pays.
+def schedules(config: Config, *, has_times: bool) -> list[Schedule] | None:
+    """The schedules to try until one fits; None: message-driven with what pays.
 
     That needs predicted times, so without them (`has_times`) two fixed slacks are tried, with whole
     backwards where the configuration leaves these open: `split_trade` then says whether to split.
@@ -133,7 +79,7 @@ def schedules(config: Config, *, has_times: bool) -> list[Schedule | None]:
     pipeline = config.pipeline
     is_free = (pipeline.slack, pipeline.held, pipeline.prefer) == ("auto", "auto", "alternate")
     if has_times and pipeline.schedule == "message-driven" and is_free:
-        return [None]
+        return None
     slacks = (DEFAULT_SLACK, 0) if pipeline.slack == "auto" else (pipeline.slack,)
     is_split = only_backward(pipeline) is True
     return [configured_schedule(pipeline, slack=slack, is_split=is_split) for slack in slacks]
@@ -179,19 +125,10 @@ def split_trade(
     """
     if only_backward(config.pipeline) is not None:
         return None
-    machine = cluster
-    if machine is None:
-        machine = replace(
-            load_cluster(DEFAULT_CLUSTER),
-            overhead_bytes=0.0,
-            jitter=0.0,
-            intra_node_latency=0.0,
-            inter_node_latency=0.0,
-        )
+    machine = _by_flops(load_cluster(DEFAULT_CLUSTER)) if cluster is None else cluster
     question = replace(
         run_question(subject, machine, config, grid.size, [grid.g_inter], math.inf),
-        schedule=configured_schedule(config.pipeline, slack=slack, is_split=False),
-        costing=step_costs if cluster is not None else _costs_by_flops,
+        schedules=[configured_schedule(config.pipeline, slack=slack, is_split=False)],
         least_split_samples=1,  # the caller knows where the ranks compute
     )
     [whole], _ = try_layouts(question)
@@ -201,21 +138,22 @@ def split_trade(
     return trade(question, "split backwards", whole, split_row(question, whole))
 
 
-def _costs_by_flops(
-    _: Workload, loads: Sequence[StageLoad], __: Cluster, ___: Grid, microbatch_size: int
-) -> StepCosts:
-    """The costs of the actions in flops instead of seconds; all else takes no time."""
-    stages = [
-        StageSeconds(
-            forward=microbatch_size * load.flops,
-            backward=microbatch_size * (2 * load.flops + load.again_flops),
-            compress=0.0,
-            weight=microbatch_size * load.weight_flops,
-        )
-        for load in loads
-    ]
-    nothing = [0.0] * len(loads)
-    return StepCosts(stages, messages=nothing[1:], all_reduce=nothing, optimizer=nothing)
+def _by_flops(cluster: Cluster) -> Cluster:
+    """A cluster of which only arithmetic takes time, whatever its rate."""
+    return replace(
+        cluster,
+        overhead_bytes=0.0,
+        jitter=0.0,
+        intra_node_latency=0.0,
+        inter_node_latency=0.0,
+        ring_latency=0.0,
+        memory_bandwidth=math.inf,
+        compression_rate=math.inf,
+        intra_node_bandwidth=math.inf,
+        inter_node_bandwidth=math.inf,
+        nic_bandwidth=math.inf,
+        ring_bandwidth=math.inf,
+    )
 
 
 @dataclass(frozen=True)
@@ -255,7 +193,7 @@ def predict(
         memory = layout.memory(loads, overhead=0.0)
         return Prediction(_until_saved(memory), None, reason)
     question = run_question(subject, cluster, config, grid.size, [grid.g_inter], math.inf)
-    [row], _ = try_layouts(replace(question, schedule=schedule))
+    [row], _ = try_layouts(replace(question, schedules=[schedule]))
     return Prediction(_until_saved(row.memory), row.seconds, reason)
 
 

@@ -55,33 +55,17 @@ def _percent(part: float) -> str:
 
 
 @dataclass(frozen=True)
-class SlackPoint:
-    """What a layout's step takes with one slack."""
-
-    slack: int
-    seconds: float
-    bytes: float
-    """Memory of the fullest stage."""
-
-
-@dataclass(frozen=True)
-class SchedulePoint:
-    """What a layout's step takes under one message-driven schedule."""
-
-    schedule: Schedule
-    seconds: float
-    bytes: float
-    """Memory of the fullest stage."""
-
-
-@dataclass(frozen=True)
 class Search:
-    """A layout with the schedule that pays, and what others would give (see `Plan`)."""
+    """A layout with the schedule that pays, and the same layout with other schedules."""
 
     row: Row
-    slack_curve: Sequence[SlackPoint]
-    tried: Sequence[SchedulePoint]
-    trades: Sequence[Trade]
+    slack_curve: Sequence[Row] = ()
+    """Each slack that fits, with the row's kind of backward and all simulated with the same
+    delays."""
+    tried: Sequence[Row] = ()
+    """Whole backwards with the slack that pays, and split ones with each bound that was tried."""
+    trades: Sequence[Trade] = ()
+    """What slack and split backwards cost and bring."""
 
 
 def with_schedule_that_pays(question: LayoutQuestion, row: Row) -> Search:
@@ -93,7 +77,7 @@ def with_schedule_that_pays(question: LayoutQuestion, row: Row) -> Search:
     must_split = question.split_backward is True
     curve = _slacks(question, row, is_split=must_split)
     if not curve:
-        return Search(row, [], [], [])
+        return Search(row)
     best = worth_its_memory(question, curve)
     trades = [_of_slack(question, curve, best)] if len(curve) > 1 else []
     tried = [best]
@@ -108,7 +92,7 @@ def with_schedule_that_pays(question: LayoutQuestion, row: Row) -> Search:
                 shown = best if best is not whole else bounds[0]
                 trades.append(trade(question, "split backwards", whole, shown))
                 curve = split_curve if best is not whole else curve
-    return Search(best, [_slack_point(each) for each in curve], [_point(r) for r in tried], trades)
+    return Search(best, curve, tried, trades)
 
 
 def trade(question: LayoutQuestion, name: str, without: Row, option: Row) -> Trade:
@@ -185,11 +169,3 @@ def _of_slack(question: LayoutQuestion, curve: Sequence[Row], best: Row) -> Trad
     """The trade of the slack that is taken, or of the least slack if none is."""
     shown = best if best is not curve[0] else curve[1]
     return trade(question, f"slack {shown.layout.schedule.slack}", curve[0], shown)
-
-
-def _slack_point(row: Row) -> SlackPoint:
-    return SlackPoint(row.layout.schedule.slack, row.seconds, row.most_bytes)
-
-
-def _point(row: Row) -> SchedulePoint:
-    return SchedulePoint(row.layout.schedule, row.seconds, row.most_bytes)

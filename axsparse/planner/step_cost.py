@@ -12,7 +12,8 @@ b bytes of output:
 
 Once a step, for D replicas and n bytes of kept gradients:
 
-    all-reduce  see `collective_cost`: one ring for each stage on a node shares the node's cards
+    all-reduce  2 (D − 1) / D · n / rate + 2 (D − 1) · α, as a ring; between nodes a ring has its
+                share of a node's network cards: their rate over the number of rings on the node
     optimizer   bytes read and written / memory bandwidth
 """
 
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 
 from axsparse.pipeline.simulator import MessageCost
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.collective_cost import NodePlacement, ring_seconds
 from axsparse.planner.workload import StageLoad, Workload, value_bytes
 from axsparse.runtime.grid import Grid
 
@@ -49,7 +49,7 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The costs from which a step is simulated; any of them may be measured instead."""
+    """The costs from which a step is simulated."""
 
     stages: Sequence[StageSeconds]
     messages: Sequence[float]
@@ -101,28 +101,64 @@ def stage_seconds(
 
 def edges(costs: StepCosts, cluster: Cluster, grid: Grid, replica: int) -> list[MessageCost]:
     """What a message costs between each two stages of a replica, within a node or between nodes."""
-    return [
-        _edge(nbytes, cluster, within=cluster.node_of(first) == cluster.node_of(first + 1))
-        for first, nbytes in enumerate(costs.messages, start=grid.rank(0, replica))
-    ]
-
-
-def _edge(nbytes: float, cluster: Cluster, *, within: bool) -> MessageCost:
-    if within:
-        return MessageCost(cluster.intra_node_latency, nbytes / cluster.intra_node_bandwidth)
-    return MessageCost(cluster.inter_node_latency, nbytes / cluster.inter_node_bandwidth)
+    found = []
+    for first, nbytes in enumerate(costs.messages, start=grid.rank(0, replica)):
+        latency, rate = cluster.inter_node_latency, cluster.inter_node_bandwidth
+        if cluster.node_of(first) == cluster.node_of(first + 1):
+            latency, rate = cluster.intra_node_latency, cluster.intra_node_bandwidth
+        found.append(MessageCost(latency, nbytes / rate))
+    return found
 
 
 def all_reduce_seconds(nbytes: float, cluster: Cluster, grid: Grid) -> float:
     """The seconds in which the replicas of one stage reduce `nbytes`, as all other stages do."""
-    placed = NodePlacement(
-        data=grid.g_data,
-        tensor=1,
-        pipeline=grid.g_inter,
-        gpus_per_node=cluster.gpus_per_node,
-        pipeline_first=True,
-    )
-    return ring_seconds(nbytes, placed.data_group, cluster)
+    return ring_seconds(nbytes, group(grid.g_data, grid.g_inter, cluster.gpus_per_node), cluster)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange data with each other, such as the replicas of one stage."""
+
+    size: int
+    on_node: int
+    """How many of its ranks stand on a node."""
+    sharing: int
+    """How many such groups have ranks on a node, and so share its network cards."""
+
+    @property
+    def within_node(self) -> bool:
+        return self.on_node >= self.size
+
+
+def group(size: int, stride: int, gpus_per_node: int) -> Group:
+    """A group of ranks that are a stride apart; ranks fill one node after the other."""
+    if size * stride <= gpus_per_node:
+        return Group(size, size, 1)
+    on_node = max(1, min(size - 1, gpus_per_node // stride))
+    return Group(size, on_node, min(gpus_per_node, stride))
+
+
+def ring_seconds(nbytes: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of an all-reduce over a group of ranks; a reduce-scatter or an all-gather of the same
+    bytes takes half."""
+    if group.size == 1:
+        return 0.0
+    hops, latency = 2 * (group.size - 1), cluster.ring_latency
+    if group.within_node and cluster.node_ring_latency is not None:
+        latency = cluster.node_ring_latency
+    return hops / group.size * nbytes / _ring_rate(group, cluster) + hops * latency
+
+
+def _ring_rate(group: Group, cluster: Cluster) -> float:
+    """Bytes/s that a ring over a group moves on each device."""
+    within = cluster.ring_bandwidth
+    if cluster.peer_bandwidth is not None:
+        # Without a switch, few devices have few links among them.
+        within = min(within, (group.on_node - 1) * cluster.peer_bandwidth)
+    if group.within_node:
+        return within
+    between = cluster.nic_efficiency * cluster.nic_bandwidth / group.sharing
+    return min(between, within) if group.on_node > 1 else between
 
 
 def optimizer_seconds(load: StageLoad, cluster: Cluster, weight_bytes: int) -> float:

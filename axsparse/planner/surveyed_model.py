@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
+from axsparse.config.schema import Config
 from axsparse.models.layer_cost import Activations
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import partition, split_by_hand
-from axsparse.planner.calibration_memory import CalibrationMemory, CalibrationPlan
 from axsparse.planner.cluster import Precision
 from axsparse.planner.stage_memory import held_activations, is_recomputed
-from axsparse.planner.workload import Fits, StageLoad, value_bytes
+from axsparse.planner.workload import Fits, StageLoad, no_bytes, value_bytes
+from axsparse.pruning.input_statistics import METHODS
+from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import accumulates_in_half
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import IndexKind, StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 
 LOSS_BYTES = 8
 """Bytes that the loss takes for each number of the last layer's output, and for each logit that
@@ -24,37 +24,94 @@ the loss computes itself: two fp32 numbers, a copy and its gradient. A loss that
 measured to take 5 bytes a logit in fp32 and 6.5 in bf16."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SurveyedModel:
-    """Any model whose survey has costs, as axsparse trains it. A `Workload`."""
+CHOSEN_BYTES = 16
+"""Bytes that torch takes for each entry which it picks out of a matrix by a mask."""
 
-    name: str
+
+@dataclass(frozen=True)
+class CalibrationMemory:
+    """Bytes of one stage while its masks are drawn from samples."""
+
+    moments: Sequence[tuple[float, float]] = ((0.0, 0.0),)
+    """Of each moment that may be the fullest, what does not depend on the microbatch size, and what
+    each sample of a microbatch takes."""
+    drawn: float = 0.0
+    """The masks and changed weights of the whole stage, which stay until its state is built."""
+
+    def peak(self, samples: int) -> float:
+        """The most bytes at a time with microbatches of so many samples."""
+        return max(fixed + samples * passing for fixed, passing in self.moments)
+
+
+def calibration_memory(
+    config: Config,
+    layers: Sequence[LayerInfo],
+    ties: Mapping[str, str],
+    kept: Mapping[str, int],
+    stored: StateFormat,
+    on_host: bool,
+) -> CalibrationMemory:
+    """The memory of a stage of these layers while `pruning.calibration.Calibration` draws its
+    masks, layer by layer, before it has any state; `kept` and `stored` are those of its state.
+
+    A layer stands there dense and without moments. It has the activations of all samples, the
+    statistics of all of its matrices, and works on one of these at a time. One microbatch is there
+    twice, since it also passes through the layers as they were before. `on_host`: the memory that
+    is planned is the host's, where masks lie until state is built.
+    """
+    method, dense = METHODS[config.pruning.method], replace(stored, moments=0, replicas=1)
+    drawn, moments = 0.0, []
+    for layer in layers:
+        costs = layer.activations or Activations(0, 0, 0, 0)
+        matrices = [p for p in layer.parameters if p.name in kept]
+        there = stage_bytes([layer], ties, {}, dense).total + drawn * on_host
+        there += config.pruning.calibration_samples * max(costs.inputs, costs.outputs)
+        statistics = sum(method.held(p.shape[1]) for p in matrices)
+        working = 0
+        for matrix in matrices:
+            most = method.working(matrix.shape)
+            if method.changes_weights:
+                # What keeps the weights that it has changed.
+                most = max(most, 5 * matrix.numel + CHOSEN_BYTES * kept[matrix.name])
+            working = max(working, most)
+        twice = max(costs.inputs, costs.outputs)
+        moments.append((there + statistics + working, twice))
+        # The samples pass while statistics are gathered, and once more when they are gone.
+        moments.append((there + statistics, twice + costs.saved + costs.outputs))
+        for matrix in matrices:
+            changed = stored.weight_bytes * kept[matrix.name] if method.changes_weights else 0
+            drawn += matrix.numel / 8 + changed
+    return CalibrationMemory(moments, drawn * on_host)
+
+
+def copied_bytes(config: Config) -> float:
+    """Bytes of host memory that a rank's checkpoint copies may take while training goes on."""
+    saves = config.checkpoint
+    return saves.buffer * 1e9 if 0 < saves.every < config.train.steps else 0.0
+
+
+@dataclass(frozen=True)
+class SurveyedModel:
+    """Any model whose survey has costs, as a configuration trains it. A `Workload`."""
+
+    config: Config
     survey: Survey
+    name: str
     kept: Mapping[str, int]
     """How many entries each pruned tensor keeps, by the name of the weight's first use; empty if
     nothing is pruned."""
-    precision: Precision
-    gradient: Precision | Literal["auto"]
-    """Precision in which gradients add up; `auto` depends on the number of microbatches."""
-    moments: int
-    """How many moments the optimizer has."""
-    index: IndexKind
-    split_master: bool = False
-    shard_optimizer: bool = False
-    offload: bool = False
-    """Whether masters and moments are kept in the hosts' memory."""
-    checkpoint_activations: int = 0
-    """Every k-th layer of a stage is recomputed in the backward; 0: none."""
-    checkpoint_buffer: float = 0.0
-    """Bytes for checkpoint copies in the memory that is planned; 0 if nothing is saved before
-    training ends, or if the copies are in other memory."""
-    split: Sequence[int] | None = None
-    """Number of layers of each stage; None balances their work."""
-    calibration: CalibrationPlan | None = None
-    """How masks are drawn from samples before the first step; None: they are not."""
-    _loads: dict[tuple[range, int, int, Precision], StageLoad] = field(
+    optimizer: Optimizer
+    on_host: bool = True
+    """Whether the memory that is planned is the host's, where the copies for checkpoints are."""
+    has_masks: bool = False
+    """Whether a run that resumes has its masks already, so that none are drawn from samples."""
+    _loads: dict[tuple[range, int, bool], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @property
+    def precision(self) -> Precision:
+        return self.config.precision
 
     @property
     def is_pruned(self) -> bool:
@@ -67,7 +124,7 @@ class SurveyedModel:
     @property
     def sample_flops(self) -> float:
         """Three times the forward's flops, four times those of recomputed layers."""
-        every = self.checkpoint_activations
+        every = self.config.pipeline.checkpoint_activations
         again = sum(
             layer.flops for n, layer in enumerate(self.survey.layers) if is_recomputed(n, every)
         )
@@ -79,68 +136,60 @@ class SurveyedModel:
         found = self.ranges(g_inter, g_data, fits, microbatches=microbatches)
         if found is None:
             return None
-        return [self._load(layers, *self._variant(g_data, microbatches)) for layers in found]
+        return [self._load(layers, g_data, microbatches) for layers in found]
 
     def ranges(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[range] | None:
         """The layers of each stage; takes what `stages` takes, and returns None where that does."""
-        variant = self._variant(g_data, microbatches)
 
         def has_room(stage: int, layers: range) -> bool:
-            return fits is None or fits(stage, self._load(layers, *variant))
+            return fits is None or fits(stage, self._load(layers, g_data, microbatches))
 
-        if self.split is None:
+        split = self.config.layout.split
+        if split == "auto":
             work = [layer.work for layer in self.survey.layers]
             return partition(work, g_inter, None if fits is None else has_room)
-        found = split_by_hand(self.split)
+        found = split_by_hand(split)
         assert len(found) == g_inter, "a split says how many stages"
         fit = all(has_room(stage, layers) for stage, layers in enumerate(found))
         return found if fit else None
 
-    def _variant(self, g_data: int, microbatches: int) -> tuple[int, int, Precision]:
-        """What a load depends on beside its layers: how many replicas share the optimizer's state,
-        how many write a checkpoint together, and the precision in which gradients add up."""
-        gradient: Precision = "fp32"
-        if self.gradient != "auto":
-            gradient = self.gradient
-        elif accumulates_in_half(microbatches):
-            gradient = self.precision
-        writers = g_data if self.checkpoint_buffer else 1
-        return g_data if self.shard_optimizer else 1, writers, gradient
-
-    def _load(self, held: range, replicas: int, writers: int, gradient: Precision) -> StageLoad:
+    def _load(self, held: range, g_data: int, microbatches: int) -> StageLoad:
         """The load of these layers, remembered, since the search for a split asks repeatedly."""
-        key = (held, replicas, writers, gradient)
+        key = (held, g_data, accumulates_in_half(microbatches))
         if key not in self._loads:
-            self._loads[key] = self._new_load(held, replicas, writers, gradient)
+            self._loads[key] = self._new_load(*key)
         return self._loads[key]
 
-    def _new_load(self, held: range, replicas: int, writers: int, gradient: Precision) -> StageLoad:
+    def _new_load(self, held: range, g_data: int, adds_in_half: bool) -> StageLoad:
+        config, samo = self.config, self.config.samo
         layers = [self.survey.layers[number] for number in held]
-        again = [
-            layer
-            for number, layer in enumerate(layers)
-            if is_recomputed(number, self.checkpoint_activations)
-        ]
+        every = config.pipeline.checkpoint_activations
+        again = [layer for number, layer in enumerate(layers) if is_recomputed(number, every)]
         width = value_bytes(self.precision)
         last = layers[-1].activations
         outputs = 0 if last is None else last.outputs
         is_last = held.stop == len(self.survey.layers)
-        activations = held_activations(layers, self.checkpoint_activations)
+        activations = held_activations(layers, every)
+        is_half = adds_in_half if samo.gradient == "auto" else samo.gradient == "half"
         stored = StateFormat(
             half=self.precision != "fp32",
-            gradient_bytes=value_bytes(gradient),
-            moments=self.moments,
-            index=self.index,
-            split_master=self.split_master,
-            replicas=replicas,
-            offload=self.offload,
+            gradient_bytes=width if is_half else 4,
+            moments=len(self.optimizer.moments),
+            index=samo.index,
+            split_master=samo.split_master,
+            # Where `auto` does not shard, the fullest share is as large as the whole.
+            replicas=g_data if samo.shard_optimizer else 1,
+            offload=samo.offload,
         )
-        calibration = None
-        if self.calibration is not None:
-            calibration = self.calibration.memory(layers, self.survey.ties, self.kept, stored)
-        drawn = 0.0 if calibration is None else calibration.drawn
+        calibration = CalibrationMemory()
+        draws = config.pruning.method in METHODS and config.pruning.ticket is None
+        if draws and self.kept and not self.has_masks:
+            calibration = calibration_memory(
+                config, layers, self.survey.ties, self.kept, stored, self.on_host
+            )
+        logits = self.survey.loss_logits if is_last else None
         return StageLoad(
             layers=layers[0].name if len(layers) == 1 else f"{layers[0].name}–{layers[-1].name}",
             flops=sum(layer.flops for layer in layers),
@@ -151,17 +200,17 @@ class SurveyedModel:
             kept=sum(self._kept(layer) for layer in layers),
             state=stage_bytes(layers, self.survey.ties, self.kept, stored),
             temporary=width * max(map(_trained, layers)),
-            building=drawn
+            building=calibration.drawn
             + 4 * max((p.numel for layer in layers for p in layer.parameters), default=0),
-            saved=self._saved(layers, writers),
+            saved=self._saved(layers, g_data),
             held=activations.held,
             working=activations.working,
             logits=outputs / width * LOSS_BYTES if is_last else 0.0,
             outputs=outputs,
-            calibration=partial(_calibration_bytes, calibration),
+            calibration=calibration.peak,
             deferred=activations.deferred,
             weight_flops=sum(each.weight_flops for each in _costs(layers)),
-            loss_bytes=partial(_loss_bytes, self.survey.loss_logits if is_last else None),
+            loss_bytes=no_bytes if logits is None else partial(_loss_bytes, logits),
         )
 
     def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
@@ -171,7 +220,8 @@ class SurveyedModel:
         Each layer goes to the writer with least so far, so that no writer has more than an equal
         share and the largest layer. A copy that waits for room in the buffer comes on top of it.
         """
-        if not self.checkpoint_buffer:
+        buffer = copied_bytes(self.config) if self.on_host else 0.0
+        if not buffer:
             return 0.0
         own: list[int] = []
         largest = 0
@@ -183,11 +233,11 @@ class SurveyedModel:
                 size, copies = value_bytes(self.precision) * parameter.numel, 1
                 if parameter.trained:
                     size = 4 * self.kept.get(parameter.name, parameter.numel)
-                    copies += self.moments
+                    copies += len(self.optimizer.moments)
                 own[-1] += copies * size
                 largest = max(largest, size)
         share = min(sum(own), sum(own) / writers + max(own))
-        return min(share, self.checkpoint_buffer + largest)
+        return min(share, buffer + largest)
 
     def _kept(self, layer: LayerInfo) -> int:
         ties = self.survey.ties
@@ -198,12 +248,8 @@ class SurveyedModel:
         )
 
 
-def _loss_bytes(logits: Callable[[int], int] | None, samples: int) -> float:
-    return 0.0 if logits is None else float(LOSS_BYTES * logits(samples))
-
-
-def _calibration_bytes(calibration: CalibrationMemory | None, samples: int) -> float:
-    return 0.0 if calibration is None else calibration.peak(samples)
+def _loss_bytes(logits: Callable[[int], int], samples: int) -> float:
+    return float(LOSS_BYTES * logits(samples))
 
 
 def _trained(layer: LayerInfo) -> int:

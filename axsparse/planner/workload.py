@@ -14,7 +14,8 @@ from axsparse.planner.cluster import Precision
 from axsparse.samo.state_bytes import StateBytes
 
 
-def _no_bytes(_: int) -> float:
+def no_bytes(_: int) -> float:
+    """What takes nothing, whatever the number of samples."""
     return 0.0
 
 
@@ -55,14 +56,14 @@ class StageLoad:
     """Bytes that the loss takes, for a sample; 0 before the last stage."""
     outputs: float
     """Bytes that go to the next stage and come back as gradients, for a sample."""
-    calibration: Callable[[int], float] = _no_bytes
+    calibration: Callable[[int], float] = no_bytes
     """Bytes, by the samples of a microbatch, of drawing masks from calibration samples before there
     is state."""
     deferred: float = 0.0
     """Bytes from a split backward to its weight gradients, for a sample."""
     weight_flops: float = 0.0
     """Flops of the weight gradients that a split backward leaves for later, for a sample."""
-    loss_bytes: Callable[[int], float] = _no_bytes
+    loss_bytes: Callable[[int], float] = no_bytes
     """Bytes that the loss takes beside `logits`, for a microbatch of so many samples: they do not
     grow in proportion where the loss computes some of its logits at a time."""
 

@@ -9,9 +9,9 @@ on that of replicas. `input_statistics` has the methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from time import monotonic
 
 import numpy as np
 import torch
@@ -25,12 +25,15 @@ from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
+from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits
 from axsparse.samo.shards import ALONE
 
 Tensors = tuple[Tensor, ...]
+SECONDS = 5.0
+"""Between two lines that say how far it is."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class Calibration:
     options: StateOptions
     place: Place
     transport: Transport
+    loss: Callable[[Tensors], float]
+    """The loss of each target of the first microbatch, of the outputs of the last layer; called on
+    the last stage."""
+    says: Callable[[str], None] = lambda _: None
+    """Shows the user how far it is."""
 
     def check(self) -> None:
         """ConfigError for a matrix of this stage whose inputs no linear layer sees, or two see."""
@@ -111,37 +119,69 @@ class Calibration:
         masks = CalibratedMasks(kept, self.options.start)
         branch = self.transport.branch()
         link = branch.link(self.place)
-        flow = [self._prepared(inputs) for inputs in samples]
+        # The first microbatch also passes through the layers as they were, for the loss before.
+        flow = [self._prepared(inputs) for inputs in (*samples, *samples[:1])]
         if not self.place.is_first:
-            flow = self._received(link, len(samples))
+            flow = self._received(link, len(flow))
+        *pruned, dense = flow
         with torch.no_grad():
-            for layer in self.layers:
-                self._pass(layer, flow, masks)
+            progress = Progress(self.says)
+            for number, layer in enumerate(self.layers):
+                progress.show(
+                    f"{self.method}: stage {self.place.stage}, layer {number + 1} of "
+                    f"{len(self.layers)}, {len(pruned)} microbatches of samples"
+                )
+                dense = self._pass(layer, pruned, dense, masks)
+            if self.place.is_last:
+                before, after = self.loss(dense), self.loss(pruned[0])
+                self.says(
+                    f"{self.method}: loss of the first microbatch {before:.4f} before, "
+                    f"{after:.4f} after"
+                )
         if not self.place.is_last:
-            for number, tensors in enumerate(flow):
+            for number, tensors in enumerate((*pruned, dense)):
                 link.send(Message(Direction.FORWARD, number, tensors))
         branch.close()  # and its link, once all is sent
         return masks
 
-    def _pass(self, layer: Layer, flow: list[Tensors], masks: CalibratedMasks) -> None:
-        """Draw the masks of one layer, and replace its inputs in `flow` by its outputs."""
+    def _pass(
+        self, layer: Layer, flow: list[Tensors], dense: Tensors, masks: CalibratedMasks
+    ) -> Tensors:
+        """Draw the masks of one layer, and replace its inputs in `flow` by its outputs.
+
+        Returns what the layer makes of `dense` with the weights from before.
+        """
         options = replace(self.options, masks=None, moments=(), replicas=ALONE)
         [built] = build_layers([layer], self.ties, options)
         module = built.module.eval()
-        wanted = {
+        dense = self._forward(layer.name, module, 0, dense)
+        linears: dict[str, nn.Linear] = {
             name: linear
             for name, linear in _linear_weights(layer.name, module).items()
             if name in self.targets.shapes
         }
-        with _statistics(METHODS[self.method], wanted) as gathered:
-            if wanted:
-                for inputs in flow:
-                    module(*inputs)
-        for name, linear in wanted.items():
+        gathered = {
+            name: METHODS[self.method](linear.in_features, linear.weight.device)
+            for name, linear in linears.items()
+        }
+        # No name is left for these forwards, which hold the statistics.
+        with forwards_in_place(
+            {one: _adding(one, gathered[name]) for name, one in linears.items()}
+        ):
+            for number, inputs in enumerate(flow if linears else ()):
+                self._forward(layer.name, module, number, inputs)
+        for name, linear in linears.items():
             before = built.state.dense_master(name).to(linear.weight.device)
             self._prune(name, linear.weight, before, gathered.pop(name), masks)
         for number, inputs in enumerate(flow):
-            flow[number] = tuple(map(canonical, as_tuple(layer.name, module(*inputs))))
+            flow[number] = self._forward(layer.name, module, number, inputs)
+        return dense
+
+    def _forward(self, name: str, module: nn.Module, number: int, inputs: Tensors) -> Tensors:
+        """The outputs of a layer for a microbatch; what it draws is the same in every pass."""
+        with preserved_rng(is_seeded=True):
+            seed_all(self.options.seed, name, number, "calibrate")
+            return tuple(map(canonical, as_tuple(name, module(*inputs))))
 
     def _prune(
         self,
@@ -188,34 +228,38 @@ class Calibration:
         return flow
 
 
+class Progress:
+    """Shows the first of several texts, and later ones when some seconds have passed."""
+
+    def __init__(self, says: Callable[[str], None], clock: Callable[[], float] = monotonic) -> None:
+        self._says = says
+        self._clock = clock
+        self._shown = -SECONDS
+
+    def show(self, text: str) -> None:
+        if self._clock() - self._shown >= SECONDS:
+            self._shown = self._clock()
+            self._says(text)
+
+
 def _linear_weights(layer: str, module: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers within a layer, by the global names of their weights."""
+    """The linear layers within a layer, by the global names of their weights.
+
+    A class with a forward of its own may multiply another input than it gets.
+    """
     return {
         ".".join(part for part in (layer, path, "weight") if part): child
         for path, child in module.named_modules()
-        if isinstance(child, nn.Linear)
+        if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward
     }
 
 
-@contextmanager
-def _statistics(
-    method: Callable[[int, torch.device], InputStatistics], modules: Mapping[str, nn.Linear]
-) -> Iterator[dict[str, InputStatistics]]:
-    """While it lasts, the inputs of each module are added to statistics of its own."""
-    gathered = {
-        name: method(linear.in_features, linear.weight.device) for name, linear in modules.items()
-    }
+def _adding(linear: nn.Linear, statistics: InputStatistics) -> Callable[[Tensor], Tensor]:
+    """The forward of a module that also adds its inputs to statistics."""
+    forward = linear.forward
 
-    def watched(linear: nn.Linear, statistics: InputStatistics) -> Callable[[Tensor], Tensor]:
-        forward = linear.forward
+    def add_and_call(input: Tensor) -> Tensor:  # noqa: A002
+        statistics.add(input.reshape(-1, input.shape[-1]))
+        return forward(input)
 
-        def add_and_call(input: Tensor) -> Tensor:  # noqa: A002
-            statistics.add(input.reshape(-1, input.shape[-1]))
-            return forward(input)
-
-        return add_and_call
-
-    with forwards_in_place(
-        {linear: watched(linear, gathered[name]) for name, linear in modules.items()}
-    ):
-        yield gathered
+    return add_and_call

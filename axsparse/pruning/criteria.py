@@ -11,7 +11,7 @@ from torch import Tensor
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import ONCE
-from axsparse.pruning.pattern import n_of_m, parse_pattern
+from axsparse.pruning.distribution import n_of_m, parse_pattern
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.masks import Shape, Weight

@@ -1,18 +1,20 @@
-"""How a sparsity is spread over tensors, and which tensors a pattern of names matches."""
+"""How many entries of each tensor stay: shares of a sparsity, or N of every M neighbours (N:M)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Mapping
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from axsparse.runtime.errors import ConfigError
 
-NONE: Mapping[str, float] = MappingProxyType({})
+CHUNK = 131_072
+"""Entries that are sorted at a time, in whole rows; this bounds temporaries to some 5 MB."""
 
 
 def kept_counts(
@@ -20,7 +22,7 @@ def kept_counts(
     sparsity: float,
     *,
     distribution: Literal["uniform", "erk"],
-    own: Mapping[str, float] = NONE,
+    own: Mapping[str, float] = {},
 ) -> dict[str, int]:
     """How many entries of each tensor stay, in the order of `shapes`.
 
@@ -74,44 +76,68 @@ def erdos_renyi_kernel(shapes: Mapping[str, tuple[int, ...]], keep: int) -> dict
         free -= full
     for name in free:  # rounds to the nearest number, and halves up
         kept[name] = (2 * left * sums[name] + weight) // (2 * weight)
-    _settle(kept, sums, numel, keep)
+    # Single entries are added or removed where that changes proportions least.
+    missing = keep - sum(kept.values())
+    for _ in range(missing):
+        claims = {n: Fraction(sums[n], 2 * kept[n] + 1) for n in sums if kept[n] < numel[n]}
+        kept[min(claims, key=lambda name: (-claims[name], name))] += 1
+    for _ in range(-missing):
+        claims = {n: Fraction(sums[n], 2 * kept[n] - 1) for n in sums if kept[n]}
+        weakest = min(claims.values())
+        kept[max(name for name, claim in claims.items() if claim == weakest)] -= 1
     return kept
 
 
-def _settle(
-    kept: dict[str, int], sums: Mapping[str, int], numel: Mapping[str, int], keep: int
-) -> None:
-    """Add or remove single entries, where that changes proportions least, until `keep` are left."""
-    missing = keep - sum(kept.values())
-    while missing > 0:
-        open_ones = [name for name in sums if kept[name] < numel[name]]
-        name = min(open_ones, key=lambda name: (-Fraction(sums[name], 2 * kept[name] + 1), name))
-        kept[name] += 1
-        missing -= 1
-    while missing < 0:
-        claims = {name: Fraction(sums[name], 2 * kept[name] - 1) for name in sums if kept[name]}
-        weakest = min(claims.values())
-        kept[max(name for name, claim in claims.items() if claim == weakest)] -= 1
-        missing += 1
+# -- N:M, as sparse tensor cores need it (2:4) ------------------------------------------
 
 
-def match(
-    patterns: Sequence[str],
-    names: Sequence[str],
-    where: str,
-    none: str = "no tensor that could be pruned",
-) -> list[str]:
-    """The names that match any of the patterns, in the order of `names`.
+def parse_pattern(text: str) -> tuple[int, int]:
+    """The two numbers of a pattern such as "2:4"; ConfigError for any other text."""
+    numbers = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    n, m = map(int, numbers.groups()) if numbers else (0, 0)
+    if not 0 < n < m:
+        raise ConfigError(
+            f"pruning.pattern: {text!r} is not N:M with 0 < N < M; write 2:4 to keep two of "
+            "every four"
+        )
+    return n, m
 
-    A pattern may contain `*`, `?` and `[…]`; case counts, and `*` matches dots, too. `where` is
-    the key of the patterns, and their file if known. Raises ConfigError for a pattern that matches
-    no name, or as the message says, `none`.
+
+def check_pattern(name: str, shape: tuple[int, ...], n: int, m: int) -> None:
+    """ConfigError unless `m` divides dimension 1 of the tensor, its inputs."""
+    if shape[1] % m:
+        raise ConfigError(
+            f"{name}: {n}:{m} runs along dimension 1 of its shape {shape}, which is not a "
+            f"multiple of {m}; name it in pruning.exclude"
+        )
+
+
+def n_of_m(score: Tensor, n: int, m: int) -> Tensor:
+    """The bool mask, in the shape of `score`, of the n largest of every m consecutive inputs.
+
+    Inputs are dimension 1 of a Linear (out, in) and of a Conv (out, in, kh, kw), where each place
+    of the kernel counts by itself. Among equal scores, those at lower positions stay. `score` has
+    no NaN, and m divides its dimension 1.
     """
-    found: set[str] = set()
-    for pattern in patterns:
-        own = {name for name in names if fnmatchcase(name, pattern)}
-        if not own:
-            nearest = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0)) or "none"
-            raise ConfigError(f"{where}: {pattern!r} matches {none}; nearest: {nearest}")
-        found |= own
-    return [name for name in names if name in found]
+    mask = torch.zeros(score.shape, dtype=torch.bool)
+    grouped_mask = _groups(mask, m)
+    step = max(1, CHUNK * len(score) // mask.numel())
+    for part, kept in zip(_groups(score, m).split(step), grouped_mask.split(step), strict=True):
+        order = part.sort(dim=2, descending=True, stable=True).indices
+        kept.scatter_(2, order[:, :, :n], True)
+    return mask
+
+
+def crowded_groups(stays: Tensor, n: int, m: int) -> int:
+    """How many groups of m consecutive inputs have more than n True entries.
+
+    `stays` is bool in the shape of a tensor, as in `n_of_m`.
+    """
+    return int((_groups(stays, m).sum(2) > n).sum())
+
+
+def _groups(tensor: Tensor, m: int) -> Tensor:
+    """A tensor as (rows, groups, m, places of a kernel)."""
+    rows, inputs = tensor.shape[:2]
+    assert inputs % m == 0, "check_pattern was not asked"
+    return tensor.reshape(rows, inputs // m, m, -1)

@@ -16,12 +16,13 @@ least. U is upper triangular.
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from axsparse.pruning.pattern import n_of_m
+from axsparse.pruning.distribution import n_of_m
 
 BLOCK = 128
 """Columns that SparseGPT decides together."""
@@ -31,32 +32,50 @@ HowMany: TypeAlias = "float | tuple[int, int]"
 """A sparsity, or (n, m) to keep n of every m consecutive inputs."""
 
 
-class InputStatistics(Protocol):
+class InputStatistics(ABC):
     """Gathers what it needs to know of the inputs of one matrix, then prunes it.
 
-    `add` is called for each microbatch with (tokens, inputs), then `prune` once, with the fp32
-    matrix on the same device; it returns the bool mask and the weights, both in the shape of the
-    matrix. The weights are zero where the mask is False.
-
-    `held` says how many bytes the statistics of so many inputs take, and `working` how many more
-    `prune` takes at most for a matrix of this shape, its results included; plans count them.
+    Methods are subclasses in `METHODS`; each is made with the number of inputs and a device.
     """
 
-    def add(self, x: Tensor) -> None: ...
-
-    def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]: ...
-
-    @staticmethod
-    def held(inputs: int) -> int: ...
-
-    @staticmethod
-    def working(shape: tuple[int, ...]) -> int: ...
-
-
-class WandaStatistics:
-    """Sums of squares of the inputs."""
-
     changes_weights = False
+    """Whether `prune` changes kept weights, too."""
+
+    @abstractmethod
+    def add(self, x: Tensor) -> None:
+        """Count the inputs of one microbatch, (tokens, inputs)."""
+
+    @abstractmethod
+    def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
+        """The bool mask and the weights, zero where the mask is False, both in the shape of the
+        fp32 matrix; called once, after all microbatches."""
+
+    @staticmethod
+    @abstractmethod
+    def held(inputs: int) -> int:
+        """Bytes of the statistics of so many inputs; plans count them."""
+
+    @staticmethod
+    @abstractmethod
+    def working(shape: tuple[int, ...]) -> int:
+        """Bytes that `prune` takes besides, at most, for a matrix of this shape, its results
+        included."""
+
+    @staticmethod
+    @abstractmethod
+    def removed(shape: tuple[int, ...], sparsity: float) -> int:
+        """How many entries of a matrix a sparsity removes."""
+
+    @classmethod
+    def kept(cls, shape: tuple[int, ...], how_many: HowMany) -> int:
+        """How many entries of a matrix stay."""
+        if isinstance(how_many, tuple):
+            return shape[0] * shape[1] // how_many[1] * how_many[0]
+        return shape[0] * shape[1] - cls.removed(shape, how_many)
+
+
+class WandaStatistics(InputStatistics):
+    """Sums of squares of the inputs."""
 
     def __init__(self, inputs: int, device: torch.device) -> None:
         self._squares = torch.zeros(inputs, device=device)
@@ -84,14 +103,11 @@ class WandaStatistics:
         return 21 * shape[0] * shape[1]
 
     @staticmethod
-    def kept(shape: tuple[int, ...], how_many: HowMany) -> int:
-        """How many entries of a matrix stay."""
-        if isinstance(how_many, tuple):
-            return shape[0] * shape[1] // how_many[1] * how_many[0]
-        return shape[0] * (shape[1] - removed_of_row(shape[1], how_many))
+    def removed(shape: tuple[int, ...], sparsity: float) -> int:
+        return shape[0] * removed_of_row(shape[1], sparsity)
 
 
-class SparseGptStatistics:
+class SparseGptStatistics(InputStatistics):
     """Second moments of the inputs."""
 
     changes_weights = True
@@ -109,7 +125,8 @@ class SparseGptStatistics:
         upper, weight = self._factor(), weight.clone()
         weight[:, self._moments.diagonal() == 0] = 0
         mask = torch.ones_like(weight, dtype=torch.bool)
-        width = _width(how_many)
+        groups_of = how_many[1] if isinstance(how_many, tuple) else 1
+        width = max(BLOCK // groups_of, 1) * groups_of  # whole groups, if groups decide
         for start in range(0, weight.shape[1], width):
             stop = min(start + width, weight.shape[1])
             errors = _prune_block(
@@ -141,12 +158,9 @@ class SparseGptStatistics:
         return max(3 * square, square + 5 * entries + max(28 * block, 4 * (entries + block)))
 
     @staticmethod
-    def kept(shape: tuple[int, ...], how_many: HowMany) -> int:
-        """How many entries of a matrix stay."""
-        if isinstance(how_many, tuple):
-            return shape[0] * shape[1] // how_many[1] * how_many[0]
-        blocks = [min(BLOCK, shape[1] - start) for start in range(0, shape[1], BLOCK)]
-        return sum(shape[0] * b - removed_of_block(shape[0] * b, how_many) for b in blocks)
+    def removed(shape: tuple[int, ...], sparsity: float) -> int:
+        widths = (min(BLOCK, shape[1] - start) for start in range(0, shape[1], BLOCK))
+        return sum(removed_of_block(shape[0] * width, sparsity) for width in widths)
 
 
 def removed_of_row(inputs: int, sparsity: float) -> int:
@@ -158,12 +172,6 @@ def removed_of_block(entries: int, sparsity: float) -> int:
     """How many entries of a block SparseGPT removes: the published code takes one more than the
     fraction."""
     return min(int(entries * sparsity) + 1, entries) if sparsity else 0
-
-
-def _width(how_many: HowMany) -> int:
-    """Columns of a block: whole groups, if groups decide."""
-    m = how_many[1] if isinstance(how_many, tuple) else 1
-    return max(BLOCK // m, 1) * m
 
 
 def _prune_block(weight: Tensor, mask: Tensor, upper: Tensor, how_many: HowMany) -> Tensor:
@@ -192,7 +200,7 @@ def _prune_block(weight: Tensor, mask: Tensor, upper: Tensor, how_many: HowMany)
     return errors
 
 
-METHODS: dict[str, type[WandaStatistics] | type[SparseGptStatistics]] = {
+METHODS: dict[str, type[WandaStatistics | SparseGptStatistics]] = {
     "wanda": WandaStatistics,
     "sparsegpt": SparseGptStatistics,
 }

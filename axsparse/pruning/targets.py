@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from axsparse.config.schema import Config, PruningConfig, prunes
-from axsparse.models.survey import Survey
-from axsparse.pruning.distribution import kept_counts, match
-from axsparse.pruning.pattern import check_pattern, parse_pattern
+from axsparse.models.start_weights import MOST_NAMED
+from axsparse.models.survey import ParameterInfo, Survey, match
+from axsparse.pruning.distribution import (
+    check_pattern,
+    crowded_groups,
+    kept_counts,
+    parse_pattern,
+)
 from axsparse.pruning.ticket.ticket_reader import Ticket, open_ticket
-from axsparse.runtime.errors import ConfigError
-from axsparse.samo.masks import Shape
+from axsparse.runtime.errors import ConfigError, everywhere
+from axsparse.samo.masks import Shape, Weight
 
 FROM_START = frozenset(
     ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "set", "rigl")
 )
 """Methods whose first masks need nothing but the initial weights, and perhaps samples."""
+NOTHING_PRUNABLE = "no tensor that could be pruned"
+"""What a pattern of names matches that matches nothing."""
 
 
 @dataclass(frozen=True)
@@ -74,31 +86,42 @@ def what_is_pruned(config: Config, surveyed: Survey) -> tuple[Targets | None, Ti
 def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
     """The tensors of a model that the settings prune; ConfigError where the two do not fit.
 
-    Those are the trained matrices of the blocks (with `include: all`, of every layer) that
-    `pruning.exclude` does not name.
+    Those are the trained weights of the linear, convolution, recurrent and attention modules of
+    the blocks (with `include: all`, the trained matrices of every layer) that `pruning.exclude`
+    does not name, and other trained matrices that `pruning.layers` names.
     """
-    trained = {
-        parameter.name: tuple(parameter.shape)
+    matrices = {
+        parameter.name: (parameter, layer.kind)
         for layer in surveyed.layers
         for parameter in layer.parameters
-        if parameter.trained
-        and parameter.name not in surveyed.ties
-        and len(parameter.shape) >= 2
-        and (layer.kind == "block" or pruning.include == "all")
+        if parameter.trained and parameter.name not in surveyed.ties and len(parameter.shape) >= 2
     }
-    excluded = set(match(pruning.exclude, list(trained), "pruning.exclude"))
-    shapes = {name: shape for name, shape in trained.items() if name not in excluded}
-    if not shapes and prunes(pruning) and pruning.ticket is None:
-        raise ConfigError(
-            "pruning.exclude: no tensor is left to prune; leave some in, or set samo.enabled=false"
-            if trained
-            else "pruning.include: blocks, but no block of this model has a matrix; choose all, or "
-            "set samo.enabled=false"
-        )
+    excluded = set(match(pruning.exclude, list(matrices), "pruning.exclude", NOTHING_PRUNABLE))
+    candidates = [name for name in matrices if name not in excluded]
+    usual = [
+        name
+        for name in candidates
+        if pruning.include == "all"
+        or (matrices[name][1] == "block" and matrices[name][0].multiplies)
+    ]
     own = {}
     for entry in pruning.layers:
         pattern, own_sparsity = _parse_own_sparsity(entry)
-        own.update(dict.fromkeys(match([pattern], list(shapes), "pruning.layers"), own_sparsity))
+        # A pattern of names that are pruned anyway adds no others.
+        among = usual if any(fnmatchcase(name, pattern) for name in usual) else candidates
+        names = match([pattern], among, "pruning.layers", NOTHING_PRUNABLE)
+        own.update(dict.fromkeys(names, own_sparsity))
+    shapes = {
+        name: tuple(matrices[name][0].shape) for name in candidates if name in own or name in usual
+    }
+    if not shapes and prunes(pruning) and pruning.ticket is None:
+        raise ConfigError(
+            "pruning.exclude: no tensor is left to prune; leave some in, or set samo.enabled=false"
+            if excluded
+            else "pruning.include: blocks, but no block of this model has a weight of a linear, "
+            "convolution, recurrent or attention module; choose all, name matrices in "
+            "pruning.layers, or set samo.enabled=false"
+        )
     sparsity = pruning.sparsity
     if pruning.pattern is not None:
         n, m = parse_pattern(pruning.pattern)
@@ -108,12 +131,60 @@ def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
     return Targets(shapes, sparsity, pruning.distribution, own)
 
 
+def left_dense(
+    surveyed: Survey, targets: Targets, pruning: PruningConfig
+) -> dict[str, list[ParameterInfo]]:
+    """The trained parameters that stay dense, by the reason why."""
+    dense: dict[str, list[ParameterInfo]] = {}
+    for layer in surveyed.layers:
+        for parameter in layer.parameters:
+            name = parameter.name
+            if not parameter.trained or name in surveyed.ties or name in targets.shapes:
+                continue
+            if len(parameter.shape) < 2:
+                why = "vectors"
+            elif pruning.ticket is not None:
+                why = "not in the ticket"
+            elif any(fnmatchcase(name, pattern) for pattern in pruning.exclude):
+                why = "named in pruning.exclude"
+            elif layer.kind != "block":
+                why = f"in a layer of kind {layer.kind}; pruning.include: all prunes them"
+            else:
+                why = (
+                    "of no linear, convolution, recurrent or attention module; pruning.layers may "
+                    "name them"
+                )
+            dense.setdefault(why, []).append(parameter)
+    return dense
+
+
+def pruning_lines(
+    surveyed: Survey, targets: Targets, pruning: PruningConfig, kept: Mapping[str, int]
+) -> list[str]:
+    """What is pruned in the end and what stays dense, for the start of a run.
+
+    `kept` has the kept entries of each pruned tensor.
+    """
+    numel = sum(map(math.prod, targets.shapes.values()))
+    lines = [
+        f"pruned: {len(targets.shapes)} tensors, {numel:,} of {surveyed.num_params:,} entries, of "
+        f"which {sum(kept.values()):,} stay"
+    ]
+    parts = []
+    for why, parameters in left_dense(surveyed, targets, pruning).items():
+        if why == "vectors":
+            parts.append(f"{len(parameters)} vectors")
+            continue
+        names = [parameter.name for parameter in parameters]
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        parts.append(f"{', '.join(names[:MOST_NAMED])}{more} ({why})")
+    return [*lines, f"dense: {' · '.join(parts)}"] if parts else lines
+
+
 def starts_pruned(config: Config, targets: Targets | None, ticket: Ticket | None) -> bool:
     """Whether state is built compressed; otherwise it is dense until the first pruning."""
-    pruning = config.pruning
-    if targets is None:
-        return False
-    return ticket is not None or (pruning.at_step == 0 and pruning.method in FROM_START)
+    at_start = config.pruning.at_step == 0 and config.pruning.method in FROM_START
+    return targets is not None and (ticket is not None or at_start)
 
 
 def kept_at_start(
@@ -138,3 +209,74 @@ def _parse_own_sparsity(entry: str) -> tuple[str, float]:
             "write it like block0.*=0.5"
         )
     return pattern.strip(), sparsity
+
+
+# -- zeros of loaded weights, which is how other tools leave a pruned model -------------
+
+TOLERANCE = 0.01
+"""How far `pruning.sparsity`, with which runs are planned, may be from the sparsity found."""
+
+
+@dataclass(frozen=True)
+class ZeroMasks:
+    """Masks that keep every entry that is not zero. Tensors without zeros stay dense, and so do
+    tensors of zeros alone, which nobody has pruned: they were initialized so."""
+
+    kept: Mapping[str, int]
+
+    def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
+        assert within is None, "zeros are looked for once, in weights that nobody has pruned here"
+        mask: Tensor = weight().view(-1) != 0
+        if not mask.any():
+            mask = ~mask
+        assert mask.numel() == math.prod(shape) and int(mask.sum()) == self.kept[name], name
+        return mask
+
+
+def masks_of_zeros(
+    targets: Targets,
+    pruning: PruningConfig,
+    values: Iterable[tuple[str, Callable[[], Tensor]]],
+    total: Callable[[Tensor], Tensor],
+) -> ZeroMasks:
+    """The masks of the zeros in the weights of all stages; ConfigError, on all ranks alike, where
+    the zeros are not what the settings say.
+
+    `values` has, by name, functions that give the initial weights of the tensors that count on
+    this rank, one at a time. `total` sums a vector of integers over all ranks, which call this
+    together.
+    """
+    pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
+    numbers = {name: number for number, name in enumerate(targets.shapes)}
+    counts = torch.zeros(2, len(numbers), dtype=torch.int64)
+    for name, value in values:
+        if name in numbers:
+            stays = value() != 0
+            crowded = 0 if pattern is None else crowded_groups(stays, *pattern)
+            counts[:, numbers[name]] = torch.tensor([int(stays.sum()), crowded])
+            del stays
+    kept, crowded_in = total(counts.view(-1)).view(2, -1).tolist()
+    for number, shape in enumerate(targets.shapes.values()):
+        kept[number] = kept[number] or math.prod(shape)
+    sparsity = 1 - sum(kept) / sum(map(math.prod, targets.shapes.values()))
+    problem = ""
+    for name, groups in zip(numbers, crowded_in, strict=True):
+        if pattern is not None and groups and not problem:
+            problem = (
+                f"pruning.pattern: {pruning.pattern}, but {groups} groups of {pattern[1]} in "
+                f"{name} have more than {pattern[0]} entries that are not zero; leave the pattern "
+                "out, or name the tensor in pruning.exclude"
+            )
+    if sparsity == 0:
+        problem = (
+            "pruning.method: zeros, but no pruned tensor of the loaded weights has a zero; "
+            "load weights that were pruned, or choose magnitude"
+        )
+    elif pattern is None and abs(sparsity - pruning.sparsity) > TOLERANCE:
+        problem = (
+            f"pruning.sparsity: {pruning.sparsity:g}, with which the run was planned, but "
+            f"{sparsity:.4f} of the loaded weights is zero; set it to {sparsity:.2f}"
+        )
+    if problem:
+        raise everywhere(ConfigError(problem))
+    return ZeroMasks(dict(zip(numbers, kept, strict=True)))

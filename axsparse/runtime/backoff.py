@@ -23,7 +23,7 @@ class SleepingBackoff:
 
     Linux adds 50 µs to a sleep, and a poll takes 15 µs of CPU. A rank that waits with a core of
     its own takes 6 % of it and learns of a message after 0.2 ms; one that shares its core takes
-    2.5 % and learns of it after 0.35 ms (`benchmarks/waiting.py`, docs/decisions/041).
+    2.5 % and learns of it after 0.35 ms (docs/decisions/041).
     """
 
     def __init__(self, *, shares_core: bool = False) -> None:

@@ -12,8 +12,8 @@ processes over MPI (`runtime/mpi`), and between GPUs (`runtime/gpu`). To add ano
    Nothing has to be inherited.
 2. Call its contracts on all ranks at once: every function of `CONTRACT` in
    `tests/support/link_contract.py` with at least two ranks, and every function of `CONTRACT` in
-   `tests/support/collective_contract.py` with at least one. `tests/runtime/test_link.py` and
-   `tests/runtime/test_collective.py` show how.
+   `tests/support/collective_contract.py` with at least one. `tests/runtime/test_local_transport.py`
+   shows how.
 3. Choose it in `runtime/connection.py`, or in `training/placement.py` if a setting decides.
 """
 
@@ -25,7 +25,6 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from axsparse.runtime.grid import Place
@@ -135,17 +134,6 @@ class Op(Enum):
     BROADCAST = "broadcast"
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """An operation that a group will carry out, with the size of its largest buffer."""
-
-    op: Op
-    dtype: torch.dtype
-    numel: int
-    bounds: tuple[int, ...] | None = None
-    """The `bounds` that `Collective.start` will get."""
-
-
 class Work(Protocol):
     """A collective operation under way; keeps its buffer alive until it is complete."""
 
@@ -251,14 +239,11 @@ class Transport(Protocol):
         """
         ...
 
-    def collective(
-        self, name: str, ranks: Sequence[int], planned: Sequence[Exchange] = ()
-    ) -> Collective:
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         """A new group of ranks in this order, of which this rank is one.
 
-        Its members call this together, with the same name, order and plans, and make all groups
-        that they share in the same order. A transport may set up here what the `planned`
-        operations need, so that none of them has to do it later.
+        Its members call this together, with the same name and order, and make all groups that they
+        share in the same order.
         """
         ...
 

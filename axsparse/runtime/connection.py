@@ -15,8 +15,6 @@ from axsparse.runtime.launcher import (
     started_by_launcher,
     write_line,
 )
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.mpi.mpi_transport import (
     MpiTransport,
     end_all_ranks,
@@ -59,7 +57,7 @@ def connect_alone() -> Transport:
             )
     bind_early(os.environ)
     remove_leftovers()
-    return LocalTransport(LocalWorld(1), 0)
+    return _alone()
 
 
 def connect() -> Transport:
@@ -84,6 +82,13 @@ def connect() -> Transport:
                 f"({reason}); load the site's MPI module, or install axsparse[mpich]"
             ) from reason
         check_size(1)
-        return LocalTransport(LocalWorld(1), 0)
+        return _alone()
     check_size(MPI.COMM_WORLD.size)
     return MpiTransport(MPI.COMM_WORLD)
+
+
+def _alone() -> Transport:
+    from axsparse.runtime.local.local_transport import LocalTransport
+    from axsparse.runtime.local.local_world import LocalWorld
+
+    return LocalTransport(LocalWorld(1), 0)

@@ -171,16 +171,16 @@ def _launchers(proc: Path) -> list[tuple[int, str]]:
 
     They follow each other without a gap; a wrapper script may stand between them and this process.
     """
-    found: list[tuple[int, str]] = []
+    launchers: list[tuple[int, str]] = []
     _, pid = _name_and_parent(proc / "self")
     while pid > 0:
         name, parent = _name_and_parent(proc / str(pid))
         if name in LAUNCHERS or name in DAEMONS:
-            found.append((pid, name))
-        elif found:
+            launchers.append((pid, name))
+        elif launchers:
             break
         pid = parent
-    return found
+    return launchers
 
 
 def _name_and_parent(process: Path) -> tuple[str, int]:
@@ -201,24 +201,20 @@ def _own_size() -> os.terminal_size | None:
 
 def _device_size(device: Path) -> os.terminal_size:
     """Size of a terminal that this process has not opened."""
-    try:
+    with contextlib.ExitStack() as later, contextlib.suppress(OSError):
         # Without O_NOCTTY this process would get the terminal's signals if a launcher has made it
         # a session leader. Without O_NONBLOCK a serial line would wait for its carrier.
         descriptor = os.open(device, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except OSError:
-        return SIZE
-    try:
+        later.callback(os.close, descriptor)
         return _size(descriptor)
-    finally:
-        os.close(descriptor)
+    return SIZE
 
 
 def _size(descriptor: int) -> os.terminal_size:
-    try:
-        found = os.get_terminal_size(descriptor)
-    except OSError:
-        return SIZE
-    return os.terminal_size((found.columns or SIZE.columns, found.lines or SIZE.lines))
+    with contextlib.suppress(OSError):
+        columns, lines = os.get_terminal_size(descriptor)
+        return os.terminal_size((columns or SIZE.columns, lines or SIZE.lines))
+    return SIZE
 
 
 def format_bytes(n: float) -> str:

@@ -87,20 +87,32 @@ def everywhere(error: Error) -> Error:
 
 @contextmanager
 def writing(what: str, mend: str) -> Iterator[None]:
-    """Turn an OSError of the code within into an OutputError; `what` names the place."""
+    """Turn an OSError of the code within into an OutputError; `what` names the place.
+
+    What Python raises for a name that no file can have counts as one.
+    """
     try:
         yield
-    except OSError as reason:
-        raise OutputError(f"{what} cannot be written ({reason.strerror}); {mend}") from reason
+    except (OSError, ValueError) as reason:
+        raise OutputError(f"{what} cannot be written ({_why(reason)}); {mend}") from reason
 
 
 @contextmanager
 def reading(what: str, mend: str) -> Iterator[None]:
-    """Turn an OSError of the code within into a MissingInputError; `what` names the place."""
+    """Likewise into a MissingInputError."""
     try:
         yield
-    except OSError as reason:
-        raise MissingInputError(f"{what} cannot be read ({reason.strerror}); {mend}") from reason
+    except (OSError, ValueError) as reason:
+        raise MissingInputError(f"{what} cannot be read ({_why(reason)}); {mend}") from reason
+
+
+def _why(reason: OSError | ValueError) -> str | None:
+    """Why a file cannot be used; raises a ValueError that is about something else."""
+    if isinstance(reason, OSError):
+        return reason.strerror
+    if isinstance(reason, UnicodeEncodeError) or "embedded null" in str(reason):
+        return "its name has characters that no file name can have"
+    raise reason
 
 
 @contextmanager

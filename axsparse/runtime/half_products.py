@@ -151,7 +151,7 @@ def _convolution(lacking: tuple[torch.dtype, ...]) -> Callable[..., Tensor]:
 
 
 def _convolution_backward(lacking: tuple[torch.dtype, ...]) -> Callable[..., Gradients]:
-    """The kernel of its gradients, of inputs, weight and bias, of which a mask says the wanted."""
+    """The kernel of the gradients of inputs, weight and bias; a mask says which are needed."""
     own: Any = torch.ops.aten._slow_conv2d_backward.grad_input
 
     # Reason: torch calls it with these.
@@ -162,21 +162,21 @@ def _convolution_backward(lacking: tuple[torch.dtype, ...]) -> Callable[..., Gra
         size: Sequence[int],
         stride: Sequence[int],
         padding: Sequence[int],
-        wanted: Sequence[bool],
+        needed: Sequence[bool],
     ) -> Gradients:
-        found: Sequence[Tensor | None]
+        gradients: Sequence[Tensor | None]
         if gradient.dtype in lacking:
             tensors = (gradient.float(), inputs.float(), weight.float())
             kind = ([weight.shape[0]], stride, padding, [1, 1], False, [0, 0], 1)
-            wide = torch.ops.aten.convolution_backward(*tensors, *kind, wanted)
-            found = [None if each is None else each.to(gradient.dtype) for each in wide]
+            wide = torch.ops.aten.convolution_backward(*tensors, *kind, needed)
+            gradients = [None if each is None else each.to(gradient.dtype) for each in wide]
         else:
-            found = [gradient.new_empty(0) for _ in wanted]
+            gradients = [gradient.new_empty(0) for _ in needed]
             names = ("grad_input", "grad_weight", "grad_bias")
-            outputs = dict(zip(names, found, strict=True))
+            outputs = dict(zip(names, gradients, strict=True))
             own(gradient, inputs, weight, size, stride, padding, **outputs)
         first, second, third = (
-            each if asked else None for each, asked in zip(found, wanted, strict=True)
+            each if asked else None for each, asked in zip(gradients, needed, strict=True)
         )
         return first, second, third
 

@@ -6,8 +6,8 @@ The link of GPUs sends headers over them, and contents too, where these pass thr
 
 The header is an int64 array that describes the message without its contents. Its words are the
 microbatch, the number of tensors, and then for each tensor its type's number in `DTYPES` (−1 for
-None), whether a gradient is wanted, the number of its dimensions and their sizes. The direction is
-not in it, since each direction has a channel of its own.
+None), whether its gradient is to come back, the number of its dimensions and their sizes. The
+direction is not in it, since each direction has a channel of its own.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 def encode_header(message: Message) -> Header:
     """The header of a message; ValueError if a tensor's type is not among `DTYPES`."""
     words = [message.microbatch, len(message.tensors)]
-    gradients_wanted = message.requires_grad or (False,) * len(message.tensors)
-    for tensor, requires_grad in zip(message.tensors, gradients_wanted, strict=True):
+    need_gradients = message.requires_grad or (False,) * len(message.tensors)
+    for tensor, requires_grad in zip(message.tensors, need_gradients, strict=True):
         if tensor is None:
             words += [-1, 0, 0]
             continue
@@ -77,12 +77,12 @@ def decode_header(words: Header, direction: Direction, allocate: Allocate) -> Me
     requires_grad = []
     at = 2
     for _ in range(count):
-        number, wanted, dims = words[at : at + 3].tolist()
+        number, needs_gradient, dims = words[at : at + 3].tolist()
         at += 3
         shape = words[at : at + dims].tolist()
         at += dims
         tensors.append(None if number < 0 else allocate(shape, DTYPES[number]))
-        requires_grad.append(bool(wanted))
+        requires_grad.append(bool(needs_gradient))
     return Message(direction, microbatch, tuple(tensors), tuple(requires_grad))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 
@@ -18,13 +17,6 @@ SRUN_SIZE = "SLURM_STEP_NUM_TASKS"
 may be the daemons of an mpirun, one a node; SLURM_NTASKS then counts those, too."""
 JOB_SIZE = "AXSPARSE_RANKS"
 """Where a job script of `axsparse submit` says how many ranks it asked for."""
-
-
-def flush_streams() -> None:
-    """Write out what stdout and stderr still hold, as far as anybody reads it."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
 
 
 def write_line(text: str) -> None:

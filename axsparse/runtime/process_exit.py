@@ -19,7 +19,7 @@ def exit_process(code: int = 0, line: str | None = None) -> NoReturn:
     """
     if line is not None:
         write_line(line)
-    _flush()
+    flush_streams()
     if threading.current_thread() is not threading.main_thread():
         exit_at_once(code)
     sys.exit(code)
@@ -30,7 +30,7 @@ def exit_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _flush() -> None:
+def flush_streams() -> None:
     """Write out what stdout and stderr still have; a reader that has gone is no mistake."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from axsparse.samo.cuda.compress_kernel import compress
 from axsparse.samo.cuda.device_index import DeviceIndex, make_device_index
+from axsparse.samo.cuda.kernels import compress
 from axsparse.samo.cuda.launch import Launcher
 from axsparse.samo.index.base import FullIndex, Index, make_index
-from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import IndexKind
 
 
@@ -57,26 +56,15 @@ class Backend:
             return FullIndex(numel)
         return DeviceIndex(self.launch, "full", numel, numel, self.device)
 
-    def compress(
-        self, index: Index, dense_D: Tensor, gradient_K: Tensor, *, adds: bool, sums_squares: bool
-    ) -> Tensor | None:
-        """Move a dense gradient's kept entries into `gradient_K`, or add them to it if `adds`.
-
-        Returns the fp64 sums of squares of each block of `gradient_K`, where a kernel computes
-        them and `sums_squares` asks for them; otherwise None.
-        """
+    def compress(self, index: Index, dense_D: Tensor, gradient_K: Tensor, *, adds: bool) -> None:
+        """Move a dense gradient's kept entries into `gradient_K`, or add them to it if `adds`."""
         on_device = index.on_device
         if on_device is not None:
-            blocks = -(-index.kept // BLOCK)
-            partials = gradient_K.new_empty(blocks, dtype=torch.float64) if sums_squares else None
-            compress(on_device, dense_D, gradient_K, accumulate=adds, partials=partials)
-            return partials
-        values_K = index.gather(dense_D, 0, index.kept)
-        if adds:
-            gradient_K.add_(values_K)
+            compress(on_device, dense_D, gradient_K, accumulate=adds)
+        elif adds:
+            gradient_K.add_(index.gather(dense_D, 0, index.kept))
         else:
-            gradient_K.copy_(values_K)
-        return None
+            gradient_K.copy_(index.gather(dense_D, 0, index.kept))
 
 
 HOST = Backend(torch.device("cpu"), None)

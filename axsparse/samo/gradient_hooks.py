@@ -23,15 +23,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from axsparse.samo.growth_candidates import Candidates, strongest
-from axsparse.samo.host.sampled_product import (
+from axsparse.samo.host.sparse_products import (
     FEWEST_TOKENS,
+    can_multiply,
     can_sample,
     may_be_sparse,
     sampled_product,
+    sparse_input_gradient,
+    sparse_linear,
 )
-from axsparse.samo.host.sparse_linear import can_multiply, sparse_input_gradient, sparse_linear
 from axsparse.samo.layer_state import LayerState
+from axsparse.samo.selection import Candidates, strongest
 from axsparse.samo.tensor_state import TensorState
 
 
@@ -85,7 +87,7 @@ class GradientCollector:
         for layer in self._layers:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
             for tensor in layer.tensors:
-                tensor.accumulated, tensor.partials = False, None
+                tensor.accumulated = False
                 tensor.parameter.grad = None
 
     def microbatch(self, *, is_last: bool) -> None:
@@ -133,11 +135,6 @@ class GradientCollector:
         found, self._candidates, self._wanted = self._candidates, {}, {}
         return found
 
-    @property
-    def candidate_bytes(self) -> int:
-        """Bytes of the candidates that are held."""
-        return sum(candidates.nbytes for candidates in self._candidates.values())
-
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
@@ -176,7 +173,7 @@ class GradientCollector:
                 values_K = tensor.index.gather(dense.reshape(-1), 0, tensor.kept)
                 self._sampled[tensor.name] += values_K
             else:
-                layer.accumulate(tensor, dense, is_last=self._is_last)
+                layer.accumulate(tensor, dense)
 
     # -- gradients that are taken out of the backward --------------------------------------
 
@@ -216,10 +213,8 @@ class GradientCollector:
         if tensor.name in self._wanted or len(rows) < FEWEST_TOKENS or not can_sample(tensor):
             return False
         values_K = sampled_product(outer, rows, tensor.index)
-        if tensor.name in self._sampled:
-            self._sampled[tensor.name] += values_K
-        else:
-            self._sampled[tensor.name] = values_K
+        before = self._sampled.get(tensor.name)
+        self._sampled[tensor.name] = values_K if before is None else before.add_(values_K)
         return True
 
     def _complete(self, layer: LayerState, tensor: TensorState) -> None:

@@ -7,13 +7,13 @@ exists, so building a stage needs memory for its final state and one fp32 parame
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.layer import Layer, StartValues, on_meta
+from axsparse.models.layer import BLOCK, Layer, StartValues, odd_values, on_meta
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
@@ -59,6 +59,9 @@ class StateOptions:
     """The values that the model starts from; None leaves that to its layers."""
     backend: Backend = HOST
     """The device of the state, and what computes there."""
+    draws: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """A digest of what layers have drawn as start values, by global name. Values are drawn several
+    times, for masks, for state and for rewinding, and have to be the same each time."""
 
     @property
     def types(self) -> StateTypes:
@@ -171,12 +174,14 @@ def _skeleton(
     else:
         module = on_meta(layer)
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
     def value(name: str) -> Tensor:
         full = f"{layer.name}.{name}"
         owner = ties.get(full, full)
         given = None if start is None else start.read(owner)
+        is_drawn = given is None
         if given is not None:
             assert tuple(given.shape) == shapes[name], owner
         elif init is not None:
@@ -191,7 +196,23 @@ def _skeleton(
                 )
         else:
             given = parameters[name]
-        return given.float().contiguous()
+        odd = odd_values(given, trained=trained[name])
+        if odd:
+            raise ConfigError(
+                f"parameter {full}: its start value is {odd}; mend the layer's init or build, "
+                "or what it starts from"
+            )
+        made = given.float().contiguous()
+        bits = made.view(-1).view(torch.int32).split(BLOCK)
+        digest = sum(int(part.sum(dtype=torch.int64)) for part in bits)
+        drawn_as = owner if init is not None else full
+        if is_drawn and options.draws.setdefault(drawn_as, digest) != digest:
+            raise ConfigError(
+                f"layer {layer.name}: its {'build' if init is None else 'init'} gave other values "
+                f"for {name} when it was called again, for the mask or for the weights; draw them "
+                "from torch's generators, which are seeded here, and not from one of your own"
+            )
+        return made
 
     return module, value
 

@@ -1,9 +1,18 @@
 """The training state of one layer, compressed to the kept entries.
 
-The state has three parts. The accumulated gradient is here, master weights and moments are in
-`samo/optimizer_state.py`, and `samo/layer_shares.py` says where each entry stands and which
-replica holds it. Weight, index and gradient are whole on every replica, also where the optimizer
-state is sharded.
+Gradient, fp32 master weights and the optimizer's moments have flat buffers; `samo/tensor_state.py`
+says where each entry stands and which replica holds it. Weight, index and gradient are complete on
+every replica, also where the optimizer state is sharded.
+
+There are three ways to store the masters (`MasterKind`):
+
+    "weight"       fp32 training: the weight is its own master, gathered for an update
+    "fp32"         half training: an fp32 buffer of held entries, from which weights are rounded
+    "remainder"    bf16 training: the weight is the master's upper half, and an int16 buffer of
+                   held entries has the lower half
+
+Moments are fp32 buffers of held entries. Masters and moments may rest on the host and visit the GPU
+for an update (`samo/offload.py`).
 
 Each layer has buffers of its own, so that it can be pruned, sharded or freed by itself: a view
 keeps its whole storage alive, so no layer's memory could leave a buffer of the whole stage.
@@ -11,20 +20,21 @@ keeps its whole storage alive, so no layer's memory could leave a buffer of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from axsparse.runtime.communication import Op
+from axsparse.runtime.communication import Collective, Op
+from axsparse.samo import precision
 from axsparse.samo.backend import HOST, Backend
-from axsparse.samo.layer_shares import Shares
-from axsparse.samo.optimizer_state import OptimizerState
-from axsparse.samo.relocation import relocation_to
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes
-from axsparse.samo.tensor_state import TensorState
+from axsparse.samo.tensor_state import Relocation, Shares, TensorState
+
+_DTYPES = {"fp32": torch.float32, "remainder": torch.int16}
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,167 @@ class StateTypes:
     """Names of the optimizer's moments."""
     index: IndexKind = "int32"
     """How tensors that are pruned later store their kept positions."""
+
+
+@dataclass(frozen=True)
+class HeldBuffers:
+    """A layer's masters and moments in one place, on the host or on the GPU."""
+
+    master: Tensor | None
+    """fp32 masters or int16 remainders; None where fp32 weights are their own masters."""
+    moments: dict[str, Tensor]
+
+
+class OptimizerState:
+    """Reads and writes the masters and moments of one layer, wherever they are."""
+
+    def __init__(
+        self, shares: Shares, master: MasterKind, moments: tuple[str, ...], backend: Backend
+    ) -> None:
+        """`write_master` fills the masters; moments are allocated when first asked for."""
+        self._shares = shares
+        self._backend = backend
+        self._is_split = master == "remainder"
+        self._master_K = (
+            None if master == "weight" else backend.rest(len(shares.held), _DTYPES[master])
+        )
+        self._names = moments
+        self._moments_K: dict[str, Tensor] = {}
+        self._visit: HeldBuffers | None = None
+        self.settle: Callable[[], None] = _nothing
+        """Waits until the buffers on the host have the values of the last update."""
+
+    # -- buffers ----------------------------------------------------------------------
+
+    @property
+    def moments_K(self) -> dict[str, Tensor]:
+        """The held values of each moment, fp32; zero before the first update."""
+        if self._visit is not None:
+            return self._visit.moments
+        self.settle()
+        return self.resting().moments
+
+    @property
+    def master_K(self) -> Tensor | None:
+        """The held masters or their remainders; None where fp32 weights are their own masters."""
+        if self._visit is not None:
+            return self._visit.master
+        self.settle()
+        return self._master_K  # not by `resting`, which would allocate the moments
+
+    def resting(self) -> HeldBuffers:
+        """The buffers where they are between updates. Before `settle` returns, values of the last
+        update may still be missing there."""
+        if not self._moments_K:
+            size, rest = len(self._shares.held), self._backend.rest
+            self._moments_K.update((name, rest(size, torch.float32)) for name in self._names)
+        return HeldBuffers(self._master_K, self._moments_K)
+
+    @contextmanager
+    def visiting(self, here: HeldBuffers) -> Iterator[None]:
+        """Within this context `here`, a copy of the resting buffers, is read and written."""
+        self._visit = here
+        try:
+            yield
+        finally:
+            self._visit = None
+
+    # -- masters ----------------------------------------------------------------------
+
+    def read_master(self, tensor: TensorState, start: int, stop: int) -> Tensor:
+        """The fp32 master weights of kept entries [start, stop), all held; may be a view."""
+        master_K = self.master_K
+        if master_K is None:
+            return tensor.index.gather(tensor.weight_D, start, stop)
+        own = master_K[self._shares.held_slice(tensor, start, stop)].to(self._backend.device)
+        if self._is_split:
+            return precision.join(tensor.index.gather(tensor.weight_D, start, stop), own)
+        return own
+
+    def write_master(self, tensor: TensorState, start: int, values_K: Tensor) -> None:
+        """Store new fp32 master weights of the kept entries from `start` on, as far as they are
+        held, and round all of them into the dense weight."""
+        weight_K = precision.round_to(values_K, tensor.parameter.dtype)
+        held = tensor.entries_in(self._shares.held, start, start + values_K.numel())
+        master_K = self.master_K
+        if master_K is not None and held:
+            own = master_K[self._shares.held_slice(tensor, held.start, held.stop)]
+            values_K = values_K[held.start - start : held.stop - start]
+            if self._is_split:
+                own.copy_(precision.remainder(values_K))
+            elif own.data_ptr() != values_K.data_ptr():
+                own.copy_(values_K)
+        tensor.index.scatter(tensor.weight_D, weight_K, start)
+
+    def whole_master(self, tensor: TensorState) -> Tensor:
+        """The fp32 masters of all kept entries, `(kept,)`, on the layer's device; may be a view.
+
+        All replicas call this together where the state is sharded.
+        """
+        if self._master_K is None:
+            return self.read_master(tensor, 0, tensor.kept)
+        return self._shares.gathered(
+            tensor,
+            lambda start, stop: self.read_master(tensor, start, stop),
+            self._backend.device,
+        )
+
+    # -- moments ----------------------------------------------------------------------
+
+    def moments_of(self, tensor: TensorState, start: int, stop: int) -> dict[str, Tensor]:
+        """Views of the moments of kept entries [start, stop), all held."""
+        held = self._shares.held_slice(tensor, start, stop)
+        return {name: values[held] for name, values in self.moments_K.items()}
+
+    def whole_moment(self, tensor: TensorState, moment: str) -> Tensor:
+        """One moment of all kept entries, `(kept,)`; called as `whole_master`."""
+        values_K = self.moments_K[moment]
+        return self._shares.gathered(
+            tensor,
+            lambda start, stop: values_K[self._shares.held_slice(tensor, start, stop)],
+            self._backend.device,
+        )
+
+    def reset_moments(self) -> None:
+        """Set all moments to zero."""
+        for values_K in self.moments_K.values():
+            values_K.zero_()
+
+    # -- the whole of it --------------------------------------------------------------
+
+    def relocate(self, relocation: Relocation) -> None:
+        """Move all values to where the shares, which are laid out anew, have them now.
+
+        Buffers are replaced one at a time. All replicas call this together.
+        """
+        self.settle()
+        if self._master_K is not None:
+            self._master_K = self._relocated(relocation, self._master_K)
+        for moment, values_K in self._moments_K.items():
+            self._moments_K[moment] = self._relocated(relocation, values_K)
+
+    def _relocated(self, relocation: Relocation, resting: Tensor) -> Tensor:
+        shares = self._shares
+        old = relocation.all_owned(resting.to(self._backend.device))
+        new = old.new_zeros(shares.bounds[-1])
+        relocation.carry_over(old, new)
+        if shares.is_sharded or self._backend.host is not None:
+            held = new[shares.held.start : shares.held.stop]
+            return self._backend.rest(len(shares.held), new.dtype).copy_(held)
+        return new
+
+    def live_bytes(self) -> StateBytes:
+        """Bytes of these buffers."""
+        resting = self.resting()
+        master = 0 if resting.master is None else resting.master.nbytes
+        optimizer = sum(values.nbytes for values in resting.moments.values())
+        if self._backend.host is not None:
+            return StateBytes(offloaded=master + optimizer)
+        return StateBytes(master=master, optimizer=optimizer)
+
+
+def _nothing() -> None:
+    """The `settle` of buffers that never leave the device."""
 
 
 class LayerState:
@@ -90,18 +261,10 @@ class LayerState:
         """The kept gradient of one tensor, a view."""
         return self.gradient[tensor.offset : tensor.offset + tensor.kept]
 
-    def accumulate(self, tensor: TensorState, dense: Tensor, *, is_last: bool = False) -> None:
-        """Add a dense gradient's kept entries; the first of a step replaces what was there.
-
-        `is_last` says that no microbatch follows, so that a kernel may sum the squares as well.
-        """
-        tensor.partials = self.backend.compress(
-            tensor.index,
-            dense.reshape(-1),
-            self.gradient_of(tensor),
-            adds=tensor.accumulated,
-            sums_squares=is_last and self.shares.replicas.size == 1,
-        )
+    def accumulate(self, tensor: TensorState, dense: Tensor) -> None:
+        """Add a dense gradient's kept entries; the first of a step replaces what was there."""
+        gradient_K = self.gradient_of(tensor)
+        self.backend.compress(tensor.index, dense.reshape(-1), gradient_K, adds=tensor.accumulated)
         tensor.accumulated = True
 
     def accumulate_kept(self, tensor: TensorState, values_K: Tensor) -> None:
@@ -211,7 +374,7 @@ class LayerState:
         assert mask_D.shape == (numel,), f"{name}: a mask of {mask_D.shape} for {numel} entries"
         new_index = self.backend.index(mask_D, self._index_kind)
         new_positions = new_index.positions()
-        relocation = relocation_to(new_positions, changed, self.shares)
+        relocation = Relocation(new_positions, changed, self.shares)
         changed.own_index = new_index
         self.shares.lay_out()
 
@@ -237,3 +400,28 @@ class LayerState:
             index=sum(tensor.index.nbytes for tensor in self.owned),
             gradient=self.gradient.nbytes,
         )
+
+
+# -- tied weights, which two layers use, as one stage sees them ----------------------------------
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a tied weight on this stage."""
+
+    layer: LayerState
+    tensor: TensorState
+
+    @property
+    def gradient(self) -> Tensor:
+        """This use's kept gradient, a view."""
+        return self.layer.gradient_of(self.tensor)
+
+
+@dataclass(frozen=True)
+class StageTie:
+    """A tie as one stage sees it: both uses, or one use and the pair of stages that hold them."""
+
+    uses: tuple[Use, ...]
+    pair: Collective | None
+    """Joins the stages of the first and the second use, in order; None if both uses are here."""

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Backoff, Event
 from axsparse.runtime.gpu.device_protocol import Device
-from axsparse.samo.layer_state import LayerState
-from axsparse.samo.optimizer_state import HeldBuffers
+from axsparse.samo.layer_state import HeldBuffers, LayerState
 from axsparse.samo.state_bytes import VISITS, visit_bytes
 
 

@@ -41,7 +41,8 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != torch.bfloat16:
         return values.to(dtype)
     high = ((values.view(torch.int32) + _HALF_UNIT) >> 16).to(torch.int16)
-    return _keep_nan(high, values).view(torch.bfloat16)
+    # Rounding a NaN up could turn its bits into those of another number.
+    return high.masked_fill_(values.isnan(), _QUIET_NAN).view(torch.bfloat16)
 
 
 def remainder(values: Tensor) -> Tensor:
@@ -53,8 +54,3 @@ def join(weight: Tensor, remainders: Tensor) -> Tensor:
     """The fp32 masters of bf16 weights and int16 remainders."""
     bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainders
     return bits.view(torch.float32)
-
-
-def _keep_nan(high: Tensor, values: Tensor) -> Tensor:
-    """Put NaN where `values` has it: rounding up could turn its bits into another number's."""
-    return high.masked_fill_(values.isnan(), _QUIET_NAN)

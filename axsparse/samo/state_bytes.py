@@ -1,8 +1,8 @@
 """Bytes per parameter: the one place that defines what a parameter of the model costs.
 
 Everything that says, predicts or checks how many bytes of weight, index, gradient, master or
-optimizer state a parameter takes computes it here: `tensor_bytes`, `layer_bytes`, and for a stage
-`samo/stage_bytes.py`. Change a size here and nowhere else; `tests/samo/test_state_bytes.py` counts
+optimizer state a parameter takes computes it here: `tensor_bytes`, `layer_bytes`, `stage_bytes`.
+Change a size here and nowhere else; `tests/samo/test_state_bytes.py` counts
 the bytes of the tensors that live against it.
 
 Per tensor of n entries of which k are kept, w bytes a weight, a bytes an accumulated
@@ -41,11 +41,16 @@ weight only; buffers of modules count as weights, in the type they have.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from axsparse.samo.shards import share_bounds
+
+if TYPE_CHECKING:
+    from axsparse.models.survey import LayerInfo, ParameterInfo
 
 IndexKind: TypeAlias = Literal["auto", "int32", "mask"]
 """How kept positions are stored; `auto` takes for each tensor the encoding of fewer bytes."""
@@ -219,4 +224,68 @@ def layer_bytes(sizes: Sequence[TensorSize], stored: StateFormat, replica: int =
         whole,
         master=stored.master_bytes * share,
         optimizer=MOMENT_BYTES * stored.moments * share,
+    )
+
+
+def stage_bytes(
+    layers: Sequence[LayerInfo],
+    ties: Mapping[str, str],
+    kept: Mapping[str, int],
+    stored: StateFormat,
+    replica: int | None = None,
+) -> StateBytes:
+    """Bytes of the state of these layers on one rank.
+
+    `ties` maps the name of a weight's second use to its first. `kept` has the number of kept
+    entries of each pruned tensor, by the name of its first use. Where the optimizer state is
+    sharded, `replica` is the one that is asked about; None means the one that holds most.
+    """
+    here = {parameter.name for layer in layers for parameter in layer.parameters}
+    sizes = [
+        [
+            _size(parameter, kept, ties, is_alias=ties.get(parameter.name) in here)
+            for parameter in layer.parameters
+        ]
+        for layer in layers
+    ]
+    if replica is None:
+        replica = _fullest(sizes, stored.replicas)
+    each = [
+        layer_bytes(of_layer, stored, replica) + StateBytes(weight=layer.buffer_bytes)
+        for layer, of_layer in zip(layers, sizes, strict=True)
+    ]
+    if not stored.offload:
+        return StateBytes.sum(each)
+    moments = stored.moments
+    visits = [
+        visit_bytes([state.master, *[state.optimizer // max(moments, 1)] * moments])
+        for state in each
+    ]
+    return replace(
+        StateBytes.sum(each),
+        master=0,
+        optimizer=0,
+        visiting=VISITS * max(visits, default=0),
+        offloaded=sum(state.master + state.optimizer for state in each),
+    )
+
+
+def _fullest(sizes: Iterable[Sequence[TensorSize]], replicas: int) -> int:
+    """The replica whose shares of these layers have the most entries in total."""
+    if replicas == 1:
+        return 0
+    held = [0] * replicas
+    for kept, times in Counter(tuple(map(owned_entries, of_layer)) for of_layer in sizes).items():
+        for replica, (begin, end) in enumerate(pairwise(share_bounds(kept, replicas))):
+            held[replica] += times * (end - begin)
+    return held.index(max(held))
+
+
+def _size(
+    parameter: ParameterInfo, kept: Mapping[str, int], ties: Mapping[str, str], *, is_alias: bool
+) -> TensorSize:
+    numel = parameter.numel
+    stays = kept.get(ties.get(parameter.name, parameter.name), numel)
+    return TensorSize(
+        numel, stays if parameter.trained else numel, trained=parameter.trained, is_alias=is_alias
     )

@@ -1,14 +1,22 @@
-"""One trained tensor: its dense weight, and which of its entries are kept."""
+"""The trained tensors of a layer, and where their kept entries stand in the layer's flat buffers.
+
+A layer has one flat buffer of each kind (gradient, master, each moment). The gradient holds the
+kept entries of every tensor, those of tensor t at [offset, offset + kept). Master and moments hold
+only the entries [held.start, held.stop), which belong to owned tensors: all of their entries, or
+this replica's share of them where the optimizer state is sharded (`samo/shards.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import Index
-from axsparse.samo.shards import BLOCK
+from axsparse.samo.shards import BLOCK, Replicas, share_bounds
 
 
 @dataclass(eq=False)
@@ -33,9 +41,6 @@ class TensorState:
     """Number of the first kept entry in the layer's flat buffers; set by `Shares.lay_out`."""
     accumulated: bool = False
     """Whether this step's gradient has been written at least once."""
-    partials: Tensor | None = None
-    """The sums of squares of this step's gradient by blocks, if a GPU computed them with the last
-    microbatch's gradient and nothing has been added since."""
 
     @property
     def index(self) -> Index:
@@ -46,11 +51,6 @@ class TensorState:
     def kept(self) -> int:
         """Kept entries."""
         return self.index.kept
-
-    @property
-    def is_half(self) -> bool:
-        """Whether the weight is in half precision."""
-        return self.parameter.itemsize == 2
 
     def positions(self) -> Tensor:
         """Flat positions of the kept entries on the host, int64, ascending."""
@@ -71,3 +71,117 @@ class TensorState:
         stop = self.kept if stop is None else stop
         first = min(max(part.start - self.offset, start), stop)
         return range(first, max(first, min(part.stop - self.offset, stop)))
+
+
+class Shares:
+    """Numbers the kept entries of one layer and deals them out to the replicas."""
+
+    bounds: list[int]
+    """Replica r answers for the owned entries [bounds[r], bounds[r + 1])."""
+    own: range
+    """The entries that this replica answers for: whole blocks."""
+    held: range
+    """The entries that are updated here: `own` if state is sharded, otherwise all."""
+
+    def __init__(self, tensors: Sequence[TensorState], replicas: Replicas) -> None:
+        self.replicas = replicas
+        # Aliases come last, so that the part which replicas sum is contiguous.
+        self.tensors = sorted(tensors, key=lambda tensor: tensor.alias_of is not None)
+        self.owned = [tensor for tensor in self.tensors if tensor.alias_of is None]
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Set all offsets and bounds from what the tensors keep now."""
+        total = 0
+        for tensor in self.tensors:
+            tensor.offset = total
+            total += tensor.kept
+        self.total = total
+        """Kept entries of all tensors, aliases included."""
+        self.bounds = share_bounds([tensor.kept for tensor in self.owned], self.replicas.size)
+        rank = self.replicas.rank
+        self.own = range(self.bounds[rank], self.bounds[rank + 1])
+        self.held = self.own if self.is_sharded else range(self.bounds[-1])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether master and moments are this replica's share only."""
+        return self.replicas.shard and self.replicas.size > 1
+
+    def blocks(self, tensor: TensorState, part: range) -> Iterator[tuple[int, int]]:
+        """The bounds within the tensor of its blocks that are in a part of the flat buffers."""
+        for start, stop in tensor.blocks():
+            if part.start <= tensor.offset + start and tensor.offset + stop <= part.stop:
+                yield start, stop
+
+    def held_slice(self, tensor: TensorState, start: int, stop: int) -> slice:
+        """Where a tensor's kept entries [start, stop) stand in the buffers of held entries."""
+        shift = tensor.offset - self.held.start
+        begin, end = shift + start, shift + stop
+        assert begin == end or 0 <= begin < end <= len(self.held), "another replica holds these"
+        return slice(begin, end)
+
+    def gathered(
+        self, tensor: TensorState, read: Callable[[int, int], Tensor], device: torch.device
+    ) -> Tensor:
+        """A tensor's fp32 values of all kept entries, `(kept,)`; may be what `read` returns.
+
+        `read(start, stop)` returns the held ones. Where the state is sharded, all replicas call
+        this together, and the result is on `device`.
+        """
+        own = tensor.entries_in(self.held)
+        if not self.is_sharded:
+            return read(own.start, own.stop)
+        whole_K = torch.zeros(tensor.kept, device=device)
+        whole_K[own.start : own.stop] = read(own.start, own.stop)
+        bounds = [min(max(bound - tensor.offset, 0), tensor.kept) for bound in self.bounds]
+        self.replicas.exchange(Op.ALL_GATHER, whole_K, bounds)
+        return whole_K
+
+
+class Relocation:
+    """How values move in a layer's flat buffers when one of its tensors gets another mask.
+
+    Made before `Shares.lay_out` lays the shares out anew; values are carried over after it.
+    """
+
+    stays: Tensor
+    """Whether each new kept entry of the changed tensor was kept before, bool."""
+
+    def __init__(self, new_positions: Tensor, changed: TensorState, shares: Shares) -> None:
+        """`changed` will keep these positions (int64, ascending, on the layer's device)."""
+        old_positions = changed.index.positions()
+        source = torch.searchsorted(old_positions, new_positions)
+        self.stays = source < old_positions.numel()
+        self.stays[self.stays.clone()] = (
+            old_positions[source[self.stays]] == new_positions[self.stays]
+        )
+        self._before = source[self.stays]
+        self._changed, self._shares = changed, shares
+        self._places = {
+            tensor.name: slice(tensor.offset, tensor.offset + tensor.kept)
+            for tensor in shares.tensors
+        }
+        self._bounds, self._held = shares.bounds, shares.held
+
+    def all_owned(self, held: Tensor) -> Tensor:
+        """A buffer of all owned entries as they were, from this replica's held ones.
+
+        All replicas call this together where the state is sharded.
+        """
+        if not self._shares.is_sharded:
+            return held
+        complete = held.new_zeros(self._bounds[-1])
+        complete[self._held.start : self._held.stop] = held
+        self._shares.replicas.exchange(Op.ALL_GATHER, complete, self._bounds)
+        return complete
+
+    def carry_over(self, old: Tensor, new: Tensor) -> None:
+        """Copy what stays from a flat buffer of all owned entries into one of the new layout."""
+        for tensor in self._shares.owned:
+            before = old[self._places[tensor.name]]
+            after = new[tensor.offset : tensor.offset + tensor.kept]
+            if tensor is self._changed:
+                after[self.stays] = before[self._before]
+            else:
+                after.copy_(before)

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import torch
+from torch import Tensor
 
 from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.schema import Config
@@ -26,18 +29,19 @@ from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
-from axsparse.pruning.zero_masks import find_zeros
+from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.exchange import text_of_first, together
+from axsparse.runtime.errors import ConfigError, everywhere
+from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.half_products import multiply_in_fp32
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks
-from axsparse.samo.index.pieces import FEW
+from axsparse.samo.host.compiled_loops import FEW, cache_folder
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
-from axsparse.samo.optim.update import prepare_loops, whole_step
+from axsparse.samo.optim.optimizer import LearningRate, Optimizer, own_learning_rate
+from axsparse.samo.optim.update import prepare_loops
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
@@ -58,6 +62,9 @@ from axsparse.training.run_data import Data, open_data
 from axsparse.training.run_directory import RunDir, find_run, open_run_dir
 from axsparse.training.trainer import OnCheckpoint, OnEvaluation, OnStep, Trainer
 
+SILENT_SECONDS = 2.0
+"""How long a start waits for compiled loops before it says so."""
+
 
 # Reason: these are the arguments of the Python API, all but the first four optional.
 def run_training(
@@ -67,6 +74,8 @@ def run_training(
     config: Config | LoadedConfig,
     *,
     score: Score | None = None,
+    optimizer: Optimizer | None = None,
+    learning_rate: LearningRate | None = None,
     resume: str | None = None,
     overwrite: bool = False,
     on_step: OnStep | None = None,
@@ -84,6 +93,8 @@ def run_training(
         trainer = build(
             *(job, model, open_datasets, config),
             score=score,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
             resume=resume,
             overwrite=overwrite,
         )
@@ -105,6 +116,8 @@ def build(
     *,
     grid: Grid | None = None,
     score: Score | None = None,
+    optimizer: Optimizer | None = None,
+    learning_rate: LearningRate | None = None,
     quiet: bool = False,
     resume: str | None = None,
     overwrite: bool = False,
@@ -114,6 +127,10 @@ def build(
     `open_datasets` is called on first and last stages only. Without `grid`, the layout of the
     configuration decides. `score` is a pruning criterion of the user's own: a function from a
     tensor's name and fp32 weights to a score for each entry, of which the highest are kept.
+    `optimizer` is an update rule of the user's own (`samo/optim/optimizer.py` explains it), and
+    `learning_rate` a function from the number of a step, counted from 0, to its learning rate: they
+    come before `optimizer.name` and before the section `schedule`. A run that goes on is given them
+    again, since no checkpoint contains functions.
     `quiet` neither prints nor writes anything. `resume` is "auto", which goes on from the newest
     whole checkpoint of the run directory if there is one, or the path of a run or checkpoint.
     `overwrite` begins anew in the `run_dir` of the configuration, and removes what another run has
@@ -122,6 +139,7 @@ def build(
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
     TrainingError where a GPU has no room for the state.
     """
+    together(job.transport, lambda: _refuse_other_functions(optimizer, learning_rate))
     loaded = _check_settings(job, model, open_datasets, config, grid)
     if quiet:
         together(job.transport, lambda: _refuse_quiet(loaded, resume))
@@ -143,13 +161,16 @@ def build(
         found_memory(settings.config, transport, placement.room),
         None if found.checkpoint is None else found.checkpoint.manifest.pruned,
         on_host=placement.gpu is None,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
     )
     run = together(transport, lambda: resolve(settings, inputs))
-    _prepare_process(job, run, transport)
+    loops = _prepare_process(job, run, transport)
 
     data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
     directory = None if quiet else _open_run_directory(job, run, settings, data.entry, found)
     layers, options = _build_state(run, placement, data, found.checkpoint, job.run_dir)
+    _wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
     parts = assemble(run, layers, options, data, placement, job.run_dir)
     job.keep_branch(parts)
     if found.checkpoint is not None:
@@ -188,6 +209,22 @@ def _refuse_other_types(model: object, open_datasets: object, config: object, gr
     ):
         if not is_right:
             raise ConfigError(f"build: {name} is {type(value).__name__}; give {right}")
+
+
+def _refuse_other_functions(optimizer: object, learning_rate: object) -> None:
+    """ConfigError for an optimizer or a schedule of the user's own that is none."""
+    if not (optimizer is None or isinstance(optimizer, Optimizer)):
+        raise ConfigError(
+            f"build: optimizer is {type(optimizer).__name__}; give an ax.Optimizer, or leave it "
+            "out and set optimizer.name"
+        )
+    if learning_rate is not None:
+        if not callable(learning_rate):
+            raise ConfigError(
+                f"build: learning_rate is {type(learning_rate).__name__}; give a function of the "
+                "number of a step, or leave it out and set optimizer.learning_rate"
+            )
+        own_learning_rate(learning_rate, 0)
 
 
 def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
@@ -249,8 +286,9 @@ def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
     return with_costs(surveyed, text_of_first(transport, costs))
 
 
-def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> None:
-    """Check that all ranks run the same code and settings, and set up this process."""
+def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> Thread | None:
+    """Check that all ranks run the same code and settings, and set up this process; returns the
+    thread that loads compiled loops, if the stage has tensors that are worth them."""
     job.where = str(run.place)
     together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
     torch.set_num_threads(run.config.train.threads)
@@ -258,6 +296,25 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> None:
         multiply_in_fp32(run.dtype)
         # What a build takes for a while would leave holes between what stays.
         give_back_at_once()
+        layers = run.layers_of(run.place.stage)
+        if any(size.numel > FEW for layer in layers for size in layer.parameters):
+            return prepare_loops(run.dtype, run.types, run.optimizer)
+    return None
+
+
+def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
+    """Wait until loops are loaded, which else the first step would wait for, and before the memory
+    beside the state is measured."""
+    if loops is None:
+        return
+    loops.join(SILENT_SECONDS)
+    if loops.is_alive() and is_told:
+        print(
+            "axsparse: machine code for this processor is being compiled, once; the next run finds "
+            f"it in {cache_folder()}",
+            flush=True,
+        )
+    loops.join()
 
 
 # -- the run directory --------------------------------------------------------------------
@@ -313,12 +370,10 @@ def _build_state(
     )
     options = _state_options(run, replicas, placement)
     own = [run.model.layers[number] for number in run.stages[place.stage]]
-    sizes = [size.numel for layer in run.layers_of(place.stage) for size in layer.parameters]
-    if run.on_host and max(sizes, default=0) > FEW:
-        prepare_loops(options.dtype, options.types, run.optimizer)
     masks: Masks | None
     if checkpoint is None:
-        masks = _first_masks(run, own, options, transport, data)
+        is_shown = run_dir is not None and place.replica == 0
+        masks = _first_masks(run, own, options, transport, data, is_shown=is_shown)
     else:
         masks = CheckpointMasks(checkpoint)
     # SparseGPT changes weights as well.
@@ -331,9 +386,38 @@ def _build_state(
             return build_layers(own, run.survey.ties, replace(options, masks=masks, start=start))
 
     built = together(transport, construct)
-    # Loads the compiled loops, if any, before the memory beside the state is measured.
-    whole_step([layer.state for layer in built], run.optimizer)
+    _compare_draws(options.draws if place.replica == 0 else {}, transport)
     return built, options
+
+
+def _loss_of_first(run: RunSpec, data: Data, outputs: tuple[Tensor, ...]) -> float:
+    """The loss of each target of the first microbatch of calibration samples."""
+    size = min(run.config.pruning.calibration_samples, run.config.batch.microbatch_size)
+    batch = replace(data.training, global_batch_size=size, replica=0, g_data=1).training(0)
+    [microbatch] = batch.microbatches
+    targets = microbatch.targets
+    assert targets is not None, "the last stage reads targets"
+    return float(run.model.loss(*outputs, targets.to(outputs[0].device))) / batch.num_targets
+
+
+def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
+    """ConfigError on all ranks alike if two stages have drawn other start values for a weight.
+
+    `draws` are those of a replica; the first step compares replicas.
+    """
+    texts = gather_texts(transport.world, transport.backoff, json.dumps(draws))
+    first: dict[str, tuple[int, int]] = {}
+    for rank, text in enumerate(texts):
+        for name, digest in json.loads(text).items():
+            known, other = first.setdefault(name, (digest, rank))
+            if known != digest:
+                raise everywhere(
+                    ConfigError(
+                        f"parameter {name}: ranks {other} and {rank} have drawn different start "
+                        "values; draw them from torch's generators, which are seeded alike, and "
+                        "not from one of your own"
+                    )
+                )
 
 
 def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> StateOptions:
@@ -357,9 +441,16 @@ def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> St
 
 
 def _first_masks(
-    run: RunSpec, own: Sequence[Layer], options: StateOptions, transport: Transport, data: Data
+    run: RunSpec,
+    own: Sequence[Layer],
+    options: StateOptions,
+    transport: Transport,
+    data: Data,
+    *,
+    is_shown: bool,
 ) -> Masks | None:
-    """The masks that state is built with; None where it starts dense.
+    """The masks that state is built with; None where it starts dense. With `is_shown`, this rank
+    says how far its calibration is.
 
     Drawing them, ranks communicate, so that no `together` can stand around it: a rank that fails
     meanwhile ends the job.
@@ -378,6 +469,8 @@ def _first_masks(
             options,
             run.place,
             transport,
+            partial(_loss_of_first, run, data),
+            says=partial(print, flush=True) if is_shown else lambda _: None,
         )
         together(transport, calibration.check)
         samples = data.training.first(run.config.pruning.calibration_samples)
@@ -390,8 +483,7 @@ def _first_masks(
     )
     total = partial(stage_total, run.place, transport)
     if run.config.pruning.method == "zeros":
-        found = find_zeros(run.targets, run.criterion.pattern, values, total)
-        return together(transport, lambda: found.masks(run.config.pruning))
+        return masks_of_zeros(run.targets, run.config.pruning, values, total)
     return masks_of_start(run.targets, run.criterion, values, total)
 
 

@@ -41,10 +41,15 @@ from axsparse.config.hf_config import (
 from axsparse.config.model_config import Family, TextFamily
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
-from axsparse.data.whole_files import writes
 from axsparse.models.start_weights import WHOLE_FILE
 from axsparse.models.zoo.hf_models import HfFamily, hf_model
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
+from axsparse.runtime.errors import (
+    ConfigError,
+    DataError,
+    MissingInputError,
+    OutputError,
+    writing,
+)
 from axsparse.runtime.files.atomic import new_path, sync_folder, write_new
 from axsparse.runtime.files.safetensors import (
     SUFFIX,
@@ -369,7 +374,7 @@ def _refuse_taken(path: Path, *, is_folder: bool, force: bool) -> None:
 
     Allowed are an empty folder and, with `force`, what an earlier export left there.
     """
-    with writes(path):
+    with writing(f"--out: {path}", "free the disk, or choose another place"):
         if not path.is_symlink() and not path.exists():
             return
         inside = sorted(one.name for one in path.iterdir()) if path.is_dir() else None
@@ -404,7 +409,7 @@ def _is_export(folder: Path, inside: set[str]) -> bool:
 @contextlib.contextmanager
 def _new(path: Path) -> Iterator[Path]:
     """As `new_path`, with OutputError in place of OSError; makes the folder that `path` is in."""
-    with writes(path):
+    with writing(f"--out: {path}", "free the disk, or choose another place"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_path(path) as unfinished:
             yield unfinished

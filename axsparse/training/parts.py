@@ -8,14 +8,13 @@ from pathlib import Path
 
 from torch import nn
 
-from axsparse.data_parallel.gradient_sync import GradientSync, replica_exchanges, tie_exchange
+from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
-from axsparse.data_parallel.weight_gather import WeightGather
 from axsparse.models.survey import Survey
 from axsparse.observe.gpu_phases import make_phases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
-from axsparse.observe.watchdog.activity import Activity
+from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.schedules import Schedule
@@ -31,11 +30,11 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
+from axsparse.samo.layer_state import StageTie, Use
 from axsparse.samo.offload import Offload
-from axsparse.samo.optim.loss_scale import LossScale
+from axsparse.samo.optim.gradient_norm import LossScale
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.samo.ties import StageTie, Use
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import RunSpec, loss_scale
 from axsparse.training.run_data import Data
@@ -109,11 +108,8 @@ def assemble(
     recorder = make_recorder(run, layers, data, placement, run_dir)
     phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
     states, backoff = [layer.state for layer in layers], transport.backoff
-    gradients = transport.collective(
-        f"gradients of stage {place.stage}",
-        place.grid.column(place.stage),
-        replica_exchanges(layers, run.dtype),
-    )
+    column = place.grid.column(place.stage)
+    gradients = transport.collective(f"gradients of stage {place.stage}", column)
     ties = _stage_ties(run, layers, transport)
     sync = GradientSync(
         states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
@@ -183,7 +179,6 @@ def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector)
             LayerRunner(
                 layer.spec.name,
                 layer.module,
-                is_random=layer.spec.random,
                 is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
                 is_compiled=pipeline.compile,
             )
@@ -251,6 +246,6 @@ def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport
         stages = (run.stage_of(first), run.stage_of(second))
         if stages[0] != stages[1] and stages not in pairs:
             ranks = [place.grid.rank(stage, place.replica) for stage in stages]
-            pairs[stages] = transport.collective(f"tie {first}", ranks, [tie_exchange(*uses)])
+            pairs[stages] = transport.collective(f"tie {first}", ranks)
         stage_ties.append(StageTie(uses, pairs.get(stages)))
     return stage_ties

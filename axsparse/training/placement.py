@@ -18,10 +18,10 @@ from axsparse.planner.run_workload import only_backward
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_of, together
+from axsparse.runtime.gpu.collectives import free_beside_nccl
 from axsparse.runtime.gpu.cuda_device import CudaDevice
 from axsparse.runtime.gpu.device_protocol import Connections, Device
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
-from axsparse.runtime.gpu.nccl_collective import free_beside_nccl
 from axsparse.runtime.gpu.rank_gpus import (
     Gpu,
     RankGpu,
@@ -39,7 +39,7 @@ from axsparse.runtime.process_memory import (
     resident_memory_bytes,
 )
 from axsparse.samo.backend import HOST, Backend
-from axsparse.samo.cuda.kernel_compiler import CupyLauncher
+from axsparse.samo.cuda.launch import CupyLauncher
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _room_beside_nccl(
     first = transport.rank // 2 * 2
     if first + 1 == transport.size:
         return room
-    free = free_beside_nccl(connections, gpu, (first, first + 1), transport.backoff, gpu.free_bytes)
+    free = free_beside_nccl(connections, (first, first + 1), gpu.free_bytes)
     return replace(room, nbytes=free)
 
 

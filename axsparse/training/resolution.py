@@ -17,7 +17,7 @@ from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
-from axsparse.models.survey import LayerInfo, Survey
+from axsparse.models.survey import LayerInfo, Survey, match
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     Choice,
@@ -37,12 +37,10 @@ from axsparse.planner.run_workload import (
     only_backward,
     predict,
     split_trade,
-    workload,
 )
 from axsparse.planner.schedule_choice import Trade
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.pruning.criteria import Criterion, Score, configured_criterion
-from axsparse.pruning.distribution import match
 from axsparse.pruning.targets import (
     Targets,
     kept_at_start,
@@ -53,12 +51,11 @@ from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid, Place
-from axsparse.samo.optim.loss_scale import LossScale
-from axsparse.samo.optim.optimizer import Optimizer
-from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.layer_state import StateTypes
+from axsparse.samo.optim.gradient_norm import LossScale
+from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, master_kind, stage_bytes
 from axsparse.training.checkpoint.verification import flat
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
@@ -96,6 +93,10 @@ class RunInputs:
     """Kept entries of the pruned tensors in the checkpoint that the run goes on from."""
     on_host: bool = True
     """Whether ranks compute on CPUs."""
+    optimizer: Optimizer | None = None
+    """An optimizer of the user's own, which comes before that of the configuration."""
+    learning_rate: LearningRate | None = None
+    """A schedule of the user's own, which comes before that of the configuration."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class RunSpec:
     ticket: Ticket | None
     """The ticket whose masks are used from the start; None without one."""
     optimizer: Optimizer
+    learning_rate: LearningRate | None
+    """A schedule of the user's own; None for that of the configuration."""
     groups: Mapping[str, ParameterGroup]
     """The parameters that have settings of their own, by name; both uses of a tied weight."""
     kept_at_start: Mapping[str, int]
@@ -137,6 +140,13 @@ class RunSpec:
     def gradient_dtype(self) -> torch.dtype:
         """The type in which gradients are accumulated."""
         return torch.float32 if self.config.samo.gradient == "fp32" else self.dtype
+
+    @property
+    def types(self) -> StateTypes:
+        """The forms in which the state of a layer is stored."""
+        samo = self.config.samo
+        master = master_kind(half=self.dtype != torch.float32, split=samo.split_master)
+        return StateTypes(self.gradient_dtype, master, self.optimizer.moments, samo.index)
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage."""
@@ -190,10 +200,15 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     if config.pruning.method in ("zeros", "sparsegpt") and wanted is not None and ticket is None:
         check_weights_are_loaded(loaded, inputs.model, wanted)
     kept = kept_at_start(config, wanted, ticket) if inputs.saved is None else inputs.saved
-    optimizer = optimizer_of(config.optimizer)
-    subject = workload(config, survey, loaded.name, kept, optimizer, on_host=inputs.on_host)
-    if inputs.saved is not None:  # A run that resumes has its masks.
-        subject = replace(subject, calibration=None)
+    subject = SurveyedModel(
+        config,
+        survey,
+        loaded.name,
+        kept,
+        inputs.optimizer or optimizer_of(config.optimizer),
+        on_host=inputs.on_host,
+        has_masks=inputs.saved is not None,
+    )
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
     trades = _trades(config, grid, inputs, subject, choice)
@@ -206,7 +221,8 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         targets=wanted,
         criterion=configured_criterion(loaded, inputs.score),
         ticket=ticket,
-        optimizer=optimizer,
+        optimizer=subject.optimizer,
+        learning_rate=inputs.learning_rate,
         groups=parameter_groups(config, survey),
         kept_at_start=kept,
         on_host=inputs.on_host,
@@ -225,7 +241,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         return run
     slack, reason = run.config.pipeline.slack, None if choice is None else choice.reason
     assert slack != "auto", "the configuration is resolved"
-    subject = replace(subject, split=sizes)
+    subject = replace(subject, config=run.config)
     prediction = predict(subject, cluster, run.config, grid, slack, reason)
     return replace(run, prediction=replace(prediction, trades=trades))
 

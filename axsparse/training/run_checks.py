@@ -24,10 +24,11 @@ from axsparse.training.checkpoint.verification import flat
 def check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: bool) -> None:
     """ConfigError for a way to communicate that these ranks cannot take."""
     wanted = loaded.config.transport
-    if wanted == "local" and transport.name != "local":
+    # One process that has loaded MPI needs it as little as one that has not.
+    if wanted == "local" and transport.size > 1:
         raise ConfigError(
-            f"{loaded.where('transport')}: local is for one process without MPI, but "
-            f"{transport.size} MPI ranks are running; choose auto or mpi"
+            f"{loaded.where('transport')}: local is for one process, but {transport.size} ranks "
+            "are running; choose auto or mpi"
         )
     if wanted not in ("auto", "local") and transport.name == "local":
         raise ConfigError(
@@ -58,6 +59,15 @@ def check_weights_are_loaded(loaded: LoadedConfig, model: Model, targets: Target
         )
 
 
+START = "start values"
+"""The fact that differs where ranks have drawn modules for themselves."""
+MENDS = {
+    START: "make the modules within `main`, where torch has one seed on all ranks, or call "
+    "torch.manual_seed before you make them"
+}
+"""What helps where a fact differs, if it is not the same start of all ranks."""
+
+
 def facts_of(config: Config, survey: Survey) -> dict[str, str]:
     """What must be equal on all ranks: every version, every setting, every layer."""
     settings = {key: str(value) for key, value in flat(config.model_dump()).items()}
@@ -67,7 +77,7 @@ def facts_of(config: Config, survey: Survey) -> dict[str, str]:
         **settings,
         **layers,
         "ties": repr(survey.ties),
-        "start values": survey.start or "drawn from the seed",
+        START: survey.start or "drawn from the seed",
     }
 
 
@@ -75,13 +85,13 @@ def refuse_odd_rank(transport: Transport, facts: Mapping[str, str]) -> None:
     """ConfigError if a fact differs between ranks; names the odd rank and its host."""
     odd = odd_rank(transport, facts)
     if odd is not None:
-        raise ConfigError(
-            f"{odd}; start all ranks with the same command, configuration and environment"
-        )
+        fact, text = odd
+        mend = "start all ranks with the same command, configuration and environment"
+        raise ConfigError(f"{text}; {MENDS.get(fact, mend)}")
 
 
-def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> str | None:
-    """Which fact differs between ranks, on which rank and host; None if all are equal.
+def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> tuple[str, str] | None:
+    """A fact that differs between ranks, and on which rank and host; None if all are equal.
 
     Rank 0 has facts. All ranks call this together; those whose facts are None are not compared.
     """
@@ -99,7 +109,7 @@ def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> str | Non
         for rank, there in everyone.items():
             if fact != "host" and (has := there.get(fact, "nothing")) != common:
                 others = "the others have" if len(everyone) > 2 else "rank 0 has"
-                return (
+                return fact, (
                     f"{fact}: rank {rank} on host {there['host']} has {_short(has)}, {others} "
                     f"{_short(common)}"
                 )

@@ -152,4 +152,7 @@ def _refuse_other_data(transport: Transport, facts: Mapping[str, Any] | None) ->
     """DataError if two ranks that read data differ in a fact; None on the other ranks."""
     odd = odd_rank(transport, facts and {key: str(value) for key, value in facts.items()})
     if odd is not None:
-        raise DataError(f"data: {odd}; give all hosts the same data")
+        raise DataError(
+            f"data: {odd[1]}; give all hosts the same data, and what is drawn the same seed "
+            "(torch.manual_seed)"
+        )

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from axsparse.config.load import LoadedConfig, to_yaml
 from axsparse.config.schema import Config
-from axsparse.observe.trace_recorder import TRACES
-from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
+from axsparse.observe.trace_file import TRACES
+from axsparse.pruning.ticket.ticket_reader import TICKET_FILE
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import text_of_first, together
@@ -80,7 +80,7 @@ class RunDir:
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         with writing(f"{metrics}:", OTHER_RUN_DIR):
-            checkpoints.mkdir(exist_ok=True, mode=0o700)
+            checkpoints.mkdir(exist_ok=True)
             rewind_metrics(metrics, self.progress)
 
 
@@ -185,7 +185,7 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
     """
     with writing(f"{where}: {path}", OTHER_RUN_DIR):
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.mkdir(parents=True, exist_ok=True)
         except FileExistsError as reason:
             raise OutputError(
                 f"{where}: {path} is not a directory; choose another --run-dir"

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 
+from axsparse.config.validate import remarks
 from axsparse.models.start_weights import FromFile
-from axsparse.observe.banner import ModelLayout, ModelStateSize, banner
+from axsparse.observe.banner import ModelLayout, banner
 from axsparse.observe.recorder import Recorder, RunFigures, StepForecast
 from axsparse.observe.sinks import open_records
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.planner.stage_memory import SMALL_BLOCKS
+from axsparse.pruning.targets import pruning_lines
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_count, make_console
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
@@ -70,7 +72,8 @@ def make_recorder(
     lines = _banner(run, data, transport, run_dir, int(max(row[0] for row in rows)), peak_bytes)
     start = run.model.start
     note = start.note() if isinstance(start, FromFile) else ""
-    for line in (*placement.table, *lines, *filter(None, [note])):
+    notes = (*filter(None, [note]), *remarks(config, data.training.num_samples))
+    for line in (*placement.table, *lines, *notes, *_pruned(run)):
         console.line(line)
     file = open_records(config, run_dir, run_dir / METRICS_FILE)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
@@ -91,17 +94,27 @@ def _banner(
         run.stages,
         run.place.grid,
         transport.name,
-        "multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
+        dense_bytes=max(
+            run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
+        ),
+        live_bytes=state_bytes,
+        arithmetic="multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
     )
-    dense = max(run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages)))
     return banner(
         run.config,
         layout,
-        ModelStateSize(dense=dense, live=state_bytes),
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",
         metrics=run_dir / METRICS_FILE,
         planned="" if predicted_bytes is None else _planned(run, predicted_bytes),
     )
+
+
+def _pruned(run: RunSpec) -> list[str]:
+    """What is pruned, and what stays dense."""
+    if run.targets is None:
+        return []
+    kept = run.targets.kept() if run.ticket is None else run.ticket.kept
+    return pruning_lines(run.survey, run.targets, run.config.pruning, kept)
 
 
 def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:

@@ -72,7 +72,8 @@ def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: 
     if shapes != surveyed.shapes:
         raise ConfigError(
             f"{weights.checkpoint.path}: is of a model of your own, not of the {config.model.name} "
-            "of its configuration; in Python, ax.load gives its weights"
+            "of its configuration; in Python, ax.build(…, resume=RUN).evaluate() evaluates it, and "
+            "ax.load gives its weights"
         )
     tensors = {name: weights.dense(name) for name in weights.parameters}
     for second, first in surveyed.ties.items():
@@ -113,7 +114,7 @@ def evaluate_saved(
     place = Grid(1, 1).place(0)
     stage = Stage(
         [
-            LayerRunner(layer.name, module, is_random=layer.random, is_recomputed=False)
+            LayerRunner(layer.name, module, is_recomputed=False)
             for layer, module in zip(model.layers, saved.modules, strict=True)
         ],
         loss=model.loss,

@@ -34,10 +34,9 @@ from axsparse.runtime.errors import ConfigError, DataError, TrainingError, every
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
-from axsparse.samo.live_pruning import masks_digest, weights_digest
+from axsparse.samo.masks import masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.learning_rate import learning_rate
+from axsparse.samo.optim.optimizer import Hyper, LearningRate, learning_rate, own_learning_rate
 from axsparse.samo.optim.update import update
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
 from axsparse.training.checkpoint.manifest import FirstBad, Progress, SpikeHistory
@@ -54,7 +53,7 @@ class Step:
         """All ranks call this together; TrainingError if replicas have other weights or masks than
         replica 0."""
         config = parts.run.config
-        self.position = Position(config)
+        self.position = Position(config, parts.run.learning_rate)
         """Where in its schedule the run stands."""
         self.skips = SkippedSteps(parts)
         """The steps that updated nothing."""
@@ -349,8 +348,8 @@ class Step:
 class Position:
     """The counters of a run, between two steps; the same on all ranks."""
 
-    def __init__(self, config: Config) -> None:
-        """`config` has every `auto` resolved."""
+    def __init__(self, config: Config, learning_rate: LearningRate | None = None) -> None:
+        """`config` has every `auto` resolved; `learning_rate` is a schedule of the user's own."""
         self.steps_done = 0
         """Steps since the run began, skipped ones included."""
         self.updates = 0
@@ -362,6 +361,7 @@ class Position:
         self.masks_changed: int | None = None
         """The value of `steps_done` at the last change of masks; None before the first."""
         self._config = config
+        self._own_rate = learning_rate
 
     @property
     def batch(self) -> int:
@@ -378,7 +378,8 @@ class Position:
 
         After a rewinding the schedule begins anew, and its descent ends where it would have
         ended without the rewinding. After a change of masks the rate rises linearly to the
-        schedule's over `pruning.rewarm_steps` steps.
+        schedule's over `pruning.rewarm_steps` steps. A function of the user's own stands for all of
+        the schedule; parameters with another peak than most have their part of what it gives.
         """
         schedule = self._config.schedule
         assert schedule.decay_steps != "auto", "the configuration is resolved"
@@ -386,8 +387,12 @@ class Position:
         if self.masks_changed is not None and self._config.pruning.rewarm_steps:
             since = self.steps_done - self.masks_changed + 1
             rewarming = min(1.0, since / self._config.pruning.rewarm_steps)
+        step = self.steps_done - self.schedule_start
+        if self._own_rate is not None:
+            usual = self._config.optimizer.learning_rate
+            return rewarming * own_learning_rate(self._own_rate, step) * (peak / usual)
         return rewarming * learning_rate(
-            self.steps_done - self.schedule_start,
+            step,
             schedule,
             peak=peak,
             decay_steps=max(schedule.decay_steps - self.schedule_start, schedule.warmup_steps, 1),

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data_parallel.agreement import Notice, Verdict
-from axsparse.models.plain_model import plain_model, refuse_dotted_names
+from axsparse.models.sequential import plain_model, refuse_dotted_names
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
-from axsparse.observe.trace_recorder import TraceRecorder
+from axsparse.observe.trace_file import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Watchdog
 from axsparse.pruning.methods.masking import Masking, Moment
-from axsparse.pruning.ticket.ticket_manifest import TICKET_FILE
+from axsparse.pruning.ticket.ticket_reader import TICKET_FILE
 from axsparse.pruning.ticket.ticket_writer import save_live
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -148,7 +148,7 @@ class Trainer:
             with explained(
                 parts.place.rank,
                 lambda: (
-                    f"{parts.activity.action or parts.activity.task} of step {parts.activity.step}"
+                    f"{parts.phases.action or parts.activity.task} of step {parts.activity.step}"
                 ),
                 parts.state_bytes,
                 parts.recorder.predicted_memory_bytes,
@@ -323,7 +323,7 @@ class Trainer:
             learning_rate=rate,
             grad_norm=verdict.grad_norm,
             loss_scale=scale,
-            skipped=skips.reason,
+            skip_reason=skips.reason,
             skipped_steps=skips.not_finite + skips.spiked,
         )
         maxima = {

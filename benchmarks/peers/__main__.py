@@ -17,14 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from host_machine import host_machine
+from figures import host_machine
 
-from peers.cap import Settings, measure_cap, trial_runs
 from peers.launch import CHECKOUT, EXTENSIONS
-from peers.measuring import Measuring, TimeIsUp, rounds_of
+from peers.measuring import Measuring, RunLog, TimeIsUp, code_digest, rounds_of
+from peers.memory import Settings, measure_cap, measure_slopes, slope_runs, trial_runs
 from peers.report import write_report
-from peers.run_log import RunLog, code_digest
-from peers.slopes import measure_slopes, slope_runs
 from peers.times import judge, measure_times, speedups, time_rows
 from peers.workload import SIZES, Case, Precision, Run, cases_for, missing_references
 

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -19,13 +20,6 @@ from pathlib import Path
 
 import torch
 
-from peers.meters import (
-    forget_peak,
-    limit_private_memory,
-    machine_cpu_seconds,
-    own_bytes,
-    own_cpu_seconds,
-)
 from peers.workload import SIZES, Run
 
 DIES_WITH_PARENT = 1
@@ -129,6 +123,41 @@ def main() -> None:
     sys.stderr.flush()
     # What libraries do when they are unloaded is not measured.
     os._exit(0)
+
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def own_bytes(field: str) -> int:
+    """A field of /proc/self/status in bytes: VmRSS now, VmHWM at most, VmData reserved."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(field)
+
+
+def forget_peak() -> None:
+    """Let VmHWM begin anew from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def limit_private_memory(budget: int) -> None:
+    """Refuse this process more than `budget` bytes of private memory beyond what it holds."""
+    limit = own_bytes("VmData") + budget
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def own_cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def machine_cpu_seconds() -> float:
+    """Seconds that all cores together have worked, time that a host took from them included."""
+    with Path("/proc/stat").open(encoding="utf-8") as file:
+        fields = [int(field) for field in file.readline().split()[1:9]]
+    user, nice, system, _, _, interrupts, soft, stolen = fields
+    return (user + nice + system + interrupts + soft + stolen) / _TICKS
 
 
 if __name__ == "__main__":

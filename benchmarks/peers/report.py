@@ -1,4 +1,4 @@
-"""The result as JSON, Markdown and a plot."""
+"""The result as JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ Row = Mapping[str, Any]
 
 
 def write_report(result: Mapping[str, Any], folder: Path, name: str) -> list[Path]:
-    """Write all three and return the files; the plot only if matplotlib is installed."""
+    """Write both and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    data, page, plot = (folder / f"{name}{suffix}" for suffix in (".json", ".md", ".png"))
+    data, page = (folder / f"{name}{suffix}" for suffix in (".json", ".md"))
     data.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     page.write_text(markdown(result), encoding="utf-8")
-    written = [data, page]
-    if result.get("times") and _draw(result, plot):
-        written.append(plot)
-    return written
+    return [data, page]
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -158,32 +155,3 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         f"|{'---|' * len(titles)}",
         *(f"| {' | '.join(row)} |" for row in full),
     ]
-
-
-def _draw(result: Mapping[str, Any], path: Path) -> bool:
-    """Bars of the times to plain torch, one picture a size and precision, grouped by layout."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    parts = result["times"]
-    longest = max(len(part["rows"]) for part in parts)
-    figure, axes = pyplot.subplots(
-        1, len(parts), figsize=(7 * len(parts), 1 + 0.3 * longest), squeeze=False
-    )
-    for axis, part in zip(axes[0], parts, strict=True):
-        rows = [r for r in part["rows"] if r.get("is_fastest_variant") and r["to_plain"]][::-1]
-        ratios = [row["to_plain"] for row in rows]
-        middles = [ratio["median"] for ratio in ratios]
-        below = [ratio["median"] - ratio["least"] for ratio in ratios]
-        above = [ratio["most"] - ratio["median"] for ratio in ratios]
-        colours = ["#0b6e4f" if "phases" in row else "#8d99ae" for row in rows]
-        names = [f"{row['contender']}  {row['layout'].replace('x', '×')}" for row in rows]
-        axis.barh(names, middles, xerr=[below, above], color=colours)
-        axis.set_title(f"{part['size']}, {part['precision']}: step time to plain torch")
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    return True

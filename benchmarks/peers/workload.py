@@ -12,9 +12,7 @@ Precision: TypeAlias = Literal["fp32", "bf16"]
 Masking: TypeAlias = Literal["dense", "step", "prune", "samo"]
 """Dense training; pruned weights set to zero after each step; torch.nn.utils.prune; compressed
 state."""
-Framework: TypeAlias = Literal[
-    "plain", "ddp", "fsdp2", "pipelining", "zero-bubble", "deepspeed", "axsparse"
-]
+Framework: TypeAlias = Literal["plain", "ddp", "fsdp2", "pipelining", "deepspeed", "axsparse"]
 
 SPARSITY = 0.9
 """Fraction of every block matrix that is pruned; all other parameters stay dense."""

@@ -23,11 +23,11 @@ from statistics import fmean
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.collective_cost import NodePlacement, ring_seconds
-from axsparse.planner.step_cost import StageSeconds, StepCosts
+from axsparse.planner.step_cost import StageSeconds, StepCosts, ring_seconds
 from axsparse.planner.step_simulation import StepRun, joined_step
 from axsparse.planner.workload import value_bytes
 from published.interleaved import simulate_interleaved
+from published.node_placement import NodePlacement
 from published.piece_loads import PieceLoad, pieces, stage_pieces, transformer
 from published.run_file import RunRow
 from published.transformer import Work

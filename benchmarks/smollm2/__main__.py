@@ -7,12 +7,135 @@ folder, so that the same command goes on where it was cut off.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from smollm2.cases import Study, all_cases
-from smollm2.report import write_report
+from figures import host_machine
+
+from smollm2.cases import (
+    CALIBRATION_SAMPLES,
+    COMMON,
+    METHODS,
+    SPARSITIES,
+    TRAINED_AT,
+    TRAINING,
+    Case,
+    Study,
+    all_cases,
+)
+
+TEXTS = ("english", "code", "GPL-3")
+COLORS = {"magnitude": "#b3552f", "wanda": "#2f6fb3", "sparsegpt": "#2f9e5b", "dense": "#555555"}
+Records = Mapping[Case, Mapping[str, Any]]
+NOTE = (
+    "Perplexity of transformers on the exported folder, in bf16, in windows of 1,024 tokens, eight "
+    "of each text at most. Bytes of state are those of a run on one rank with AdamW in bf16. "
+    "Compare lines with each other: the texts are short, and the model has certainly read Python's "
+    "standard library before."
+)
+
+
+def write_report(records: Records, out: Path, name: str) -> None:
+    """Write a table, the records and a plot into a folder: NAME.md, NAME.json and NAME.png."""
+    out.mkdir(parents=True, exist_ok=True)
+    known = {
+        "machine": host_machine(),
+        "calibration_samples": CALIBRATION_SAMPLES,
+        "settings": [*COMMON, *TRAINING],
+        "note": NOTE,
+        "cases": {case.name: dict(found) for case, found in records.items()},
+    }
+    (out / f"{name}.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    lines = ["# SmolLM2 135M, pruned and trained on", "", NOTE, "", *table(records), ""]
+    lines += [*remarks(records), ""]
+    (out / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
+    print("\n".join(lines), flush=True)
+    plot(records, out / f"{name}.png")
+
+
+def table(records: Records) -> Iterator[str]:
+    """Perplexities and bytes, a line a case that is done."""
+    dense = records.get(Case("dense", 0), {}).get("state_bytes")
+    yield "| pruned by | % | trained on | English | code | GPL-3 | state | of dense |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for case, found in records.items():
+        if "perplexity" not in found:
+            continue
+        steps = f"{len(found['losses'])} steps, {case.stages}×1" if case.stages else "no"
+        values = [_rounded(found["perplexity"].get(text)) for text in TEXTS]
+        size = records.get(case.untrained, {}).get("state_bytes")
+        share = f"{size / dense:.3f}" if size and dense else ""
+        gigabytes = f"{size / 1e9:.3f} GB" if size else ""
+        cells = (case.method, str(case.percent), steps, *values, gigabytes, share)
+        yield f"| {' | '.join(cells)} |"
+
+
+def remarks(records: Records) -> Iterator[str]:
+    """Whether the losses of the two layouts are equal, and what was not run."""
+    for case, found in records.items():
+        other = records.get(Case(case.method, case.percent, 2))
+        if case.stages == 1 and other is not None:
+            pairs = zip(found["losses"], other["losses"], strict=True)
+            apart = [step for step, (one, two) in enumerate(pairs, 1) if one != two]
+            count = len(found["losses"])
+            if apart:
+                yield f"Losses of {case.name} differ from those on two stages from step {apart[0]}."
+            else:
+                yield f"All {count} losses of {case.name} are the same numbers as on two stages."
+    missing = [case.name for case in all_cases() if case not in records]
+    if missing:
+        yield f"Not run: {', '.join(missing)}."
+
+
+def _rounded(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def plot(records: Records, path: Path) -> None:
+    """Perplexity over sparsity, for English and for code; hollow where a model was trained on."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
+    for axes, text in zip(panels, TEXTS, strict=False):
+        for method in METHODS:
+            done = [case for p in SPARSITIES if (case := Case(method, p)) in records]
+            values = [records[case]["perplexity"][text] for case in done]
+            axes.plot(
+                [case.percent for case in done],
+                values,
+                marker="o",
+                color=COLORS[method],
+                label=method,
+            )
+        for case, found in records.items():
+            if case.stages and "perplexity" in found:
+                axes.plot(
+                    [case.percent or TRAINED_AT],
+                    [found["perplexity"][text]],
+                    marker="o",
+                    fillstyle="none",
+                    color=COLORS[case.method],
+                )
+        untouched = records.get(Case("dense", 0))
+        if untouched is not None:
+            axes.axhline(untouched["perplexity"][text], color=COLORS["dense"], linestyle=":")
+        axes.set(xlabel="% of the blocks' matrices pruned", title=text, yscale="log")
+        axes.set_xticks(SPARSITIES)
+        axes.set_xlim(min(SPARSITIES) - 3, max(SPARSITIES) + 3)
+    panels[0].set_ylabel("perplexity")
+    panels[0].legend(fontsize=8, title="hollow: trained on; dotted: dense", title_fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from axsparse.observe.charts import WIDE, Bars, Timeline, chart_html, svg
+from axsparse.observe.charts import (
+    PICTURE_STYLE,
+    SERIES_COLOURS,
+    WIDE,
+    Bars,
+    Timeline,
+    chart_html,
+    svg,
+)
 from axsparse.observe.trace_file import Span
-from axsparse.observe.web_page import PICTURE_STYLE, SERIES_COLOURS
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, MessageCost, simulate
 from axsparse.runtime.communication import Direction

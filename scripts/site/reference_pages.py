@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import axsparse
-from axsparse.cli.all_parsers import all_parsers
+from axsparse.cli.commands import all_parsers
 from axsparse.config.json_schema import FIELDS
 from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config

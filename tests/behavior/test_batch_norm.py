@@ -1,8 +1,10 @@
-"""Running statistics: in every layout the same, changed by training forwards and nothing else."""
+"""Running statistics and other buffers: in every layout the same, changed by training forwards
+alone."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,8 +37,7 @@ from axsparse.data.dataset import ArrayDataset
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Layer, Model
 from axsparse.runtime.errors import ConfigError
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.trainer import Trainer
 
 WIDTH = 16
@@ -87,9 +88,11 @@ HALF: list[Settings] = [
     "row",
     parameters(
         [
-            *freed([(1, 1), (2, 1), (3, 1), (4, 1)], RECOMPUTED, subject=NORM, order=1),
-            *freed([(2, 1), (4, 1)], RECOMPUTED, settings=HALF[0], judge=ONE_STAGE, subject=NORM),
-            *freed([(2, 1), (4, 1)], RECOMPUTED, settings=HALF[1], judge=ONE_STAGE, subject=NORM),
+            *freed([(1, 1), (2, 1), (4, 1)], RECOMPUTED, subject=NORM, order=1),
+            *(
+                Row((stages, 1), half, free, ONE_STAGE, NORM)
+                for stages, half, free in zip((2, 4, 4), (*HALF, HALF[0]), RECOMPUTED, strict=True)
+            ),
             *(
                 Row(layout, free=EVALUATING, judge=SAME_LAYOUT, subject=NORM)
                 for layout in ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -314,3 +317,62 @@ def test_a_buffer_that_an_evaluation_changes_is_refused_unless_it_is_a_cache() -
     [(trainer, _)] = train_in_process(1, 1, one_layer(Cache), settings, data, validation=data)
     assert trainer.last_evaluation is not None
     assert math.isfinite(trainer.last_evaluation.loss)
+
+
+# -- buffers that replicas change in their own way: said once, since a checkpoint has the first's
+
+
+class Centering(nn.Module):
+    """Subtracts a moving average of what it has seen, in training as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(dim=0), 0.1)
+        out: Tensor = self.linear(x - self.mean)
+        return out
+
+
+def spectral() -> nn.Module:
+    return torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def train(build: Callable[[], nn.Module], g_inter: int, g_data: int) -> None:
+    layers = [
+        Layer("in", lambda: nn.Linear(WIDTH, WIDTH)),
+        Layer("own", build),
+        Layer("out", lambda: nn.Linear(WIDTH, 5)),
+    ]
+    settings = config(train={"steps": 2})
+    train_in_process(g_inter, g_data, Model(layers, summed_loss), settings, vector_data())
+
+
+@pytest.mark.parametrize(("g_inter", "where"), [(1, 0), (3, 1)])
+def test_a_run_says_once_that_it_will_resume_with_the_first_replicas_buffers(
+    g_inter: int, where: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(Centering, g_inter, 2)
+
+    assert capsys.readouterr().err == (
+        f"axsparse: warning: rank {where} (stage {where}, replica 0): each replica has its own "
+        "own.mean; checkpoints hold the first replica's, so that a run that resumes goes on "
+        "otherwise if training depends on them\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "g_data"),
+    [(Centering, 1), (spectral, 2), (norm_layer, 2)],
+    ids=["centering-1", "spectral-2", "norm-2"],
+)
+def test_buffers_that_are_equal_or_change_nothing_are_not_spoken_of(
+    build: Callable[[], nn.Module], g_data: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(build, 1, g_data)
+
+    assert capsys.readouterr().err == ""

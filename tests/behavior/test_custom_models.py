@@ -217,9 +217,11 @@ class Noisy(nn.Module):
         return out
 
 
-def test_a_declared_random_layer_is_keyed() -> None:
-    declared = Model([Layer("noisy", Noisy, random=True), linear(WIDTH, 5)], summed_loss)
-    assert_same_in_all_pipelines(declared)
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_random_layer_is_keyed_whether_or_not_it_says_so(is_declared: bool) -> None:
+    noisy = Layer("noisy", Noisy, random=is_declared)
+
+    assert_same_in_all_pipelines(Model([noisy, linear(WIDTH, 5)], summed_loss))
 
 
 class Both(nn.Module):

@@ -16,6 +16,7 @@ from support.runs import assert_bitwise, tiny_config, token_data, train_in_proce
 from torch import Tensor
 
 import axsparse as ax
+from axsparse.config.load import load_config
 from axsparse.config.model_config import LlamaConfig
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
@@ -152,7 +153,7 @@ def test_it_leaves_a_folder_that_a_run_starts_from(
 
     ax.run_here(example.main)
 
-    start = example.named_model(ax.configure("prune_llama.yaml", ["model.from=student"])).start
+    start = example.named_model(load_config("prune_llama.yaml", ["model.from=student"])).start
     trained = ax.load("run")
     for name in survey(llama(SMALL_LLAMA, 12)).shapes:
         tensor = start.read(name)

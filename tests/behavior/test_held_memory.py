@@ -9,13 +9,14 @@ import pytest
 import torch
 from support.allocated import peak_of_torch
 from support.exhaustive import by_default
+from support.runs import tiny_config
 from support.sums import Sums
 from torch import Tensor, nn
 
 from axsparse.config.model_config import CnnConfig, GptConfig
 from axsparse.models.survey import Survey, survey
-from axsparse.models.zoo.cnn import cnn
 from axsparse.models.zoo.gpt import gpt
+from axsparse.models.zoo.image_models import cnn
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.policy import Action, Kind
 from axsparse.pipeline.schedules import Schedule
@@ -26,6 +27,7 @@ from axsparse.planner.stage_memory import is_recomputed
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
+from axsparse.samo.optim.adamw import ADAMW
 
 SAMPLES, MICROBATCHES = 4, 6
 TOKENS, WIDTH, WORDS = 64, 64, 1000
@@ -70,16 +72,14 @@ class Played:
         sums = Sums(nn.ModuleList(module for _, module in modules), is_dropping=True)
         self._stage = Stage(
             [
-                LayerRunner(
-                    name, module, is_random=False, is_recomputed=is_recomputed(number, every)
-                )
+                LayerRunner(name, module, is_recomputed=is_recomputed(number, every))
                 for number, (name, module) in enumerate(modules)
             ],
             loss=model.loss if stage else None,
             metrics={},
             input_dtype=None,
             seed=0,
-            products=StageProducts(modules, sums, is_split=True),
+            products=StageProducts(modules, sums.collector, is_split=True),
         )
         self._is_last = bool(stage)
         self._number, self._schedule = stage, schedule
@@ -119,17 +119,9 @@ def planned(
 ) -> tuple[Schedule, float]:
     """The schedule as training has it, and the bytes of a stage beside its state."""
     cut = CUTS[name][1]
-    subject = SurveyedModel(
-        name=name,
-        survey=surveyed,
-        kept={},
-        precision="fp32",
-        gradient="fp32",
-        moments=2,
-        index="int32",
-        checkpoint_activations=every,
-        split=(cut, len(surveyed.layers) - cut),
-    )
+    sections = {"checkpoint_activations": every}
+    config = tiny_config(pipeline=sections, layout={"split": [cut, len(surveyed.layers) - cut]})
+    subject = SurveyedModel(config, surveyed, name, {}, ADAMW)
     loads = subject.stages(2, 1, microbatches=MICROBATCHES)
     assert loads is not None
     schedule = Schedule("message-driven", 1, "alternate", split_backward=True, held=held)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from support import standin_trainer
+from support.directives import assert_a_shell_reads
 from support.mpirun import ENVIRONMENT, KILLED, LONGEST_SECONDS, mpirun_path
-from support.shells import assert_a_shell_reads
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 

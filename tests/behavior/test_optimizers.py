@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.oracle import Oracle, Trace, adamw, sgd
+from support.resuming import ran
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
+from torch import Tensor
 
+import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.models.survey import survey
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, DataError
 
 STEPS = 6
 LAMB: dict[str, Any] = {"name": "lamb", "eps": 1e-6}
@@ -106,16 +112,124 @@ def test_settings_of_no_parameter_are_refused(key: str, entry: str, message: str
         run(1, 1, config)
 
 
-def test_sgd_without_momentum_keeps_no_optimizer_state() -> None:
-    plain, heavy = (
-        config_of({"name": "sgd", "momentum": momentum}, precision="bf16")
-        for momentum in (0.0, 0.9)
+# -- of a user's own ------------------------------------------------------------------------------
+
+
+def update_velocity(block: ax.Block, hyper: ax.Hyper) -> None:
+    block.moments["velocity"].mul_(0.5).add_(block.grad)
+
+
+def move_by_sign(block: ax.Block, statistics: Tensor | None, hyper: ax.Hyper) -> None:
+    block.master.add_(block.moments["velocity"].sign(), alpha=-hyper.learning_rate)
+
+
+SIGNS = ax.Optimizer(("velocity",), update_velocity, None, move_by_sign)
+
+
+class DenseSigns(torch.optim.Optimizer):
+    """The same rule over dense tensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                velocity = state.setdefault("velocity", torch.zeros_like(weight))
+                velocity.mul_(0.5).add_(weight.grad)
+                weight.add_(velocity.sign(), alpha=-group["lr"])
+
+
+def falling(step: int) -> float:
+    return 0.02 / (step + 1)
+
+
+@pytest.mark.parametrize(("g_inter", "g_data", "shard"), [(1, 1, False), (2, 2, True)])
+def test_an_optimizer_of_ones_own_is_bitwise_the_dense_one(
+    g_inter: int, g_data: int, shard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a learning rate of one's own, of which a group has its part."""
+    settings = {"learning_rate": 0.02, "learning_rates": ["block0.*=0.01"]}
+    config = config_of(settings, samo={"shard_optimizer": shard})
+    groups = {
+        name: (0.01, 0.0) for name in survey(tiny_gpt(config)).shapes if name.startswith("block0.")
+    }
+    monkeypatch.setattr(
+        "support.oracle.learning_rate",
+        lambda step, schedule, peak, decay_steps: falling(step) * (peak / 0.02),
+    )
+    dense = Oracle(
+        tiny_gpt(config),
+        config,
+        token_data(),
+        g_data,
+        lambda groups, settings: DenseSigns(groups, {"lr": 0.02}),
+        groups,
+    )
+    expected = dense.run(STEPS)
+
+    ranks = train_in_process(
+        g_inter,
+        g_data,
+        tiny_gpt(config),
+        config,
+        token_data(),
+        optimizer=SIGNS,
+        learning_rate=falling,
     )
 
-    bytes_of = [
-        train_in_process(1, 1, tiny_gpt(c), c, token_data())[0][0].state_bytes()
-        for c in (plain, heavy)
-    ]
+    for _, trace in ranks:
+        assert_bitwise(trace, expected)
 
-    assert bytes_of[0].optimizer == 0
-    assert bytes_of[1].optimizer == bytes_of[1].master
+
+def test_a_run_goes_on_with_its_own_optimizer_and_with_no_other(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"optimizer": SIGNS, "learning_rate": falling}
+    config = config_of({})
+    expected = ran((1, 1), config, tmp_path / "whole", **own)
+    first = ran((2, 1), config, tmp_path / "run", stop_after=3, **own)
+    assert first.stopped is not None
+    other = shutil.copytree(tmp_path / "run", tmp_path / "other")
+
+    with pytest.raises(DataError, match=r"lacks 'exp_avg/.*; go on with the optimizer that it has"):
+        ran((1, 1), config, other, resume="auto")
+    second = ran((1, 1), config, tmp_path / "run", resume="auto", **own)
+
+    assert {**first.losses, **second.losses} == expected.losses
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"optimizer": torch.optim.SGD}, "build: optimizer is type; give an ax.Optimizer, or"),
+        ({"learning_rate": 0.1}, "build: learning_rate is float; give a function of the number of"),
+        (
+            {"learning_rate": lambda step: torch.nan},
+            r"learning_rate: the function gave nan for step 0; return a finite number of at least",
+        ),
+        (
+            {"learning_rate": lambda step: 1 / step},
+            "learning_rate: the function raised ZeroDiv",
+        ),
+        (
+            {"optimizer": replace(SIGNS, apply=lambda block, statistics, hyper: block.master + 1)},
+            "optimizer: apply returned Tensor, of which nothing is done; change the tensors of the",
+        ),
+        ({"learning_rate": lambda step: "fast"}, "learning_rate: the function gave 'fast' for st"),
+        (
+            {"learning_rate": lambda step: 0.1 - step},
+            r"learning_rate: the function gave -0\.9 for step 1; return a finite number",
+        ),
+    ],
+)
+def test_what_is_no_optimizer_or_learning_rate_is_refused(
+    own: dict[str, Any], message: str
+) -> None:
+    config = config_of({})
+
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        train_in_process(1, 1, tiny_gpt(config), config, token_data(), **own)
+
+
+@pytest.mark.parametrize("moments", [("mask",), ("a", "a"), ("a/b",), ["a"], ("",)])
+def test_moments_have_names_that_a_checkpoint_can_have(moments: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^optimizer: the moment .* is no name for a tensor of"):
+        ax.Optimizer(moments, update_velocity, None, move_by_sign)

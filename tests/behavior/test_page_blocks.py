@@ -17,7 +17,7 @@ from support.mpirun import ENVIRONMENT, mpirun_path
 from support.page_blocks import PAGES, ROOT, SHELL, SHOWN_ONLY, Block, blocks
 
 import axsparse as ax
-from axsparse.cli.all_parsers import all_parsers
+from axsparse.cli.commands import all_parsers
 from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.load import load_config
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.exhaustive import by_default, each_once
-from support.oracle import Oracle
+from support.cases import (
+    SAME_LAYOUT,
+    Row,
+    Settings,
+    batch,
+    judge,
+    merged,
+    parameters,
+    steps,
+)
 from support.resuming import Layout, ran, same
 from support.runs import (
-    assert_bitwise,
-    mlp,
     random_init,
     summed_loss,
     tiny_config,
@@ -32,13 +37,9 @@ from axsparse.planner import run_workload
 from axsparse.samo.layer_state import LayerState
 from axsparse.training.trainer import Trainer
 
-SCHEDULES = ["message-driven", "1f1b", "gpipe"]
-LAYOUTS = [(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)]
-
 
 def splitting(is_split: bool, **sections: Any) -> Config:
-    pipeline = {**sections.pop("pipeline", {}), "split_backward": is_split}
-    return tiny_config(**sections, pipeline=pipeline)
+    return tiny_config(**merged(sections, {"pipeline": {"split_backward": is_split}}))
 
 
 def split_modules(trainer: Trainer) -> int:
@@ -47,81 +48,49 @@ def split_modules(trainer: Trainer) -> int:
     return 0 if products is None or products.deferred is None else len(products)
 
 
-@pytest.mark.parametrize(
-    ("layout", "schedule", "tied"), each_once(LAYOUTS, SCHEDULES, [False, True]), ids=str
-)
-def test_split_backwards_are_bitwise_the_oracle(
-    layout: tuple[int, int], schedule: str, tied: bool
-) -> None:
-    config = splitting(
-        True,
-        model={"tie_embeddings": tied},
-        pipeline={"schedule": schedule, "slack": 2},
-        train={"steps": 3},
+SPLIT = {"pipeline": {"split_backward": True}}
+BY_TORCH = [
+    Row(
+        layout,
+        steps(2, model={"tie_embeddings": tied}),
+        merged(SPLIT, {"pipeline": {"schedule": schedule, "slack": 2}}),
+        order=5,
     )
-    data = token_data()
-    oracle = Oracle(tiny_gpt(config), config, data, layout[1]).run(3)
-
-    ranks = train_in_process(*layout, tiny_gpt(config), config, data, order=5)
-
-    assert sum(split_modules(trainer) for trainer, _ in ranks[: layout[0]]) == 8
-    for _, trace in ranks:
-        assert_bitwise(trace, oracle)
-
-
-OTHERS: dict[str, dict[str, Any]] = {
-    "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16"},
-    "fp16, overflow": {"precision": "fp16", "loss_scale": {"initial": 2.0**22}},
-    "half accumulation": {"precision": "bf16", "samo": {"gradient": "half"}},
-    "recomputed": {"pipeline": {"checkpoint_activations": 2}, "model": {"dropout": 0.2}},
-    "dense": {"samo": {"enabled": False}, "precision": "bf16"},
-    "sharded": {"samo": {"shard_optimizer": True}, "precision": "bf16"},
-    "gradual": {"pruning": {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 3}},
-    "rigl": {"pruning": {"method": "rigl", "interval": 2}},
-    "snip": {"pruning": {"method": "snip", "at_step": 1}},
-    "no pipeline slack": {"pipeline": {"slack": 0}},
-    "one microbatch": {"batch": {"global_batch_size": 12, "microbatch_size": 12}},
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "layout"),
-    by_default(
-        [(case, (2, 2) if case == "sharded" else (2, 1)) for case in OTHERS],
-        [(case, layout) for case in OTHERS for layout in LAYOUTS],
-    ),
-    ids=str,
-)
-def test_split_backwards_are_bitwise_whole_ones(case: str, layout: tuple[int, int]) -> None:
-    settings = {"train": {"steps": 4}, **OTHERS[case]}
-    if case == "one microbatch" and layout[1] > 1:
-        settings["batch"] = {"global_batch_size": 12, "microbatch_size": 12 // layout[1]}
-    data = token_data()
-    whole, split = (splitting(is_split, **settings) for is_split in (False, True))
-    reference = train_in_process(*layout, tiny_gpt(whole), whole, data)
-
-    ranks = train_in_process(*layout, tiny_gpt(split), split, data, order=7)
-
-    assert any(split_modules(trainer) for trainer, _ in ranks)
-    assert not all(reference[0][1].finite) or "overflow" not in case
-    for (_, trace), (_, expected) in zip(ranks, reference, strict=True):
-        for each in (trace, expected):  # An overflow's norm is NaN, which equals nothing.
-            each.norms = [-1.0 if math.isnan(norm) else norm for norm in each.norms]
-        assert_bitwise(trace, expected)
+    for layout, schedule, tied in (
+        ((1, 1), "message-driven", False),
+        ((2, 1), "1f1b", True),
+        ((4, 1), "gpipe", False),
+        ((2, 2), "message-driven", True),
+        ((1, 2), "1f1b", False),
+    )
+]
+SETTINGS: list[Settings] = [
+    {"precision": "bf16"},
+    {"precision": "fp16", "loss_scale": {"initial": 2.0**22}, "train": {"steps": 4}},
+    {"precision": "bf16", "samo": {"gradient": "half"}},
+    {"pipeline": {"checkpoint_activations": 2}, "model": {"dropout": 0.2}},
+    {"samo": {"enabled": False}, "precision": "bf16"},
+    {"pruning": {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 2}},
+    {"pruning": {"method": "rigl", "interval": 2}, "train": {"steps": 4}},
+    {"pruning": {"method": "snip", "at_step": 1}},
+    {"pipeline": {"slack": 0}},
+    {"batch": {"microbatch_size": 12}},
+]
+AS_WHOLE = [
+    Row(layout, merged(steps(3), batch(12, 2), settings), SPLIT, SAME_LAYOUT, order=7)
+    for layout, settings in [
+        *(((2, 1), each) for each in SETTINGS),
+        ((2, 2), {"samo": {"shard_optimizer": True}, "precision": "bf16"}),
+    ]
+]
 
 
-def test_layers_whose_input_needs_no_gradient_are_split_as_well() -> None:
-    """The first layer of an image or vector model makes no gradient of its input."""
-    config = splitting(True, train={"steps": 3})
-    data = vector_data()
-    oracle = Oracle(mlp(), config, data, 1).run(3)
+@pytest.mark.parametrize("row", parameters([*BY_TORCH, *AS_WHOLE]))
+def test_split_backwards_are_bitwise_whole_ones(row: Row) -> None:
+    ranks = judge(row)
 
-    ranks = train_in_process(3, 1, mlp(), config, data)
-
-    assert [split_modules(trainer) > 0 for trainer, _ in ranks] == [True] * 3
-    for _, trace in ranks:
-        assert_bitwise(trace, oracle)
+    assert sum(split_modules(trainer) for trainer, _ in ranks[: row.layout[0]]) == 8
+    assert all(ranks[0][1].finite) == ("loss_scale" not in row.settings)
 
 
 def test_auto_splits_where_stages_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,62 +111,50 @@ def test_auto_splits_where_stages_wait_for_each_other(monkeypatch: pytest.Monkey
             assert (trainer.parts.engine._stage._products is not None) is expected
 
 
-@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
-def test_a_run_goes_on_with_the_other_setting(before: bool, after: bool, tmp_path: Path) -> None:
-    sections = {"train": {"steps": 5}, "checkpoint": {"every": 0}}
+def test_a_run_goes_on_with_the_other_setting(tmp_path: Path) -> None:
+    sections = {"train": {"steps": 3}, "batch": {"microbatch_size": 3}, "checkpoint": {"every": 0}}
     layout: Layout = (2, 1)
     whole = ran(layout, splitting(False, **sections), tmp_path / "whole")
-    ran(layout, splitting(before, **sections), tmp_path / "run", stop_after=3)
+    ran(layout, splitting(True, **sections), tmp_path / "run", stop_after=2)
 
     resumed = ran(
         layout,
-        splitting(after, **sections),
+        splitting(False, **sections),
         tmp_path / "resumed",
-        resume=str(tmp_path / "run" / "checkpoints" / "step-3"),
+        resume=str(tmp_path / "run" / "checkpoints" / "step-2"),
     )
 
-    assert resumed.losses == {step: whole.losses[step] for step in (4, 5)}
+    assert resumed.losses == {3: whole.losses[3]}
     assert resumed.state.keys() == whole.state.keys()
     same(resumed, whole)
 
 
-def test_weight_gradients_wait_and_all_have_run_at_the_end_of_a_step(
+def test_weight_gradients_wait_and_a_layers_all_reduce_starts_with_its_last_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    most: list[int] = []
+    waiting: list[int] = []
     ended: list[DeferredGradients] = []
-    run = DeferredGradients.run
+    ready: list[tuple[str, str]] = []
+    run, start = DeferredGradients.run, GradientSync.ready
 
     def counting(deferred: DeferredGradients, microbatch: int) -> None:
-        most.append(len(deferred))
+        waiting.append(len(deferred))
         ended.append(deferred)
         run(deferred, microbatch)
-
-    monkeypatch.setattr(DeferredGradients, "run", counting)
-    config = splitting(True, train={"steps": 2})
-
-    train_in_process(3, 1, tiny_gpt(config), config, token_data(), order=2)
-
-    assert max(most) > 1
-    assert len(most) == 3 * 2 * 12
-    assert all(len(deferred) == 0 for deferred in ended)
-
-
-def test_a_layers_all_reduce_starts_with_its_last_weight_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ready: list[tuple[str, str]] = []
-    start = GradientSync.ready
 
     def noting(sync: GradientSync, layer: LayerState) -> None:
         ready.append((layer.name, sync._phases.action))
         start(sync, layer)
 
+    monkeypatch.setattr(DeferredGradients, "run", counting)
     monkeypatch.setattr(GradientSync, "ready", noting)
     config = splitting(True, train={"steps": 2})
 
     train_in_process(2, 2, tiny_gpt(config), config, token_data(), order=2)
 
+    assert max(waiting) > 1
+    assert len(waiting) == 2 * 2 * 12
+    assert all(len(deferred) == 0 for deferred in ended)
     last = {"embed": "B5", "block0": "W5", "block1": "W5", "head": "B5"}
     assert sorted(ready) == sorted(4 * list(last.items()))
 

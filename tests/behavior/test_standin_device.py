@@ -43,7 +43,7 @@ def test_a_copy_must_wait_for_the_compute_that_it_reads(device: StandInDevice) -
     stream.copy(slot, tensor)
 
 
-def test_a_wire_must_not_send_a_slot_before_the_copy_into_it_has_been_seen_complete(
+def test_a_channel_must_not_send_a_slot_before_the_copy_into_it_has_been_seen_complete(
     hardware: Hardware, device: StandInDevice
 ) -> None:
     stream, slot = device.stream(), device.pinned(8)
@@ -60,7 +60,7 @@ def test_a_wire_must_not_send_a_slot_before_the_copy_into_it_has_been_seen_compl
     channel.send(slot)
 
 
-def test_a_slot_must_not_be_filled_while_the_wire_reads_it(
+def test_a_slot_must_not_be_filled_while_the_channel_reads_it(
     hardware: Hardware, device: StandInDevice
 ) -> None:
     stream, slot = device.stream(), device.pinned(8)
@@ -85,20 +85,37 @@ def test_memory_must_live_until_the_device_is_done_with_it(
         hardware.finish()
 
 
-def test_two_wires_or_edges_of_unequal_sizes_are_found_out(hardware: Hardware) -> None:
+def test_a_receive_of_another_size_is_found_out(hardware: Hardware) -> None:
     sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
+    kept = [receiver.pinned(4), receiver.pinned(4)]
     StandInChannel(sender, 0, 1, "a channel").send(EIGHT)
-    memory = receiver.pinned(4)
-    StandInChannel(receiver, 0, 1, "a channel").receive(memory)
+    StandInChannel(receiver, 0, 1, "a channel").receive(kept[0])
+    with pytest.raises(MisuseError, match="4 bytes for 8 that were sent"):
+        hardware.finish()
 
+    hardware.queues.clear()
+    StandInPeer(sender, "a peer", 0, 1).send(EIGHT)
+    StandInPeer(receiver, "a peer", 0, 1).receive(kept[1])
     with pytest.raises(MisuseError, match="4 bytes for 8 that were sent"):
         hardware.finish()
 
 
-def test_a_receive_must_not_spin_until_its_tensor_is_ready(hardware: Hardware) -> None:
+Peers = tuple[StandInDevice, StandInPeer, StandInPeer, torch.Tensor]
+
+
+@pytest.fixture
+def peers(hardware: Hardware) -> Peers:
+    """A sender, both ends of a connection, and memory to receive into."""
     sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
     sending, receiving = (StandInPeer(one, "a peer", 0, 1) for one in (sender, receiver))
-    tensor, memory = sender.later(EIGHT), receiver.pinned(8)
+    return sender, sending, receiving, receiver.pinned(8)
+
+
+def test_a_receive_must_not_spin_until_its_tensor_is_ready(
+    hardware: Hardware, peers: Peers
+) -> None:
+    sender, sending, receiving, memory = peers
+    tensor = sender.later(EIGHT)
 
     sending.stream.wait(sender.compute.record())
     sending.send(tensor)
@@ -111,11 +128,9 @@ def test_a_receive_must_not_spin_until_its_tensor_is_ready(hardware: Hardware) -
 
 
 def test_a_receive_that_comes_first_must_not_spin_until_its_send_can_run(
-    hardware: Hardware,
+    hardware: Hardware, peers: Peers
 ) -> None:
-    sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
-    sending, receiving = (StandInPeer(one, "a peer", 0, 1) for one in (sender, receiver))
-    memory = receiver.pinned(8)
+    sender, sending, receiving, memory = peers
     receiving.receive(memory)
     sending.send(EIGHT)
     hardware.finish()
@@ -127,9 +142,8 @@ def test_a_receive_that_comes_first_must_not_spin_until_its_send_can_run(
         sending.send(EIGHT)
 
 
-def test_an_edge_goes_one_way(hardware: Hardware) -> None:
-    sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
-    sending, receiving = (StandInPeer(one, "a peer", 0, 1) for one in (sender, receiver))
+def test_a_connection_goes_one_way(peers: Peers) -> None:
+    _, sending, receiving, _ = peers
 
     with pytest.raises(MisuseError, match="a send at its receiving end"):
         receiving.send(EIGHT)
@@ -137,27 +151,16 @@ def test_an_edge_goes_one_way(hardware: Hardware) -> None:
         sending.receive(EIGHT)
 
 
-def test_an_edge_of_unequal_sizes_is_found_out(hardware: Hardware) -> None:
-    sender, receiver = StandInDevice(hardware, 0), StandInDevice(hardware, 1)
-    sending, receiving = (StandInPeer(one, "a peer", 0, 1) for one in (sender, receiver))
-    memory = receiver.pinned(4)
-    sending.send(EIGHT)
-    receiving.receive(memory)
-
-    with pytest.raises(MisuseError, match="4 bytes for 8 that were sent"):
-        hardware.finish()
-
-
 def test_members_of_a_communicator_do_the_same_in_the_same_order(hardware: Hardware) -> None:
     devices = [StandInDevice(hardware, rank) for rank in range(2)]
     one, other = ([StandInCommunicator(d, name, (0, 1)) for d in devices] for name in "ab")
     buffers = [EIGHT.clone() for _ in range(5)]
     one[0].all_reduce(buffers[0])
-    one[0].broadcast(buffers[1], 0)
+    one[0].broadcast(buffers[1])
     other[0].all_reduce(buffers[2])
 
     with pytest.raises(MisuseError, match="a: members disagree"):
-        one[1].broadcast(buffers[3], 0)
+        one[1].broadcast(buffers[3])
     with pytest.raises(MisuseError, match="b: members differ in its order with a"):
         other[1].all_reduce(buffers[4])
 

@@ -26,8 +26,6 @@ from support.cases import (
     trained,
 )
 
-PIPELINES = [(1, 1), (2, 1), (3, 1), (4, 1)]
-REPLICAS = [(1, 2), (1, 3), (1, 4), (2, 2)]
 FEW = [(1, 1), (2, 1), (2, 2)]
 TIED = axis("model", "tie_embeddings", False, True)
 BF16_TOLERANCE = (0.002, math.inf)
@@ -56,7 +54,7 @@ LONG = steps(10, schedule={"warmup_steps": 1})
 BY_NAME = {name: {"pruning": pruning} for name, pruning in PRUNING.items()}
 METHODS = [
     *crossed(FEW, AT_ONCE, settings=steps(6)),
-    *crossed([(1, 1), (2, 1), (3, 1), (2, 2)], list(BY_NAME.values()), settings=LONG),
+    *crossed([(3, 1), (2, 2)], list(BY_NAME.values()), settings=LONG),
     # A tensor of 102,400 entries has two blocks in the norm; the 20,480 that are kept have one.
     *(
         Row(
@@ -106,7 +104,10 @@ OPTIMIZERS = [
         judge=ONE_STAGE,
     ),
     *crossed(
-        [*PIPELINES, *REPLICAS], STORED, settings={"precision": "bf16"}, tolerance=BF16_TOLERANCE
+        [(1, 1), (3, 1), (1, 3), (2, 2)],
+        STORED,
+        settings={"precision": "bf16"},
+        tolerance=BF16_TOLERANCE,
     ),
     *crossed(
         FEW,
@@ -142,7 +143,7 @@ def stored(rows: list[Row], free: Settings) -> list[Row]:
 STORAGE = [
     *(
         one
-        for index in INDICES
+        for index in ("int32", "mask")  # `auto` takes one of these
         for one in stored(
             crossed(
                 [(1, 1), (2, 2)],
@@ -154,7 +155,7 @@ STORAGE = [
         )
     ),
     *stored(crossed(FEW, LATER, settings={"precision": "bf16"}), SPLIT),
-    *(Row((1, 1), {**MANY, **steps(n)}, SPLIT, SAME_LAYOUT, is_usual=n == 50) for n in (50, 500)),
+    Row((1, 1), {**MANY, **steps(50)}, SPLIT, SAME_LAYOUT),
     *stored(
         crossed(
             [(1, 2), (1, 3), (1, 4), (2, 2), (3, 2)],

@@ -8,15 +8,14 @@ from support.allocated import peak_of_numpy, peak_of_torch
 from torch import nn
 
 from axsparse.samo.host import host_step
-from axsparse.samo.index import bitmask as index_mask
+from axsparse.samo.index import base
 from axsparse.samo.index.base import FullIndex, Index, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.gradient_norm import norm_partials
-from axsparse.samo.optim.hyper import Hyper
 from axsparse.samo.optim.lamb import LAMB
-from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.optimizer import Hyper, Optimizer
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
 from axsparse.samo.shards import BLOCK
@@ -85,7 +84,7 @@ def test_an_update_allocates_one_chunk(
 def test_an_update_without_a_compiler_needs_a_chunks_positions_beside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(index_mask, "compiled", lambda loop: None)
+    monkeypatch.setattr(base, "can_compile", lambda: False)
     layer = trained_layer(half_kept("mask"), 2 * KEPT, "bf16", ADAMW)
 
     def step() -> None:

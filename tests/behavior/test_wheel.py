@@ -40,9 +40,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def axsparse(installed: Path, cwd: Path, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "axsparse", *words]
-        if sys.version_info >= (3, 11)
-        else [sys.executable, "-m", "axsparse", *words],
+        [sys.executable, "-m", "axsparse", *words],
         cwd=cwd,
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(installed)},
         capture_output=True,

@@ -65,28 +65,3 @@ def test_a_block_costs_the_papers_bytes_a_parameter(density: float, per_paramete
     blocks = loads[0].state.total + loads[0].temporary - others - copies
 
     assert blocks == pytest.approx(per_parameter * dense.body_params, rel=1e-9)
-
-
-def test_the_papers_totals_for_2_7b_are_near() -> None:
-    # "from 80.16 GB to 20.28 GB": of 8 GPUs and of 2, with embeddings pruned, too.
-    totals = {}
-    for density, g_inter in ((1.0, 8), (0.1, 2)):
-        stages = memory("gpt3_2.7b", density, g_inter, schedule())
-        totals[g_inter] = sum(stage.total for stage in stages) / 1e9
-
-    assert totals[8] == pytest.approx(80.16, rel=0.05)
-    assert totals[2] == pytest.approx(20.28, rel=0.25)
-
-
-def test_only_the_last_stage_has_logits() -> None:
-    loads = formula("gpt3_xl").stages(4, 1)
-    assert loads is not None
-
-    assert [load.logits > 0 for load in loads] == [False, False, False, True]
-
-
-def test_a_limit_that_is_too_small_leaves_no_split() -> None:
-    found = formula("gpt3_xl")
-
-    assert found.stages(4, 1, lambda stage, _: stage != 3) is None
-    assert found.stages(4, 1, lambda *_: True) == found.stages(4, 1)

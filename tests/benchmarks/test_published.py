@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -11,23 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published.__main__ import checked_file
-from published.check_report import as_json, lines, scoreboard
-from published.constant_fit import FITTABLE
+from published.__main__ import as_json, checked_file, lines, main, scoreboard
 from published.interleaved import interleaved_order, simulate_interleaved
-from published.piece_loads import even_blocks, transformer
-from published.run_check import Check, check_runs, checked, choices, rates
+from published.run_check import FITTABLE, Check, check_runs, checked, choices, rates
 from published.run_file import TABLES, RunFile, RunRow, load_runs
-from published.run_memory import pieces_in_flight, predict_memory
+from published.run_memory import pieces_in_flight
 from published.run_step import predict_step, run_costs
-from published.transformer import Transformer
 
 from axsparse.config.load import load_config
 from axsparse.pipeline.simulator import MessageCost
-from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.cluster import Cluster, load_cluster, to_yaml
 from axsparse.planner.plan_model import subject
 from axsparse.planner.step_cost import stage_seconds
-from axsparse.planner.step_simulation import STEP_PHASES
 from axsparse.runtime.errors import ConfigError
 
 SMALL: dict[str, Any] = {
@@ -66,14 +60,6 @@ def run(
 def selene(**constants: Any) -> Cluster:
     """Selene but for some constants."""
     return replace(load_cluster("selene-a100"), **constants)
-
-
-PLAIN = selene(traffic=None, message_overhead=None, node_ring_latency=1e-6)
-"""Time is flops over the rate, and what is exchanged."""
-
-
-def model_of(**sizes: Any) -> Transformer:
-    return transformer(run(model=sizes), fused=False)
 
 
 # -- the tables -----------------------------------------------------------------------------
@@ -152,18 +138,19 @@ rows:
 """
 
 
-def test_the_command_checks_a_file_on_the_cluster_beside_it(tmp_path: Path) -> None:
-    from axsparse.planner.cluster import to_yaml
-
+def test_the_command_checks_a_file_on_the_cluster_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.yaml").write_text(to_yaml(load_cluster("dgx-h100")))
     runs = tmp_path / "runs.yaml"
     runs.write_text(RUNS)
-    command = [sys.executable, "-m", "published", str(runs), "--json"]
+    monkeypatch.setattr(sys, "argv", ["published", str(runs), "--json"])
 
-    done = subprocess.run(command, cwd=TABLES.parents[1], capture_output=True, text=True)
+    main()
 
-    assert done.stderr == ""
-    [row] = json.loads(done.stdout)["rows"]
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    [row] = json.loads(printed.out)["rows"]
     assert (row["name"], row["published"]) == ("small", 0.05)
     assert checked_file(runs).cluster.name == "mine"
 
@@ -269,85 +256,6 @@ def test_rows_find_the_constants_again_and_leave_alone_what_they_say_nothing_abo
 
 
 @pytest.mark.parametrize(
-    ("model", "billions"),
-    [
-        ((32, 4096, 32, 32, 11008, 32000, 4096), 6.738),  # Llama 2 7B
-        ((80, 8192, 64, 8, 28672, 128256, 8192), 70.55),  # Llama 3 70B
-    ],
-)
-def test_llamas_have_their_known_numbers_of_parameters(
-    model: tuple[int, ...], billions: float
-) -> None:
-    names = (
-        *("num_layers", "hidden_size", "num_heads", "num_kv_heads"),
-        *("intermediate_size", "vocab_size", "sequence_length"),
-    )
-    found = model_of(family="llama", **dict(zip(names, model, strict=True)))
-
-    assert found.num_params / 1e9 == pytest.approx(billions, rel=1e-3)
-
-
-def test_activations_are_korthikantis_table_2() -> None:
-    model, b, tensor, heads = model_of(), 2, 4, 16
-
-    attention = 5 * heads * S / (H * tensor)
-    assert model.held(b, tensor, "none") == S * b * H * (10 + 24 / tensor + attention)
-    assert model.held(b, tensor, "selective") == S * b * H * (10 + 24 / tensor)
-    assert model.held(b, tensor, "full") == 2 * S * b * H
-
-
-def test_compute_is_the_models_flops_at_the_efficiency() -> None:
-    found = predict_step(run(recompute="full"), PLAIN)
-
-    flops = 16 * 96 * S * LAYERS * H**2 * (1 + S / (6 * H) + V / (16 * LAYERS * H))
-    assert found.mean_phases["compute"] == pytest.approx(flops / (PLAIN.efficiency * 312e12))
-    assert set(found.mean_phases) == set(STEP_PHASES)
-    assert sum(found.mean_phases.values()) == pytest.approx(found.seconds)
-
-
-def test_what_is_exchanged_takes_the_time_of_its_links() -> None:
-    activation, hop, words = 2 * 2 * S * H, 1e-6, V * H
-    tensor = run_costs(run(recompute="full", layout={"tensor": 8}), PLAIN).tensor
-    [edges] = run_costs(run(layout={"data": 2, "tensor": 4, "pipeline": 2}), PLAIN).edges
-    reduced = run_costs(run(layout={"data": 8, "pipeline": 2}, samples=64), PLAIN).all_reduce
-
-    # Forward, recomputation and backward of 16 blocks, embedding and head.
-    once = 14 / 8 * activation / PLAIN.ring_bandwidth + 14 * hop
-    assert tensor[0] == pytest.approx((6 * LAYERS + 2) * once)
-    # Eight devices of a node send a quarter each, over cards that send and receive at once.
-    share = activation / 4 / min(PLAIN.inter_node_bandwidth, 2 * PLAIN.nic_bandwidth / 8)
-    gather = 3 / 4 * activation / PLAIN.ring_bandwidth + 3 * hop
-    assert edges[0].handling == pytest.approx(share + gather / 2)
-    first = 8 * 12 * H**2 + words + S * H
-    ring = 14 / 8 * 2 * first / PLAIN.ring_bandwidth
-    tie = 2 * words / (0.8 * 2e11 / 8)
-    assert reduced[0] == pytest.approx(ring + tie + 14 * hop + 2 * PLAIN.ring_latency)
-
-
-@pytest.mark.parametrize(
-    ("training", "bytes_each"),
-    [
-        ({}, 16),
-        ({"gradients": "fp32"}, 18),
-        ({"precision": "bf16"}, 18),
-        ({"precision": "fp32"}, 16),
-        ({"zero": 1}, 2 + 2 + 1.5),
-        ({"zero": 2}, 2 + 2.25 - 0.5),
-        ({"zero": 3}, 2.0),
-    ],
-)
-def test_a_dense_parameter_costs_its_precisions_and_shards(
-    training: dict[str, Any], bytes_each: float
-) -> None:
-    layout = {"data": 8} if "zero" in training else {}
-    params = LAYERS * 12 * H**2 + V * H + S * H
-
-    found = predict_memory(run(layout=layout, samples=64, **training), selene())
-
-    assert found.state == pytest.approx(bytes_each * params)
-
-
-@pytest.mark.parametrize(
     ("layout", "samples", "held"),
     [
         ({"pipeline": 4}, 16, [4, 3, 2, 1]),
@@ -361,18 +269,6 @@ def test_schedules_hold_what_they_hold(
     row = run(layout=layout, samples=samples)
 
     assert [pieces_in_flight(row, stage) for stage in range(4)] == held
-
-
-@pytest.mark.parametrize(
-    ("layers", "number", "sizes"),
-    [
-        (22, 8, [2, 3, 3, 3, 3, 3, 3, 2]),  # Qi et al. (2024), section 5.1
-        (62, 32, [1, *[2] * 30, 1]),
-        (2, 4, [0, 1, 1, 0]),
-    ],
-)
-def test_uneven_blocks_are_fewer_at_the_ends(layers: int, number: int, sizes: list[int]) -> None:
-    assert even_blocks(layers, number) == sizes
 
 
 @pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(4, 2, 8), (4, 3, 12), (8, 2, 32)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +10,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from smollm2.cases import Case, all_cases
+from smollm2.cases import parted
 from smollm2.gguf_folder import make_tokenizer, turned
 from smollm2.judge import perplexity
-from smollm2.report import remarks, table
-from smollm2.texts import parted
 
 
 def test_no_paragraph_is_trained_on_and_held_out() -> None:
@@ -68,30 +65,3 @@ def test_a_uniform_guess_has_the_perplexity_of_the_vocabulary() -> None:
             return SimpleNamespace(logits=torch.zeros(*tokens.shape, 37))
 
     assert perplexity(Uniform(), torch.arange(5_000) % 37) == pytest.approx(37, rel=1e-5)
-
-
-def test_the_table_has_a_line_for_each_case_that_is_judged() -> None:
-    judged = {"perplexity": {"english": 15.57, "code": 4.1}, "state_bytes": 2e9}
-    single = Case("sparsegpt", 60, 1)
-    records: dict[Case, dict[str, Any]] = {
-        Case("dense", 0): judged,
-        Case("wanda", 60): {**judged, "state_bytes": 1.4e9},
-        Case("wanda", 60, 2): {"perplexity": {"english": 1234.5}, "losses": [2.0, 1.0]},
-        single: {"losses": [2.0, 1.0]},
-        Case("sparsegpt", 60, 2): {"losses": [2.0, 1.0]},
-    }
-
-    lines = list(table(records))[2:]
-
-    assert lines == [
-        "| dense | 0 | no | 15.6 | 4.1 |  | 2.000 GB | 1.000 |",
-        "| wanda | 60 | no | 15.6 | 4.1 |  | 1.400 GB | 0.700 |",
-        "| wanda | 60 | 2 steps, 2×1 | 1,234 |  |  | 1.400 GB | 0.700 |",
-    ]
-    same, missing = remarks(records)
-    assert same == "All 2 losses of sparsegpt-60-1x1 are the same numbers as on two stages."
-    assert single in all_cases()
-    assert "magnitude-70" in missing
-    assert "wanda-60-2x1" not in missing
-    records[single] = {"losses": [2.0, 1.5]}
-    assert next(remarks(records)).endswith("differ from those on two stages from step 2.")

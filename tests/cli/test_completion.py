@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from support.mpirun import LONGEST_SECONDS
 
-from axsparse.__main__ import COMMANDS
-from axsparse.cli.all_parsers import all_parsers
+from axsparse.cli.commands import COMMANDS, all_parsers
 from axsparse.cli.completion import script
 
 ASK = """

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.mpirun import LONGEST_SECONDS
+from support.commands import Axsparse, assert_one_line
 from support.resuming import ran
 from support.runs import tiny_config
 
-from axsparse.cli.export import main
 from axsparse.runtime.files.safetensors import SafetensorsFile
 
 
@@ -20,18 +17,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("original") / "run"
     ran((1, 1), tiny_config(train={"steps": 4}, checkpoint={"every": 2}), path)
     return path
-
-
-def called(
-    capsys: pytest.CaptureFixture[str], *arguments: str | Path
-) -> tuple[int, list[str], list[str]]:
-    """Exit code, and the lines on stdout and stderr."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    assert isinstance(end.value.code, int)
-    out, err = capsys.readouterr()
-    return end.value.code, out.splitlines(), err.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -47,28 +32,27 @@ def test_the_newest_checkpoint_is_meant_or_the_one_that_is_named(
     step: int,
     run: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    axsparse: Axsparse,
 ) -> None:
     out = tmp_path / "out.safetensors"
     named = [text.replace("RUN", str(run)) for text in arguments]
 
-    code, lines, err = called(capsys, *named, "--to", "torch", "--out", out)
+    said = axsparse("export", *named, "--to", "torch", "--out", out)
 
-    assert (code, err) == (0, [])
     path = run / "checkpoints" / f"step-{step}"
-    assert lines == [f"{out}: 28 tensors, 112 kB, of {path} after step {step}"]
+    assert said == (0, f"{out}: 28 tensors, 112 kB, of {path} after step {step}\n", "")
     assert SafetensorsFile(out).metadata["step"] == str(step)
 
 
 def test_each_form_and_option_does_what_it_says(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, axsparse: Axsparse
 ) -> None:
     path = tmp_path / "out.safetensors"
-    assert called(capsys, run, "--sparse", "--out", path)[0] == 0
+    assert axsparse("export", run, "--sparse", "--out", path)[0] == 0
     assert "block0.fc1.weight.indptr" in SafetensorsFile(path).shapes
-    assert called(capsys, run, "--to", "torch", "--out", path, "--force")[0] == 0
+    assert axsparse("export", run, "--to", "torch", "--out", path, "--force")[0] == 0
     assert "block0.fc1.weight" in SafetensorsFile(path).shapes
-    assert called(capsys, run, "--to", "hf", "--out", tmp_path / "gpt", "--trained")[0] == 0
+    assert axsparse("export", run, "--to", "hf", "--out", tmp_path / "gpt", "--trained")[0] == 0
     assert (tmp_path / "gpt" / "config.json").is_file()
 
 
@@ -108,38 +92,25 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     words: str,
     run: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    axsparse: Axsparse,
 ) -> None:
     known = {"RUN": str(run), "OUT": str(tmp_path / "out")}
     for short, path in known.items():
         arguments = [text.replace(short, path) for text in arguments]
 
-    found, out, err = called(capsys, *arguments)
-
-    assert (found, out) == (code, [])
-    assert len(err) == 1 and err[0].startswith("axsparse: error: ") and words in err[0]
+    assert_one_line(axsparse("export", *arguments), code, words)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_export_ends_quietly(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("axsparse.training.export.write_safetensors", interrupt)
 
-    found = called(capsys, run, "--to", "hf", "--out", tmp_path / "out")
+    found = axsparse("export", run, "--to", "hf", "--out", tmp_path / "out")
 
-    assert found == (130, [], [])
+    assert found == (130, "", "")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_it_is_a_command_of_axsparse(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.safetensors"
-    command = [sys.executable, "-m", "axsparse", "export", str(run), "--sparse", "--out", str(out)]
-
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS)
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{out}: ")

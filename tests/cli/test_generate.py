@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import Axsparse, assert_one_line
 from support.images import image_data
 from support.preparing import LINE, run
 from support.resuming import ran
 from support.runs import tiny_config
 
-from axsparse.cli import evaluate, export, generate
+from axsparse.cli.evaluate import EVERY_SECONDS, _progress
 from axsparse.config.load import made_in_python
 from axsparse.config.model_config import CnnConfig
 from axsparse.data.preparation import Request
-from axsparse.data.token_dataset import token_datasets
+from axsparse.data.token_file import token_datasets
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING
 
@@ -51,51 +51,39 @@ def recited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "run"
 
 
-def told(
-    capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], object], *args: object
-) -> tuple[int, str, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main([str(arg) for arg in args])
-    screen = capsys.readouterr()
-    return int(end.value.code or 0), screen.out, screen.err
-
-
-def test_it_recites_what_it_has_learnt(recited: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_recites_what_it_has_learnt(recited: Path, axsparse: Axsparse) -> None:
     """The text becomes longer than what the model sees at a time."""
-    code, screen, _ = told(
-        capsys, generate.main, recited, "--prompt", LINE + "The cat", "--tokens", 60
-    )
+    code, screen, _ = axsparse("generate", recited, "--prompt", LINE + "The cat", "--tokens", 60)
 
     assert code == 0
     assert screen.startswith(LINE * 3)
-    likeliest = told(
-        capsys, generate.main, recited, "--prompt", LINE + "The cat", "--tokens", 60, "--top-k", 1
+    likeliest = axsparse(
+        "generate", recited, "--prompt", LINE + "The cat", "--tokens", 60, "--top-k", 1
     )
     assert likeliest == (0, screen, "")
 
 
 def test_transformers_recites_what_was_exported(
-    recited: Path, tmp_path: Path, transformers: Any, capsys: pytest.CaptureFixture[str]
+    recited: Path, tmp_path: Path, transformers: Any, axsparse: Axsparse
 ) -> None:
     """No longer than what the model sees, which is where transformers ends."""
-    told(capsys, export.main, recited, "--to", "hf", "--out", tmp_path / "hf")
+    axsparse("export", recited, "--to", "hf", "--out", tmp_path / "hf")
     words = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     writer = transformers.pipeline("text-generation", model=str(tmp_path / "hf"))
 
     [theirs] = writer(LINE[:11], **words)
-    ours = told(capsys, generate.main, recited, "--prompt", LINE[:11], "--tokens", 12)
+    ours = axsparse("generate", recited, "--prompt", LINE[:11], "--tokens", 12)
     assert ours == (0, theirs["generated_text"] + "\n", "")
     assert (tokenizer.eos_token_id, tokenizer.model_max_length) == (0, LENGTH)
 
 
 def test_a_seed_draws_the_same_text_again_and_another_seed_another(
-    recited: Path, capsys: pytest.CaptureFixture[str]
+    recited: Path, axsparse: Axsparse
 ) -> None:
     def drawn(*args: object) -> str:
-        code, screen, _ = told(capsys, generate.main, recited, "--prompt", "The", *args)
+        code, screen, _ = axsparse("generate", recited, "--prompt", "The", *args)
         assert code == 0 and screen.startswith("The")
         return screen
 
@@ -105,13 +93,11 @@ def test_a_seed_draws_the_same_text_again_and_another_seed_another(
     assert drawn("--temperature", 1e-9, "--tokens", 20) == drawn("--tokens", 20)
 
 
-def test_it_evaluates_to_what_the_run_reported(
-    recited: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_evaluates_to_what_the_run_reported(recited: Path, axsparse: Axsparse) -> None:
     lines = (recited / "metrics.jsonl").read_text().splitlines()
     [said] = [record for line in lines if "eval_loss" in (record := json.loads(line))]
 
-    code, screen, _ = told(capsys, evaluate.main, recited)
+    code, screen, _ = axsparse("evaluate", recited)
 
     assert code == 0
     assert f"step 80: validation loss {said['eval_loss']:.6g}  perplexity " in screen
@@ -119,58 +105,60 @@ def test_it_evaluates_to_what_the_run_reported(
 
 
 @pytest.mark.parametrize(
-    ("command", "args", "text"),
+    ("words", "text"),
     [
-        (generate, ["--tokens", "0"], "--tokens: 0 is not in 1 …"),
-        (generate, ["--top-k", "0"], "--top-k: 0 leaves no token to draw"),
-        (generate, ["--temperature", "0"], "--temperature: 0.0 is not above 0"),
-        (generate, ["--temperature", "nan"], "--temperature: nan is not above 0"),
-        (generate, ["--seed", "1"], "--seed: nothing is drawn; add --top-k"),
-        (generate, ["--top-k", "2", "--seed", "-1"], "--seed: -1 is not in 0"),
-        (generate, ["--prompt", "\udcff"], "--prompt: is not UTF-8"),
-        (generate, ["--tokens", "few"], "argument --tokens: invalid int value: 'few'; see --help"),
-        (evaluate, ["--batches", "0"], "--batches: '0' is no number of batches; write 4, or all"),
-        (evaluate, ["--batches", "²"], "is no number of batches"),
+        ("generate nowhere --prompt x --tokens 0", "argument --tokens: '0' is no whole number"),
+        ("generate nowhere --prompt x --top-k few", "argument --top-k: 'few' is no whole number"),
+        ("generate nowhere --prompt x --temperature 0", "--temperature: 0.0 is not above 0"),
+        ("generate nowhere --prompt x --temperature nan", "--temperature: nan is not above 0"),
+        ("generate nowhere --prompt x --seed 1", "--seed: nothing is drawn; add --top-k"),
+        ("generate nowhere --prompt x --top-k 2 --seed -1", "argument --seed: '-1' is no whole"),
+        ("generate nowhere --prompt \udcff", "--prompt: is not UTF-8"),
+        ("evaluate nowhere --batches 0", "argument --batches: '0' is no whole number from 1"),
+        ("evaluate nowhere --batches ²", "is no whole number"),
     ],
 )
-def test_mistakes_are_one_line(
-    capsys: pytest.CaptureFixture[str], command: object, args: list[str], text: str
-) -> None:
-    given = ["nowhere", *(["--prompt", "x"] if command is generate else []), *args]
-    code, screen, errors = told(capsys, command.main, *given)  # type: ignore[attr-defined]
+def test_mistakes_are_one_line(axsparse: Axsparse, words: str, text: str) -> None:
+    assert_one_line(axsparse(*words.split(" ")), EXIT_CONFIG, text)
 
-    assert (code, screen) == (EXIT_CONFIG, "")
-    assert len(errors.splitlines()) == 1 and text in errors
+
+def test_a_long_evaluation_says_every_few_seconds_how_far_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seconds = iter([0.0, 1.0, EVERY_SECONDS + 1, EVERY_SECONDS + 1, EVERY_SECONDS + 2, 99.0])
+    after_batch = _progress(lambda: next(seconds))
+    for done in range(1, 5):
+        after_batch(done, 4)
+
+    assert capsys.readouterr().err == "evaluated 2 of 4 batches\n"
 
 
 def test_what_is_missing_or_changed_is_named(
-    recited: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    recited: Path, axsparse: Axsparse, tmp_path: Path
 ) -> None:
-    code, _, errors = told(capsys, generate.main, tmp_path / "none", "--prompt", "x")
-    assert code == EXIT_MISSING and "none: holds no checkpoint; name a run that" in errors
+    gone = axsparse("generate", tmp_path / "none", "--prompt", "x")
+    assert_one_line(gone, EXIT_MISSING, "none: holds no checkpoint; name a run that")
 
     tokenizer = recited.parent / "tokens" / "tokenizer.json"
     text = tokenizer.read_text()
     try:
         tokenizer.write_text(text + "\n")
-        code, _, errors = told(capsys, generate.main, recited, "--prompt", "x")
-        assert code == EXIT_DATA and "tokenizer.json is not the tokenizer that made" in errors
+        said = axsparse("generate", recited, "--prompt", "x")
+        assert_one_line(said, EXIT_DATA, "tokenizer.json is not the tokenizer that made")
         tokenizer.unlink()
-        code, _, errors = told(capsys, generate.main, recited, "--prompt", "x")
-        assert code == EXIT_MISSING and "tokenizer.json cannot be read" in errors
+        said = axsparse("generate", recited, "--prompt", "x")
+        assert_one_line(said, EXIT_MISSING, "tokenizer.json cannot be read")
     finally:
         tokenizer.write_text(text)
 
 
-def test_a_model_that_writes_no_text_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_model_that_writes_no_text_is_refused(axsparse: Axsparse, tmp_path: Path) -> None:
     config = tiny_config(train={"steps": 1}, data={"source": "digits"})
     config = config.model_copy(update={"model": CnnConfig(channels=1)})
     cnn = named_model(made_in_python(config, "cnn"))
     ran((1, 1), config, tmp_path / "run", model=lambda _: cnn, data=image_data(8, channels=1))
 
-    code, screen, errors = told(capsys, generate.main, tmp_path / "run", "--prompt", "x")
+    said = axsparse("generate", tmp_path / "run", "--prompt", "x")
 
-    assert (code, screen) == (EXIT_CONFIG, "")
-    assert "is of model.name cnn, which writes no text; name a run of a gpt or a llama" in errors
+    refusal = "is of model.name cnn, which writes no text; name a run of a gpt or a llama"
+    assert_one_line(said, EXIT_CONFIG, refusal)

@@ -2,60 +2,118 @@
 
 from __future__ import annotations
 
-import pytest
+import argparse
+import subprocess
+import sys
+from pathlib import Path
 
-from axsparse.cli.parser import run_command
+import pytest
+from support.mpirun import LONGEST_SECONDS, run_mpirun
+from support.unread import unread
+
+from axsparse.cli.parser import CommandParser, Work, run_command, say
 from axsparse.runtime.errors import MissingInputError
 
 
-def missing() -> None:
+def ended(work: Work, capsys: pytest.CaptureFixture[str], **defaults: str) -> tuple[int, str, str]:
+    """Exit code, screen and errors of a command that does this work."""
+    parser = CommandParser(work)
+    parser.set_defaults(**defaults)
+    with pytest.raises(SystemExit) as end:
+        run_command(parser, [])
+    said = capsys.readouterr()
+    return int(end.value.code or 0), said.out, said.err
+
+
+def missing(_: argparse.Namespace) -> None:
     raise MissingInputError("a.yaml: no such file; name an existing one")
 
 
-def interrupt() -> None:
+def interrupt(_: argparse.Namespace) -> None:
     raise KeyboardInterrupt
 
 
-def test_work_that_returns_ends_the_process_with_0(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: print("done"))
+def test_exit_codes_and_lines_follow_from_what_the_work_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "axsparse: error: a.yaml: no such file; name an existing one\n"
+    assert ended(lambda _: print("done"), capsys) == (0, "done\n", "")
+    assert ended(missing, capsys) == (66, "", line)
+    assert ended(interrupt, capsys) == (130, "", "")
+    with pytest.raises(ZeroDivisionError):  # a mistake of the program keeps its traceback
+        run_command(CommandParser(lambda _: print(1 / 0)), [])
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert ended(missing, capsys) == (0, "", "")
 
-    assert end.value.code == 0
-    assert capsys.readouterr() == ("done\n", "")
 
-
-def test_an_error_is_one_line_and_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        run_command(missing)
-
-    assert end.value.code == 66
-    assert capsys.readouterr().err == (
-        "axsparse: error: a.yaml: no such file; name an existing one\n"
+def test_an_interrupt_may_say_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(interrupt, capsys, interrupted="start it again") == (
+        *(130, ""),
+        "axsparse: error: start it again\n",
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "line"), [(None, ""), ("start it again", "axsparse: error: start it again\n")]
-)
-def test_an_interrupt_ends_with_130(
-    capsys: pytest.CaptureFixture[str], words: str | None, line: str
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        run_command(interrupt, interrupted=words)
+def test_a_path_of_other_bytes_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    say("runs/\udcff: 3 files")
 
-    assert end.value.code == 130
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr().out == "runs/?: 3 files\n"
 
 
-def test_other_ranks_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PMI_RANK", "1")
-
-    with pytest.raises(SystemExit) as end:
-        run_command(missing)
-
-    assert end.value.code == 0
+def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:
+    assert unread("completion", cwd=tmp_path) == (0, b"")
 
 
-def test_an_error_of_the_program_itself_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError):
-        run_command(lambda: print(1 / 0))
+# --- mistakes that need neither torch nor MPI ---------------------------------------------
+
+LOADED = """
+import sys
+from axsparse.__main__ import main
+
+for words in {lines!r}:
+    try:
+        main(words)
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+    assert "torch" not in sys.modules and "mpi4py" not in sys.modules
+"""
+EARLY = {
+    "train --set trian.steps=3": "78 trian.steps (--set): unknown key; did you mean train.steps?",
+    "train --set layout.g_inter=4": "78 layout.g_inter (--set): 4 does not divide the 1 rank; "
+    "start 4 ranks (mpirun -n 4 before the same command) or choose 1",
+    "train --set model.num_heads=7": "78 model.num_heads (--set): 7 does not divide "
+    "model.hidden_size 256; choose one of 1, 2, 4, 8, 16, 32, 64, 128",
+    "calibrate --set trian.steps=3 --out x": "78 trian.steps (--set): unknown key; did you mean "
+    "train.steps?",
+    "plan --set model.num_heads=7 --gpus 4": "78 model.num_heads (--set): 7 does not divide "
+    "model.hidden_size 256; choose one of 1, 2, 4, 8, 16, 32, 64, 128",
+    "plan --gpus 4 --cluster summmit": "66 cluster 'summmit': no such file and no bundled cluster "
+    "of that name; did you mean summit?",
+}
+"""Command lines, and how they end."""
+
+
+def test_a_mistake_is_told_before_torch_is_loaded() -> None:
+    lines = [[*line.split(), "--config", "quickstart.yaml"] for line in EARLY]
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format(lines=lines)],
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == 2 * len(EARLY)
+    for line, code, expected in zip(said[::2], said[1::2], EARLY.values(), strict=True):
+        assert line.startswith(f"axsparse: error: {expected[3:]}")
+        assert code == expected[:2]
+
+
+def test_many_ranks_tell_it_once(tmp_path: Path) -> None:
+    command = ["-m", "axsparse.train", "--config", "quickstart.yaml", "--set", "trian.steps=3"]
+
+    done = run_mpirun(2, command, cwd=tmp_path)
+
+    line = "axsparse: error: trian.steps (--set): unknown key; did you mean train.steps?\n"
+    assert (done.returncode, done.stderr) == (78, line)

@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from support.exhaustive import by_default
-from support.unread import unread
+from support.commands import Axsparse, assert_one_line
 
-from axsparse.cli.plan import main
 from axsparse.observe.trace_file import read, step_seconds
 from axsparse.runtime.errors import EXIT_CONFIG
 
@@ -19,16 +17,14 @@ SMALL = [
 ]
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    """Exit code, screen and errors."""
-    with pytest.raises(SystemExit) as end:
-        main([*SMALL, *args])
-    screen = capsys.readouterr()
-    return int(end.value.code or 0), screen.out, screen.err
+@pytest.fixture
+def plan(axsparse: Axsparse) -> Axsparse:
+    """`plan("--gpus", "4")`: exit code, screen and errors of a small model's plan."""
+    return lambda *words: axsparse("plan", *SMALL, *words)
 
 
-def test_it_prints_a_recommendation_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    code, screen, _ = told(capsys, "--gpus", "4")
+def test_it_prints_a_recommendation_and_why(plan: Axsparse) -> None:
+    code, screen, _ = plan("--gpus", "4")
 
     assert code == 0
     assert "quickstart (samo) in bf16 on 4 devices of laptop, 3.0 GB each" in screen
@@ -42,95 +38,82 @@ def test_it_prints_a_recommendation_and_why(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("wish", ["layout.split=[4]", "layout.memory_per_rank=2"])
-def test_where_training_takes_the_same_it_says_nothing(
-    wish: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, screen, _ = told(capsys, "--gpus", "4", "--set", wish)
+def test_where_training_takes_the_same_it_says_nothing(wish: str, plan: Axsparse) -> None:
+    _, screen, _ = plan("--gpus", "4", "--set", wish)
 
     assert "recommended: 1 stage × 4 replicas" in screen
     assert "training by itself" not in screen
 
 
-def test_without_a_cluster_it_says_which_one_it_took(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--config", "quickstart.yaml", "--gpus", "1"])
+def test_without_a_cluster_it_says_which_one_it_took(axsparse: Axsparse, plan: Axsparse) -> None:
+    asked = ("plan", "--config", "quickstart.yaml", "--gpus", "1")
+    limit = ("--set", "layout.memory_per_rank=1e-6")
 
-    screen = capsys.readouterr().out.splitlines()
+    screen = axsparse(*asked)[1].splitlines()
     assert "on 1 device of laptop" in screen[0]
     assert screen[-1] == (
         "note: no --cluster, hence planned for the bundled cluster laptop; axsparse calibrate "
         "measures one of your own"
     )
+    assert "no --cluster" not in plan("--gpus", "1")[1]
+    # Nor is it silent where nothing fits.
+    assumed = "; laptop was taken, since no --cluster is named\n"
+    assert axsparse(*asked, *limit)[2].endswith(assumed)
+    assert assumed not in plan("--gpus", "1", *limit)[2]
 
 
-def test_nor_is_it_silent_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    limit = ("--set", "layout.memory_per_rank=1e-6")
-    with pytest.raises(SystemExit):
-        main(["--config", "quickstart.yaml", "--gpus", "1", *limit])
-
-    said = "; laptop was taken, since no --cluster is named\n"
-    assert capsys.readouterr().err.endswith(said)
-    assert said not in told(capsys, "--gpus", "1", *limit)[2]
-
-
-def test_a_cluster_that_was_named_needs_no_note(capsys: pytest.CaptureFixture[str]) -> None:
-    _, screen, _ = told(capsys, "--gpus", "2")
-
-    assert "no --cluster" not in screen
-
-
-def test_json_is_one_object_with_both_methods(capsys: pytest.CaptureFixture[str]) -> None:
-    _, screen, _ = told(capsys, "--gpus", "2", "--compare", "dense,samo", "--json")
+def test_json_is_one_object_with_both_methods(plan: Axsparse) -> None:
+    _, screen, _ = plan("--gpus", "2", "--compare", "dense,samo", "--json")
 
     plans = json.loads(screen)["plans"]
-    assert [plan["method"] for plan in plans] == ["dense", "samo"]
-    first = [plan["rows"][0]["stages"][0]["memory"]["optimizer"] for plan in plans]
+    assert [told["method"] for told in plans] == ["dense", "samo"]
+    first = [told["rows"][0]["stages"][0]["memory"]["optimizer"] for told in plans]
     assert first[0] > first[1]
 
 
-def test_methods_are_laid_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    _, screen, _ = told(capsys, "--gpus", "2", "--compare", "dense,samo")
+def test_methods_are_laid_side_by_side(plan: Axsparse) -> None:
+    _, screen, _ = plan("--gpus", "2", "--compare", "dense,samo")
 
     assert "(dense)" in screen and "(samo)" in screen
     assert "reduction %" in screen
 
 
 def test_several_numbers_of_devices_are_a_scaling_table(
-    capsys: pytest.CaptureFixture[str],
+    plan: Axsparse,
 ) -> None:
-    _, screen, _ = told(capsys, "--gpus", "1,2,4")
+    _, screen, _ = plan("--gpus", "1,2,4")
 
     rows = screen.splitlines()
     assert [row.split()[1] for row in rows[2:]] == ["devices", "1", "2", "4"]
     assert "efficiency %" in rows[2]
 
 
-def test_trace_and_page_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_trace_and_page_are_written(plan: Axsparse, tmp_path: Path) -> None:
     trace, page = tmp_path / "step.json", tmp_path / "plan.html"
-    _, screen, _ = told(capsys, "--gpus", "2", "--json", "--trace", str(trace), "--html", str(page))
+    _, screen, _ = plan("--gpus", "2", "--json", "--trace", trace, "--html", page)
 
-    [plan] = json.loads(screen)["plans"]
-    assert step_seconds(read(trace)) == pytest.approx(plan["rows"][0]["step_seconds"])
+    [told] = json.loads(screen)["plans"]
+    assert step_seconds(read(trace)) == pytest.approx(told["rows"][0]["step_seconds"])
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_only_the_microbatches_that_were_asked_for_are_tried(
-    capsys: pytest.CaptureFixture[str],
+    plan: Axsparse,
 ) -> None:
-    _, screen, _ = told(capsys, "--gpus", "2", "--microbatch-size", "3,5", "--json")
+    _, screen, _ = plan("--gpus", "2", "--microbatch-size", "3,5", "--json")
 
-    [plan] = json.loads(screen)["plans"]
-    assert {row["microbatch_size"] for row in plan["rows"]} == {3}
-    assert "microbatches of 5 do not divide 24 samples" in {r["reason"] for r in plan["rejected"]}
+    [told] = json.loads(screen)["plans"]
+    assert {row["microbatch_size"] for row in told["rows"]} == {3}
+    assert "microbatches of 5 do not divide 24 samples" in {r["reason"] for r in told["rejected"]}
 
 
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["--gpus", "many"], "--gpus: 'many' is no number of at least 1, nor several with commas"),
-        (["--gpus", "0"], "--gpus: '0' is no number"),
-        (["--gpus", "2", "--microbatch-size", "-1"], "--microbatch-size: '-1' is no number"),
-        (["--gpus", "2", "--compare", "best"], "--compare: 'best' is no method to compare; choose"),
+        (["--gpus", "many"], "argument --gpus: 'many' is no whole number from 1 to"),
+        (["--gpus", "0"], "argument --gpus: '0' is no whole number"),
+        (["--gpus", "2", "--microbatch-size", "-1"], "argument --microbatch-size: '-1' is no"),
+        (["--gpus", "2", "--compare", "best"], "argument --compare: 'best' is not of dense,samo"),
         (["--gpus", "2", "--cluster", "nowhere"], "cluster 'nowhere': no such file and no bundled"),
         (["--gpus", "2", "--set", "layout.memory_per_rank=1e-6"], "stage 0 needs "),
         (
@@ -141,53 +124,21 @@ def test_only_the_microbatches_that_were_asked_for_are_tried(
         ([], "the following arguments are required: --gpus"),
     ],
 )
-def test_mistakes_are_one_line(
-    capsys: pytest.CaptureFixture[str], args: list[str], text: str
-) -> None:
-    code, _, errors = told(capsys, *args)
+def test_mistakes_are_one_line(plan: Axsparse, args: list[str], text: str) -> None:
+    code, _, errors = plan(*args)
 
     assert code != 0
-    assert len(errors.splitlines()) == 1
-    assert errors.startswith("axsparse: error: ")
-    assert text in errors
+    assert_one_line((code, "", errors), code, text)
 
 
 def test_what_fits_nowhere_in_a_study_is_left_out_unless_all_is(
-    capsys: pytest.CaptureFixture[str],
+    plan: Axsparse,
 ) -> None:
-    limit = "layout.memory_per_rank=0.0026"
-    dense = [
-        "--set",
-        limit,
-        "--set",
-        "pipeline.slack=1",
-        "--set",
-        "samo.enabled=false",
-        "--microbatch-size",
-        "1",
-    ]
-    code, screen, errors = told(capsys, "--gpus", "1,4", *dense)
-    nothing, _, _ = told(capsys, "--gpus", "1,2", "--set", "layout.memory_per_rank=1e-6")
+    limit = "--set=layout.memory_per_rank=0.0026"
+    dense = ("--set=samo.enabled=false", "--set=pipeline.slack=1", "--microbatch-size=1", limit)
+    code, screen, errors = plan("--gpus", "1,4", *dense)
+    nothing, _, _ = plan("--gpus", "1,2", "--set", "layout.memory_per_rank=1e-6")
 
     assert (code, nothing) == (0, EXIT_CONFIG)
     assert errors.startswith("axsparse: start: gpus: quickstart fits no layout of 1 device ")
     assert [row.split()[1] for row in screen.splitlines()[2:]] == ["devices", "4"]
-
-
-def test_one_of_many_ranks_speaks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PMI_RANK", "1")
-
-    assert told(capsys, "--gpus", "2") == (0, "", "")
-
-
-ASKED = [["--gpus", "2"], ["--gpus", "2", "--json"], ["--gpus", "1,2"]]
-
-
-@pytest.mark.parametrize("asked", by_default(ASKED[:1], ASKED))
-def test_a_reader_that_goes_away_is_no_mistake(asked: list[str], tmp_path: Path) -> None:
-    page = ("--html", "plan.html")
-
-    assert unread("plan", *SMALL, *asked, *page, cwd=tmp_path) == (0, b"")
-    assert (tmp_path / "plan.html").exists()

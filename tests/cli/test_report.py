@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from matplotlib.image import imread
+from support.commands import Axsparse, assert_one_line
 from support.pages import figure_of, rows_of, step_line, words_of
-from support.tickets import DRAWN, write_masks
 
-from axsparse.cli.report import main
 from axsparse.observe import charts
 from axsparse.observe.trace_file import Span, write
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING, EXIT_OUTPUT
 
 CONFIG = "# axsparse 0.1.0\n# torch 2\nlayout:\n  split: [4, 4]\nseed: {seed}\nrun_dir: x\n"
-
-
-def told(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main([str(arg) for arg in args])
-    screen = capsys.readouterr()
-    return int(end.value.code or 0), screen.out, screen.err
 
 
 def make_run(path: Path, steps: int = 3, seed: str = "1") -> Path:
@@ -34,16 +24,14 @@ def make_run(path: Path, steps: int = 3, seed: str = "1") -> Path:
     return path
 
 
-def test_a_run_gets_a_page_which_a_later_one_replaces(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_gets_a_page_which_a_later_one_replaces(axsparse: Axsparse, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    code, screen, _ = told(capsys, run)
+    code, screen, _ = axsparse("report", run)
     assert code == 0 and screen.startswith(f"{run}/report.html: ")
 
     with (run / "metrics.jsonl").open("a") as file:
         file.write(step_line(4) + step_line(5)[:50])  # killed in the middle of a line
-    assert told(capsys, run)[0] == 0
+    assert axsparse("report", run)[0] == 0
 
     page = (run / "report.html").read_text()
     assert rows_of(page, "median step")[0][:2] == ["run", "4"]
@@ -57,12 +45,10 @@ def test_a_run_gets_a_page_which_a_later_one_replaces(
     ]
 
 
-def test_runs_are_compared_under_names_that_differ(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_runs_are_compared_under_names_that_differ(axsparse: Axsparse, tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name / "run", seed=name) for name in ("1", "2")]
 
-    code, _, _ = told(capsys, *runs, "--out", tmp_path / "both.html")
+    code, _, _ = axsparse("report", *runs, "--out", tmp_path / "both.html")
 
     page = (tmp_path / "both.html").read_text()
     assert code == 0
@@ -71,57 +57,31 @@ def test_runs_are_compared_under_names_that_differ(
     assert not (runs[0] / "report.html").exists()
 
 
-def test_what_cannot_be_read_becomes_a_note(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_cannot_be_read_becomes_a_note(axsparse: Axsparse, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     write(run / "trace" / "steps-2-2.json", [Span(2, 0, 0, "compute", "F0", 0.0, 1.0)], "run")
     (run / "trace" / "steps-3-3.json").write_text('{"traceEvents": [')  # is being written
     (run / "checkpoints" / "step-3").mkdir(parents=True)
     (run / "config.yaml").write_text("pruning: {ticket: gone.safetensors}\nseed: [1, {a: b}]\n")
 
-    assert told(capsys, run)[0] == 0
+    assert axsparse("report", run)[0] == 0
 
     page = (run / "report.html").read_text()
     words = words_of(page)
     assert "steps-3-3.json: no trace of axsparse" in words
     assert "Step 2 of run, replica 0" in words
     assert "step-3: manifest.json cannot be read" in words
-    assert "gone.safetensors" in words
     assert rows_of(page, "checkpoint") == [["step 3", "unreadable"]]
-
-
-def test_before_the_first_checkpoint_a_ticket_says_how_sparse_layers_are(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    run = make_run(tmp_path / "run")
-    masks = {
-        "block0.fc1.weight": torch.arange(10) < 4,
-        "block0.fc2.weight": torch.arange(20) < 5,
-        "head.weight": torch.arange(8) < 2,
-    }
-    shapes = {name: tuple(mask.shape) for name, mask in masks.items()}
-    origin = replace(DRAWN, parameters=shapes, pruned=shapes)
-    ticket = write_masks(tmp_path / "ticket.safetensors", masks, origin)
-    (run / "config.yaml").write_text(f"pruning: {{ticket: {ticket}}}\n")
-
-    assert told(capsys, run)[0] == 0
-
-    page = (run / "report.html").read_text()
-    bars = figure_of(page, "run: removed share of each layer, pruned tensors of ticket ticket.")
-    assert [text.text for text in bars.iter("text")] == ["block0", "head", "70.0 %", "75.0 %"]
 
 
 @pytest.mark.parametrize(
     "text", ["", "a: [", "- 1", "\t", "a: &x [*x]", "? [a]\n: 1", "!!python/object:os.system x"]
 )
-def test_any_configuration_does(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
-) -> None:
+def test_any_configuration_does(axsparse: Axsparse, tmp_path: Path, text: str) -> None:
     run = make_run(tmp_path / "run")
     (run / "config.yaml").write_text(text)
 
-    assert told(capsys, run)[0] == 0
+    assert axsparse("report", run)[0] == 0
 
 
 def refusals(tmp_path: Path) -> list[tuple[list[object], int, str]]:
@@ -159,15 +119,11 @@ def refusals(tmp_path: Path) -> list[tuple[list[object], int, str]]:
     ]
 
 
-def test_mistakes_are_one_line_and_change_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_mistakes_are_one_line_and_change_nothing(axsparse: Axsparse, tmp_path: Path) -> None:
     cases = refusals(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for args, code, text in cases:
-        found, screen, errors = told(capsys, *args)
-        assert (found, screen) == (code, ""), args
-        assert len(errors.splitlines()) == 1 and text in errors
+        assert_one_line(axsparse("report", *args), code, text)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
@@ -177,30 +133,30 @@ def test_mistakes_are_one_line_and_change_nothing(
 @pytest.mark.parametrize("more", [[], ["--png", "run.png"]])
 def test_charts_need_matplotlib(
     more: list[str],
-    capsys: pytest.CaptureFixture[str],
+    axsparse: Axsparse,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(charts, "find_spec", lambda name: None)
 
-    code, _, error = told(capsys, make_run(tmp_path / "run"), *more)
+    said = axsparse("report", make_run(tmp_path / "run"), *more)
 
-    assert code == EXIT_CONFIG and len(error.splitlines()) == 1
-    assert "drawn by matplotlib, which is not installed; pip install 'axsparse[plot]'" in error
+    lacking = "drawn by matplotlib, which is not installed; pip install 'axsparse[plot]'"
+    assert_one_line(said, EXIT_CONFIG, lacking)
 
 
 @pytest.mark.parametrize("number_of_runs", [1, 2])
 def test_a_picture_shows_what_was_recorded(
-    number_of_runs: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    number_of_runs: int, axsparse: Axsparse, tmp_path: Path
 ) -> None:
     runs = [make_run(tmp_path / str(n), steps=5 + n) for n in range(number_of_runs)]
     path = tmp_path / "curves.png"
 
-    code, screen, error = told(capsys, *runs, "--png", path)
+    code, screen, error = axsparse("report", *runs, "--png", path)
     pixels = imread(path)
-    again = told(capsys, *runs, "--png", path)
+    again = axsparse("report", *runs, "--png", path)
     path.write_bytes(b"my own picture")
-    kept = told(capsys, *runs, "--png", path)
+    kept = axsparse("report", *runs, "--png", path)
 
     assert (code, error) == (0, "") and screen.startswith(f"{path}: ")
     assert again[0] == 0

@@ -5,32 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.commands import Axsparse, assert_one_line
 from support.mpirun import run_mpirun
-from support.unread import unread
 
-from axsparse.cli.trace import main
 from axsparse.observe.phases import PHASES
 from axsparse.observe.trace_file import Span, read, write
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main([*args])
-    screen = capsys.readouterr()
-    return int(end.value.code or 0), screen.out, screen.err
-
-
-def test_the_largest_differences_come_first(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_largest_differences_come_first(axsparse: Axsparse, tmp_path: Path) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     write(first, [Span(1, 0, 0, "compute", "F0", 0, 2), Span(1, 0, 0, "p2p", "p2p", 2, 2.5)], "a")
     write(
         second, [Span(1, 0, 0, "compute", "F0", 0, 2.1), Span(1, 0, 0, "p2p", "p2p", 2.1, 4)], "b"
     )
 
-    code, screen, _ = told(capsys, "compare", str(first), str(second), "--most", "1")
+    code, screen, _ = axsparse("trace", "compare", first, second, "--most", 1)
 
     lines = screen.splitlines()
     assert code == 0
@@ -39,57 +29,34 @@ def test_the_largest_differences_come_first(
     assert len(lines) == 4
 
 
-def test_traces_of_other_layouts_are_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_traces_of_other_layouts_are_refused(axsparse: Axsparse, tmp_path: Path) -> None:
     write(tmp_path / "a", [Span(1, 0, 0, "compute", "F0", 0, 2)], "a")
     write(tmp_path / "b", [Span(1, 0, stage, "compute", "F0", 0, 1) for stage in (0, 1)], "b")
 
-    code, screen, errors = told(capsys, "compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    said = axsparse("trace", "compare", tmp_path / "a", tmp_path / "b")
 
-    assert (code, screen) == (EXIT_CONFIG, "")
-    assert errors == (
-        "axsparse: error: trace compare: A has 1 stage and B 2 stages, whose phases are not those "
-        "of the same layers; compare traces of one layout: axsparse plan --set layout.g_inter=N "
-        "simulates that of a run\n"
+    assert_one_line(
+        said,
+        EXIT_CONFIG,
+        "trace compare: A has 1 stage and B 2 stages, whose phases are not those of the same "
+        "layers; compare traces of one layout: axsparse plan --set layout.g_inter=N simulates "
+        "that of a run",
     )
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "text"),
-    [
-        (["compare", "none.json", "none.json"], EXIT_MISSING, "trace none.json: cannot be read"),
-        (["compare", "a", "b", "--most", "all"], EXIT_CONFIG, "--most: 'all' is no number of diff"),
-        (["paint"], EXIT_CONFIG, "trace: no command 'paint'; see axsparse trace --help"),
-        (["compare", "a"], EXIT_CONFIG, "the following arguments are required: B"),
-    ],
-)
-def test_mistakes_are_one_line(
-    capsys: pytest.CaptureFixture[str], args: list[str], code: int, text: str
-) -> None:
-    found, _, errors = told(capsys, *args)
-
-    assert found == code
-    assert len(errors.splitlines()) == 1
-    assert text in errors
-
-
-def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:
-    write(tmp_path / "a.json", [Span(1, 0, 0, "compute", "F0", 0, 2)], "a")
-
-    assert unread("trace", "compare", "a.json", "a.json", cwd=tmp_path) == (0, b"")
-
-
-def test_without_a_command_it_says_how(capsys: pytest.CaptureFixture[str]) -> None:
-    code, screen, _ = told(capsys)
-
-    assert code == 0
-    assert screen.startswith("usage: axsparse trace compare A B")
+def test_mistakes_are_one_line(axsparse: Axsparse) -> None:
+    gone = axsparse("trace", "compare", "none.json", "none.json")
+    assert_one_line(gone, EXIT_MISSING, "trace none.json: cannot be read")
+    for words, text in (
+        (["a", "b", "--most", "all"], "argument --most: 'all' is no whole number from 0 to"),
+        (["a"], "the following arguments are required: B"),
+    ):
+        assert_one_line(axsparse("trace", "compare", *words), EXIT_CONFIG, text)
 
 
 @pytest.mark.exhaustive
 def test_a_real_run_leaves_a_trace_that_a_simulated_one_compares_with(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    axsparse: Axsparse, tmp_path: Path
 ) -> None:
     small = ["--config", "quickstart.yaml", "--set", "model.hidden_size=64"]
     small += ["--set", "model.num_layers=2", "--set", "layout.g_inter=2"]
@@ -111,11 +78,7 @@ def test_a_real_run_leaves_a_trace_that_a_simulated_one_compares_with(
 
     assert {(0, "F0"), (1, "F23"), (0, "B23"), (1, "B0")} <= actions(real)
     assert actions(simulated) <= actions(real)
-    code, screen, _ = told(
-        capsys,
-        "compare",
-        str(tmp_path / "simulated.json"),
-        str(tmp_path / "run" / "trace" / "steps-2-3.json"),
-    )
+    files = (tmp_path / "simulated.json", tmp_path / "run" / "trace" / "steps-2-3.json")
+    code, screen, _ = axsparse("trace", "compare", *files)
     assert code == 0
     assert "compute" in screen and "B − A" in screen

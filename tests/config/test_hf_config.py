@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config.test_refusals import cases_in
 
 from axsparse.config.hf_config import config_json, model_settings
 from axsparse.config.load import load_config, to_yaml
@@ -122,95 +123,11 @@ def test_what_is_given_beside_the_folder_has_to_agree(folder: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        (
-            {"model_type": "mixtral"},
-            'model_type is "mixtral", and the models here are gpt2, llama, mistral, qwen2, qwen3; '
-            "take a checkpoint of one of these",
-        ),
-        (
-            {"model_type": "mistral", "sliding_window": 1024},
-            "sliding_window is 1024, and tokens of the Llama here see all tokens before them; take "
-            "a checkpoint without, or with one as long as max_position_embeddings",
-        ),
-        (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9},
-            "sliding_window is 9, and tokens of the Llama here see all tokens before them; take a "
-            "checkpoint without, or with one as long as max_position_embeddings",
-        ),
-        (
-            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
-            'layer_types has "sliding_attention", and the Llama here has "full_attention" only; '
-            "take a checkpoint that was trained so",
-        ),
-        (
-            {"model_type": ["llama"]},
-            'model_type is ["llama"], and the models here are gpt2, llama, mistral, qwen2, qwen3; '
-            "take a checkpoint of one of these",
-        ),
-        (
-            {"model_type": "mistral", "max_position_embeddings": 32768},
-            "sliding_window is 4096, and tokens of the Llama here see all tokens before them; take "
-            "a checkpoint without, or with one as long as max_position_embeddings",
-        ),
-        ({"layer_types": 5}, "layer_types is 5, not a list; get it anew"),
-        (
-            {"rope_scaling": "linear"},
-            'rope_scaling is "linear", no mapping of settings; get it anew',
-        ),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
-            'its rotary embedding has settings for "full_attention" alone, and that of the Llama '
-            "here is the same in all layers; take a checkpoint that was trained so",
-        ),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            'its rotary embedding is scaled by "linear", and the Llama here has "default" or '
-            '"llama3"; take a checkpoint that was trained so',
-        ),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-            'its rotary embedding is scaled by "yarn", and the Llama here has "default" or '
-            '"llama3"; take a checkpoint that was trained so',
-        ),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
-            "its llama3 scaling has no low_freq_factor; get it anew",
-        ),
-        (
-            {"hidden_act": "gelu"},
-            'hidden_act is "gelu", and the Llama here has "silu" or "swish"; take a checkpoint '
-            "that was trained so",
-        ),
-        (
-            {"attention_bias": True},
-            "attention_bias is true, and the Llama here has false or null; take a checkpoint that "
-            "was trained so",
-        ),
-        (
-            {"mlp_bias": True},
-            "mlp_bias is true, and the Llama here has false or null; take a checkpoint that was "
-            "trained so",
-        ),
-        (
-            {"quantization_config": {"bits": 4}},
-            'quantization_config is {"bits": 4}, and the Llama here has null; take a checkpoint '
-            "that was trained so",
-        ),
-        (
-            {"partial_rotary_factor": 0.5},
-            "partial_rotary_factor is 0.5, and the Llama here has 1.0 or null; take a checkpoint "
-            "that was trained so",
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changed", "told"), cases_in("hf_refusals.txt"))
 def test_what_the_models_here_have_not_is_refused_by_name(
-    folder: Any, changed: dict[str, Any], told: str
+    folder: Any, changed: str, told: str
 ) -> None:
-    path = folder({**LLAMA_2, **changed})
+    path = folder({**LLAMA_2, **json.loads(changed)})
 
     assert refusal(path, kind=DataError) == f"config.json: {told}"
 

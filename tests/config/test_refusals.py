@@ -13,10 +13,14 @@ from axsparse.config.load import load_config
 from axsparse.config.validate import check_config
 from axsparse.runtime.errors import ConfigError
 
-CASES = [
-    case.removeprefix("$ ").rstrip("\n").split("\n")
-    for case in (Path(__file__).parent / "refusals.txt").read_text(encoding="utf-8").split("\n\n")
-]
+
+def cases_in(file: str) -> list[list[str]]:
+    """What is refused, and the line that is said of it."""
+    text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+    return [case.removeprefix("$ ").rstrip("\n").split("\n") for case in text.split("\n\n")]
+
+
+CASES = cases_in("refusals.txt")
 
 
 @pytest.mark.parametrize(("settings", "line"), CASES, ids=[settings for settings, _ in CASES])

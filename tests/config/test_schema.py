@@ -48,10 +48,10 @@ def test_nothing_in_a_section_is_silently_no_field(section: type[Section]) -> No
     classes = [one for one in section.__mro__ if issubclass(one, Section) and one is not Section]
     written = {name for one in classes for name in (*one.__annotations__, *vars(one))}
     written = {name for name in written if not name.startswith("_")}
-    pydantic_own = {"model_config", "model_fields", "model_computed_fields"}
+    pydantic_own = {"model_config", "model_fields", "model_computed_fields", "model_post_init"}
 
     assert written - pydantic_own == set(section.model_fields)
-    assert not section.__private_attributes__
+    assert section.__private_attributes__.keys() <= {"_source"}
 
 
 @every_section
@@ -179,7 +179,7 @@ def test_text_that_looks_like_something_else_stays_text(tmp_path: Path, text: st
 
 
 @settings(max_examples=60, deadline=None)
-@given(text=st.text())
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
 @example("\x85")
 @example("a\u2028b")
 def test_any_text_survives(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:

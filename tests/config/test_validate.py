@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from axsparse.config.load import load_config
@@ -13,21 +11,10 @@ from axsparse.config.validate import (
     check_data,
     check_gpu_settings,
     check_rounds,
+    remarks,
 )
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.grid import Grid
-
-
-def _config_refusal(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        check_config(load_config(None, overrides))
-    return str(caught.value)
-
-
-def _batch_refusal(grid: Grid, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        check_batch(load_config(None, overrides), grid)
-    return str(caught.value)
 
 
 def test_the_end_of_a_search_says_where_it_comes_from() -> None:
@@ -85,8 +72,18 @@ def test_a_model_is_written_without_the_fields_of_others() -> None:
     }
 
 
-@pytest.mark.parametrize("key", ["train.nvtx", "train.memory_history"])
-def test_what_looks_into_a_gpu_needs_one(key: str) -> None:
+LOOKS = "true looks into a GPU, and the ranks train without one; choose false"
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("train.nvtx", LOOKS),
+        ("train.memory_history", LOOKS),
+        ("samo.offload", "true takes state off a GPU, and there is none; choose false"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(key: str, said: str) -> None:
     loaded = load_config(None, [f"{key}=true"])
     check_gpu_settings(loaded, has_gpu=True)
     check_gpu_settings(load_config(None), has_gpu=False)
@@ -94,21 +91,7 @@ def test_what_looks_into_a_gpu_needs_one(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_gpu_settings(loaded, has_gpu=False)
 
-    assert str(caught.value) == (
-        f"{key} (--set): true looks into a GPU, and the ranks train without one; choose false"
-    )
-
-
-def test_state_is_offloaded_from_gpus_only() -> None:
-    loaded = load_config(None, ["samo.offload=true"])
-    check_gpu_settings(loaded, has_gpu=True)
-
-    with pytest.raises(ConfigError) as caught:
-        check_gpu_settings(loaded, has_gpu=False)
-
-    assert str(caught.value) == (
-        "samo.offload (--set): true takes state off a GPU, and there is none; choose false"
-    )
+    assert str(caught.value) == f"{key} (--set): {said}"
 
 
 # --- check_batch -------------------------------------------------------------------------
@@ -119,44 +102,49 @@ def test_a_batch_of_whole_microbatches_passes(grid: Grid, size: int) -> None:
     check_batch(load_config(None, [f"batch.microbatch_size={size}"]), grid)
 
 
-def test_the_microbatch_divides_a_replicas_share(tmp_path: Path) -> None:
-    file = tmp_path / "quickstart.yaml"
-    file.write_text("batch:\n  microbatch_size: 5\n", encoding="utf-8")
-
+@pytest.mark.parametrize(
+    ("grid", "overrides", "said"),
+    [
+        (
+            Grid(2, 2),
+            ["batch.microbatch_size=5"],
+            "batch.microbatch_size (--set): 5 does not divide the 24 sequences of a replica "
+            "(48 = 2 replicas × 24); choose one of 1, 2, 3, 4, 6, 8, 12, 24",
+        ),
+        (
+            Grid(1, 2),
+            ["batch.microbatch_size=16"],
+            "batch.microbatch_size (--set): 16 does not divide the 24 sequences of a replica "
+            "(48 = 2 replicas × 24); choose one of 1, 2, 3, 4, 6, 8, 12, 24",
+        ),
+        (
+            Grid(1, 1),
+            ["batch.global_batch_size=960", "batch.microbatch_size=100"],
+            "batch.microbatch_size (--set): 100 does not divide the 960 sequences of a replica "
+            "(960 = 1 replica × 960); choose one of 40, 48, 60, 64, 80, 96, 120, 160",
+        ),
+        (
+            Grid(2, 4),
+            ["batch.global_batch_size=50"],
+            "batch.global_batch_size (--set): 50 does not divide evenly over 4 replicas "
+            "(50 = 4 replicas × 12 + 2); choose 48 or 52, or as layout.g_data one of 1, 2, 5, 10, "
+            "25, 50",
+        ),
+        (
+            Grid(1, 4),
+            ["batch.global_batch_size=1"],
+            "batch.global_batch_size (--set): 1 does not divide evenly over 4 replicas "
+            "(1 = 4 replicas × 0 + 1); choose 4, or as layout.g_data 1",
+        ),
+    ],
+)
+def test_batches_that_do_not_divide_are_told_with_the_nearest_that_do(
+    grid: Grid, overrides: list[str], said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_batch(load_config(str(file)), Grid(2, 2))
+        check_batch(load_config(None, overrides), grid)
 
-    assert str(caught.value) == (
-        "batch.microbatch_size (quickstart.yaml:2): 5 does not divide the 24 sequences of a "
-        "replica (48 = 2 replicas × 24); choose one of 1, 2, 3, 4, 6, 8, 12, 24"
-    )
-
-
-def test_a_microbatch_that_divides_only_the_global_batch_is_refused() -> None:
-    assert "16 does not divide the 24 sequences" in _batch_refusal(
-        Grid(1, 2), "batch.microbatch_size=16"
-    )
-
-
-def test_the_choices_are_the_nearest_ones() -> None:
-    told = _batch_refusal(Grid(1, 1), "batch.global_batch_size=960", "batch.microbatch_size=100")
-
-    assert told == (
-        "batch.microbatch_size (--set): 100 does not divide the 960 sequences of a replica "
-        "(960 = 1 replica × 960); choose one of 40, 48, 60, 64, 80, 96, 120, 160"
-    )
-
-
-def test_the_replicas_divide_the_global_batch() -> None:
-    assert _batch_refusal(Grid(2, 4), "batch.global_batch_size=50") == (
-        "batch.global_batch_size (--set): 50 does not divide evenly over 4 replicas "
-        "(50 = 4 replicas × 12 + 2); choose 48 or 52, "
-        "or as layout.g_data one of 1, 2, 5, 10, 25, 50"
-    )
-    assert _batch_refusal(Grid(1, 4), "batch.global_batch_size=1") == (
-        "batch.global_batch_size (--set): 1 does not divide evenly over 4 replicas "
-        "(1 = 4 replicas × 0 + 1); choose 4, or as layout.g_data 1"
-    )
+    assert str(caught.value) == said
 
 
 # --- check_data --------------------------------------------------------------------------
@@ -187,9 +175,17 @@ def test_the_data_fills_a_step() -> None:
     )
 
 
-def test_numbers_that_nobody_means_are_refused_at_once() -> None:
-    """Once, all their divisors were looked for."""
-    said = _config_refusal(f"model.hidden_size={'9' * 400}", "model.num_heads=8")
+# --- remarks -----------------------------------------------------------------------------
 
-    assert "8 does not divide model.hidden_size 9999" in said
-    assert "; choose one of 1, 3, 9, 11" in said
+
+def test_what_may_not_be_meant_is_remarked() -> None:
+    settings = ["schedule.warmup_steps=50", "train.steps=20", "batch.global_batch_size=48"]
+
+    assert [*remarks(load_config(None, settings).config, 68)] == [
+        "note: the warm-up of 50 steps is longer than the run, so that the learning rate does not "
+        "reach its peak (schedule.warmup_steps)",
+        "note: 20 steps of 48 samples go 14.1 times over the data, which has 68 (train.steps, "
+        "batch.global_batch_size)",
+    ]
+    usual = load_config(None, ["train.steps=2000", "schedule.warmup_steps=20"]).config
+    assert [*remarks(usual, 480)] == []

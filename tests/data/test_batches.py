@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,43 +100,62 @@ def test_a_target_is_the_token_after_its_input(dtype: type[np.unsignedinteger]) 
 
 
 @pytest.mark.parametrize(("num_tokens", "num_samples"), [(4, 1), (6, 1), (7, 2), (9, 2), (10, 3)])
-def test_the_last_window_needs_one_token_more(num_tokens: int, num_samples: int) -> None:
-    assert len(token_dataset(np.zeros(num_tokens, np.uint8), sequence_length=3)) == num_samples
-
-
-def test_tokens_may_be_a_memory_map(tmp_path: Path) -> None:
-    np.arange(50, dtype=np.uint16).tofile(tmp_path / "tokens")
+def test_the_last_window_needs_one_token_more(
+    num_tokens: int, num_samples: int, tmp_path: Path
+) -> None:
+    np.arange(num_tokens, dtype=np.uint16).tofile(tmp_path / "tokens")
     tokens = np.memmap(tmp_path / "tokens", dtype=np.uint16, mode="r")
+    dataset = token_dataset(tokens, sequence_length=3)
 
-    (inputs,), targets = token_dataset(tokens, sequence_length=2).read(np.array([20]))
+    (inputs,), targets = dataset.read(np.array([num_samples - 1]))
 
-    assert (inputs.tolist(), targets.tolist()) == ([[40, 41]], [[41, 42]])
-
-
-def test_too_few_tokens_are_refused() -> None:
-    with pytest.raises(DataError) as caught:
-        token_dataset(np.zeros(8, np.uint8), sequence_length=8)
-
-    assert str(caught.value) == (
-        "sequence_length (t): 8 must be at least 1 and less than the 8 tokens there are; "
-        "change it or bring more data"
+    assert len(dataset) == num_samples
+    last = 3 * num_samples
+    assert (inputs.tolist(), targets.tolist()) == (
+        [[last - 3, last - 2, last - 1]],
+        [[last - 2, last - 1, last]],
     )
 
 
-def test_a_window_without_tokens_is_refused() -> None:
-    with pytest.raises(DataError, match="must be at least 1"):
-        token_dataset(np.zeros(8, np.uint8), sequence_length=0)
+@pytest.mark.parametrize(
+    ("tokens", "length", "message"),
+    [
+        (
+            np.zeros(8, np.uint8),
+            8,
+            "sequence_length (t): 8 must be at least 1 and less than the 8 tokens there are; "
+            "change it or bring more data",
+        ),
+        (np.zeros(8, np.uint8), 0, "sequence_length (t): 0 must be at least 1"),
+        *(
+            (
+                tokens,
+                2,
+                f"tokens (t): {tokens.ndim}-D array of {tokens.dtype}; token ids are one flat "
+                "array of unsigned integers: flatten and convert it",
+            )
+            for tokens in (np.zeros((3, 4), np.uint8), np.zeros(12, np.float32))
+        ),
+    ],
+)
+def test_too_few_tokens_and_those_of_another_kind_are_refused(
+    tokens: Tokens, length: int, message: str
+) -> None:
+    with pytest.raises(DataError, match=f"^{re.escape(message)}"):
+        token_dataset(tokens, length)
 
 
-@pytest.mark.parametrize("tokens", [np.zeros((3, 4), np.uint8), np.zeros(12, np.float32)])
-def test_tokens_of_another_kind_are_refused(tokens: Tokens) -> None:
-    with pytest.raises(DataError) as caught:
-        token_dataset(tokens, sequence_length=2)
+def test_each_token_says_where_in_its_sample_its_document_begins() -> None:
+    text = np.array([5, 6, 0, 7, 0, 0, 8, 9, 1, 2, 0, 3, 4], np.uint8)
 
-    assert str(caught.value) == (
-        f"tokens (t): {tokens.ndim}-D array of {tokens.dtype}; token ids are one flat array of "
-        "unsigned integers: flatten and convert it"
+    (tokens, starts), targets = TokenDataset("t", "0", 10, text, 6, separator=0).read(
+        np.array([0, 1])
     )
+
+    assert tokens.tolist() == [[5, 6, 0, 7, 0, 0], [8, 9, 1, 2, 0, 3]]
+    assert starts.tolist() == [[0, 0, 0, 3, 3, 5], [0, 0, 0, 0, 0, 5]]
+    assert starts.dtype == torch.int32
+    assert targets.tolist() == [[6, 0, 7, 0, 0, 8], [9, 1, 2, 0, 3, 4]]
 
 
 def test_tensors_in_memory_are_a_data_set() -> None:
@@ -221,26 +242,17 @@ def test_a_microbatch_knows_its_global_position(g_data: int, microbatch_size: in
             first = microbatch.first_sample - 2 * 12
             of_step = expected[first : first + microbatch.size]
             assert microbatch.inputs[0].tolist() == of_step.tolist()
-
-
-def test_only_the_last_microbatch_is_smaller() -> None:
-    batch = batches(numbered(50), microbatch_size=5, replica=1, g_data=2, global_batch_size=24)
-
-    sizes = [microbatch.size for microbatch in batch.training(0).microbatches]
-
-    assert sizes == [5, 5, 2]
+        sizes = [microbatch.size for microbatch in batch.microbatches]
+        assert {*sizes[:-1]} <= {microbatch_size}, "only the last one is smaller"
 
 
 def test_a_step_is_the_same_whenever_it_is_read() -> None:
-    one = batches(numbered(50))
-    earlier = samples(one.training(3))
+    one = batches(numbered(50), replica=1, g_data=2)
+    earlier = one.training(3)
     one.training(4)
 
-    assert samples(one.training(3)) == earlier
-
-
-def test_targets_are_counted_by_sample_where_they_are_constant() -> None:
-    assert batches(numbered(50), replica=1, g_data=2).training(0).num_targets == 6 * 2
+    assert samples(one.training(3)) == samples(earlier)
+    assert earlier.num_targets == 6 * 2, "counted by sample where they are constant"
 
 
 def test_targets_are_counted_by_the_data_set_where_they_are_not() -> None:
@@ -383,6 +395,9 @@ def test_all_inputs_of_a_step_are_under_way_before_the_first_is_waited_for() -> 
     dear_batches(dataset, inputs=True, targets=False).training(0)
 
     assert dataset.calls == ["start", "start", "wait", "wait"]
+    dear_batches(dataset, inputs=True, targets=True).close()
+    batches(numbered(50)).close()
+    assert dataset.calls[4:] == ["close"]
 
 
 def test_a_sample_knows_its_epoch_in_training_and_has_none_in_evaluation() -> None:
@@ -399,16 +414,6 @@ def test_a_sample_knows_its_epoch_in_training_and_has_none_in_evaluation() -> No
     assert [epoch for _, epoch in seen] == [0] * 4 + [0] * 2 + [1] * 2 + [1] * 4 + [2] * 4 + [3] * 4
     assert len(set(seen)) == 20
     assert [m.inputs[0][:, 1].tolist() for m in evaluated.microbatches] == [[0, 0], [0, 0]]
-
-
-def test_closing_reaches_the_dataset_that_holds_something() -> None:
-    dataset = Dear()
-
-    dear_batches(dataset, inputs=True, targets=True).close()
-    batches(numbered(50)).close()
-    batches(None, num_samples=50).close()
-
-    assert dataset.calls == ["close"]
 
 
 def test_a_stage_that_reads_nothing_has_the_same_microbatches_without_tensors() -> None:
@@ -428,17 +433,69 @@ def test_a_stage_that_reads_nothing_has_the_same_microbatches_without_tensors() 
         assert batch.num_targets == 0
 
 
-def test_a_data_set_of_another_length_is_a_mistake() -> None:
-    with pytest.raises(AssertionError):
-        batches(numbered(50), num_samples=49)
-
-
-@pytest.mark.parametrize(("replica", "g_data"), [(2, 2), (-1, 2), (0, 5)])
-def test_replicas_that_cannot_share_the_batch_are_a_mistake(replica: int, g_data: int) -> None:
-    with pytest.raises(AssertionError, match=r"replica"):
-        batches(numbered(50), replica=replica, g_data=g_data)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replica": 2, "g_data": 2}, "replica 2 outside 2"),
+        ({"replica": -1, "g_data": 2}, "replica -1 outside 2"),
+        ({"g_data": 5}, "replicas of unequal batch size"),
+    ],
+)
+def test_settings_that_do_not_fit_the_batch_are_a_mistake(
+    settings: dict[str, int], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        batches(numbered(50), **settings)
 
 
 def test_an_evaluation_batch_past_the_end_is_a_mistake() -> None:
     with pytest.raises(AssertionError, match="no evaluation batch 2"):
         batches(numbered(24)).evaluation(2)
+
+
+def test_a_data_set_whose_length_changes_is_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"\(arrays\): it has 50 samples, and had 49 when it was op"
+    ):
+        batches(numbered(50), num_samples=49)
+
+
+class Given(Padded):
+    """Reads what it is given, whatever the samples."""
+
+    def __init__(self, read: object) -> None:
+        self.given = read
+
+    def read(self, indices: NDArray[np.int64]) -> Any:
+        return self.given
+
+
+ONES = torch.ones(9, 2)
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (ONES, "read returns Tensor; return two things, a tuple of inputs and the targets"),
+        ((ONES, ONES), "inputs are read as Tensor; give a tuple of tensors"),
+        (((1,), ONES), "9 samples are read as int; give tensors, samples first"),
+        (((ONES[:3],), ONES), "9 samples are read as Tensor (3, 2); give tensors, samples first"),
+        (((ONES.to_sparse(),), ONES), "as a tensor of layout torch.sparse_coo; give its to_dense"),
+        (((ONES,), ONES.to("meta")), "as a meta tensor; give one with values, in CPU memory"),
+        (((ONES.to(torch.complex64),), ONES), "as a complex tensor (torch.complex64); give torch."),
+    ],
+)
+def test_what_no_layer_can_take_is_refused_by_name(read: object, message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        batches(Given(read), global_batch_size=9, microbatch_size=9).training(0)
+
+
+def test_what_is_read_in_inference_mode_or_with_gradients_is_plain() -> None:
+    with torch.inference_mode():
+        inference = torch.ones(9, 2)
+    odd = Given(((inference, ONES.clone().requires_grad_() * 2), inference))
+
+    [microbatch] = batches(odd, global_batch_size=9, microbatch_size=9).training(0).microbatches
+
+    for tensor in (*microbatch.inputs, microbatch.targets):
+        assert tensor is not None and not tensor.is_inference() and not tensor.requires_grad

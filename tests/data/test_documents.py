@@ -66,19 +66,12 @@ def test_a_file_is_split_as_it_is_asked_for(how: str, expected: list[str]) -> No
     assert texts(text.replace(b"\n", b"\r\n"), how) == [e.replace("\n", "\r\n") for e in expected]
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("paragraph", r"'paragraph' is no way to split; choose none, blank-line, lines:N"),
-        ("lines:0", r"'lines:0' is no way to split"),
-        ("lines:x", r"is no way to split"),
-        ("regex", r"is no way to split"),
-        ("regex:(", r"'\(' is no regular expression \(missing \), unterminated subpattern at"),
-    ],
-)
-def test_other_ways_of_splitting_are_refused(how: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        module.divider(how)
+def test_other_ways_of_splitting_are_refused() -> None:
+    for how in ("paragraph", "lines:0", "lines:x", "regex"):
+        with pytest.raises(ConfigError, match=f"'{how}' is no way to split; choose none, blank-"):
+            module.divider(how)
+    with pytest.raises(ConfigError, match=r"'\(' is no regular expression \(missing \), unterm"):
+        module.divider("regex:(")
 
 
 def test_a_document_that_cannot_be_used_spoils_no_other() -> None:
@@ -155,6 +148,9 @@ RECORDS = {
     b'{"id": 1}': ("", "missing field"),
     b'{"text": null}': ("", "missing field"),
     b'["text"]': ("", "missing field"),
+    b'{"input_ids": [5, 6]}': ("", "token ids instead of text"),
+    b'{"text": [5, 6]}': ("", "token ids instead of text"),
+    b'{"input_ids": [5], "text": "a"}': ("a", None),
     b'{"text": "x"': ("", "malformed JSON"),
     b"[" * 100_000: ("", "malformed JSON"),
     b'{"text": "\xe9"}': ("", "not UTF-8"),
@@ -172,12 +168,8 @@ def test_each_record_stands_for_itself() -> None:
     assert [(s.text, s.problem) for s in found] == list(RECORDS.values())
     assert [s.line for s in found] == [*range(1, len(RECORDS) + 1)]
     assert all(s.ends for s in found)
-
-
-def test_the_field_has_the_name_it_is_given() -> None:
-    (record,) = read_json_lines(io.BytesIO(b'{"text": "a", "b": "x"}'), Reading(jsonl_field="b"))
-
-    assert record.text == "x"
+    (named,) = read_json_lines(io.BytesIO(b'{"text": 1, "b": "x"}'), Reading(jsonl_field="b"))
+    assert named.text == "x"
 
 
 def test_a_huge_line_is_passed_over_and_the_next_record_is_found(

@@ -77,18 +77,10 @@ def test_with_an_end_it_reads_no_further() -> None:
     assert got == steps == [2, 3, 4]
 
 
-def test_with_an_end_at_the_start_it_reads_nothing() -> None:
-    with Prefetcher(read, first_step=0, end=0):
-        pass
-
-
-def test_a_depth_of_zero_is_a_mistake() -> None:
+def test_a_depth_of_zero_and_a_step_out_of_order_are_mistakes() -> None:
     # A queue of size 0 has no bound.
     with pytest.raises(AssertionError, match="depth 0"):
         Prefetcher(read, first_step=0, depth=0)
-
-
-def test_a_step_out_of_order_is_a_mistake() -> None:
     with (
         Prefetcher(read, first_step=0) as prefetcher,
         pytest.raises(AssertionError, match="step 1 asked for, 0 comes next"),
@@ -129,6 +121,7 @@ def test_closing_ends_a_thread_that_waits_for_room(depth: int) -> None:
     last_that_fits.wait()
 
     prefetcher.close()
+    prefetcher.close()
 
 
 def test_closing_waits_for_the_read_under_way() -> None:
@@ -146,12 +139,6 @@ def test_closing_waits_for_the_read_under_way() -> None:
     prefetcher.close()
 
 
-def test_closing_twice_is_harmless() -> None:
-    prefetcher = Prefetcher(read, first_step=0)
-    prefetcher.close()
-    prefetcher.close()
-
-
 def test_an_error_in_the_training_loop_ends_the_thread() -> None:
-    with pytest.raises(KeyError), Prefetcher(read, first_step=0):
+    with pytest.raises(KeyError), Prefetcher(read, first_step=0, end=0):
         raise KeyError

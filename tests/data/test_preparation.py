@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,10 +19,11 @@ from support.mpirun import LONGEST_SECONDS
 from support.preparing import LINE, make_library, outputs, requested, run
 
 from axsparse.data import preparation
+from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.token_file import Split, read_sidecar, stored, token_path
-from axsparse.data.whole_files import locked
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
+from axsparse.runtime.files.run_lock import FileLock
 
 
 def ids_of(folder: Path, split: Split = "train") -> Any:
@@ -52,15 +54,15 @@ def library(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("bpe", [None, 300])
-def test_neither_threads_nor_batches_nor_pieces_change_a_byte(
+def test_neither_batches_nor_pieces_change_a_byte(
     library: Path, tmp_path: Path, bpe: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(requested(library, tmp_path / "1", train_bpe=bpe), threads=1)
+    run(requested(library, tmp_path / "1", train_bpe=bpe))
     monkeypatch.setattr("axsparse.data.preparation.BATCH", 50)
     monkeypatch.setattr("axsparse.data.preparation.SAVED", 3)
     monkeypatch.setattr("axsparse.data.documents.PIECE", 100)
     monkeypatch.setattr("axsparse.data.documents.SLACK", 50)
-    run(requested(library, tmp_path / "4", train_bpe=bpe), threads=4)
+    run(requested(library, tmp_path / "4", train_bpe=bpe))
 
     assert outputs(tmp_path / "1") == outputs(tmp_path / "4")
     assert set(outputs(tmp_path / "1")) == {
@@ -132,7 +134,7 @@ def test_what_is_left_out_is_counted_on_the_screen_and_in_the_sidecar(
     assert "left out 3 documents: 1 unreadable, 1 not UTF-8, 1 empty\n" in screen
     for example in sidecar.sources.examples:
         assert f"  {example}\n" in screen
-    assert re.search(r"^train: 6\d\d documents, \S+k tokens$", screen, re.MULTILINE)
+    assert re.search(r"^train: \d{3} documents, \S+k tokens$", screen, re.MULTILINE)
 
 
 def test_many_that_are_left_out_are_not_all_named(tmp_path: Path) -> None:
@@ -194,18 +196,18 @@ def test_a_vocabulary_is_learnt_from_an_even_share_of_the_training_documents(
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
-    peaks = []
-    for number, megabytes in enumerate((3, 60, 3, 60)):
-        path = tmp_path / (f"{number}.jsonl" if number > 1 else f"{number}.txt")
+    names = ("3.txt", "60.txt", "3.jsonl", "60.jsonl")
+    for name in names:
+        path, is_text = tmp_path / name, name.endswith("txt")
         with path.open("w") as file:
-            file.write('{"text": "usable"}\n' if number > 1 else "")
-            for _ in range(megabytes):
-                file.write("x" * 1_000_000 if number > 1 else LINE * (1_000_000 // len(LINE)))
-        command = [sys.executable, "-c", MEASURED, str(path), str(tmp_path / str(number))]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        peaks.append(int(done.stdout))
+            file.write("" if is_text else '{"text": "usable"}\n')
+            for _ in range(int(path.stem)):
+                file.write(LINE * (1_000_000 // len(LINE)) if is_text else "x" * 1_000_000)
+    command = [sys.executable, "-c", MEASURED, *(str(tmp_path / name) for name in names)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peaks = [int(line) for line in done.stdout.split()]
 
-    # The whole text would take at least this many times as much.
+    # The whole text would take at least 60 MB.
     assert peaks[1] - peaks[0] < 30_000_000  # three stretches of 8 MiB as bytes and as text
     assert peaks[3] - peaks[2] < 16_000_000
 
@@ -216,9 +218,10 @@ from pathlib import Path
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request, prepare
 from axsparse.runtime.console import Console
-request = Request((Path(sys.argv[1]),), Path(sys.argv[2]), reading=Reading(max_line=1 << 20))
-prepare(request, 1, Console(io.StringIO(), bar=False))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+for name in sys.argv[1:]:
+    request = Request((Path(name),), Path(name + "-out"), reading=Reading(max_line=1 << 20))
+    prepare(request, 1, Console(io.StringIO(), bar=False))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
@@ -244,7 +247,19 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
             [b"one document"],
             {"validation_fraction": 1e-6},
             DataError,
-            "validation: none of the 1 documents is left for it; give",
+            "validation: none of the 1 document is left for it; mark documents by --split-",
+        ),
+        (
+            [b"= a =\n" * 50],
+            {"validation_fraction": 1e-6, "reading": Reading("lines:1")},
+            DataError,
+            "none of the 50 documents is left for it; give --validation-fraction 0.1 or more, mark",
+        ),
+        (
+            [b'{"input_ids": [1, 2]}\n{"input_ids": [3]}'],
+            {"reading": Reading("none", "input_ids")},
+            DataError,
+            r"2 token ids instead of text; the first: .*; token ids need no preparation: give them",
         ),
         (
             [b"x"],
@@ -270,7 +285,8 @@ def test_what_cannot_be_prepared_is_named(
 ) -> None:
     (tmp_path / "in").mkdir()
     for number, content in enumerate(contents):
-        (tmp_path / "in" / str(number)).write_bytes(content)
+        ending = ".jsonl" if content.startswith(b"{") else ""
+        (tmp_path / "in" / f"{number}{ending}").write_bytes(content)
 
     with pytest.raises(error, match=message):
         run(Request((tmp_path / "in",), tmp_path / "o", **values))
@@ -281,16 +297,6 @@ def test_what_cannot_be_prepared_is_named(
 def test_a_folder_that_is_read_is_not_written_into(out: str, library: Path) -> None:
     with pytest.raises(ConfigError, match=r"would be read while \S+ is written; choose a folder"):
         run(requested(library, library / out))
-
-
-def test_the_result_may_lie_below_the_text(library: Path) -> None:
-    run(requested(library, library / "tokens"))
-    before = outputs(library / "tokens")
-    shutil.rmtree(library / "tokens")
-
-    run(requested(library, library / "tokens"))
-
-    assert outputs(library / "tokens") == before
 
 
 def test_a_place_that_cannot_be_written_is_named(library: Path, tmp_path: Path) -> None:
@@ -314,26 +320,32 @@ DEATHS = {
     "before the sidecar": ("Sidecar", 1),
     "before the rest is removed": ("shutil.rmtree", 1),
 }
+
+
 KILLED = """
 import io, os, pickle, signal, sys
 from axsparse.data import documents, preparation
 from axsparse.runtime.console import Console
-request, (place, call) = pickle.loads(bytes.fromhex(sys.argv[1]))
 documents.PIECE, documents.SLACK, documents.STRETCH = 300, 30, 700
 preparation.BATCH, preparation.SAVED = 900, 2
-*owners, name = place.split(".")
-owner = preparation
-for step in owners:
-    owner = getattr(owner, step)
-real, calls = getattr(owner, name), 0
-def dying(*args, **kwargs):
-    global calls
-    calls += 1
-    if calls == call:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args, **kwargs)
-setattr(owner, name, dying)
-preparation.prepare(request, 1, Console(io.StringIO(), bar=False))
+for request, place, call in pickle.loads(bytes.fromhex(sys.argv[1])):
+    if child := os.fork():
+        print(os.waitpid(child, 0)[1])
+        continue
+    *owners, name = place.split(".")
+    owner = preparation
+    for step in owners:
+        owner = getattr(owner, step)
+    real, calls = getattr(owner, name), 0
+    def dying(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    setattr(owner, name, dying)
+    preparation.prepare(request, 1, Console(io.StringIO(), bar=False))
+    os._exit(1)
 """
 
 
@@ -363,33 +375,34 @@ def restartable(folder: Path, out: Path) -> Request:
     return Request((folder / "in",), out, validation_fraction=0.2, train_bpe=300)
 
 
-@pytest.mark.parametrize("phase", DEATHS)
+def outcome(phase: str) -> tuple[bool, bool, bool]:
+    """Whether a second run goes on, learns words, and finds everything done."""
+    goes_on = phase in (
+        *("after the third record", "within a document", "after the last document"),
+        "before the files are moved",
+    )
+    learns = phase in ("before the vocabulary is learnt", "before the sidecar")
+    return goes_on, learns, phase == "before the rest is removed"
+
+
 def test_a_killed_run_goes_on_where_it_was_and_ends_in_the_same_bytes(
-    phase: str,
-    shared: tuple[Path, dict[str, bytes]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    shared: tuple[Path, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small(monkeypatch)
     folder, expected = shared
-    request = restartable(folder, tmp_path / "out")
-    order = pickle.dumps((request, DEATHS[phase])).hex()
-    died = subprocess.run(
-        [sys.executable, "-c", KILLED, order], timeout=LONGEST_SECONDS, check=False
-    )
-    assert died.returncode == -9
-    if phase != "before the rest is removed":
-        with pytest.raises(MissingInputError):
-            read_sidecar(request.out, "")
+    requests = {phase: restartable(folder, tmp_path / phase) for phase in DEATHS}
+    orders = [(requests[phase], *death) for phase, death in DEATHS.items()]
+    command = [sys.executable, "-c", KILLED, pickle.dumps(orders).hex()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=LONGEST_SECONDS, check=True)
+    assert done.stdout.split() == [b"9"] * len(DEATHS)
 
-    _, screen = run(request)
+    for phase, request in requests.items():
+        assert (request.out / "tokens.json").exists() == (phase == "before the rest is removed")
+        _, screen = run(request)
 
-    assert outputs(request.out) == expected
-    begun = ("after the third record", "within a document", "after the last document")
-    assert ("from an earlier run" in screen) == (phase in (*begun, "before the files are moved"))
-    learns = ("before the vocabulary is learnt", "before the sidecar")
-    assert ("learning" in screen) == (phase in learns)
-    assert ("already prepared" in screen) == (phase == "before the rest is removed")
+        assert outputs(request.out) == expected, phase
+        said = ("from an earlier run", "learning", "already prepared")
+        assert tuple(words in screen for words in said) == outcome(phase), phase
 
 
 def test_progress_that_does_not_fit_the_files_is_no_progress(
@@ -419,18 +432,13 @@ def interrupt(_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_what_another_request_has_begun_is_removed(library: Path, tmp_path: Path) -> None:
-    (tmp_path / "o" / "parts-0").mkdir(parents=True)
-
-    run(requested(library, tmp_path / "o"))
-
-    assert set(outputs(tmp_path / "o")) == {"train.tokens", "validation.tokens", "tokens.json"}
-
-
 def test_a_second_run_says_that_all_is_done_and_touches_nothing(
     library: Path, tmp_path: Path
 ) -> None:
+    (tmp_path / "o" / "parts-0").mkdir(parents=True)  # what another request has begun
+    (tmp_path / "o" / "tokens.json.unfinished-1").touch()
     first, _ = run(requested(library, tmp_path / "o"))
+    assert set(outputs(tmp_path / "o")) == {"train.tokens", "validation.tokens", "tokens.json"}
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "o").glob("t*")}
 
     second, screen = run(requested(library, tmp_path / "o"))
@@ -485,6 +493,19 @@ def test_a_folder_with_other_tokens_is_never_overwritten(
 
 def test_two_runs_do_not_prepare_one_folder_at_once(library: Path, tmp_path: Path) -> None:
     (tmp_path / "o").mkdir()
+    lock = FileLock(tmp_path / "o" / ".lock")
 
-    with locked(tmp_path / "o"), pytest.raises(OutputError, match="is being prepared by another"):
+    with pytest.raises(OutputError, match="is being prepared by another"):
         run(requested(library, tmp_path / "o"))
+    lock.release()
+
+
+def test_a_file_system_without_locks_is_told_of(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    assert "no locks on this file system" in run(requested(library, tmp_path / "o"))[1]

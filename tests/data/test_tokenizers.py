@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import hashlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ WORDS = "the cat sat on the mat, the dog\n\n    did not (1,234 times)\tin its é
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    train_bpe([WORDS * 20], 300, path)
+    path.write_bytes(train_bpe([WORDS * 20], 300))
     return path
 
 
@@ -101,21 +98,6 @@ def test_a_text_without_white_space_is_cut_all_the_same(monkeypatch: pytest.Monk
 
     assert list(documents.pieces("abcdefghijklm")) == ["abcd", "efgh", "ijklm"]
     assert list(documents.pieces("abcde fghijk")) == ["abcde", " fgh", "ijk"]
-
-
-def test_learning_does_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from axsparse.data.tokenizers import *\n"
-        f"train_bpe([w * 3 for w in {WORDS!r}.split(' ')] * 200, 320, Path(sys.argv[1]))"
-    )
-    digests = set()
-    for threads in ("1", "4"):
-        path = tmp_path / threads
-        environment = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": threads}
-        subprocess.run([sys.executable, "-c", script, path], env=environment, check=True)
-        digests.add(hashlib.sha256(path.read_bytes()).hexdigest())
-
-    assert len(digests) == 1
 
 
 def test_truncation_and_padding_of_a_given_tokenizer_are_taken_off(

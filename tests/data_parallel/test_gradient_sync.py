@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from support.images import image_config, image_data, small_wide_resnet
-from support.oracle import Oracle
+from support.oracle import Oracle, Trace
 from support.runs import (
     assert_bitwise,
-    mlp,
     random_init,
     summed_loss,
     tiny_config,
@@ -30,14 +27,14 @@ from axsparse.data_parallel import gradient_sync as gradient_sync_module
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.observe.phases import Phases
-from axsparse.runtime.communication import Collective, Exchange, Op, Work
-from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState, StageTie, StateTypes, Use
 from axsparse.samo.tensor_state import TensorState
-from axsparse.samo.ties import StageTie, Use
+from axsparse.training.trainer import Trainer
 
 NUMEL, KEPT = 20, 6
+Ranks = list[tuple[Trainer, Trace]]
 
 
 @dataclass
@@ -124,6 +121,19 @@ def gradient_sync(
     return sync
 
 
+def values(layer: LayerState) -> list[float]:
+    """The different values of its gradient."""
+    found: list[float] = layer.gradient.unique().tolist()
+    return found
+
+
+def all_ready(sync: GradientSync, layers: Sequence[LayerState]) -> None:
+    """Report all layers as complete, the last one first, and wait for the sums."""
+    for layer in reversed(layers):
+        sync.ready(layer)
+    sync.finish()
+
+
 def started(members: Members, layers: Sequence[LayerState]) -> list[str]:
     """The layers whose buffers have been given to the replicas, in this order."""
     names = {layer.gradient.data_ptr(): layer.name for layer in layers}
@@ -153,7 +163,7 @@ def test_buckets_start_last_layer_first_whatever_becomes_ready_when(
         assert started(replicas, layers) == ["abc"[at] for at in in_order]
     sync.finish()
 
-    assert [layer.gradient.unique().tolist() for layer in layers] == [[2.0]] * 3
+    assert [values(layer) for layer in layers] == [[2.0]] * 3
 
 
 def test_every_step_starts_every_bucket_once() -> None:
@@ -163,34 +173,23 @@ def test_every_step_starts_every_bucket_once() -> None:
 
     for step in range(1, 4):
         sync.begin()
-        for layer in reversed(layers):
-            sync.ready(layer)
-        sync.finish()
+        all_ready(sync, layers)
         assert len(replicas.started) == 2 * step
 
 
-def test_a_bucket_under_way_does_not_hold_up_the_next() -> None:
+def test_a_bucket_under_way_does_not_hold_up_the_next_and_finish_waits_for_all() -> None:
     layers = [layer_state(name) for name in "ab"]
-    replicas = Members(patient=True)
-    sync = gradient_sync(layers, replicas, backoff=Impatient(1))
+    replicas, backoff = Members(patient=True), Impatient(2)
+    sync = gradient_sync(layers, replicas, backoff=backoff)
 
     for layer in reversed(layers):
         sync.ready(layer)
-
     assert started(replicas, layers) == ["b", "a"]
-
-
-def test_finish_waits_for_what_is_under_way() -> None:
-    layers = [layer_state("a")]
-    replicas, backoff = Members(patient=True), Impatient(2)
-    sync = gradient_sync(layers, replicas, backoff=backoff)
-    sync.ready(layers[0])
     backoff.at_pause = replicas.started
-
     sync.finish()
 
     assert backoff.left == 1
-    assert layers[0].gradient.unique().tolist() == [2.0]
+    assert [values(layer) for layer in layers] == [[2.0], [2.0]]
 
 
 # -- ties -----------------------------------------------------------------------------------
@@ -216,7 +215,7 @@ def test_both_uses_on_one_stage_are_summed_before_the_replicas() -> None:
     sync.finish()
 
     assert started(replicas, layers) == ["middle", "first"]
-    assert first.gradient.unique().tolist() == [2 * 11.0]
+    assert values(first) == [2 * 11.0]
 
 
 def test_a_use_waits_for_the_other_stage_before_its_bucket_starts() -> None:
@@ -235,21 +234,21 @@ def test_a_use_waits_for_the_other_stage_before_its_bucket_starts() -> None:
 
     assert [work.buffer.data_ptr() for work in pair.started] == [tied.gradient.data_ptr()]
     assert started(replicas, [free, tied]) == ["free", "tied"]
-    assert tied.gradient.unique().tolist() == [4.0]
+    assert values(tied) == [4.0]
 
 
-def test_ties_start_in_their_fixed_order() -> None:
+def test_ties_start_in_their_fixed_order_and_their_bytes_are_counted_apart() -> None:
     layers = [layer_state(name) for name in "ab"]
-    works: list[Sum] = []
-    pairs = [Members(started=works), Members(started=works)]
-    ties = [StageTie((use(layer),), pair) for layer, pair in zip(layers, pairs, strict=True)]
-    sync = gradient_sync(layers, Members(size=1), ties=ties)
+    pair, replicas = Members(), Members()
+    ties = [StageTie((use(layer),), pair) for layer in layers]
+    sync = gradient_sync(layers, replicas, ties=ties)
 
-    for layer in reversed(layers):
-        sync.ready(layer)
-    sync.finish()
+    all_ready(sync, layers)
 
-    assert [work.buffer.data_ptr() for work in works] == [one.gradient.data_ptr() for one in layers]
+    assert started(pair, layers) == ["a", "b"]
+    # The two ties of one pair count once.
+    assert sync.tie_bytes_sent == 2 * KEPT * 4
+    assert sync.gradient_bytes_sent == 2 * KEPT * 4
 
 
 def test_only_the_tied_tensor_of_a_layer_is_summed_with_its_other_use() -> None:
@@ -270,20 +269,6 @@ def test_only_the_tied_tensor_of_a_layer_is_summed_with_its_other_use() -> None:
     assert layer.gradient.tolist() == [1.0] * 4 + [2.0] * 4
 
 
-def test_bytes_of_ties_are_counted_apart_and_once_for_ties_of_the_same_pair() -> None:
-    layers = [layer_state(name) for name in "ab"]
-    pair, replicas = Members(), Members()
-    ties = [StageTie((use(layer),), pair) for layer in layers]
-    sync = gradient_sync(layers, replicas, ties=ties)
-
-    for layer in layers:
-        sync.ready(layer)
-    sync.finish()
-
-    assert sync.tie_bytes_sent == 2 * KEPT * 4
-    assert sync.gradient_bytes_sent == 2 * KEPT * 4
-
-
 # -- the wire -------------------------------------------------------------------------------
 
 
@@ -300,17 +285,11 @@ def test_wide_accumulators_travel_in_half_and_take_what_comes_back() -> None:
     sync.finish()
 
     assert layer.gradient.dtype == torch.float32
-    assert layer.gradient.unique().tolist() == [2.0]
-
-
-def test_accumulators_of_the_wires_type_travel_without_a_copy() -> None:
-    layer = layer_state("a", dtype=torch.bfloat16)
-    replicas = Members(patient=True)
-    sync = gradient_sync([layer], replicas, wire_dtype=torch.bfloat16)
-
-    sync.ready(layer)
-
-    assert replicas.started[0].buffer.data_ptr() == layer.gradient.data_ptr()
+    assert values(layer) == [2.0]
+    # What has the type of the wire travels without a copy.
+    half, others = layer_state("b", dtype=torch.bfloat16), Members(patient=True)
+    gradient_sync([half], others, wire_dtype=torch.bfloat16).ready(half)
+    assert others.started[0].buffer.data_ptr() == half.gradient.data_ptr()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -341,7 +320,7 @@ def test_a_single_replica_sends_nothing() -> None:
     sync.finish()
 
     assert replicas.started == []
-    assert layer.gradient.unique().tolist() == [1 + 2.0**-12]
+    assert values(layer) == [1 + 2.0**-12]
 
 
 def test_the_second_use_alone_in_a_layer_has_no_bucket_of_its_own() -> None:
@@ -352,9 +331,7 @@ def test_the_second_use_alone_in_a_layer_has_no_bucket_of_its_own() -> None:
         [first, second], replicas, ties=[StageTie((use(first), use(second)), None)]
     )
 
-    for layer in (second, first):
-        sync.ready(layer)
-    sync.finish()
+    all_ready(sync, [first, second])
 
     assert [work.buffer.numel() for work in replicas.started] == [KEPT]
 
@@ -362,39 +339,51 @@ def test_the_second_use_alone_in_a_layer_has_no_bucket_of_its_own() -> None:
 # -- whole runs -----------------------------------------------------------------------------
 
 
-def gradient_bytes(precision: str, *, pruned: bool, gradient: str = "auto") -> tuple[int, int, int]:
-    """Bytes that each of two replicas sends in two steps, kept entries, and all entries."""
-    config = tiny_config(
+def train_gpt(g_inter: int, g_data: int, **sections: Any) -> Ranks:
+    """Two steps of a small GPT, unless told otherwise."""
+    config = tiny_config(**{"batch": {"microbatch_size": 3}, "train": {"steps": 2}, **sections})
+    return train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data())
+
+
+def gradient_bytes(precision: str, **samo: Any) -> tuple[int, int, int]:
+    """Bytes that two replicas send in a step, kept entries, and all entries."""
+    ranks = train_gpt(
+        1,
+        2,
         precision=precision,
         pruning={"sparsity": 0.8, "include": "all"},
-        samo={"enabled": pruned, "gradient": gradient},
+        samo=samo,
         model={"tie_embeddings": False},
-        train={"steps": 2},
+        batch={"microbatch_size": 6},
+        train={"steps": 1},
     )
-    ranks = train_in_process(1, 2, tiny_gpt(config), config, token_data())
     sent = sum(trainer.parts.sync.gradient_bytes_sent for trainer, _ in ranks)
     tensors = [tensor for layer in ranks[0][0].parts.layers for tensor in layer.state.owned]
     kept = sum(tensor.kept for tensor in tensors)
     return sent, kept, sum(tensor.parameter.numel() for tensor in tensors)
 
 
-@pytest.mark.parametrize(("precision", "itemsize"), [("bf16", 2), ("fp32", 4)])
-def test_replicas_exchange_kept_entries_only(precision: str, itemsize: int) -> None:
-    pruned, kept, numel = gradient_bytes(precision, pruned=True)
-    dense, all_kept, _ = gradient_bytes(precision, pruned=False)
+@pytest.mark.parametrize(
+    ("precision", "gradient", "shard", "itemsize"),
+    [
+        ("bf16", "half", False, 2),
+        ("bf16", "fp32", False, 2),
+        ("fp32", "auto", False, 4),
+        # Where the optimizer state is sharded, weights come back instead of gradients.
+        ("bf16", "half", True, 2),
+        ("bf16", "fp32", True, 2),
+    ],
+)
+def test_replicas_exchange_kept_entries_only_in_the_precision_of_weights(
+    precision: str, gradient: str, shard: bool, itemsize: int
+) -> None:
+    pruned, kept, numel = gradient_bytes(precision, gradient=gradient, shard_optimizer=shard)
+    dense, all_kept, _ = gradient_bytes(precision, enabled=False)
 
     assert all_kept == numel
     assert kept < 0.25 * numel
-    assert pruned == 2 * (2 * kept * itemsize)  # in two steps, each with the volume of a ring
-    assert dense == 2 * (2 * numel * itemsize)
-
-
-def test_fp32_accumulation_costs_no_bytes_on_the_wire() -> None:
-    half, fp32 = (
-        gradient_bytes("bf16", pruned=True, gradient=gradient)[0] for gradient in ("half", "fp32")
-    )
-
-    assert half == fp32
+    assert pruned == 2 * kept * itemsize  # the volume of a ring
+    assert dense == 2 * numel * itemsize
 
 
 class Unused(nn.Module):
@@ -490,122 +479,14 @@ def test_replicas_sum_a_piece_of_a_tied_weight_while_two_stages_sum_the_next(
     assert layer.gradient.tolist() == [4.0] * KEPT
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("gradient", ["half", "fp32"])
+@pytest.mark.parametrize(("shard", "gradient"), [(False, "half"), (True, "fp32")])
 def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch, shard: bool, gradient: str) -> None:
-    config = tiny_config(
-        precision="bf16",
-        samo={"shard_optimizer": shard, "gradient": gradient},
-        train={"steps": 2},
-    )
+    def traces() -> list[Trace]:
+        samo = {"shard_optimizer": shard, "gradient": gradient}
+        return [trace for _, trace in train_gpt(2, 2, precision="bf16", samo=samo)]
 
-    def trace() -> list[Any]:
-        ranks = train_in_process(2, 2, tiny_gpt(config), config, token_data())
-        return [trace for _, trace in ranks]
-
-    whole = trace()
+    whole = traces()
     monkeypatch.setattr(gradient_sync_module, "PIECE", 333)
 
-    for ours, expected in zip(trace(), whole, strict=True):
+    for ours, expected in zip(traces(), whole, strict=True):
         assert_bitwise(ours, expected)
-
-
-@dataclass
-class Seen:
-    """What ranks have planned to exchange over all groups of theirs, and what they did."""
-
-    planned: list[Exchange] = field(default_factory=list)
-    done: list[Exchange] = field(default_factory=list)
-
-    def surprises(self) -> list[Exchange]:
-        """What was done and no plan covers: the same operation on as many bytes."""
-        return [
-            one
-            for one in self.done
-            if not any(plan.op is one.op and nbytes(plan) >= nbytes(one) for plan in self.planned)
-        ]
-
-
-def nbytes(exchange: Exchange) -> int:
-    return exchange.numel * exchange.dtype.itemsize
-
-
-class Watched:
-    """A group that notes what it carries out."""
-
-    def __init__(self, inner: Collective, seen: Seen) -> None:
-        self.rank = inner.rank
-        self.size = inner.size
-        self._inner = inner
-        self._seen = seen
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._inner.bytes_sent
-
-    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        self._seen.done.append(Exchange(op, buffer.dtype, buffer.numel()))
-        return self._inner.start(op, buffer, bounds)
-
-
-@pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Seen]:
-    """By the ranks of a group; but for that of all ranks, which stays on the hosts."""
-    found: dict[tuple[int, ...], Seen] = defaultdict(Seen)
-    make = LocalTransport.collective
-
-    def collective(
-        self: LocalTransport, name: str, ranks: Sequence[int], planned: Sequence[Exchange] = ()
-    ) -> Collective:
-        inner = make(self, name, ranks)
-        if name == "world" or len(ranks) == 1:
-            return inner
-        seen = found[tuple(ranks)]
-        seen.planned += planned
-        return Watched(inner, seen)
-
-    monkeypatch.setattr(LocalTransport, "collective", collective)
-    return found
-
-
-def gpt(shard: bool) -> None:
-    config = tiny_config(
-        samo={"shard_optimizer": shard},
-        optimizer={"name": "lamb" if shard else "adamw"},
-        pruning={"include": "blocks"},
-        train={"steps": 2},
-    )
-    train_in_process(2, 2, tiny_gpt(config), config, token_data())
-
-
-def images(shard: bool) -> None:
-    config = image_config(
-        samo={"shard_optimizer": shard},
-        batch={"global_batch_size": 12, "microbatch_size": 3},
-        train={"steps": 2, "eval_every": 1, "eval_steps": 1},
-    )
-    data = image_data(33)
-    train_in_process(1, 2, small_wide_resnet(), config, data, validation=data)
-
-
-def perceptron(shard: bool) -> None:
-    config = tiny_config(
-        samo={"shard_optimizer": shard},
-        batch={"global_batch_size": 12, "microbatch_size": 1},
-        precision="fp32",
-        train={"steps": 2},
-    )
-    train_in_process(1, 3, mlp(3, 300), config, vector_data(24, 300))
-
-
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("run", [gpt, images, perceptron])
-def test_what_a_run_exchanges_was_planned(
-    run: Callable[[bool], None], shard: bool, groups: dict[tuple[int, ...], Seen]
-) -> None:
-    run(shard)
-
-    assert groups
-    for seen in groups.values():
-        assert seen.done, "every group is used"
-        assert seen.surprises() == []

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from support.mpirun import Finished, run_mpirun
 
-from axsparse.data.token_file import sample_digest, stored
-from axsparse.data.whole_files import digest_of
+from axsparse.data.token_file import digest_of, sample_digest, stored
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS
 
 COMMAND = ("-m", "axsparse.train", "--config", "tiny.yaml", "--run-dir", "run", "--resume")
@@ -130,9 +129,7 @@ DAMAGES: dict[Callable[[Path], None], tuple[int, str]] = {
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(truncate, marks=pytest.mark.fault(6)),
         pytest.param(flip, marks=pytest.mark.fault(7)),
-        pytest.param(remove, marks=pytest.mark.fault(8)),
         pytest.param(remove_manifest, marks=pytest.mark.fault(8)),
     ],
 )

@@ -13,8 +13,9 @@ from axsparse.observe.watchdog.watchdog import REPORT_FILE
 
 def train(run_dir: Path, grid: str, fault: str, rank: int) -> Finished:
     g_inter, g_data = map(int, grid.split("x"))
-    script = str(TESTS / "faults" / "hanging.py")
-    return run_mpirun(g_inter * g_data, [script, str(run_dir), grid, fault, str(rank)])
+    step = "2" if fault == "stop-save" else "3"
+    words = [str(TESTS / "faults" / "failing.py"), grid, str(run_dir), str(rank), step, fault]
+    return run_mpirun(g_inter * g_data, words)
 
 
 @pytest.mark.fault(17)

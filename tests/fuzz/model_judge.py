@@ -25,8 +25,7 @@ from axsparse.models.module_buffers import slots
 from axsparse.models.survey import survey
 from axsparse.runtime.errors import AxsparseError, ConfigError, TrainingError
 from axsparse.samo.precision import DTYPES
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import Trainer
 

@@ -43,28 +43,16 @@ def tell(counts: Counter[str], seconds: float) -> None:
 
 
 @pytest.mark.skipif(bool(ONE), reason="AXSPARSE_MODEL asks for one case alone")
-def test_generated_models_whose_gradients_are_sampled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a stand-in hands the factors of a gradient on, or sees that it must not, nothing else
-    changes: the sampler has torch's bits here."""
-    sample_all(monkeypatch)
-
-    judge_models(MODELS // 2, tmp_path)
-
-
-@pytest.mark.skipif(bool(ONE), reason="AXSPARSE_MODEL asks for one case alone")
 def test_generated_models(tmp_path: Path) -> None:
-    judge_models(MODELS, tmp_path)
+    """Judge so many models; fails at the end with a case of each kind of failure, made smaller.
 
-
-def judge_models(number: int, tmp_path: Path) -> None:
-    """Judge so many models; fails at the end with a case of each kind of failure, made smaller."""
+    Every third has sparse products, which have torch's bits here, so that nothing else may change.
+    """
     counts, failures = Counter[str](), dict[str, str]()
     begin = time.monotonic()
 
     @settings(
-        max_examples=number,
+        max_examples=MODELS,
         deadline=None,
         derandomize=True,
         database=None,
@@ -74,6 +62,12 @@ def judge_models(number: int, tmp_path: Path) -> None:
     @given(st.randoms(use_true_random=True))
     def judge_next(rng: Random) -> None:
         case = draw(Random(f"{SEED} {rng.random()}"))  # noqa: S311 - to be drawn again
+        with pytest.MonkeyPatch.context() as patch:
+            if counts.total() % 3 == 2:
+                sample_all(patch)
+            judge_one(case)
+
+    def judge_one(case: Case) -> None:
         try:
             counts[judge(case, tmp_path)] += 1
         except NotAModelError as reason:
@@ -86,7 +80,7 @@ def judge_models(number: int, tmp_path: Path) -> None:
                 failures[kind] = reduced(case, tmp_path, failure).line()
                 print(f"{kind}\n    AXSPARSE_MODEL='{failures[kind]}'", flush=True)
 
-        if counts.total() % 25 == 0 and number > 100:
+        if counts.total() % 25 == 0 and MODELS > 100:
             tell(counts, time.monotonic() - begin)
 
     judge_next()

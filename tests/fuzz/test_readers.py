@@ -41,9 +41,10 @@ from axsparse.config.json_schema import FIELDS
 from axsparse.config.load import load_config, to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
+from axsparse.data.token_file import TokenizerRecord
+from axsparse.data.tokenizers import SEPARATOR, Subwords, train_bpe
 from axsparse.planner.cluster import bundled_clusters, load_cluster
-from axsparse.pruning.ticket.ticket_manifest import hash_of
-from axsparse.pruning.ticket.ticket_reader import open_ticket
+from axsparse.pruning.ticket.ticket_reader import hash_of, open_ticket
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, SafetensorsIndex
 from axsparse.training.checkpoint.verification import open_checkpoint, refuse_other_settings, verify
@@ -253,6 +254,32 @@ def test_safetensors(checkpoint: Restored, tmp_path: Path, counted: list[int], r
         for file in files:
             for key in file.shapes:
                 file.read(key)
+
+    read_or_refused(read, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A tokenizer.json of a few words."""
+    pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_bpe(["the cat sat on the mat " * 9], 300, path)
+    return path.read_bytes()
+
+
+@given(SEEDS)
+@inputs(0.05)
+def test_tokenizer_files(tokenizer: bytes, tmp_path: Path, counted: list[int], rng: Random) -> None:
+    counted[0] += 1
+    path = tmp_path / "tokenizer.json"
+    if rng.random() < 0.3:
+        path.write_bytes(bytes_changed(rng, tokenizer))
+    else:
+        path.write_text(json_text(rng, json_changed(rng, json.loads(tokenizer))))
+
+    def read() -> None:
+        found = Subwords(path, TokenizerRecord(kind="file"), SEPARATOR)
+        found.decode([int(token) for token in found.encode("the cat é\n")])
 
     read_or_refused(read, tmp_path)
 

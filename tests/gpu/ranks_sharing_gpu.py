@@ -1,5 +1,7 @@
 """The contracts, for several ranks on one GPU under mpirun.
 
+They speak of tensors in host memory, which are moved to the GPU and back.
+
 `test_nccl_shared_gpu.py` starts them with NCCL between them, by a variable of NCCL's, and
 `test_transport_gpu.py` by way of the hosts.
 """
@@ -7,7 +9,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,10 +19,86 @@ from mpi4py import MPI
 from support.collective_contract import CONTRACT as COLLECTIVE_CONTRACT
 from support.collective_contract import a_buffer_lives_until_its_operation_is_done
 from support.link_contract import CONTRACT
-from support.on_gpu import GPU, OnGpu
+from torch import Tensor
 
-from axsparse.runtime.communication import Transport
+from axsparse.runtime.communication import Collective, Link, Message, Op, Transport, Work
+from axsparse.runtime.gpu.cuda_device import CudaDevice
+from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport
+from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
+from axsparse.runtime.grid import Place
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
+
+GPU = torch.device("cuda", 0)
+
+
+class MovedLink:
+    """Sends copies on the GPU, made late: compute is kept busy before each."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def send(self, message: Message) -> None:
+        torch.cuda._sleep(200_000)
+        moved = tuple(None if t is None else t.detach().to(GPU) for t in message.tensors)
+        self._link.send(replace(message, tensors=moved))
+
+    def arrivals(self) -> list[Message]:
+        messages = self._link.arrivals()
+        for message in messages:
+            assert all(tensor is None or tensor.is_cuda for tensor in message.tensors)
+        return [
+            replace(message, tensors=tuple(None if t is None else t.cpu() for t in message.tensors))
+            for message in messages
+        ]
+
+
+class MovedCollective:
+    """Operations on a copy on the GPU."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._collective, name)
+
+    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
+        torch.cuda._sleep(200_000)
+        moved = buffer.to(GPU)
+        return _Moved(self._collective.start(op, moved, bounds), buffer, moved)
+
+
+class _Moved:
+    def __init__(self, work: Work, buffer: Tensor, moved: Tensor) -> None:
+        self._work = work
+        self._buffer = buffer
+        self._moved = moved
+
+    def poll(self) -> bool:
+        if not self._work.poll():
+            return False
+        self._buffer.copy_(self._moved)
+        return True
+
+
+class OnGpu(GpuTransport):
+    """Ranks that all share the first GPU, over NCCL or by way of the hosts."""
+
+    def __init__(self, host: HostTransport, *, nccl: bool) -> None:
+        device = CudaDevice(GPU)
+        connections = None
+        if nccl:
+            connections = NcclConnections(Rendezvous(host, nccl_backend), device, host.backoff)
+        super().__init__(host, device, connections=connections)
+
+    def link(self, place: Place) -> Link:
+        return cast("Link", MovedLink(super().link(place)))
+
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        return cast("Collective", MovedCollective(super().collective(name, ranks)))
+
 
 NCCL = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 

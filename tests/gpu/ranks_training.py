@@ -1,5 +1,5 @@
-"""What `test_training_gpu.py` starts under mpirun: trains one case after another, and saves what
-each rank has of it.
+"""What tests start under mpirun: trains one case after another, and saves what each rank has of
+it; and how they start it.
 
     mpirun -n 4 python tests/gpu/ranks_training.py FOLDER CASES.json
 
@@ -9,11 +9,14 @@ Where it trains follows from what this process may see: a GPU, or the CPU if tha
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+from support.mpirun import TESTS, Finished, run_alone, run_mpirun
 from support.runs import tiny_config, tiny_gpt, token_data
 from torch import Tensor
 
@@ -37,8 +40,6 @@ class Case(TypedDict):
     """Sections, as of `tiny_config`."""
     overflow_at: int | None
     """The step, from 0, in which an entry of one gradient on the last rank is infinite."""
-    deterministic: bool
-    """Whether every kernel has to add in a fixed order; torch refuses those that cannot."""
     run_dir: str | None
     """Where it saves; None: nowhere."""
     resume: str | None
@@ -65,7 +66,7 @@ class Outcome(TypedDict):
 def train(job: Job, case: Case) -> Outcome:
     # The first sets what NVIDIA's containers override by a variable.
     torch.set_float32_matmul_precision("highest")
-    torch.use_deterministic_algorithms(case["deterministic"])
+    torch.use_deterministic_algorithms(True)
     config = tiny_config(**case["settings"])
     validation = token_data(samples=24) if config.train.eval_steps else None
     datasets = Datasets(token_data(), validation)
@@ -152,6 +153,96 @@ def main(job: Job) -> None:
         partial = folder / f"{case['name']}.{rank}.partial"
         torch.save(found, partial)
         partial.rename(folder / f"{case['name']}.{rank}.pt")
+
+
+# -- how tests start it ---------------------------------------------------------------------
+
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+LIMIT_SECONDS = 150
+AT_ONCE = 10
+"""Cases of a job: what they made of communicators and pinned memory is released at its end."""
+ENVIRONMENT = {
+    # cuBLAS adds in one order only with workspaces of a fixed size; torch asks for it.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")])
+    ),
+}
+
+
+def case(
+    name: str,
+    layout: tuple[int, int],
+    settings: dict[str, Any],
+    *,
+    overflow_at: int | None = None,
+    run_dir: Path | None = None,
+    resume: Path | None = None,
+) -> Case:
+    """A case that can be written as JSON."""
+    return Case(
+        name=name,
+        layout=layout,
+        settings=settings,
+        overflow_at=overflow_at,
+        run_dir=None if run_dir is None else str(run_dir),
+        resume=None if resume is None else str(resume),
+    )
+
+
+class CaseFailedError(AssertionError):
+    """A case that a job did not end; the text is the job's."""
+
+
+def train_cases(
+    folder: Path, cases: Sequence[Case], environment: Mapping[str, str] | None = None
+) -> dict[str, list[Outcome] | CaseFailedError]:
+    """What every rank saw of each case, or how its job failed; all cases have one layout.
+
+    A job that fails is followed by one for the cases behind the one that it failed in; one that
+    runs out of time is the last.
+    """
+    [(stages, replicas)] = {tuple(one["layout"]) for one in cases}
+    ranks = stages * replicas
+    found: dict[str, list[Outcome] | CaseFailedError] = {}
+    left = list(cases)
+    while left:
+        job = _start(ranks, folder, left[:AT_ONCE], environment or {})
+        for one in left[:AT_ONCE]:
+            left = left[1:]
+            files = [folder / f"{one['name']}.{rank}.pt" for rank in range(ranks)]
+            if not all(file.is_file() for file in files):
+                found[one["name"]] = CaseFailedError(f"{one['name']}: {job}")
+                if job.returncode < 0:  # it hung, and would do so in each case
+                    late = [later["name"] for later in left]
+                    failure = f"not begun, since {one['name']} ran out of time"
+                    return found | {name: CaseFailedError(f"{name}: {failure}") for name in late}
+                break
+            found[one["name"]] = [torch.load(file) for file in files]
+    return found
+
+
+def _start(
+    ranks: int, folder: Path, cases: Sequence[Case], environment: Mapping[str, str]
+) -> Finished:
+    listed = folder / "cases.json"
+    listed.write_text(json.dumps(cases))
+    words = [str(TESTS / "gpu" / "ranks_training.py"), str(folder), str(listed)]
+    own = {**ENVIRONMENT, **environment}
+    if ranks == 1:
+        return run_alone(words, env=own, timeout=LIMIT_SECONDS)
+    return run_mpirun(ranks, words, env=own, timeout=LIMIT_SECONDS)
+
+
+def joined(outcomes: Sequence[Outcome], key: str) -> dict[str, torch.Tensor]:
+    """The tensors of all stages by name; replicas have the same bits."""
+    found: dict[str, torch.Tensor] = {}
+    for outcome in outcomes:
+        tensors: dict[str, torch.Tensor] = outcome[key]  # type: ignore[literal-required]
+        for name, values in tensors.items():
+            before = found.setdefault(name, values)
+            assert torch.equal(before, values), f"replicas differ in {key} of {name}"
+    return found
 
 
 if __name__ == "__main__":

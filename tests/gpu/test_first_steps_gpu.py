@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.training_jobs import ON_CPU, CaseFailedError, case, joined, train_cases
+from gpu.ranks_training import ON_CPU, CaseFailedError, case, joined, train_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is to be had here")
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,150 +66,6 @@ def test_a_training_is_held_against_its_plan(benchmark: ModuleType, tmp_path: Pa
     assert set(detail["phases, medians"]) >= {"compute_seconds", "optimizer_seconds"}
 
 
-@pytest.mark.exhaustive
-def test_a_step_more_is_profiled_where_it_is_asked_for(
-    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = place(benchmark, tmp_path)
-    monkeypatch.setattr(benchmark, "PROFILED", ("tiny",))
-
-    rows, detail = benchmark.alone("tiny", benchmark.pruned(tiny(benchmark), here), here)
-
-    assert outcomes(rows)["kernels a microbatch"] == "info"
-    assert detail["profile"]["kernels"] == 0  # a CPU starts none
-    assert len(detail["step seconds"]) == 4
-
-
-def test_what_the_device_did_is_summed_up(benchmark: ModuleType) -> None:
-    profile = {
-        "seconds": 2.0,
-        "kernels": 800,
-        "device_busy_seconds": 1.5,
-        "enqueue_seconds": 0.5,
-        "longest": {},
-    }
-
-    rows = benchmark.profile_rows("2.7b", profile, 4)
-
-    assert [row.measured for row in rows] == ["200", "1.5 s of a step of 2 (75.0%)", "0.5 s"]
-
-
-def test_microbatches_are_as_asked_where_they_fit(benchmark: ModuleType) -> None:
-    chosen = benchmark.chosen(tiny(benchmark), ["samo"], 1e12, wanted=(1,))
-
-    assert chosen.overrides[-3:] == (*benchmark.batches(1), "pipeline.checkpoint_activations=0")
-    assert chosen.microbatches == 4
-
-
-def test_where_dense_and_pruned_do_not_both_fit_layers_are_left_out(
-    benchmark: ModuleType,
-) -> None:
-    training = tiny(benchmark)
-    least = training.with_(
-        *benchmark.batches(1, benchmark.COMPARED), "pipeline.checkpoint_activations=1"
-    )
-
-    def need(layers: int) -> float:
-        own = benchmark.with_layers(least, layers)
-        totals = [benchmark.planned(own, method).memory.total for method in ("dense", "samo")]
-        return float(sum(totals))
-
-    assert benchmark.both_fit(training, need(2)) is None
-    assert benchmark.both_fit(training, need(2) - 1) == 1
-
-
-@pytest.mark.exhaustive
-def test_dense_and_pruned_steps_are_taken_in_turn(benchmark: ModuleType, tmp_path: Path) -> None:
-    rows, detail = benchmark.compare(tiny(benchmark), place(benchmark, tmp_path), rounds=3)
-
-    dense, samo = detail["step seconds"]["dense"], detail["step seconds"]["samo"]
-    assert detail["ratios"] == [s / d for s, d in zip(samo, dense, strict=True)]
-    assert len(samo) == 3
-    aim = benchmark.RATIO_AIM
-    assert rows[-1].outcome == ("pass" if sorted(detail["ratios"])[1] <= aim else "fail")
-
-
-@pytest.mark.exhaustive
-def test_what_does_not_fit_has_to_say_so(
-    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = place(benchmark, tmp_path)
-    refused = tiny(benchmark).with_("layout.memory_per_rank=0.0001")
-
-    said, _ = benchmark.does_not_fit(refused, here)
-    monkeypatch.setattr(benchmark, "Worker", lambda *_: nullcontext(Mock()))
-    trained, _ = benchmark.does_not_fit(tiny(benchmark), here)
-
-    assert [row.outcome for row in said] == ["fail", "pass"], said
-    assert said[1].measured.startswith("axsparse: error:")
-    assert [row.outcome for row in trained] == ["fail", "fail"]
-    assert trained[1].measured == "it trained"
-
-
-def test_a_worker_without_time_says_so(benchmark: ModuleType, tmp_path: Path) -> None:
-    with (
-        pytest.raises(benchmark.WorkerFailedError, match="ran out of time"),
-        benchmark.Worker(tiny(benchmark), tmp_path, 0.01) as worker,
-    ):
-        worker.event("built")
-
-
-def test_the_most_layers_are_the_last_that_the_plan_lets_fit(benchmark: ModuleType) -> None:
-    training = tiny(benchmark)
-
-    def need(layers: int) -> float:
-        total: float = benchmark.planned(
-            benchmark.with_layers(training, layers), "samo"
-        ).memory.total
-        return total
-
-    assert benchmark.most_layers(training, need(5)) == 5
-    assert benchmark.most_layers(training, need(6) - 1) == 5
-    assert benchmark.most_layers(training, 1.0) == 0
-
-
-def test_the_largest_batch_that_fits_is_taken_and_activations_are_recomputed_last(
-    benchmark: ModuleType,
-) -> None:
-    def need(size: int, again: int) -> float:
-        tried = tiny(benchmark).with_(
-            *benchmark.batches(size), f"pipeline.checkpoint_activations={again}"
-        )
-        total: float = benchmark.planned(tried, "samo").memory.total
-        return total
-
-    def taken(room: float) -> list[str]:
-        chosen: list[str] = list(benchmark.chosen(tiny(benchmark), ["samo"], room).overrides[-3:])
-        return chosen
-
-    assert need(1, 1) < need(1, 0) < need(4, 0) < need(8, 0)
-    assert taken(need(8, 0) - 1) == [*benchmark.batches(4), "pipeline.checkpoint_activations=0"]
-    assert taken(need(1, 0) - 1) == [*benchmark.batches(1), "pipeline.checkpoint_activations=1"]
-    with pytest.raises(benchmark.ConfigError, match=r"needs .* GB at least"):
-        taken(need(1, 1) - 1)
-
-
-def test_the_largest_model_loses_layers_until_it_trains(
-    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = []
-
-    def alone(name: str, training: Any, _: Any) -> Any:
-        tried.append(training.overrides[-2])
-        if len(tried) < 3:
-            raise benchmark.WorkerFailedError("axsparse: error: CUDA out of memory")
-        return [benchmark.Row(name, benchmark.PART_OF_PEAK, "fail")], {}
-
-    monkeypatch.setattr(benchmark, "alone", alone)
-    monkeypatch.setattr(benchmark, "most_layers", lambda training, room: 5)
-
-    rows, detail = benchmark.largest(tiny(benchmark), place(benchmark, tmp_path))
-
-    assert tried == [f"model.num_layers={layers}" for layers in (5, 4, 3)]
-    assert outcomes(rows) == {"the plan's most layers train": "fail"}
-    assert [attempt["layers"] for attempt in detail["tries"]] == [5, 4, 3]
-
-
 def test_a_run_that_fails_and_one_without_time_are_rows(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,17 +82,6 @@ def test_a_run_that_fails_and_one_without_time_are_rows(
     assert (burnt.outcome, burnt.measured) == ("fail", "it burns")
     assert (broken.outcome, broken.measured) == ("fail", "OSError: disk full")
     assert (late.outcome, late.measured) == ("skip", "no time left; name fewer runs")
-
-
-def test_memory_beyond_the_plan_fails(benchmark: ModuleType) -> None:
-    memory = benchmark.planned(tiny(benchmark), "samo").memory
-    expected = memory.total - memory.overhead
-
-    within, beyond = (
-        benchmark.peak_row("x", int(part * expected), memory).outcome for part in (1.09, 1.11)
-    )
-
-    assert (within, beyond) == ("pass", "fail")
 
 
 def test_without_a_gpu_it_ends_with_69(

@@ -7,8 +7,8 @@ import torch
 from support.kernel_contract import CONTRACT
 from support.kernel_machine import Machine, Promise
 
-from axsparse.samo.cuda.compress_kernel import judge
-from axsparse.samo.cuda.kernel_compiler import CupyLauncher
+from axsparse.samo.cuda.kernels import judge
+from axsparse.samo.cuda.launch import CupyLauncher
 from axsparse.samo.shards import BLOCK
 
 if not torch.cuda.is_available():

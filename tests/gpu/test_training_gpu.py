@@ -14,15 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.ranks_training import Case, Outcome
-from gpu.training_jobs import ON_CPU, CaseFailedError, case, joined, train_cases
-from support.by_config import oracle_of
-from support.dense_lamb import lamb
+from gpu.ranks_training import ON_CPU, Case, CaseFailedError, Outcome, case, joined, train_cases
+from support.dense_optimizers import lamb
 from support.oracle import Oracle, adamw, sgd
 from support.runs import tiny_config, tiny_gpt, token_data
 from torch import Tensor
-
-from axsparse.config.schema import Config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is to be had here")
 
@@ -37,9 +33,6 @@ BF16_LOSS = 0.002
 """As on a CPU: bf16 has 8 bits of mantissa."""
 FP16_LOSS = 3e-4
 """As on a CPU."""
-METHOD_LOSS, METHOD_KEPT = 1e-3, 0.999
-"""A score beside the cut may fall on its other side, and each that does is one weight more and
-one less; no more than one kept entry of a thousand."""
 SHAPE: dict[str, Any] = {
     # Tensors of many tiles of a kernel, and of more than one block of 65,536 entries.
     "model": {"hidden_size": 160},
@@ -70,15 +63,6 @@ HALVES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16"},
 }
 DROPOUT: dict[str, Any] = {"model": {**SHAPE["model"], "dropout": 0.2}}
-METHODS: dict[str, dict[str, Any]] = {
-    "at-step": {"at_step": 3, "distribution": "global"},
-    "gradual": {"method": "gradual", "at_step": 0, "interval": 2, "until_step": 4},
-    "iterative": {"method": "iterative", "at_step": 0, "interval": 2, "until_step": 4},
-    "snip": {"method": "snip"},
-    "set": {"method": "set", "interval": 2, "until_step": 5},
-    "rigl": {"method": "rigl", "interval": 2, "until_step": 5},
-}
-PRUNED_ON_THE_WAY: Layout = (2, 2)
 
 
 def settings(*changes: dict[str, Any]) -> dict[str, Any]:
@@ -96,16 +80,9 @@ def cases(layout: Layout) -> list[Case]:
     wanted |= {name: settings(change) for name, change in EQUAL.items()}
     wanted |= {name: settings(change) for name, change in HALVES.items()}
     wanted["dropout"] = settings(DROPOUT)
-    wanted["dropout-recomputed"] = settings(DROPOUT, EQUAL["recomputed"])
     found = [case(name, layout, chosen) for name, chosen in wanted.items()]
-    found.append(case("free", layout, settings(), deterministic=False))
     spoilt = settings({"precision": "fp16", "loss_scale": {"initial": 64.0}})
     found.append(case("overflow", layout, spoilt, overflow_at=OVERFLOW))
-    if layout == PRUNED_ON_THE_WAY:
-        found += [
-            case(name, layout, settings({"pruning": pruning}), deterministic=False)
-            for name, pruning in METHODS.items()
-        ]
     return found
 
 
@@ -182,18 +159,6 @@ def test_fp32_on_a_gpu_follows_the_oracle(trained: Train, layout: Layout, optimi
     assert_masters_follow(outcomes, oracle.trace.weights)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_kernels_that_may_add_in_any_order_follow_it_as_well(
-    trained: Train, layout: Layout
-) -> None:
-    oracle = judged(layout[1], "adamw")
-
-    outcomes = trained(layout, "free")
-
-    assert outcomes[0]["losses"] == pytest.approx(oracle.trace.losses, rel=FP32_LOSS)
-    assert_masters_follow(outcomes, oracle.trace.weights)
-
-
 @pytest.mark.parametrize("name", HALVES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_half_precision_follows_the_fp32_oracle(trained: Train, layout: Layout, name: str) -> None:
@@ -232,21 +197,6 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(trained: Train, layout: Layou
     assert all(values.isfinite().all() for values in joined(outcomes, "masters").values())
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_masks_that_change_on_the_way_are_the_oracles(trained: Train, method: str) -> None:
-    config: Config = tiny_config(**settings({"pruning": METHODS[method]}))
-    oracle = oracle_of(config, PRUNED_ON_THE_WAY[1])
-    trace = oracle.run(STEPS)
-
-    outcomes = trained(PRUNED_ON_THE_WAY, method)
-
-    assert outcomes[0]["losses"] == pytest.approx(trace.losses, rel=METHOD_LOSS)
-    for name, mask in oracle.masks.items():
-        kept = joined(outcomes, "kept")[name]
-        assert len(kept) == int(mask.sum()), name
-        assert int(mask.view(-1)[kept].sum()) >= METHOD_KEPT * len(kept), name
-
-
 # -- against each other ---------------------------------------------------------------------
 
 
@@ -266,14 +216,6 @@ def test_how_state_is_stored_and_in_which_order_stages_work_change_no_bit(
     trained: Train, layout: Layout, name: str
 ) -> None:
     assert_same_bits(trained(layout, name), trained(layout, "adamw"))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_dropout_is_drawn_again_when_activations_are_recomputed(
-    trained: Train, layout: Layout
-) -> None:
-    assert_same_bits(trained(layout, "dropout-recomputed"), trained(layout, "dropout"))
-    assert trained(layout, "dropout")[0]["losses"] != trained(layout, "adamw")[0]["losses"]
 
 
 # -- from one device to another -------------------------------------------------------------

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from gpu import training_jobs
-from gpu.ranks_training import Case
-from gpu.training_jobs import ON_CPU, CaseFailedError, case, joined, train_cases
-from support.mpirun import Finished
+from gpu import ranks_training
+from gpu.ranks_training import ON_CPU, CaseFailedError, case, joined, train_cases
 from support.oracle import Oracle
 from support.runs import tiny_config, tiny_gpt, token_data
 
@@ -22,7 +19,7 @@ SETTINGS = {"train": {"steps": STEPS}}
 def test_a_job_trains_case_by_case_and_another_goes_on_behind_one_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_jobs, "AT_ONCE", 2)
+    monkeypatch.setattr(ranks_training, "AT_ONCE", 2)
     spoilt = {**SETTINGS, "precision": "fp16", "loss_scale": {"initial": 64.0}}
     outcomes = train_cases(
         tmp_path,
@@ -53,48 +50,3 @@ def test_a_job_trains_case_by_case_and_another_goes_on_behind_one_that_fails(
     for outcome in overflow:
         assert outcome["finite"] == [True, False, True]
         assert outcome["scale"] == 32.0
-
-
-def test_behind_a_case_that_hangs_no_job_is_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[str] = []
-
-    def hang(ranks: int, folder: Path, cases: Sequence[Case], _: object) -> Finished:
-        begun.extend(one["name"] for one in cases)
-        return Finished(-9, "", "", 150.0)
-
-    monkeypatch.setattr(training_jobs, "AT_ONCE", 2)
-    monkeypatch.setattr(training_jobs, "_start", hang)
-
-    outcomes = train_cases(tmp_path, [case(name, (1, 1), SETTINGS) for name in "abc"])
-
-    assert begun == ["a", "b"]
-    assert [str(outcomes[name])[:20] for name in "abc"] == [
-        "a: exit code -9 afte",
-        "b: not begun, since ",
-        "c: not begun, since ",
-    ]
-
-
-@pytest.mark.exhaustive
-def test_a_case_that_saves_is_gone_on_with(tmp_path: Path) -> None:
-    settings = {"train": {"steps": 4}, "checkpoint": {"every": 2}, "schedule": {"decay_steps": 4}}
-    first = case("whole", (1, 1), settings, run_dir=tmp_path / "run")
-    resumed = case(
-        "resumed",
-        (1, 1),
-        settings,
-        run_dir=tmp_path / "other",
-        resume=tmp_path / "run" / "checkpoints" / "step-2",
-    )
-
-    outcomes = train_cases(tmp_path, [first, resumed], ON_CPU)
-
-    whole, later = outcomes["whole"], outcomes["resumed"]
-    assert not isinstance(whole, CaseFailedError), whole
-    assert not isinstance(later, CaseFailedError), later
-    assert later[0]["losses"] == whole[0]["losses"][2:]
-    assert all(
-        map(torch.equal, joined(later, "masters").values(), joined(whole, "masters").values())
-    )

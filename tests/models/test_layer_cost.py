@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from axsparse.models.layer import Layer, Model
+from axsparse.models.layer import Layer, Model, as_tuple
 from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
 from axsparse.models.survey import FLOPS_PER_BYTE, costs_text, survey, with_costs
 from axsparse.runtime.errors import ConfigError
@@ -24,32 +24,38 @@ def run(module: nn.Module, *shape: int, dtype: torch.dtype = FP32) -> tuple[floa
     return Tracer((torch.zeros(SAMPLES, *shape),), dtype).run("a", module)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_linear_layer_keeps_nothing_beside_its_inputs(dtype: torch.dtype) -> None:
-    flops, activations = run(nn.Linear(5, 7), 3, 5, dtype=dtype)
+CASES: dict[str, tuple[nn.Module, tuple[int, ...], torch.dtype, int, tuple[int, int]]] = {
+    "linear": (nn.Linear(5, 7), (3, 5), FP32, 2 * 3 * 5 * 7, (3 * 5, 3 * 7)),
+    "linear, half": (nn.Linear(5, 7), (3, 5), BF16, 2 * 3 * 5 * 7, (3 * 5, 3 * 7)),
+    "convolution": (
+        nn.Conv2d(3, 4, 3, padding=1, stride=2),
+        (3, 8, 8),
+        FP32,
+        2 * (3 * 3 * 3) * 4 * (4 * 4),
+        (3 * 8 * 8, 4 * 4 * 4),
+    ),
+}
 
-    size = dtype.itemsize
-    assert flops == 2 * 3 * 5 * 7
+
+@pytest.mark.parametrize(("module", "shape", "dtype", "flops", "sizes"), CASES.values(), ids=CASES)
+def test_linear_layers_and_convolutions_keep_nothing_beside_their_inputs(
+    module: nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    flops: int,
+    sizes: tuple[int, int],
+) -> None:
+    inputs, outputs = (dtype.itemsize * size for size in sizes)
+
+    counted, activations = run(module, *shape, dtype=dtype)
+
+    assert counted == flops
     assert activations == Activations(
-        inputs=3 * 5 * size,
+        inputs=inputs,
         saved=0,
-        outputs=3 * 7 * size,
-        widest=3 * 7 * size,
-        deferred=3 * (5 + 7) * size,
-        weight_flops=flops,
-    )
-
-
-def test_a_convolution_counts_every_place_where_its_kernel_stands() -> None:
-    flops, activations = run(nn.Conv2d(3, 4, 3, padding=1, stride=2), 3, 8, 8)
-
-    assert flops == 2 * (3 * 3 * 3) * 4 * (4 * 4)
-    assert activations == Activations(
-        inputs=4 * 3 * 8 * 8,
-        saved=0,
-        outputs=4 * 4 * 4 * 4,
-        widest=4 * 4 * 4 * 4,
-        deferred=4 * (3 * 8 * 8 + 4 * 4 * 4),
+        outputs=outputs,
+        widest=outputs,
+        deferred=inputs + outputs,
         weight_flops=flops,
     )
 
@@ -141,8 +147,9 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("settings", ATTENTIONS.values(), ids=ATTENTIONS)
+@pytest.mark.parametrize(
+    ("settings", "dtype"), [*zip(ATTENTIONS.values(), [FP32, BF16] * 3, strict=False)]
+)
 def test_attention_keeps_what_it_keeps_on_a_cpu(
     settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
@@ -229,24 +236,36 @@ def test_an_example_that_is_none_is_refused(
         survey(replace(model(example=True), example=example))
 
 
-class Returns(nn.Module):
-    """A module whose forward is a given function."""
-
-    def __init__(self, made: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self._made = made
-
-    def forward(self, x: Tensor) -> object:
-        return self._made(x)
+# -- what a layer may return ----------------------------------------------------------------
 
 
-def test_a_list_of_tensors_is_as_good_as_a_tuple() -> None:
-    listed, paired = run(Returns(lambda x: [x + 1, x]), 4), run(Returns(lambda x: (x + 1, x)), 4)
+def inference(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor + 1
 
-    assert listed == paired
+
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        (torch.view_as_complex, "a complex"),
+        (Tensor.to_sparse, "a sparse"),
+        (lambda pair: torch.nested.nested_tensor([pair, pair[:1]]), "a nested"),
+        (lambda pair: torch.quantize_per_tensor(pair, 0.1, 0, torch.qint8), "a qint8"),
+        (inference, "an inference-mode"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_does_not_travel_is_refused(made: Callable[[Tensor], Tensor], what: str) -> None:
+    pair = torch.zeros(2)
+
+    with pytest.raises(ConfigError, match=rf"layer a: its forward returned {what} tensor, which"):
+        as_tuple("a", (pair, made(pair)))
 
 
-def test_what_is_no_tensor_is_refused() -> None:
-    told = "layer a: its forward returned dict; return a tensor or a tuple of tensors"
-    with pytest.raises(ConfigError, match=told):
-        run(Returns(lambda x: {"x": x}), 4)
+def test_a_list_of_tensors_is_as_good_as_a_tuple_and_another_thing_is_refused() -> None:
+    pair = [torch.zeros(2), torch.ones(2)]
+
+    assert all(map(torch.equal, as_tuple("a", pair), as_tuple("a", tuple(pair))))
+    said = "layer a: its forward returned dict; return a tensor or a tuple of tensors"
+    with pytest.raises(ConfigError, match=said):
+        as_tuple("a", {"x": pair[0]})

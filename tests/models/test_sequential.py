@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
 from support.images import assert_same_in_1_to_4_stages, image_config, image_data
+from support.refusals import lines_beside, refusal
 from support.runs import summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 
@@ -151,37 +153,22 @@ class OwnTensor(nn.Module):
         return x * self.weight
 
 
-def test_lists_that_are_no_model_are_refused() -> None:
-    linear = nn.Linear(3, 3)
-    with torch.device("meta"):
-        empty, own = nn.Linear(3, 3), OwnTensor()
+LINEAR = nn.Linear(3, 3)
+with torch.device("meta"):
+    EMPTY, OWN = nn.Linear(3, 3), OwnTensor()
+WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
+    "shared parameters": ([LINEAR, nn.ReLU(), LINEAR], {}),
+    "a function": ([LINEAR, torch.relu], {}),
+    "a kind of no layer": ([LINEAR], {"kinds": {"head": "head"}}),
+    "no kind": ([LINEAR], {"kinds": {"0": "blok"}}),
+    "values beside none": ([EMPTY, LINEAR], {}),
+    "nothing to start itself with": ([EMPTY, OWN], {}),
+    "no list": (LINEAR, {}),
+}
 
-    def refusal(*modules: object, **settings: object) -> str:
-        with pytest.raises(ConfigError) as told:
-            from_sequential(modules, summed_loss, **settings)  # type: ignore[arg-type]
-        return str(told.value)
 
-    assert refusal(linear, nn.ReLU(), linear) == (
-        "sequential: 0 and 2 share weight, and could stand on two stages; give each its own, or "
-        "write the model as Layers with a Tie"
-    )
-    assert refusal(linear, torch.relu) == (
-        "sequential: 1 is builtin_function_or_method; give torch.nn.Modules, a function as the "
-        "forward of one"
-    )
-    assert refusal(linear, kinds={"head": "head"}) == (
-        "sequential: kinds names 'head', and the modules are 0; choose one of them"
-    )
-    assert refusal(empty, linear) == (
-        "sequential: 1 has values and other modules are on the meta device; make all of them "
-        "under torch.device('meta'), or none"
-    )
-    assert refusal(empty, own) == (
-        "sequential: 1 is on the meta device and OwnTensor has no reset_parameters; write one, or "
-        "make the modules with their values"
-    )
-    assert refusal(linear, kinds={"0": "blok"}) == (
-        "sequential: kinds says that '0' is 'blok'; choose one of block, embedding, head"
-    )
-    with pytest.raises(ConfigError, match=r"sequential: Linear is no list; give an nn.Sequential"):
-        from_sequential(linear, summed_loss)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
+def test_lists_that_are_no_model_are_refused(case: str, line: str) -> None:
+    modules, settings = WRONG[case]
+
+    assert refusal(lambda: from_sequential(modules, summed_loss, **settings), ConfigError) == line

@@ -45,20 +45,8 @@ class SmallCalls(MpiTransport):
 @needs_a_neighbour
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
 def test_an_mpi_link_keeps_the_contract(promise: Callable[[Transport], None]) -> None:
-    with on_mpi() as transport:
-        promise(transport)
-
-
-@needs_a_neighbour
-@pytest.mark.parametrize(
-    "promise",
-    [promise for promise in CONTRACT if promise not in LARGE],
-    ids=lambda promise: promise.__name__,
-)
-def test_an_mpi_link_of_small_calls_keeps_the_contract(
-    promise: Callable[[Transport], None],
-) -> None:
-    with on_mpi(SmallCalls) as transport:
+    """In small calls, but for what sends much."""
+    with on_mpi(MpiTransport if promise in LARGE else SmallCalls) as transport:
         promise(transport)
 
 

@@ -1,22 +1,22 @@
-"""The GPU transport over real MPI, on devices that are late, and NCCL's place taken by Gloo."""
+"""The GPU transport over real MPI, on devices that are late, and Gloo's groups for NCCL's."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import pytest
 import torch
 from mpi4py import MPI
 from support.collective_contract import (
-    a_broadcast_brings_the_first_members_buffer_to_all,
     a_buffer_lives_until_its_operation_is_done,
+    a_group_counts_and_adds_in_the_order_it_was_made_with,
     operations_in_flight_may_be_polled_in_any_order,
 )
-from support.late_device import GlooConnections, LateDevice, gloo_backend
+from support.late_device import LateDevice, gloo_backend
 from support.link_contract import CONTRACT
 from support.on_mpi import on_mpi
 from support.runs import tiny_config
@@ -34,7 +34,7 @@ from axsparse.training import placement as placing
 
 SIZE = MPI.COMM_WORLD.size
 COLLECTIVE = (
-    a_broadcast_brings_the_first_members_buffer_to_all,
+    a_group_counts_and_adds_in_the_order_it_was_made_with,
     operations_in_flight_may_be_polled_in_any_order,
     a_buffer_lives_until_its_operation_is_done,
 )
@@ -48,18 +48,6 @@ def test_a_staged_link_keeps_the_contract_over_mpi(
     promise: Callable[[Transport], None],
 ) -> None:
     transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), LateDevice(), connections=None)
-    promise(transport)
-    transport.close()
-
-
-@needs_a_neighbour
-@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
-def test_a_link_with_headers_over_mpi_and_contents_elsewhere_keeps_the_contract(
-    promise: Callable[[Transport], None],
-) -> None:
-    host = MpiTransport(MPI.COMM_WORLD)
-    connections = GlooConnections(Rendezvous(host, gloo_backend))
-    transport = GpuTransport(host, LateDevice(), connections=connections)
     promise(transport)
     transport.close()
 
@@ -99,9 +87,10 @@ def test_groups_of_some_ranks_meet_however_many_groups_each_has_made() -> None:
 @needs_a_neighbour
 def test_a_rank_that_cannot_reach_the_first_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with on_mpi() as transport:
-        # Ranks of other hosts, and an address that no name server knows.
-        if transport.rank > 0:
-            monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        # Ranks of machines of one name, as containers may have, and an address that no name server
+        # knows.
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        monkeypatch.setattr(nccl, "machine_name", lambda: f"elsewhere/{MPI.COMM_WORLD.rank}")
         monkeypatch.setattr(nccl, "STORE_TIMEOUT", timedelta(seconds=1))
         monkeypatch.setitem(os.environ, nccl.ADDRESS, "no-such-host.invalid")
         said = "transport: nccl: rank .* on host elsewhere cannot reach port .* of no-such-host"
@@ -114,87 +103,37 @@ def test_a_rank_that_cannot_reach_the_first_says_so(monkeypatch: pytest.MonkeyPa
             assert "\n" not in str(caught.value)
 
 
-def test_the_ranks_of_one_host_count_from_zero() -> None:
-    with on_mpi() as transport:
-        assert transport.local_rank() == transport.rank
-
-
-def test_ranks_that_share_a_gpu_get_a_transport_by_way_of_the_hosts(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("asked", "gpus", "nccl_on", "way"),
+    [
+        ("auto", SIZE, range(SIZE), "nccl"),
+        ("nccl", SIZE, range(SIZE), "nccl"),
+        ("mpi", SIZE, range(SIZE), "pinned"),
+        ("mpi", 1, (), "pinned"),
+        ("auto", SIZE, (0,), "pinned"),
+    ],
+)
+def test_contents_go_the_way_that_is_asked_for_or_that_there_is(
+    asked: str, gpus: int, nccl_on: Sequence[int], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placing, "visible_gpus", lambda: [Gpu("H200", "the only one")])
-    backend, room = (
-        Backend(torch.device("cuda", 0), None),
-        placing.MemoryRoom(10**11, "the only one"),
-    )
+    backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
+    visible = [Gpu("H200", f"gpu {number}") for number in range(gpus)]
+    has_nccl = MPI.COMM_WORLD.rank in nccl_on
+    monkeypatch.setattr(placing, "visible_gpus", lambda: visible)
     monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), room))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+    monkeypatch.setattr(nccl, "nccl_backend", gloo_backend)
+    monkeypatch.setattr(nccl, "NcclConnections", lambda meeting, *_: meeting)
+    # With stages given, no memory has to be found.
+    config = tiny_config(transport=asked, layout={"g_inter": 1})
 
-    placement = placing.bind_rank(
-        MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(transport="mpi"), "test", {})
-    )
+    placement = placing.bind_rank(MpiTransport(MPI.COMM_WORLD), LoadedConfig(config, "test", {}))
 
     assert (placement.backend, placement.room) == (backend, room)
     # One rank by itself needs no connections.
-    assert placement.transport.name.startswith("pinned, mpi (" if SIZE > 1 else "mpi (")
-    assert len(placement.table) == 1 + (SIZE > 1)
+    assert placement.transport.name.startswith(f"{way}, mpi (" if SIZE > 1 else "mpi (")
+    if SIZE > 1 and nccl_on == (0,):
+        assert re.match(
+            "warning: by way .* the torch of rank 1 on host .* without", placement.table[-1]
+        )
     placement.transport.close()
-
-
-@needs_a_neighbour
-@pytest.mark.parametrize(
-    ("wanted", "way"),
-    [("auto", "nccl"), ("nccl", "nccl"), ("mpi", "pinned")],
-)
-def test_contents_go_the_way_that_is_asked_for(
-    wanted: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus = [Gpu("H200", f"gpu {number}") for number in range(SIZE)]
-    backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
-    monkeypatch.setattr(placing, "visible_gpus", lambda: gpus)
-    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), room))
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(nccl, "nccl_backend", gloo_backend)
-    monkeypatch.setattr(nccl, "NcclConnections", lambda meeting, *_: GlooConnections(meeting))
-
-    # With stages given, no memory has to be found.
-    config = tiny_config(transport=wanted, layout={"g_inter": 1})
-
-    transport = placing.bind_rank(
-        MpiTransport(MPI.COMM_WORLD), LoadedConfig(config, "test", {})
-    ).transport
-
-    assert transport.name.startswith(f"{way}, mpi (")
-    transport.close()
-
-
-@needs_a_neighbour
-def test_why_auto_goes_by_way_of_the_hosts_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
-    gpus = [Gpu("H200", f"gpu {number}") for number in range(SIZE)]
-    monkeypatch.setattr(placing, "visible_gpus", lambda: gpus)
-    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), room))
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: MPI.COMM_WORLD.rank == 0)
-
-    placement = placing.bind_rank(
-        MpiTransport(MPI.COMM_WORLD), LoadedConfig(tiny_config(), "test", {})
-    )
-
-    assert placement.transport.name.startswith("pinned, mpi (")
-    assert re.match(
-        "warning: by way .* the torch of rank 1 on host .* without", placement.table[-1]
-    )
-    placement.transport.close()
-
-
-@needs_a_neighbour
-def test_hosts_of_one_name_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As containers on several machines may be called."""
-    monkeypatch.setattr(nccl, "machine_name", lambda: f"n0/{MPI.COMM_WORLD.rank}")
-    monkeypatch.setattr(nccl, "STORE_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setitem(os.environ, nccl.ADDRESS, "no-such-host.invalid")
-    with on_mpi() as transport:
-        if transport.rank == 0:
-            Rendezvous(transport, gloo_backend)
-        else:
-            with pytest.raises(ConfigError, match=r"cannot reach port .* of no-such-host"):
-                Rendezvous(transport, gloo_backend)

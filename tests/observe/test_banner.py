@@ -15,7 +15,7 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.gpt import gpt
-from axsparse.observe.banner import ModelLayout, ModelStateSize, banner
+from axsparse.observe.banner import ModelLayout, banner
 from axsparse.runtime.grid import Grid
 
 
@@ -44,8 +44,9 @@ def lines(
                 stages,
                 grid or Grid(2, 2),
                 "mpi (MPICH 4.2)",
+                dense_bytes=4_000_000,
+                live_bytes=live_bytes,
             ),
-            ModelStateSize(dense=4_000_000, live=live_bytes),
             data="stdlib: 12.3k samples",
             metrics=Path("runs/x/metrics.jsonl"),
             planned=planned,
@@ -74,34 +75,24 @@ def test_one_rank_is_no_plural() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pruning", "samo", "words"),
+    ("sections", "words", "state"),
     [
-        ({"sparsity": 0.85, "include": "all"}, {}, "85 % of all matrices pruned by magnitude"),
-        ({"method": "random"}, {}, "90 % of the block weights pruned by random"),
-        ({"at_step": 7}, {}, "pruned by magnitude after step 7 ·"),
-        ({"sparsity": 0.0}, {}, "· dense (pruning.sparsity is 0) ·"),
-        ({}, {"enabled": False}, "· dense (samo.enabled is false) ·"),
+        ({"pruning": {"sparsity": 0.85, "include": "all"}}, "85 % of all matrices pruned by", ""),
+        ({"pruning": {"method": "random"}}, "90 % of the block weights pruned by random", ""),
+        ({"pruning": {"at_step": 7}}, "by magnitude after step 7 ·", " until step 7, then SAMO"),
+        ({"pruning": {"at_step": 7, "sparsity": 0.0}}, "· dense (pruning.sparsity is 0) ·", ""),
+        ({"samo": {"enabled": False}}, "· dense (samo.enabled is false) ·", ""),
+        ({"samo": {"enabled": False}, "pruning": {"at_step": 7}}, "· dense (samo.enabled", ""),
     ],
 )
-def test_what_is_pruned_is_said_in_words(
-    pruning: dict[str, Any], samo: dict[str, Any], words: str
+def test_what_is_pruned_and_how_long_it_stays_dense_is_said_in_words(
+    sections: dict[str, dict[str, Any]], words: str, state: str
 ) -> None:
-    assert words in lines(config(pruning=pruning, samo=samo))[0]
+    first, _, dense, *_ = lines(config(**sections), live_bytes=4_000_000)
 
-
-@pytest.mark.parametrize(
-    ("sections", "text"),
-    [
-        ({"samo": {"enabled": False}}, "dense 4.0 MB"),
-        ({"pruning": {"at_step": 7}}, "dense 4.0 MB until step 7, then SAMO"),
-        ({"pruning": {"at_step": 7, "sparsity": 0.0}}, "dense 4.0 MB"),
-        ({"pruning": {"at_step": 7}, "samo": {"enabled": False}}, "dense 4.0 MB"),
-    ],
-)
-def test_dense_state_says_how_long_it_stays_dense(
-    sections: dict[str, dict[str, Any]], text: str
-) -> None:
-    assert lines(config(**sections), live_bytes=4_000_000)[2] == f"model state/rank: {text}"
+    assert words in first
+    if state or "dense (" in words:
+        assert dense == f"model state/rank: dense 4.0 MB{state}"
 
 
 def test_only_runs_of_numbered_layers_are_drawn_together() -> None:
@@ -116,15 +107,10 @@ def test_only_runs_of_numbered_layers_are_drawn_together() -> None:
     assert text == "stage 0: a, b1–2, b4, c5, c6x, d9–11 (9, 100 % of the work)"
 
 
-def test_what_was_predicted_stands_beside_the_state() -> None:
-    found = lines(config(), planned="peak of a rank ~1.2 GB")
+def test_what_was_predicted_and_what_replicas_share_stands_beside_the_state() -> None:
+    shared = config(samo={"shard_optimizer": True})
+    state = "model state/rank: dense 4.0 MB → SAMO 900 kB"
 
-    assert found[2] == ("model state/rank: dense 4.0 MB → SAMO 900 kB · peak of a rank ~1.2 GB")
-
-
-def test_optimizer_state_that_replicas_share_is_said() -> None:
-    _, _, state, *_ = lines(config(samo={"shard_optimizer": True}))
-    _, _, alone, *_ = lines(config(samo={"shard_optimizer": True}), grid=Grid(2, 1))
-
-    assert state.endswith("→ SAMO 900 kB, optimizer state shared by 2 replicas")
-    assert alone.endswith("→ SAMO 900 kB")
+    assert lines(config(), planned="peak ~1.2 GB")[2] == f"{state} · peak ~1.2 GB"
+    assert lines(shared)[2] == f"{state}, optimizer state shared by 2 replicas"
+    assert lines(shared, grid=Grid(2, 1))[2] == state

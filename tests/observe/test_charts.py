@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import numpy
@@ -11,6 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from axsparse.observe.charts import (
+    PHASE_COLOURS,
+    SERIES_COLOURS,
     Areas,
     Bars,
     Chart,
@@ -19,12 +22,14 @@ from axsparse.observe.charts import (
     Point,
     Timeline,
     chart_html,
+    html_table,
     picture,
     svg,
     thinned,
 )
 from axsparse.observe.phases import PHASES
 from axsparse.observe.trace_file import Span
+from axsparse.planner.html_page import MEMORY_COLOURS
 
 EVIL = "<script>alert('x')</script>&\"--> $x^2$ 名"
 
@@ -33,12 +38,9 @@ def lines(points: list[Point], *, logarithmic: bool = False) -> Lines:
     return Lines("loss", [Curve("one", points, "#3178c6")], logarithmic=logarithmic)
 
 
-def drawn(chart: Chart) -> ElementTree.Element:
-    return ElementTree.fromstring(svg(chart))  # noqa: S314 - our own text
-
-
-def texts(chart: Chart) -> list[str]:
-    return [text.text or "" for text in drawn(chart).iter("text")]
+def texts(drawn: str) -> list[str]:
+    """The texts of an SVG element."""
+    return [text.text or "" for text in ElementTree.fromstring(drawn).iter("text")]  # noqa: S314
 
 
 def spans(count: int) -> list[Span]:
@@ -69,10 +71,10 @@ def spans(count: int) -> list[Span]:
 )
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_axes_fit_any_values(points: list[Point], logarithmic: bool) -> None:
-    chart = lines(points, logarithmic=logarithmic)
+    drawn = svg(lines(points, logarithmic=logarithmic))
 
-    assert 2 <= len(texts(chart)) <= 25 and "step" in texts(chart)
-    assert "nan" not in svg(chart)
+    assert 2 <= len(texts(drawn)) <= 25 and "step" in texts(drawn)
+    assert "nan" not in drawn
 
 
 def test_a_gap_interrupts_a_curve_and_a_lone_point_is_seen() -> None:
@@ -146,7 +148,7 @@ def test_bars_have_names_values_and_a_line_across() -> None:
     assert [bar.get_width() for bar in bars] == [1.0, 0.0, 0.5, 2.0, 0.0, 0.0]
     assert [bar.get_x() for bar in bars][3:] == [1.0, 0.0, 0.5]
     assert axes.get_xlim()[1] > 4
-    words = texts(chart)
+    words = texts(svg(chart))
     assert {"b", "3 B", "0 B", "half", "limit 4 B"} <= set(words)
     assert any(re.fullmatch("…a+", word) for word in words)
 
@@ -160,9 +162,10 @@ def test_a_timeline_shows_what_takes_most_of_each_column_and_names_long_actions(
     ]
     assert 495 <= names.count("compute") <= 505 and names.count("p2p") <= 5
     assert PHASES.index("p2p") in few._phases()[0]
-    words = texts(many)
+    drawn = svg(many)
+    words = texts(drawn)
     assert {"stage 0", "stage 1", "0", "20 s", *(f"F{n}" for n in range(10))} == set(words)
-    assert len(svg(many)) < 60_000
+    assert len(drawn) < 60_000
 
 
 def test_svg_is_the_pages_and_names_are_escaped() -> None:
@@ -184,3 +187,51 @@ def test_a_picture_has_a_panel_for_each_chart() -> None:
     assert made.startswith(b"\x89PNG") and b"axsparse test" in made[:500]
     width, height = (int.from_bytes(made[at : at + 4], "big") for at in (16, 20))
     assert (width, height) == (1500, 1050)
+
+
+# -- pages ----------------------------------------------------------------------------------
+
+
+def lightness(colour: str) -> float:
+    """L* of CIELAB: 0 is black, 100 is white."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    light = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return 116 * float(light ** (1 / 3)) - 16
+
+
+@pytest.mark.parametrize(
+    "colours",
+    [[*PHASE_COLOURS.values()], [*MEMORY_COLOURS.values()], [*SERIES_COLOURS]],
+    ids=["phases", "memory", "series"],
+)
+def test_neighbours_differ_in_lightness_and_all_differ_from_both_backgrounds(
+    colours: list[str],
+) -> None:
+    assert len(set(colours)) == len(colours)
+    for one, other in pairwise(colours):
+        assert abs(lightness(one) - lightness(other)) >= 15, (one, other)
+    for colour in colours:
+        assert 35 < lightness(colour) < 85, colour
+
+
+def test_every_phase_has_a_colour_in_the_order_of_phases() -> None:
+    assert tuple(PHASE_COLOURS) == PHASES
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (["a", "b", "c"], False),
+        (["a", "b", "c", "d", "e"], False),
+        (["a row of a run", "another long cell", "and a third one"], True),
+        (["a", "x" * 200], False),
+        (["a" * 20, "x" * 200, "b" * 20], True),
+    ],
+)
+def test_a_table_that_is_wider_than_a_telephone_says_that_it_scrolls(
+    row: list[str], says: bool
+) -> None:
+    table = "".join(html_table(["head"] * len(row), [row]))
+
+    assert ('class="wide many"' in table) == says

@@ -12,9 +12,8 @@ from support.standin_device import Hardware, StandInDevice
 
 from axsparse.observe.gpu_phases import DevicePhases, LateSeconds, make_phases
 from axsparse.observe.phases import PHASES, Phases
-from axsparse.observe.trace_file import Span, read
-from axsparse.observe.trace_recorder import TraceRecorder
-from axsparse.observe.watchdog.activity import Activity
+from axsparse.observe.trace_file import Span, TraceRecorder, read
+from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -47,18 +46,59 @@ def times(**seconds: float) -> dict[str, float]:
     return {**dict.fromkeys(PHASES, 0.0), **seconds, "step": sum(seconds.values())}
 
 
-def test_a_host_that_runs_ahead_is_told_what_its_gpu_did() -> None:
+Block = tuple[str, float, float]
+"""A phase, the seconds that the host spends in it, and the work that it enqueues before."""
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        # The host runs ahead.
+        (
+            [("compute", 0.001, 4), ("compress", 0.001, 2), ("p2p", 0.001, 0), ("compute", 0, 8)],
+            times(compute=12, compress=2),
+        ),
+        # The bubble is what the GPU stands idle for: it is busy for five of these ten seconds.
+        ([("compute", 1, 6), ("bubble", 10, 0), ("compute", 1, 2)], times(compute=8, bubble=5)),
+        # The host waits for 8 s, and during 4 of them the GPU has nothing to do.
+        (
+            [
+                *(("compute", 1, 5), ("p2p", 2, 0), ("bubble", 4, 0), ("collective", 1, 0)),
+                *(("", 1, 0), ("compute", 1, 1)),
+            ],
+            times(compute=6, p2p=1, bubble=2, collective=0.5, other=0.5),
+        ),
+        # Each wait is divided by itself.
+        (
+            [
+                *(("compute", 1, 3), ("p2p", 4, 0), ("compute", 1, 1)),
+                *(("bubble", 4, 0), ("compute", 1, 1)),
+            ],
+            times(compute=5, p2p=2, bubble=4),
+        ),
+        # A step may end in a wait.
+        ([("p2p", 1, 0), ("", 3, 0)], times(p2p=1, other=3)),
+        # In a phase of work the time in which the host enqueues nothing is the phase's own.
+        ([("data", 3, 0), ("compute", 5, 2)], times(data=3, compute=5)),
+        # A wait that the host did not see is that of the phase that ended.
+        ([("collective", 0, 3)], times(other=3)),
+    ],
+)
+def test_the_gpus_time_is_divided_among_phases(
+    blocks: list[Block], expected: dict[str, float]
+) -> None:
     gpu = Gpu()
 
     gpu.phases.begin_step()
-    gpu.spend("compute", 0.001, work=4)
-    gpu.spend("compress", 0.001, work=2)
-    gpu.spend("p2p", 0.001)
-    gpu.spend("compute", 0.001, work=8)
-    seconds = gpu.phases.end_step()
+    for phase, seconds, work in blocks:
+        if phase:
+            gpu.spend(phase, seconds, work=work)
+        else:
+            gpu.now += seconds
+    found = gpu.phases.end_step()
     gpu.finish()
 
-    assert seconds == pytest.approx(times(compute=12, compress=2))
+    assert found == pytest.approx(expected, abs=0.002)
 
 
 def test_a_step_ends_without_waiting_for_the_gpu_and_its_figures_wait() -> None:
@@ -73,87 +113,6 @@ def test_a_step_ends_without_waiting_for_the_gpu_and_its_figures_wait() -> None:
         seconds["optimizer"]
     gpu.hardware.frozen = False
     assert seconds["optimizer"] == 4
-
-
-def test_the_bubble_is_what_the_gpu_stands_idle_for() -> None:
-    gpu = Gpu()
-
-    gpu.phases.begin_step()
-    gpu.spend("compute", 1, work=6)
-    gpu.spend("bubble", 10)  # the GPU is busy for five of them
-    gpu.spend("compute", 1, work=2)
-    seconds = gpu.phases.end_step()
-    gpu.finish()
-
-    assert seconds == times(compute=8, bubble=5)
-
-
-def test_an_idle_gpu_is_divided_among_what_its_host_waited_in() -> None:
-    gpu = Gpu()
-
-    gpu.phases.begin_step()
-    gpu.spend("compute", 1, work=5)
-    gpu.spend("p2p", 2)
-    gpu.spend("bubble", 4)
-    gpu.spend("collective", 1)
-    gpu.now += 1
-    gpu.spend("compute", 1, work=1)
-    seconds = gpu.phases.end_step()
-    gpu.finish()
-
-    # The host waits for 8 s, and during 4 of them the GPU has nothing to do.
-    assert seconds == times(compute=6, p2p=1, bubble=2, collective=0.5, other=0.5)
-
-
-def test_each_wait_is_divided_by_itself() -> None:
-    gpu = Gpu()
-
-    gpu.phases.begin_step()
-    gpu.spend("compute", 1, work=3)
-    gpu.spend("p2p", 4)  # the GPU is busy for two of them
-    gpu.spend("compute", 1, work=1)
-    gpu.spend("bubble", 4)
-    gpu.spend("compute", 1, work=1)
-    seconds = gpu.phases.end_step()
-    gpu.finish()
-
-    assert seconds == times(compute=5, p2p=2, bubble=4)
-
-
-def test_a_step_may_end_in_a_wait() -> None:
-    gpu = Gpu()
-
-    gpu.phases.begin_step()
-    gpu.spend("p2p", 1)
-    gpu.now += 3
-    seconds = gpu.phases.end_step()
-    gpu.finish()
-
-    assert seconds == times(p2p=1, other=3)
-
-
-def test_time_in_which_the_host_gives_the_gpu_nothing_is_the_works_own() -> None:
-    gpu = Gpu()
-
-    gpu.phases.begin_step()
-    gpu.spend("data", 3)
-    gpu.spend("compute", 5, work=2)
-    seconds = gpu.phases.end_step()
-    gpu.finish()
-
-    assert seconds == times(data=3, compute=5)
-
-
-def test_waits_that_the_host_did_not_see_are_those_of_the_phase_that_ended() -> None:
-    gpu = Gpu()
-
-    gpu.phases.begin_step()
-    with gpu.phases("collective"):
-        gpu.work(3)
-    seconds = gpu.phases.end_step()
-    gpu.finish()
-
-    assert seconds == times(other=3)
 
 
 def test_hooks_within_a_backward_interrupt_it() -> None:
@@ -258,13 +217,13 @@ def test_a_watchdog_sees_the_hosts_phase_and_its_work() -> None:
     before = activity.beats
 
     with gpu.phases("p2p"), gpu.phases("bubble"):
-        assert (activity.phase, activity.beats) == ("bubble", before)
+        assert (activity.phases.current, activity.beats) == ("bubble", before)
     gpu.phases.action = "F3"
     with gpu.phases("compute"):
-        assert (activity.phase, activity.action) == ("compute", "F3")
+        assert (activity.phases.current, activity.phases.action) == ("compute", "F3")
         assert activity.beats > before
 
-    assert activity.phase == "other"
+    assert activity.phases.current == "other"
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -424,13 +383,10 @@ def test_phases_and_actions_are_ranges_that_nest() -> None:
     assert seconds == times(compress=2)
 
 
-def test_a_rank_without_a_gpu_asks_its_hosts_clock() -> None:
-    assert type(make_phases(None, nvtx=False)) is Phases
-
-
-def test_a_rank_with_a_gpu_asks_the_gpu_and_names_ranges_if_told_so(
+def test_a_rank_asks_its_gpu_if_it_has_one_and_names_ranges_if_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert type(make_phases(None, nvtx=False)) is Phases
     ranges = Ranges()
     monkeypatch.setattr(torch.cuda, "nvtx", ranges)
 
@@ -457,39 +413,24 @@ def backwards(gpu: Gpu, microbatches: int, tensors: int) -> LateSeconds:
     return gpu.phases.end_step()
 
 
-def test_only_the_last_microbatch_marks_its_compressions() -> None:
+def test_only_the_last_microbatch_marks_its_compressions_and_the_others_last_as_long() -> None:
     few, many = Gpu(), Gpu()
 
     backwards(few, microbatches=1, tensors=10)
-    backwards(many, microbatches=101, tensors=10)
+    seconds = backwards(many, microbatches=101, tensors=10)
+    many.finish()
 
     # A backward more is one stretch more, whatever its number of tensors.
     assert many.marks - few.marks == 2 * 100
-
-
-def test_compressions_without_marks_last_as_long_as_those_with() -> None:
-    gpu = Gpu()
-
-    seconds = backwards(gpu, microbatches=4, tensors=3)
-    gpu.finish()
-
-    assert seconds == pytest.approx(times(compute=4 * 3 * 2, compress=4 * 3 * 1))
+    assert seconds == pytest.approx(times(compute=101 * 10 * 2, compress=101 * 10 * 1))
 
 
 def test_compressions_without_marks_are_ranges_and_signs_of_life() -> None:
-    gpu, told = Gpu(), []
-
-    class Ranges:
-        def range_push(self, name: str) -> None:
-            told.append(name)
-
-        def range_pop(self) -> None:
-            told.append("")
-
-    phases = DevicePhases(gpu, ranges=Ranges())
+    ranges = Ranges()
+    phases = DevicePhases(Gpu(), ranges=ranges)
     before = phases.worked
     with phases.compression(False):
-        pass
+        assert ranges.open == ["compress"]
 
-    assert told == ["compress", ""]
+    assert ranges.open == []
     assert phases.worked > before

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.records import STEP_RECORD
+from support.pages import STEP_RECORD
 from support.terminal import Terminal
 
 from axsparse.observe.live_view import LiveView, eval_line, fitted, sparkline, step_line
@@ -62,33 +62,27 @@ def console_of(terminal: Terminal) -> Console:
     return Console(terminal.open(), bar=True, size=size)
 
 
-def test_all_that_is_shown_fits_at_a_hundred_columns(terminal: Terminal) -> None:
+def test_all_that_fits_is_shown_and_whole_fields_are_left_out(terminal: Terminal) -> None:
     console = console_of(terminal)
     console.line("axsparse")
 
     console.live(view_of().rows)
-
     shown = terminal.read()
-    assert shown[:2] == ["axsparse", ""]
-    assert shown[2] == "████████████░░░░░░░░░░░░ 40/80  eta 00:40  1.0k tokens/s"
-    assert shown[3].startswith("loss 2.000 █")
-    assert shown[3].endswith("▁  grad norm 1.25")
+    terminal.resize(60)
+    console.live(view_of().rows)
+    narrow = terminal.read()
+
+    assert shown[:3] == [
+        *("axsparse", "", "████████████░░░░░░░░░░░░ 40/80  eta 00:40  1.0k tokens/s")
+    ]
+    assert shown[3].startswith("loss 2.000 █") and shown[3].endswith("▁  grad norm 1.25")
     assert shown[4:] == [
         "compute 60 %  bubble 30 %  p2p 10 %",
         "slowest rank 2 (stage 0, replica 1)  computes 0.75 s  median 0.5 s",
     ]
-
-
-def test_at_sixty_columns_whole_fields_are_left_out(terminal: Terminal) -> None:
-    terminal.resize(60)
-    console = console_of(terminal)
-
-    console.live(view_of().rows)
-
-    shown = terminal.read()
-    assert shown[1] == "███████░░░░░░░ 40/80  eta 00:40  1.0k tokens/s"
-    assert shown[4] == "slowest rank 2 (stage 0, replica 1)  computes 0.75 s"
-    assert max(map(len, shown)) < 60
+    assert narrow[2] == "███████░░░░░░░ 40/80  eta 00:40  1.0k tokens/s"
+    assert narrow[5] == "slowest rank 2 (stage 0, replica 1)  computes 0.75 s"
+    assert max(map(len, narrow)) < 60
 
 
 def test_a_terminal_that_changes_in_mid_run_stays_clean(terminal: Terminal) -> None:
@@ -185,29 +179,24 @@ def test_a_field_fits_or_is_left_out() -> None:
     assert fitted([], 5) == ""
 
 
-def test_a_step_reads_as_one_line() -> None:
-    record = replace(
-        STEP_RECORD,
-        step=10,
-        loss=3.9117,
-        grad_norm=0.8351,
-        step_seconds=1.0,
-        bubble_seconds=0.1799,
-        tokens_per_second=3_120,
-    )
+def test_a_step_and_an_evaluation_read_as_one_line() -> None:
+    step = replace(record(10, 3.9117), bubble_seconds=0.1799, tokens_per_second=3_120)
 
-    assert step_line(record, steps=30, eta=12.4, unit="samples") == (
-        "step 10/30  loss 3.912  grad norm 0.84  bubble 18 %  3.1k samples/s  eta 00:12"
+    assert step_line(step, steps=30, eta=12.4, unit="samples") == (
+        "step 10/30  loss 3.912  grad norm 1.25  bubble 18 %  3.1k samples/s  eta 00:12"
+    )
+    metrics = {"perplexity": 3.43689, "top1": 0.98765}
+    assert eval_line(10, 30, 1.23456, metrics, "256 of 360 samples") == (
+        "step 10/30  validation loss 1.2346  perplexity 3.437  top1 98.77 %  (256 of 360 samples)"
     )
 
 
-def test_an_evaluation_reads_as_one_line() -> None:
-    line = eval_line(10, 30, 1.23456, {"perplexity": 3.43689, "top1": 0.98765})
+def test_the_first_step_which_also_compiles_counts_in_no_mean() -> None:
+    view = LiveView(10, "tokens", PLACES)
+    view.add(replace(record(1), tokens_per_second=1.0), [0.5, 0.5, 50.0, 0.4], None)
+    assert "1/10  compiling  1 tokens/s" in view.rows(100)[0]
 
-    assert line == "step 10/30  validation loss 1.2346  perplexity 3.437  top1 98.77 %"
+    view.add(record(2), [0.5, 0.6, 0.5, 0.4], 9.0)
 
-
-def test_an_evaluation_of_a_part_says_so() -> None:
-    line = eval_line(10, 30, 1.0, {}, "256 of 360 samples")
-
-    assert line == "step 10/30  validation loss 1.0000  (256 of 360 samples)"
+    assert view.rows(100)[0].endswith("2/10  eta 00:09  1.0k tokens/s")
+    assert "slowest rank 1" in view.rows(100)[3]

@@ -101,7 +101,7 @@ def test_a_step_that_does_not_fit_says_what_was_predicted(tmp_path: Path) -> Non
     assert "predicted peak" in line
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_what_is_not_known_or_cannot_be_written_does_not_hide_the_rest(tmp_path: Path) -> None:
     line = said(None, text="CUDA\nout of memory", where="training", predicted=None)
 
     assert line.startswith("GPU memory ran out in training of step 12: 70.0 GB held")
@@ -109,11 +109,7 @@ def test_what_is_not_known_is_left_out() -> None:
         "10.4 GB); raise layout.g_inter, lower batch.microbatch_size, or set "
         "pipeline.checkpoint_activations"
     )
-
-
-def test_a_snapshot_that_cannot_be_written_does_not_hide_the_rest(tmp_path: Path) -> None:
     line = said(tmp_path / "none")
-
     assert line.startswith("GPU memory ran out in B3 of step 12")
     assert line.endswith("memory-rank5.pickle cannot be written (No such file or directory)")
 

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clock import Clock
 
 from axsparse.observe.phases import PHASES, Phases
-
-
-class Clock:
-    """A clock that stands still until it is told otherwise."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def times(**seconds: float) -> dict[str, float]:
@@ -29,88 +18,56 @@ def times(**seconds: float) -> dict[str, float]:
     return {**dict.fromkeys(PHASES, 0.0), **seconds, "step": sum(seconds.values())}
 
 
-def test_time_in_a_block_belongs_to_its_phase_and_time_outside_to_other() -> None:
-    clock = Clock()
-    phases = Phases(clock)
-
-    phases.begin_step()
-    clock.advance(1)
+def outside_blocks(phases: Phases, clock: Clock) -> None:
+    clock.now += 1
     with phases("compute"):
-        clock.advance(2)
-    clock.advance(4)
-
-    assert phases.end_step() == times(compute=2, other=5)
+        clock.now += 2
+    clock.now += 4
 
 
-def test_a_nested_block_interrupts_the_outer_one_which_then_resumes() -> None:
-    clock = Clock()
-    phases = Phases(clock)
-
-    phases.begin_step()
+def nested(phases: Phases, clock: Clock) -> None:
     with phases("compute"):
-        clock.advance(1)
+        clock.now += 1
         with phases("compress"):
-            clock.advance(2)
-        clock.advance(4)
-
-    assert phases.end_step() == times(compute=5, compress=2)
+            clock.now += 2
+        clock.now += 4
 
 
-def test_a_phase_may_be_nested_in_itself() -> None:
-    clock = Clock()
-    phases = Phases(clock)
-
-    phases.begin_step()
+def nested_in_itself(phases: Phases, clock: Clock) -> None:
     with phases("p2p"), phases("bubble"), phases("p2p"):
-        clock.advance(1)
-    clock.advance(2)
-
-    assert phases.end_step() == times(p2p=1, other=2)
+        clock.now += 1
+    clock.now += 2
 
 
-def test_an_exception_leaves_its_block_and_passes_on() -> None:
-    clock = Clock()
-    phases = Phases(clock)
-
-    def fail() -> None:
-        with phases("compress"):
-            clock.advance(1)
+def raising(phases: Phases, clock: Clock) -> None:
+    with phases("compute"):
+        with suppress(ZeroDivisionError), phases("compress"):
+            clock.now += 1
             raise ZeroDivisionError
-
-    phases.begin_step()
-    with phases("compute"):
-        with pytest.raises(ZeroDivisionError):
-            fail()
-        clock.advance(2)
-
-    assert phases.end_step() == times(compress=1, compute=2)
+        clock.now += 2
 
 
-def test_each_step_starts_at_zero() -> None:
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (outside_blocks, times(compute=2, other=5)),
+        (nested, times(compute=5, compress=2)),
+        (nested_in_itself, times(p2p=1, other=2)),
+        (raising, times(compress=1, compute=2)),
+    ],
+)
+def test_time_belongs_to_the_innermost_block_around_it(
+    step: Callable[[Phases, Clock], None], expected: dict[str, float]
+) -> None:
     clock = Clock()
     phases = Phases(clock)
-    phases.begin_step()
-    with phases("data"):
-        clock.advance(1)
-    phases.end_step()
+    step(phases, clock)  # blocks between steps count for no step
+    clock.now += 8
 
-    phases.begin_step()
-    clock.advance(2)
-
-    assert phases.end_step() == times(other=2)
-
-
-def test_blocks_and_time_between_steps_count_for_no_step() -> None:
-    clock = Clock()
-    phases = Phases(clock)
-    with phases("compute"):
-        clock.advance(1)
-    clock.advance(2)
-
-    phases.begin_step()
-    clock.advance(4)
-
-    assert phases.end_step() == times(other=4)
+    for _ in range(2):
+        phases.begin_step()
+        step(phases, clock)
+        assert phases.end_step() == expected
 
 
 def test_a_step_may_begin_and_end_within_a_block() -> None:
@@ -118,36 +75,23 @@ def test_a_step_may_begin_and_end_within_a_block() -> None:
     phases = Phases(clock)
 
     with phases("data"):
-        clock.advance(1)
+        clock.now += 1
         phases.begin_step()
-        clock.advance(2)
+        clock.now += 2
         seconds = phases.end_step()
 
     assert seconds == times(data=2)
 
 
-def test_an_unknown_phase_is_refused_before_its_block_is_entered() -> None:
-    phases = Phases(Clock())
-
+def test_an_unknown_phase_and_a_step_that_never_began_are_mistakes() -> None:
+    phases = Phases()
     with pytest.raises(KeyError, match="compile"):
         phases("compile")
-
-
-def test_a_step_that_never_began_cannot_end() -> None:
-    phases = Phases(Clock())
     phases.begin_step()
-    phases.end_step()
+    assert phases.end_step()["step"] >= 0, "the default clock runs forward"
 
     with pytest.raises(AssertionError, match="end_step without begin_step"):
         phases.end_step()
-
-
-def test_the_default_clock_runs_forward() -> None:
-    phases = Phases()
-
-    phases.begin_step()
-
-    assert phases.end_step()["step"] >= 0
 
 
 def test_the_phase_under_way_can_be_asked_for() -> None:
@@ -185,7 +129,7 @@ def test_phases_add_up_to_the_step_however_blocks_nest(moves: list[tuple[str, fl
             blocks.pop_all().close()
         else:
             blocks.enter_context(phases(move))
-        clock.advance(seconds)
+        clock.now += seconds
     result = dict(phases.end_step())
 
     step = result.pop("step")

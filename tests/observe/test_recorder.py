@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -11,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.standin_device import Hardware, StandInDevice
+from torch import Tensor
 
 from axsparse.observe.gpu_phases import DevicePhases
-from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.phases import PHASES
 from axsparse.observe.recorder import Recorder, RunFigures, StepFigures, StepForecast
+from axsparse.observe.sinks import MetricsFile
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
+from axsparse.runtime.communication import Op, Work
 from axsparse.runtime.console import Console
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -41,16 +45,15 @@ MOST = {
 
 
 @pytest.fixture(autouse=True)
-def _three_seconds_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first look at the clock says 100 s, all others 103 s."""
-    looks = iter([100.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(looks, 103.0))
+def _three_seconds_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count(100.0, 3.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(looks))
 
 
 def figures(
-    step: int, *, loss: float = 2.5, skipped: str | None = None, skipped_steps: int = 0
+    step: int, *, loss: float = 2.5, skip_reason: str | None = None, skipped_steps: int = 0
 ) -> StepFigures:
-    return StepFigures(step, loss, 0.01, 1.25, 1.0, skipped, skipped_steps)
+    return StepFigures(step, loss, 0.01, 1.25, 1.0, skip_reason, skipped_steps)
 
 
 def seconds(step: float = 2.0) -> dict[str, float]:
@@ -220,10 +223,12 @@ def test_the_first_the_last_and_every_tenth_step_are_shown(tmp_path: Path) -> No
     screen.recorder.close()
 
     assert [line.split()[1] for line in screen.lines] == ["1/12", "5/12", "10/12", "12/12"]
-    # One step took 3 s so far, and eleven are left.
+    # The first step compiles. Those after it took 3 s each, and seven are left.
+    figures_of_a_step = "loss 2.500  grad norm 1.25  bubble 22 %  500 tokens/s  eta"
     assert screen.lines[0] == (
-        "step 1/12  loss 2.500  grad norm 1.25  bubble 22 %  500 tokens/s  eta 00:33"
+        f"step 1/12  {figures_of_a_step} after the next steps: the first one also compiles"
     )
+    assert screen.lines[1] == f"step 5/12  {figures_of_a_step} 00:21"
     assert screen.lines[-1].endswith("eta 00:00")
 
 
@@ -247,7 +252,9 @@ def test_a_warning_of_a_slow_rank_is_told_once(tmp_path: Path) -> None:
 
 def test_a_skipped_step_is_always_told_and_counted(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
-    bad = figures(4, loss=float("nan"), skipped="rank 1: the loss is not finite", skipped_steps=2)
+    bad = figures(
+        4, loss=float("nan"), skip_reason="rank 1: the loss is not finite", skipped_steps=2
+    )
     screen.recorder.step(bad, seconds(), MOST)
     screen.recorder.step(figures(5, skipped_steps=2), seconds(), MOST)
     screen.recorder.flush()
@@ -269,21 +276,87 @@ def test_a_terminal_has_the_last_step_below_the_lines_until_the_end(tmp_path: Pa
 
     shown = screen.stream.getvalue()
     screen.recorder.close()
-    assert " 3/12  eta " in shown
+    assert " 3/12  compiling " in shown
     assert "\nloss 2.500 ▁  grad norm 1.25\nbubble 22 %  data 11 %" in shown
     assert screen.stream.getvalue().endswith("\r\x1b[J")
+
+
+# -- several ranks --------------------------------------------------------------------------
+
+
+class Late:
+    """The world of rank 0 of two, whose other rank joins a sum when it is waited for."""
+
+    rank, size, bytes_sent, pauses = 0, 2, 0, 0
+
+    def __init__(self, other: Sequence[float]) -> None:
+        self.other = other
+        """The buffer of rank 1."""
+        self.waits = 0
+
+    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
+        assert (op, buffer.dtype, bounds) == (Op.ALL_REDUCE, torch.float64, None)
+        self.buffer, self.is_here = buffer, False
+        return self
+
+    def poll(self) -> bool:
+        return self.is_here
+
+    def pause(self) -> None:
+        self.buffer += torch.tensor(self.other, dtype=torch.float64)
+        self.waits, self.is_here = self.waits + 1, True
+
+    def reset(self) -> None:
+        pass
+
+
+def test_a_rank_waits_for_others_only_at_its_next_step(tmp_path: Path) -> None:
+    path, largest = tmp_path / "metrics.jsonl", 2**53 - 1
+    of_rank_1 = [4 / 9] * 8 + [8.0] + [0.0] * 5 + [11.0, largest, 33.0, 44.0, 4 / 9]
+    world = Late(of_rank_1)
+    recorder = Recorder(world, world, RUN, MetricsFile(path), None)
+
+    recorder.step(figures(1), {**dict.fromkeys(PHASES, 2 / 9), "step": 2.0}, MOST)
+    assert world.waits == 0
+    recorder.step(figures(2), seconds(), {**MOST, "p2p_bytes_sent": 34})
+    assert world.waits == 1
+    recorder.flush()
+    recorder.flush()
+    recorder.close()
+
+    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (first["step_seconds"], first["compute_seconds"]) == (5.0, 1 / 3)
+    assert first["gradient_bytes_sent"] == largest, "integers stay exact"
+    assert [one["p2p_bytes_sent"] for one in (first, second)] == [33, 34]
+    assert world.waits == 2
+
+
+@pytest.mark.parametrize("value", [2**53 + 1, -1])
+def test_an_integer_that_would_not_stay_exact_is_a_bug(value: int, tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+
+    with pytest.raises(AssertionError, match="no exact float"):
+        screen.recorder.step(figures(1), seconds(), {"memory": value})
+    screen.recorder.close()
 
 
 def test_ranks_without_screen_and_file_take_part_and_say_nothing(tmp_path: Path) -> None:
     world: LocalWorld[None] = LocalWorld(2)
     path = tmp_path / "metrics.jsonl"
+    heard: list[list[float]] = []
+
+    class Slow(SlowRanks):
+        def add(self, step: int, compute: Sequence[float]) -> str | None:
+            heard.append([*compute])
+            return None
 
     def main(rank: int) -> None:
         transport = LocalTransport(world, rank)
         file = MetricsFile(path) if rank == 0 else None
-        recorder = Recorder(transport.world, transport.backoff, RUN, file, None)
+        slow = Slow(Grid(2, 1), [1.0, 1.0], ["here"] * 2, ratio=2.0, steps=1) if file else None
+        recorder = Recorder(transport.world, transport.backoff, RUN, file, None, slow)
         most = {name: value + 100 * rank for name, value in MOST.items()}
-        recorder.step(figures(1), seconds(2.0 + 2 * rank), most)
+        recorder.step(figures(1), seconds(2.25 + 2.25 * rank), most)
         recorder.evaluation(1, 1.0, {})
         recorder.say("nobody hears this")
         recorder.close()
@@ -291,9 +364,10 @@ def test_ranks_without_screen_and_file_take_part_and_say_nothing(tmp_path: Path)
     world.run(main)
 
     step, evaluation = [json.loads(line) for line in path.read_text().splitlines()]
-    assert step["step_seconds"] == 3.0
+    assert step["step_seconds"] == 3.375
     assert step["model_state_bytes"] == 111
     assert evaluation["eval_loss"] == 1.0
+    assert heard == [[0.25, 0.5]], "in rank order"
 
 
 def test_peak_memory_is_that_of_this_process_in_bytes() -> None:

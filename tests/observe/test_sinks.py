@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.records import STEP_RECORD
 from support.resuming import ran
 from support.runs import mlp, tiny_config, vector_data
 
 from axsparse.config.load import made_in_python
-from axsparse.config.schema import Config
-from axsparse.models.layer import Model
 from axsparse.observe import sinks
-from axsparse.observe.metrics import EvalRecord
-from axsparse.observe.sinks import Sink, SinkThread, curves_of, refuse_missing_packages
+from axsparse.observe.metrics import EvalRecord, Record, values
+from axsparse.observe.sinks import (
+    Sink,
+    SinkThread,
+    curves_of,
+    open_records,
+    refuse_missing_packages,
+)
 from axsparse.runtime.errors import ConfigError
 
 CALLS: list[tuple[Any, ...]] = []
@@ -81,51 +87,45 @@ def _packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not left, "a sink's thread has outlived its run"
 
 
-def config_of(**observe: Any) -> Config:
-    return tiny_config(
-        train={"steps": 4, "eval_every": 2, "eval_steps": 1},
-        observe=observe,
-    )
-
-
-def train(config: Config, run: Path, **how: Any) -> list[dict[str, Any]]:
-    def model(config: Config) -> Model:
-        del config
-        return mlp()
-
-    ran((2, 1), config, run, model=model, data=vector_data(), validation=vector_data(), **how)
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def recorded(run: Path, steps: range = range(1, 5), **observe: Any) -> list[Record]:
+    """Write steps, the second one with an evaluation, as a run in this folder does."""
+    run.mkdir(exist_ok=True)
+    config = tiny_config(observe=observe)
+    records: list[Record] = []
+    with closing(open_records(config, run, run / "metrics.jsonl")) as file:
+        for step in steps:
+            records.append(replace(STEP_RECORD, step=step, loss=1 / step))
+            records += [EvalRecord(step, 0.5, {"top1": 0.25})] * (step % 2 == 0)
+        for record in records:
+            file.write(record)
+    assert len((run / "metrics.jsonl").read_text().splitlines()) >= len(records)
+    return records
 
 
 def test_tensorboard_gets_every_number_of_every_record(tmp_path: Path) -> None:
-    records = train(config_of(tensorboard=True), tmp_path / "run")
+    records = recorded(tmp_path / "run", tensorboard=True)
 
     assert CALLS[0] == ("open", "tensorboard", 1)
     assert CALLS[-1] == ("close",)
     for record in records:
-        kind = "validation" if "eval_loss" in record else "train"
-        for name, value in record.items():
+        kind = "validation" if isinstance(record, EvalRecord) else "train"
+        for name, value in values(record).items():
             if isinstance(value, (int, float)) and name != "step":
-                assert (f"{kind}/{name}", value, record["step"]) in CALLS, name
+                assert (f"{kind}/{name}", value, record.step) in CALLS, name
     assert sum(call[0] == "train/loss" for call in CALLS) == 4
 
 
 def test_a_run_that_resumes_replaces_later_curves_and_stays_one_run(tmp_path: Path) -> None:
-    config = config_of(tensorboard=True, wandb="digits")
-    train(config, tmp_path / "run", stop_after=3)
-    first = [call[1] for call in CALLS if call[0] == "init"]
-    CALLS.clear()
+    for steps in (range(1, 4), range(3, 5)):
+        recorded(tmp_path / "run", steps, tensorboard=True, wandb="digits")
 
-    train(config, tmp_path / "run", resume="auto")
-
-    second = [call[1] for call in CALLS if call[0] == "init"]
-    assert ("open", "tensorboard", 3) in CALLS
-    assert len(first) == len(second) == 1
-    assert first[0]["id"] == second[0]["id"]
-    assert (first[0]["project"], first[0]["name"], first[0]["resume"]) == ("digits", "run", "allow")
-    assert first[0]["config"]["optimizer"]["learning_rate"] == 0.01
+    assert [call[2] for call in CALLS if call[0] == "open"] == [1, 3]
+    first, second = (call[1] for call in CALLS if call[0] == "init")
+    assert first["id"] == second["id"]
+    assert (first["project"], first["name"], first["resume"]) == ("digits", "run", "allow")
+    assert first["config"]["optimizer"]["learning_rate"] == 0.01
     logged = [call[1] for call in CALLS if call[0] == "log"]
-    assert [one["step"] for one in logged if "train/loss" in one] == [3, 4]
+    assert [one["step"] for one in logged if "train/loss" in one] == [1, 2, 3, 3, 4]
     assert CALLS[-1] in (("finish",), ("close",))
 
 
@@ -134,9 +134,8 @@ def test_a_sink_that_fails_is_one_warning_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setattr(sys.modules["torch.utils.tensorboard"], "SummaryWriter", FailingWriter)
 
-    records = train(config_of(tensorboard=True), tmp_path / "run")
+    recorded(tmp_path / "run", tensorboard=True)
 
-    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
     warnings = [line for line in capfd.readouterr().err.splitlines() if "observe." in line]
     assert warnings == [
         "axsparse: warning: observe.tensorboard: OSError: no space left on device; the run goes on "
@@ -200,12 +199,12 @@ def test_a_missing_package_is_told_before_anything_begins(
     observe: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
-    config = config_of(**observe)
+    config = tiny_config(observe=observe)
 
     with pytest.raises(ConfigError, match=message):
         refuse_missing_packages(made_in_python(config, "tiny"))
     with pytest.raises(ConfigError, match="is not installed"):
-        train(config, tmp_path / "run")
+        ran((1, 1), config, tmp_path / "run", model=lambda _: mlp(), data=vector_data())
     assert not (tmp_path / "run").exists()
 
 
@@ -215,9 +214,8 @@ def test_tensorboard_itself_reads_what_was_written(
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard")
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
-    records = train(config_of(tensorboard=True), tmp_path / "run")
+    recorded(tmp_path / "run", tensorboard=True)
 
     read = events.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     losses = {event.step: event.value for event in read.Scalars("train/loss")}
-    wanted = {record["step"]: record["loss"] for record in records if "loss" in record}
-    assert losses == pytest.approx(wanted, rel=1e-6)
+    assert losses == pytest.approx({step: 1 / step for step in range(1, 5)}, rel=1e-6)

@@ -1,25 +1,32 @@
-"""Trace files: the schema, writing and reading, and how two differ."""
+"""Traces: the schema, writing and reading, how two differ, and steps of all ranks in one."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.clock import Clock
 
+from axsparse.observe.phases import Phases
 from axsparse.observe.trace_file import (
     Difference,
     Span,
+    TraceRecorder,
     differences,
     from_json,
     join,
+    part,
     read,
     step_seconds,
     to_json,
     write,
-    write_part,
 )
 from axsparse.runtime.errors import DataError, MissingInputError, OutputError
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
 
 SPANS = [
     Span(1, 0, 0, "compute", "F0", 0.0, 1.0),
@@ -52,13 +59,6 @@ def test_a_trace_is_what_chrome_opens() -> None:
     assert whole["otherData"]["source"] == "test"
 
 
-def test_a_trace_that_was_written_is_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "trace.json"
-    write(path, SPANS, "test")
-
-    assert read(path) == SPANS
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -88,7 +88,8 @@ def test_joined_parts_are_the_trace_and_are_gone(tmp_path: Path) -> None:
     parts = [tmp_path / name for name in ("a", "b", "c", "d")]
     ranks = [(0, 0), (0, 1), (1, 0), (1, 1)]  # the last rank has no spans
     for path, rank in zip(parts, ranks, strict=True):
-        write_part(path, *rank, [span for span in SPANS if (span.replica, span.stage) == rank])
+        spans = [span for span in SPANS if (span.replica, span.stage) == rank]
+        path.write_text(part(*rank, spans))
     join(tmp_path / "joined.json", parts, "test")
 
     assert [path.name for path in tmp_path.iterdir()] == ["joined.json"]
@@ -99,15 +100,17 @@ def test_joined_parts_are_the_trace_and_are_gone(tmp_path: Path) -> None:
 
 
 def test_a_part_that_rank_0_cannot_see_is_named_and_the_others_stay(tmp_path: Path) -> None:
-    write_part(tmp_path / "own", 0, 0, SPANS[:2])
+    (tmp_path / "own").write_text(part(0, 0, SPANS[:2]))
 
     with pytest.raises(OutputError, match=r"other: rank 0 cannot read .*where all hosts see it"):
         join(tmp_path / "joined.json", [tmp_path / "own", tmp_path / "other"], "test")
     assert (tmp_path / "own").exists()
 
 
-def test_an_empty_trace_is_one() -> None:
-    assert from_json(to_json([], "test"), "here") == []
+def test_a_trace_that_was_written_is_read_back(tmp_path: Path) -> None:
+    for spans in (SPANS, []):
+        write(tmp_path / "deep" / "trace.json", spans, "test")
+        assert read(tmp_path / "deep" / "trace.json") == spans
 
 
 def test_bytes_that_are_no_text_are_no_trace(tmp_path: Path) -> None:
@@ -135,3 +138,70 @@ def test_a_step_lasts_from_its_first_begin_to_its_last_end() -> None:
     assert step_seconds(SPANS) == 3.0
     assert step_seconds([*SPANS, Span(2, 0, 0, "compute", "F0", 9.0, 10.0)]) == 2.0
     assert step_seconds([]) == 0.0
+
+
+# -- steps of all ranks -----------------------------------------------------------------
+
+
+def play(rank: int, world: LocalWorld[Any], folder: Path, actions: int = 1) -> LocalTransport:
+    """Four steps on a host whose clock shows anything; rank r computes r + 1 seconds."""
+    clock = Clock(1000.0 * rank)
+    transport, phases = LocalTransport(world, rank), Phases(clock)
+    place = Grid(2, 1).place(rank)
+    tracing = TraceRecorder(transport, place, phases, folder, range(2, 4), clock)
+    for step in range(1, 5):
+        tracing.begin(step)
+        phases.begin_step()
+        for number in range(actions):
+            phases.action = f"F{number}"
+            with phases("compute"):
+                clock.now += rank + 1
+        phases.action = ""
+        with phases("bubble"):
+            clock.now += 3
+        with phases("bubble"):
+            clock.now += 1
+        phases.end_step()
+        clock.now += 0.5
+        tracing.end(step)
+    return transport
+
+
+def test_the_steps_asked_for_are_traced_on_all_ranks_from_one_zero(tmp_path: Path) -> None:
+    world: LocalWorld[object] = LocalWorld(2)
+    world.run(lambda rank: play(rank, world, tmp_path))
+
+    [path] = (tmp_path / "trace").iterdir()
+    assert path.name == "steps-2-3.json"
+    assert read(path) == [
+        Span(2, 0, 0, "compute", "F0", 0.0, 1.0),
+        Span(2, 0, 0, "bubble", "bubble", 1.0, 5.0),
+        Span(3, 0, 0, "compute", "F0", 5.5, 6.5),
+        Span(3, 0, 0, "bubble", "bubble", 6.5, 10.5),
+        Span(2, 0, 1, "compute", "F0", 0.0, 2.0),
+        Span(2, 0, 1, "bubble", "bubble", 2.0, 6.0),
+        Span(3, 0, 1, "compute", "F0", 6.5, 8.5),
+        Span(3, 0, 1, "bubble", "bubble", 8.5, 12.5),
+    ]
+
+
+def test_a_part_that_cannot_be_written_fails_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "trace" / "steps-2-3.rank-1").mkdir(parents=True)
+    world: LocalWorld[str] = LocalWorld(2)
+
+    def failure(rank: int) -> str:
+        with pytest.raises(OutputError) as error:
+            play(rank, world, tmp_path)
+        return str(error.value)
+
+    for told in world.run(failure):
+        assert "rank-1: the trace cannot be written (Is a directory)" in told
+
+
+def test_no_rank_sends_its_spans(tmp_path: Path) -> None:
+    world: LocalWorld[int] = LocalWorld(2)
+
+    def sent(rank: int) -> int:
+        return play(rank, world, tmp_path, actions=200).world.bytes_sent
+
+    assert max(world.run(sent)) < 1000

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +17,7 @@ from axsparse.pipeline.policy import (
     Action,
     Bounds,
     ForwardOnly,
+    InOrder,
     Kind,
     MessageDriven,
     Policy,
@@ -176,34 +176,10 @@ many = settings(deadline=None, derandomize=True, max_examples=150)
 
 @many
 @given(SETTINGS)
-def test_every_run_ends_with_each_action_done_once_in_microbatch_order(setting: Setting) -> None:
+def test_every_run_keeps_the_rules_of_policies(setting: Setting) -> None:
+    """Each action once in microbatch order, within the bounds; a stage waits only if it has to."""
     policies = setting.policies()
-
-    logs = play(policies, setting.microbatches, setting.order)
-
-    for policy, log in zip(policies, logs, strict=True):
-        assert policy.finished
-        for kind in Kind:
-            order = [action.microbatch for action in log.actions if action.kind is kind]
-            expected = setting.is_split or kind is not Kind.WEIGHT
-            assert order == list(range(setting.microbatches if expected else 0))
-
-
-@many
-@given(SETTINGS)
-def test_no_stage_ever_holds_more_than_its_bounds(setting: Setting) -> None:
-    for bounds, log in zip(setting.bounds, setting.play(), strict=True):
-        for moment in log.moments:
-            assert 0 <= moment.in_flight <= bounds.in_flight
-            if setting.is_split:
-                held = moment.in_flight + bounds.deferred_size * moment.deferred
-                assert moment.deferred >= 0 and held <= bounds.held
-
-
-@many
-@given(SETTINGS)
-def test_a_policy_counts_what_is_in_flight_deferred_and_expected(setting: Setting) -> None:
-    last = len(setting.bounds) - 1
+    last = len(policies) - 1
 
     def compare(stage: int, policy: Policy, log: StageLog) -> None:
         assert isinstance(policy, MessageDriven)
@@ -216,26 +192,31 @@ def test_a_policy_counts_what_is_in_flight_deferred_and_expected(setting: Settin
         if stage < last:
             assert policy.expects(BACKWARD) == (log.here[BACKWARD] < setting.microbatches)
 
-    play(setting.policies(), setting.microbatches, setting.order, compare)
+    logs = play(policies, setting.microbatches, setting.order, compare)
 
-
-@many
-@given(SETTINGS)
-def test_a_stage_waits_only_when_nothing_can_run_and_weight_gradients_come_last(
-    setting: Setting,
-) -> None:
-    for stage, log in enumerate(setting.play()):
+    for stage, (policy, log) in enumerate(zip(policies, logs, strict=True)):
+        assert policy.finished
+        for kind in Kind:
+            order = [action.microbatch for action in log.actions if action.kind is kind]
+            expected = setting.is_split or kind is not Kind.WEIGHT
+            assert order == list(range(setting.microbatches if expected else 0))
+        bounds = setting.bounds[stage]
         for moment in log.moments:
+            assert 0 <= moment.in_flight <= bounds.in_flight
+            if setting.is_split:
+                held = moment.in_flight + bounds.deferred_size * moment.deferred
+                assert moment.deferred >= 0 and held <= bounds.held
             forward, backward, weight = runnable(setting, stage, moment)
             assert (moment.action is not None) == (forward or backward or weight)
             if moment.action is not None and (forward or backward):
-                assert moment.action.kind is not Kind.WEIGHT
+                assert moment.action.kind is not Kind.WEIGHT, "weight gradients come last"
 
 
 @many
 @given(SETTINGS)
 def test_the_preference_decides_where_both_kinds_can_run(setting: Setting) -> None:
-    for stage, log in enumerate(setting.play()[:-1]):
+    *logs, _ = setting.play()
+    for stage, log in enumerate(logs):
         ran: Direction | None = None
         for moment in log.moments:
             if moment.action is None or moment.action.direction is None:
@@ -246,14 +227,8 @@ def test_the_preference_decides_where_both_kinds_can_run(setting: Setting) -> No
                 expected = {"alternate": other, "backward": BACKWARD, "forward": FORWARD}
                 assert moment.action.direction is expected[setting.prefer]
             ran = moment.action.direction
-
-
-@many
-@given(SETTINGS)
-def test_the_last_stage_runs_each_backward_directly_after_its_forward(setting: Setting) -> None:
-    last = replace(setting, is_split=False).play()[-1]
-
-    assert last.actions == [
+    # The last stage runs each backward directly after its forward.
+    assert replace(setting, is_split=False).play()[-1].actions == [
         Action(kind, microbatch)
         for microbatch in range(setting.microbatches)
         for kind in (Kind.FORWARD, Kind.BACKWARD)
@@ -272,15 +247,7 @@ def test_alternation_with_both_kinds_at_hand_reads_f_f_b_f_b() -> None:
     said += [str(policy.next()) for _ in range(4)]
 
     assert said == ["F0", "F1", "B0", "F2", "B1", "F3"]
-
-
-def test_a_finished_run_has_nothing_more_to_do() -> None:
-    policy = MessageDriven(stage=0, g_inter=1, microbatches=1, bounds=Bounds(1, 1))
-
-    said = [policy.finished, policy.next(), policy.finished, policy.next(), policy.finished]
-
-    assert said == [False, Action(Kind.FORWARD, 0), False, Action(Kind.BACKWARD, 0), True]
-    assert policy.next() is None
+    assert policy.next() is None and not policy.finished
 
 
 def middle(bounds: Bounds) -> MessageDriven:
@@ -327,25 +294,27 @@ def test_bounds_under_which_nothing_could_run_are_refused(
         Bounds(*bounds)
 
 
-@pytest.mark.parametrize(
-    ("stage", "direction", "microbatch"),
-    [(0, FORWARD, 0), (2, BACKWARD, 0), (1, FORWARD, 1), (1, BACKWARD, 1)],
-)
-def test_an_arrival_out_of_order_or_from_nowhere_is_an_internal_error(
-    stage: int, direction: Direction, microbatch: int
-) -> None:
-    policy = MessageDriven(stage=stage, g_inter=3, microbatches=4, bounds=Bounds(3, 3))
+MIDDLE: dict[str, Any] = {"stage": 1, "g_inter": 3, "microbatches": 1, "bounds": Bounds(3, 3)}
 
+
+@pytest.mark.parametrize(
+    ("policy", "direction", "microbatch"),
+    [
+        (MessageDriven(**{**MIDDLE, "stage": 0}), FORWARD, 0),
+        (MessageDriven(**{**MIDDLE, "stage": 2}), BACKWARD, 0),
+        (MessageDriven(**MIDDLE), FORWARD, 1),
+        (MessageDriven(**MIDDLE), BACKWARD, 1),
+        (MessageDriven(**{**MIDDLE, "microbatches": 0}), FORWARD, 0),
+        (ForwardOnly(stage=1, microbatches=4), BACKWARD, 0),
+        (ForwardOnly(stage=1, microbatches=4), FORWARD, 1),
+        (InOrder(from_text("F0 B0"), stage=0, g_inter=2), FORWARD, 0),
+    ],
+)
+def test_an_arrival_out_of_order_from_nowhere_or_that_nobody_asked_for_is_an_internal_error(
+    policy: Policy, direction: Direction, microbatch: int
+) -> None:
     with pytest.raises(AssertionError):
         policy.arrived(direction, microbatch)
-
-
-def test_an_arrival_beyond_the_last_microbatch_is_an_internal_error() -> None:
-    policy = MessageDriven(stage=1, g_inter=2, microbatches=1, bounds=Bounds(1, 1))
-    policy.arrived(FORWARD, 0)
-
-    with pytest.raises(AssertionError, match="never asked"):
-        policy.arrived(FORWARD, 1)
 
 
 @many
@@ -368,46 +337,13 @@ def test_an_evaluation_runs_every_forward_once_in_order(
         ]
 
 
-@pytest.mark.parametrize(("direction", "microbatch"), [(BACKWARD, 0), (FORWARD, 1)])
-def test_an_evaluation_takes_forwards_in_order_only(direction: Direction, microbatch: int) -> None:
-    policy = ForwardOnly(stage=1, microbatches=4)
-
-    with pytest.raises(AssertionError):
-        policy.arrived(direction, microbatch)
-
-
-def test_the_policy_needs_neither_torch_nor_mpi() -> None:
-    script = (
-        "import sys; import axsparse.pipeline.policy; "
-        "print([name for name in ('torch', 'mpi4py', 'numpy') if name in sys.modules])"
-    )
-
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-
-    assert (shown.stdout, shown.stderr) == ("[]\n", "")
-
-
 # -- actions --------------------------------------------------------------------------------
 
 
-def test_an_action_reads_as_its_kind_and_microbatch() -> None:
+def test_an_action_reads_as_its_kind_and_microbatch_and_says_where_its_result_travels() -> None:
     assert [str(Action(kind, 12)) for kind in Kind] == ["F12", "B12", "W12"]
-
-
-def test_lists_of_actions_survive_the_way_through_text() -> None:
     assert to_text(from_text("F0 F1 B0 W0 B1 W1")) == "F0 F1 B0 W0 B1 W1"
-
-
-@pytest.mark.parametrize("kind", [Kind.BACKWARD, Direction.BACKWARD])
-def test_an_action_that_is_named_again_is_the_same_object(kind: Kind) -> None:
-    assert action(kind, 3) == Action(Kind.BACKWARD, 3)
-    assert action(kind, 3) is action(Kind.BACKWARD, 3)
-    assert action(kind, 3).kind is Kind.BACKWARD
-
-
-def test_activations_and_their_gradients_travel_and_weight_gradients_stay() -> None:
-    assert [action(kind, 0).direction for kind in Kind] == [
-        Direction.FORWARD,
-        Direction.BACKWARD,
-        None,
-    ]
+    assert [action(kind, 0).direction for kind in Kind] == [FORWARD, BACKWARD, None]
+    for kind in (Kind.BACKWARD, Direction.BACKWARD):
+        assert action(kind, 3) is action(Kind.BACKWARD, 3)
+        assert action(kind, 3).kind is Kind.BACKWARD

@@ -8,13 +8,12 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.action_text import from_text, to_text
+from support.action_text import dry_run, from_text, to_text
 
 from axsparse.pipeline.policy import Action, Bounds, InOrder, MessageDriven, Policy
 from axsparse.pipeline.schedules import (
     Schedule,
     ScheduleName,
-    dry_run,
     gpipe,
     one_forward_one_backward,
     with_weights,
@@ -42,56 +41,46 @@ def play_out(policy: Policy) -> str:
 # -- the lists ------------------------------------------------------------------------------
 
 
-def test_1f1b_of_three_stages_and_four_microbatches() -> None:
-    assert [to_text(actions) for actions in all_1f1b(3, 4, 0)] == [
-        "F0 F1 F2 B0 F3 B1 B2 B3",
-        "F0 F1 B0 F2 B1 F3 B2 B3",
-        "F0 B0 F1 B1 F2 B2 F3 B3",
-    ]
+@pytest.mark.parametrize(
+    ("g_inter", "microbatches", "slack", "expected"),
+    [
+        (
+            *(3, 4, 0),
+            ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
+        ),
+        # Slack deepens the warm-up of all but the last stage.
+        (
+            *(3, 4, 1),
+            ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 F2 B0 F3 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
+        ),
+        # Fewer microbatches than stages: it warms up with what there is.
+        (4, 2, 0, ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"]),
+    ],
+)
+def test_1f1b_warms_up_and_then_takes_turns(
+    g_inter: int, microbatches: int, slack: int, expected: list[str]
+) -> None:
+    assert [*map(to_text, all_1f1b(g_inter, microbatches, slack))] == expected
 
 
-def test_slack_deepens_the_warm_up_of_all_but_the_last_stage() -> None:
-    assert [to_text(actions) for actions in all_1f1b(3, 4, 1)] == [
-        "F0 F1 F2 F3 B0 B1 B2 B3",
-        "F0 F1 F2 B0 F3 B1 B2 B3",
-        "F0 B0 F1 B1 F2 B2 F3 B3",
-    ]
-
-
-def test_1f1b_with_fewer_microbatches_than_stages_warms_up_with_what_there_is() -> None:
-    assert [to_text(actions) for actions in all_1f1b(4, 2, 0)] == [
-        "F0 F1 B0 B1",
-        "F0 F1 B0 B1",
-        "F0 F1 B0 B1",
-        "F0 B0 F1 B1",
-    ]
-
-
-def test_gpipe_runs_all_forwards_and_then_all_backwards_in_microbatch_order() -> None:
+def test_gpipe_runs_all_forwards_first_and_weight_gradients_follow_their_backwards() -> None:
     assert to_text(gpipe(3)) == "F0 F1 F2 B0 B1 B2"
+    assert to_text(with_weights(from_text("F0 F1 B0 B1"))) == "F0 F1 B0 W0 B1 W1"
+    # What a list holds counts until the weight gradients have run.
+    assert dry_run([from_text("F0 B0 F1 B1 W0 W1")]) == [2]
+    assert dry_run([from_text("F0 B0 W0 F1 B1 W1")]) == [1]
 
 
 @many
 @given(**sizes, slack=st.integers(0, 5))
-def test_1f1b_never_waits_for_ever_and_fills_its_bound(
+def test_lists_never_wait_for_ever_and_fill_their_bounds(
     g_inter: int, microbatches: int, slack: int
 ) -> None:
     most = dry_run(all_1f1b(g_inter, microbatches, slack))
 
     bounds = [g_inter - stage + slack for stage in range(g_inter - 1)]
     assert most == [min(microbatches, bound) for bound in bounds] + [1]
-
-
-@many
-@given(**sizes)
-def test_gpipe_never_waits_for_ever_and_holds_every_microbatch(
-    g_inter: int, microbatches: int
-) -> None:
     assert dry_run([gpipe(microbatches)] * g_inter) == [microbatches] * g_inter
-
-
-def test_split_backwards_are_followed_by_their_weight_gradients() -> None:
-    assert to_text(with_weights(from_text("F0 F1 B0 B1"))) == "F0 F1 B0 W0 B1 W1"
 
 
 @pytest.mark.parametrize("name", get_args(ScheduleName))
@@ -104,11 +93,6 @@ def test_every_schedule_has_weight_gradients_if_backwards_are_split(name: Schedu
 
     assert policy.finished
     assert sorted(text.split()) == ["B0", "B1", "F0", "F1", "W0", "W1"]
-
-
-def test_what_a_list_with_weight_gradients_holds_counts_until_these_have_run() -> None:
-    assert dry_run([from_text("F0 B0 F1 B1 W0 W1")]) == [2]
-    assert dry_run([from_text("F0 B0 W0 F1 B1 W1")]) == [1]
 
 
 def test_what_a_stage_holds_is_bounded_by_what_the_first_has_in_flight_unless_told() -> None:
@@ -162,45 +146,32 @@ def test_what_cannot_run_is_refused_with_what_is_wrong(stages: list[str], error:
 # -- the policy -----------------------------------------------------------------------------
 
 
-def test_the_first_stage_waits_for_the_message_of_its_next_action_only() -> None:
-    policy = InOrder(from_text("F0 F1 B0 F2 B1 B2"), stage=0, g_inter=2)
+@pytest.mark.parametrize(
+    ("text", "stage", "g_inter", "arrivals", "expected"),
+    [
+        # The first stage waits for the message of its next action only.
+        ("F0 F1 B0 F2 B1 B2", 0, 2, "B0 B1 B2", ["F0 F1", "B0 F2", "B1", "B2"]),
+        # A middle stage lets a message lie whose turn has not come.
+        ("F0 F1 B0 B1", 1, 3, "F0 B0 F1 B1", ["", "F0", "", "F1 B0", "B1"]),
+        # The last stage makes its backwards itself.
+        ("F0 B0 F1 B1", 1, 2, "F0 F1", ["", "F0 B0", "F1 B1"]),
+    ],
+)
+def test_a_list_is_played_in_order(
+    text: str, stage: int, g_inter: int, arrivals: str, expected: list[str]
+) -> None:
+    policy = InOrder(from_text(text), stage=stage, g_inter=g_inter)
 
     said = [play_out(policy)]
-    for microbatch in range(3):
-        policy.arrived(BACKWARD, microbatch)
+    for message in from_text(arrivals):
+        assert message.direction is not None
+        assert policy.expects(message.direction) and not policy.finished
+        policy.arrived(message.direction, message.microbatch)
         said.append(play_out(policy))
 
-    assert said == ["F0 F1", "B0 F2", "B1", "B2"]
+    assert said == expected
     assert policy.finished
-
-
-def test_a_middle_stage_lets_a_message_lie_whose_turn_has_not_come() -> None:
-    policy = InOrder(from_text("F0 F1 B0 B1"), stage=1, g_inter=3)
-    policy.arrived(FORWARD, 0)
-    said = [play_out(policy)]
-    policy.arrived(BACKWARD, 0)
-    said.append(play_out(policy))
-    policy.arrived(FORWARD, 1)
-    said.append(play_out(policy))
-
-    assert said == ["F0", "", "F1 B0"]
-    assert not policy.finished
-
-
-def test_the_last_stage_makes_its_backwards_itself() -> None:
-    policy = InOrder(from_text("F0 B0 F1 B1"), stage=1, g_inter=2)
-    policy.arrived(FORWARD, 0)
-
-    assert play_out(policy) == "F0 B0"
-    assert policy.expects(FORWARD)
-    assert not policy.expects(BACKWARD)
-
-
-def test_a_message_from_nowhere_is_an_internal_error_under_a_list_too() -> None:
-    policy = InOrder(from_text("F0 B0"), stage=0, g_inter=2)
-
-    with pytest.raises(AssertionError, match="no such neighbour"):
-        policy.arrived(FORWARD, 0)
+    assert not policy.expects(FORWARD) and not policy.expects(BACKWARD)
 
 
 # -- the choice -----------------------------------------------------------------------------

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.action_text import from_text, to_text
+from support.action_text import from_text, most_held, to_text
 
 from axsparse.pipeline.policy import (
     Action,
-    Bounds,
     ForwardOnly,
     InOrder,
     Kind,
-    MessageDriven,
     Preference,
 )
 from axsparse.pipeline.schedules import Schedule, ScheduleName
@@ -65,28 +61,25 @@ def lists(
     )
 
 
+def idle(result: PipelineRun, stage: int) -> float:
+    """The bubble of a stage: the step without its compute and messages."""
+    return result.seconds - result.stages[stage].compute - result.stages[stage].p2p
+
+
 # -- exact cases ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (1, 1), (3, 2), (2, 5)])
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (3, 2)])
 def test_a_uniform_pipeline_with_free_messages_has_the_bubble_of_equation_6(
     schedule: Schedule, forward: int, backward: int
 ) -> None:
-    for g_inter, microbatches in itertools.product([1, 2, 3, 4, 8], [1, 2, 5, 16]):
+    for g_inter, microbatches in itertools.product([1, 3, 8], [1, 5, 16]):
         result = run(schedule, Durations.uniform(g_inter, microbatches, forward, backward))
 
         bubble = (g_inter - 1) * (forward + backward)
         assert result.seconds == microbatches * (forward + backward) + bubble
-        assert [result.bubble(stage) for stage in range(g_inter)] == [bubble] * g_inter
-
-
-def test_figure_3_of_the_paper_has_six_idle_units_on_each_gpu() -> None:
-    schedule = Schedule("message-driven", 0, "alternate")
-
-    result = run(schedule, Durations.uniform(3, 5, 1, 2))
-
-    assert [result.bubble(stage) for stage in range(3)] == [6, 6, 6]
+        assert [idle(result, stage) for stage in range(g_inter)] == [bubble] * g_inter
 
 
 def test_two_stages_by_hand() -> None:
@@ -109,7 +102,6 @@ def test_two_stages_by_hand() -> None:
     )
     assert (result.seconds, first.end, last.end) == (12, 12, 10)
     assert (first.compute, last.compute) == (6, 9)
-    assert (first.most_in_flight, last.most_in_flight) == (2, 1)
 
 
 def test_a_message_takes_its_latency_and_the_time_of_both_ends() -> None:
@@ -126,7 +118,7 @@ def test_a_message_takes_its_latency_and_the_time_of_both_ends() -> None:
     assert (first.begins, last.begins) == ([0, 20], [9, 10])
     assert (first.p2p, last.p2p) == (4, 4)
     assert (first.end, last.end, result.seconds) == (22, 14, 22)
-    assert result.bubble(0) == 22 - 3 - 4
+    assert idle(result, 0) == 22 - 3 - 4
 
 
 def test_each_edge_has_its_own_costs() -> None:
@@ -188,7 +180,6 @@ def test_weight_gradients_take_their_time_and_send_nothing() -> None:
     assert (to_text(first.actions), first.begins) == ("F0 F1 B0 W0 B1 W1", [0, 1, 6, 9, 13, 16])
     assert (to_text(last.actions), last.begins) == ("F0 B0 F1 B1 W0 W1", [1, 3, 6, 8, 11, 15])
     assert (first.compute, first.end, last.end) == (16, 20, 19)
-    assert [(each.most_in_flight, each.most_held) for each in (first, last)] == [(2, 2), (1, 2)]
 
 
 # -- any delays -----------------------------------------------------------------------------
@@ -230,7 +221,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @many
 @given(cases())
-def test_every_action_runs_once_for_its_time_and_one_after_the_other(case: Case) -> None:
+def test_every_action_runs_once_and_a_stage_does_one_thing_at_a_time(case: Case) -> None:
     result = run(case.schedule, case.durations, case.edges)
 
     kinds = list(Kind)[: 3 if case.schedule.split_backward else 2]
@@ -238,22 +229,20 @@ def test_every_action_runs_once_for_its_time_and_one_after_the_other(case: Case)
     for stage, done in enumerate(result.stages):
         assert len(done.actions) == len(kinds) * case.microbatches
         assert set(done.actions) == everything
-        free = 0.0
+        compute = 0.0
         for action, begin, end in zip(done.actions, done.begins, done.ends, strict=True):
-            assert begin >= free
             assert end - begin == case.durations.of(stage, action)
-            free = end
-
-
-@many
-@given(cases())
-def test_a_stage_does_one_thing_at_a_time_messages_included(case: Case) -> None:
-    result = run(case.schedule, case.durations, case.edges)
-
-    for done in result.stages:
+            compute += end - begin
         busy = sorted([*zip(done.begins, done.ends, strict=True), *done.handled])
         for (_, end), (begin, _) in itertools.pairwise(busy):
             assert begin >= end - 1e-9
+        # Compute, messages and bubble are the step.
+        sides = case.edges[max(stage - 1, 0) : stage + 1] if stage else case.edges[:1]
+        p2p = sum(2 * case.microbatches * edge.handling for edge in sides)
+        assert (done.compute, done.p2p) == (compute, p2p)
+        assert idle(result, stage) >= 0
+        assert done.end >= done.ends[-1]
+    assert result.seconds == max(done.end for done in result.stages)
 
 
 @many
@@ -279,36 +268,13 @@ def test_no_stage_holds_more_than_its_schedule_allows(case: Case) -> None:
     result = run(case.schedule, case.durations, case.edges)
 
     for stage, done in enumerate(result.stages):
-        seen = [0, 0, 0]
-        in_flight, held = [0], [0]
         bounds = case.schedule.bounds(stage, case.g_inter)
-        for action in done.actions:
-            seen[action.kind] += 1
-            in_flight.append(seen[0] - seen[1])
-            deferred = seen[1] - seen[2] if case.schedule.split_backward else 0
-            held.append(in_flight[-1] + deferred)
-            if case.schedule.name == "message-driven":
-                assert in_flight[-1] + bounds.deferred_size * deferred <= bounds.held
-        assert (done.most_in_flight, done.most_held) == (max(in_flight), max(held))
+        if case.schedule.name == "message-driven":
+            assert most_held(done.actions, bounds.deferred_size) <= bounds.held
         depth = case.g_inter - stage + case.schedule.slack
         fixed = {"gpipe": case.microbatches, "1f1b": depth}
-        assert max(in_flight) <= fixed.get(case.schedule.name, bounds.in_flight)
-
-
-@many
-@given(cases())
-def test_compute_p2p_and_bubble_are_the_step(case: Case) -> None:
-    result = run(case.schedule, case.durations, case.edges)
-
-    for stage, done in enumerate(result.stages):
-        kinds = (case.durations.forward, case.durations.backward, case.durations.weight)
-        compute = sum(sum(rows[stage]) for rows in kinds if rows)
-        sides = case.edges[max(stage - 1, 0) : stage + 1] if stage else case.edges[:1]
-        p2p = sum(2 * case.microbatches * edge.handling for edge in sides)
-        assert (done.compute, done.p2p) == (compute, p2p)
-        assert result.bubble(stage) >= 0
-        assert done.end >= done.ends[-1]
-    assert result.seconds == max(done.end for done in result.stages)
+        in_flight = most_held(done.actions, 0.0)
+        assert in_flight <= fixed.get(case.schedule.name, bounds.in_flight)
 
 
 @many
@@ -329,34 +295,3 @@ def test_the_order_is_what_the_policy_says_when_told_the_same(case: Case) -> Non
             message = coming.pop(0)[1]
             policy.arrived(Direction(message.kind), message.microbatch)
         assert policy.next() == action
-
-
-def test_the_simulator_needs_neither_torch_nor_mpi_nor_numpy() -> None:
-    script = (
-        "import sys; import axsparse.pipeline.simulator, axsparse.pipeline.schedules; "
-        "print([name for name in ('torch', 'mpi4py', 'numpy') if name in sys.modules])"
-    )
-
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-
-    assert (shown.stdout, shown.stderr) == ("[]\n", "")
-
-
-def test_a_preference_is_the_policys_own() -> None:
-    policies: list[MessageDriven] = []
-
-    def new_policy(stage: int) -> MessageDriven:
-        policies.append(
-            MessageDriven(
-                stage=stage,
-                g_inter=2,
-                microbatches=3,
-                bounds=Bounds(3 - stage, 3),
-                prefer="forward",
-            )
-        )
-        return policies[-1]
-
-    simulate(new_policy, Durations.uniform(2, 3, 1, 1))
-
-    assert [policy.finished for policy in policies] == [True, True]

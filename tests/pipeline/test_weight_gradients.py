@@ -7,6 +7,7 @@ taking the gradients.
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -49,9 +50,10 @@ class Played:
     ) -> None:
         self.module = module
         self.sums = Sums(module, is_sparse=is_sparse, is_dropping=is_dropping)
-        self.products = StageProducts([("layer", module)], self.sums, is_split=is_split)
+        modules = [("layer", module)]
+        self.products = StageProducts(modules, self.sums.collector, is_split=is_split)
         self.stage = Stage(
-            [LayerRunner("layer", module, is_random=False, is_recomputed=is_recomputed)],
+            [LayerRunner("layer", module, is_recomputed=is_recomputed)],
             loss=None,
             metrics={},
             input_dtype=None,
@@ -83,6 +85,14 @@ class Played:
         if self._is_split:
             self.stage.weight_gradients(MICROBATCHES - 1)
         return self
+
+    @property
+    def deferred_bytes(self) -> int:
+        """Bytes of the inputs and output gradients that wait; each storage counts once."""
+        assert self.products.deferred is not None
+        waiting = itertools.chain(*self.products.deferred._waiting.values())
+        storages = (saved.untyped_storage() for each in waiting for saved in each.saved)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def names(self, weights: Iterable[nn.Parameter]) -> list[str]:
         known = dict(self.module.named_parameters())
@@ -274,139 +284,100 @@ def own_checkpoint(*, use_reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
     return way
 
 
+def slope_in_checkpoint(*, use_reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
+    def way(module: Uses, x: Tensor) -> Tensor:
+        def body(y: Tensor) -> Tensor:
+            return slope(module.inner, y) + torch.as_tensor(module.inner(y))
+
+        return torch.as_tensor(checkpoint(body, x, use_reentrant=use_reentrant))
+
+    return way
+
+
 ALL = ["weight"]
 INNER = ["inner.weight"]
+S3 = (3, 5, SIZE)
+"""Samples, positions and features."""
+Way = Callable[[Any, Tensor], Tensor]
+USED: dict[str, tuple[Way, tuple[int, ...], list[str]]] = {
+    "no row": (lambda m, x: m.inner(x[:0]), (4, SIZE), INNER),
+    # Other uses beside one call: autograd adds all, or they wait for W.
+    "twice": (lambda m, x: m.inner(m.inner(x)), S3, []),
+    "penalty": (lambda m, x: m.inner(x) + m.inner.weight.sum(), S3, []),
+    "squared penalty": (lambda m, x: m.inner(x + (m.inner.weight * m.inner.weight).sum()), S3, []),
+    "twice and a penalty": (lambda m, x: m.inner(m.inner(x) + m.inner.weight.mean()), S3, []),
+    "raw product": (lambda m, x: F.linear(x, m.inner.weight), S3, []),
+    "call and raw product": (lambda m, x: F.linear(m.inner(x), m.inner.weight), S3, []),
+    "by a reference": (lambda m, x: m.inner(x) * m.hidden[0].sum(), S3, []),
+    "gradient penalty": (lambda m, x: m.inner(x) + slope(m.inner, x, again=True), S3, []),
+    "slope of an activation": (lambda m, x: m.inner(x) + slope(m.inner, x), S3, INNER),
+    "gradient of the weight": (of_weight, (7, SIZE), INNER),
+    "frozen for one call": (frozen_once, S3, INNER),
+    "transposed input": (lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1), S3, []),
+    "vmap": (mapped, S3, []),
+    "forward mode": (dual, S3, INNER),
+    "vjp": (jacobian, S3, INNER),
+    "copied": (copied, S3, INNER),
+    "penalty from the second microbatch on": (
+        later(lambda m, x: m.inner(x) + m.inner.weight.sum()),
+        *(S3, INNER),
+    ),
+    "twice from the second microbatch on": (later(lambda m, x: m.inner(m.inner(x))), S3, INNER),
+    "unused from the second microbatch on": (later(lambda m, x: x * m.inner.bias), S3, []),
+    "checkpoint of its own": (own_checkpoint(use_reentrant=False), (7, SIZE), INNER),
+    "reentrant checkpoint": (own_checkpoint(use_reentrant=True), (7, SIZE), INNER),
+    "slope in a checkpoint": (slope_in_checkpoint(use_reentrant=False), S3, INNER),
+    "slope in a reentrant checkpoint": (slope_in_checkpoint(use_reentrant=True), S3, INNER),
+}
+"""What a forward does with a linear layer, the shape of its input, and which parameters split
+backwards take for W."""
+BOTH = ["weight", "bias"]
+IMAGE = (4, 6, 9, 9)
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] = {
     "2-d": (lambda: nn.Linear(SIZE, 20), (7, SIZE), ALL),
-    "3-d": (lambda: nn.Linear(SIZE, 20), (3, 5, SIZE), ALL),
+    "3-d": (lambda: nn.Linear(SIZE, 20), S3, ALL),
     "4-d": (lambda: nn.Linear(SIZE, 20), (3, 2, 5, SIZE), []),
-    "no bias": (lambda: nn.Linear(SIZE, 20, bias=False), (3, 5, SIZE), ALL),
+    "no bias": (lambda: nn.Linear(SIZE, 20, bias=False), S3, ALL),
     "one row": (lambda: nn.Linear(SIZE, 20), (1, SIZE), ALL),
-    "no row": (lambda: Uses(lambda m, x: m.inner(x[:0])), (4, SIZE), INNER),
-    "one output": (lambda: nn.Linear(SIZE, 1), (3, 5, SIZE), ALL),
+    "one output": (lambda: nn.Linear(SIZE, 1), S3, ALL),
     "frozen bias": (lambda: frozen_bias(nn.Linear(SIZE, 20)), (7, SIZE), ALL),
     "mlp": (
         lambda: nn.Sequential(nn.Linear(SIZE, 20), nn.ReLU(inplace=True), nn.Linear(20, 8)),
-        (3, 5, SIZE),
-        ["0.weight", "2.weight"],
+        *(S3, ["0.weight", "2.weight"]),
     ),
-    "attention": (Attention, (3, 5, SIZE), ["q.weight", "k.weight", "v.weight", "out.weight"]),
-    "low rank": (LowRank, (3, 5, SIZE), ["down.weight", "up.weight"]),
+    "attention": (Attention, S3, ["q.weight", "k.weight", "v.weight", "out.weight"]),
+    "low rank": (LowRank, S3, ["down.weight", "up.weight"]),
     "class with torch's forward": (lambda: Inherited(SIZE, 20), (7, SIZE), ALL),
-    # Other uses beside one call: autograd adds all, or they wait for W.
-    "twice": (lambda: Uses(lambda m, x: m.inner(m.inner(x))), (3, 5, SIZE), []),
-    "tied": (tied, (3, 5, SIZE), []),
-    "penalty": (lambda: Uses(lambda m, x: m.inner(x) + m.inner.weight.sum()), (3, 5, SIZE), []),
-    "squared penalty": (
-        lambda: Uses(lambda m, x: m.inner(x + (m.inner.weight * m.inner.weight).sum())),
-        (3, 5, SIZE),
-        [],
-    ),
-    "twice and a penalty": (
-        lambda: Uses(lambda m, x: m.inner(m.inner(x) + m.inner.weight.mean())),
-        (3, 5, SIZE),
-        [],
-    ),
-    "raw product": (lambda: Uses(lambda m, x: F.linear(x, m.inner.weight)), (3, 5, SIZE), []),
-    "call and raw product": (
-        lambda: Uses(lambda m, x: F.linear(m.inner(x), m.inner.weight)),
-        (3, 5, SIZE),
-        [],
-    ),
-    "by a reference": (
-        lambda: Uses(lambda m, x: m.inner(x) * m.hidden[0].sum()),
-        (3, 5, SIZE),
-        [],
-    ),
-    "gradient penalty": (
-        lambda: Uses(lambda m, x: m.inner(x) + slope(m.inner, x, again=True)),
-        (3, 5, SIZE),
-        [],
-    ),
-    "slope of an activation": (
-        lambda: Uses(lambda m, x: m.inner(x) + slope(m.inner, x)),
-        (3, 5, SIZE),
-        INNER,
-    ),
-    "gradient of the weight": (lambda: Uses(of_weight), (7, SIZE), INNER),
-    "frozen for one call": (lambda: Uses(frozen_once), (3, 5, SIZE), INNER),
-    "transposed input": (
-        lambda: Uses(lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1)),
-        (3, 5, SIZE),
-        [],
-    ),
+    **{name: (partial(Uses, way), shape, names) for name, (way, shape, names) in USED.items()},
+    "tied": (tied, S3, []),
     "overridden": (lambda: Overridden(SIZE, 20), (7, SIZE), []),
     "replaced forward": (replaced_forward, (7, SIZE), []),
     "tensor hook": (hooked, (7, SIZE), []),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(SIZE, 20)), (7, SIZE), []),
-    "torch's attention": (TorchAttention, (3, 5, SIZE), []),
-    "recurrent": (Recurrent, (3, 5, SIZE), []),
-    "vmap": (lambda: Uses(mapped), (3, 5, SIZE), []),
-    "forward mode": (lambda: Uses(dual), (3, 5, SIZE), INNER),
-    "vjp": (lambda: Uses(jacobian), (3, 5, SIZE), INNER),
-    "copied": (lambda: Uses(copied), (3, 5, SIZE), INNER),
-    "penalty from the second microbatch on": (
-        lambda: Uses(later(lambda m, x: m.inner(x) + m.inner.weight.sum())),
-        (3, 5, SIZE),
-        INNER,
-    ),
-    "twice from the second microbatch on": (
-        lambda: Uses(later(lambda m, x: m.inner(m.inner(x)))),
-        (3, 5, SIZE),
-        INNER,
-    ),
-    "unused from the second microbatch on": (
-        lambda: Uses(later(lambda m, x: x * m.inner.bias)),
-        (3, 5, SIZE),
-        [],
-    ),
-    "checkpoint of its own": (lambda: Uses(own_checkpoint(use_reentrant=False)), (7, SIZE), INNER),
-    "reentrant checkpoint": (lambda: Uses(own_checkpoint(use_reentrant=True)), (7, SIZE), INNER),
-    "slope in a checkpoint": (
-        lambda: Uses(
-            lambda m, x: checkpoint(
-                lambda y: slope(m.inner, y) + m.inner(y), x, use_reentrant=False
-            )
-        ),
-        (3, 5, SIZE),
-        INNER,
-    ),
-    "slope in a reentrant checkpoint": (
-        lambda: Uses(
-            lambda m, x: checkpoint(lambda y: slope(m.inner, y) + m.inner(y), x, use_reentrant=True)
-        ),
-        (3, 5, SIZE),
-        INNER,
-    ),
-    "conv 1-d": (lambda: nn.Conv1d(6, 9, 3), (4, 6, 17), ["weight", "bias"]),
-    "conv 2-d": (
-        lambda: nn.Conv2d(6, 9, 3, stride=2, padding=1),
-        (4, 6, 9, 9),
-        ["weight", "bias"],
-    ),
-    "conv 3-d": (lambda: nn.Conv3d(3, 4, 2), (2, 3, 4, 5, 6), ["weight", "bias"]),
-    "conv one by one": (lambda: nn.Conv2d(6, 9, 1, bias=False), (4, 6, 9, 9), ALL),
+    "torch's attention": (TorchAttention, S3, []),
+    "recurrent": (Recurrent, S3, []),
+    "conv 1-d": (lambda: nn.Conv1d(6, 9, 3), (4, 6, 17), BOTH),
+    "conv 2-d": (lambda: nn.Conv2d(6, 9, 3, stride=2, padding=1), IMAGE, BOTH),
+    "conv 3-d": (lambda: nn.Conv3d(3, 4, 2), (2, 3, 4, 5, 6), BOTH),
+    "conv one by one": (lambda: nn.Conv2d(6, 9, 1, bias=False), IMAGE, ALL),
     "conv groups": (
         lambda: nn.Conv2d(6, 12, 3, groups=6, dilation=2, padding="same"),
-        (4, 6, 9, 9),
-        ["weight", "bias"],
+        *(IMAGE, BOTH),
     ),
-    "conv uneven": (lambda: nn.Conv2d(6, 9, 3, padding=(1, 0)), (4, 6, 9, 9), ["weight", "bias"]),
-    "conv even kernel": (lambda: nn.Conv2d(6, 9, 2, padding="same"), (4, 6, 9, 9), []),
+    "conv uneven": (lambda: nn.Conv2d(6, 9, 3, padding=(1, 0)), IMAGE, BOTH),
+    "conv even kernel": (lambda: nn.Conv2d(6, 9, 2, padding="same"), IMAGE, []),
     "conv reflected": (
         lambda: nn.Conv2d(6, 9, 3, padding=1, padding_mode="reflect"),
-        (4, 6, 9, 9),
-        ["weight", "bias"],
+        *(IMAGE, BOTH),
     ),
-    "conv frozen bias": (lambda: frozen_bias(nn.Conv2d(6, 9, 3)), (4, 6, 9, 9), ALL),
+    "conv frozen bias": (lambda: frozen_bias(nn.Conv2d(6, 9, 3)), IMAGE, ALL),
     "conv unbatched": (lambda: nn.Conv2d(6, 9, 3), (6, 9, 9), []),
     "conv transposed": (lambda: nn.ConvTranspose2d(5, 3, 2), (4, 5, 3, 3), []),
     "conv and norm": (
         lambda: nn.Sequential(
             nn.Conv2d(6, 9, 3, bias=False), nn.BatchNorm2d(9), nn.ReLU(True), nn.Conv2d(9, 4, 3)
         ),
-        (4, 6, 9, 9),
-        ["0.weight", "3.weight", "3.bias"],
+        *(IMAGE, ["0.weight", "3.weight", "3.bias"]),
     ),
 }
 """A module, the shape of its input, and which of its parameters split backwards take for W."""
@@ -421,50 +392,54 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.parametrize("way", ["kept", "recomputed", "input does not train"])
-@pytest.mark.parametrize("name", MODULES)
+HALVES = ("2-d", "no bias", "attention", "conv 2-d", "conv groups")
+WAYS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "recomputed": {"is_recomputed": True},
+    "input does not train": {"needs_input": False},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp16": {"dtype": torch.float16},
+}
+
+
+CASES = [
+    (name, way)
+    for name, way in itertools.product(MODULES, WAYS)
+    if (way != "recomputed" or name not in NOT_RECOMPUTED)
+    # A reentrant checkpoint wants the gradient of an input.
+    and (way != "input does not train" or "reentrant" not in name)
+    and (way not in ("bf16", "fp16") or name in HALVES)
+]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_split_backwards_make_the_gradients_of_torch(name: str, way: str) -> None:
     make, shape, deferred = MODULES[name]
-    given: dict[str, Any] = {
-        "is_recomputed": way == "recomputed",
-        "needs_input": way != "input does not train",
-    }
-    if name in NOT_RECOMPUTED and way == "recomputed":
-        pytest.skip("torch recomputes this to something else, or not at all")
-    if "reentrant" in name and way == "input does not train":
-        pytest.skip("a reentrant checkpoint wants the gradient of an input")
+    given = WAYS[way]
     expected = by_torch(make, shape, **given)
     torch.manual_seed(4)
+    module = make().to(given.get("dtype", torch.float32))
 
-    split = Played(make(), shape, is_split=True, **given).play()
+    split = Played(module, shape, is_split=True, **given).play()
 
     assert_trained_alike(split, expected)
     assert split.names(split.sums.late) == deferred
-    assert (split.stage.held, split.stage.deferred_bytes) == (0, 0)
+    assert (split.stage.held, split.deferred_bytes) == (0, 0)
     counts = [Counter(map(id, each.sums.completed)) for each in (split, expected)]
     assert sorted(counts[0].values()) == sorted(counts[1].values())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["2-d", "3-d", "no bias", "attention", "conv 2-d", "conv groups"])
-def test_half_precision_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    make, shape, deferred = MODULES[name]
-    expected = by_torch(make, shape, dtype=dtype)
-    torch.manual_seed(4)
-
-    split = Played(make().to(dtype), shape, is_split=True, dtype=dtype).play()
-
-    assert_trained_alike(split, expected)
-    assert split.names(split.sums.late) == deferred
-
-
-@pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("conv")])
+@pytest.mark.parametrize(
+    ("name", "is_recomputed"),
+    [
+        (name, way == "recomputed")
+        for name, way in CASES
+        if way in ("kept", "recomputed") and not name.startswith("conv")
+    ],
+)
 def test_sparse_products_have_all_of_the_gradient(name: str, is_recomputed: bool) -> None:
     """Whatever else uses a weight is added to what they accumulate, in one order."""
     make, shape, _ = MODULES[name]
-    if name in NOT_RECOMPUTED and is_recomputed:
-        pytest.skip("torch recomputes this to something else, or not at all")
     expected = by_torch(make, shape, is_recomputed=is_recomputed)
     played = []
     for is_split in (False, True):
@@ -482,7 +457,7 @@ def test_sparse_products_have_all_of_the_gradient(name: str, is_recomputed: bool
                 torch.testing.assert_close(unsplit.sums.totals[weight], total)
     else:
         assert_trained_alike(unsplit, expected)
-    assert (split.stage.held, split.stage.deferred_bytes) == (0, 0)
+    assert (split.stage.held, split.deferred_bytes) == (0, 0)
 
 
 COUNTS = {"3-d": 1, "no bias": 1, "mlp": 2, "attention": 4, "twice": 2, "tied": 2, "penalty": 1}
@@ -608,11 +583,11 @@ def test_a_recomputed_layer_keeps_no_activations_for_its_weights_before_its_back
     played = Played(module, (3, SIZE), is_split=True, is_recomputed=True)
     for microbatch in range(2):
         y = played.forward(microbatch)
-        assert played.stage.deferred_bytes == 0
+        assert played.deferred_bytes == 0
         played.backward(microbatch, y)
 
     values = (SIZE + 400) + (400 + SIZE)  # of each row: input and output gradient of both layers
-    assert played.stage.deferred_bytes == 3 * values * 4
+    assert played.deferred_bytes == 3 * values * 4
 
 
 def test_what_several_products_share_is_counted_once_and_freed_with_the_last() -> None:
@@ -622,11 +597,11 @@ def test_what_several_products_share_is_counted_once_and_freed_with_the_last() -
 
     # The first microbatch has shown that each weight is used once, and deferred nothing. Inputs of
     # q, k, v and out are x and the heads; the gradients of the three heads are a tensor each.
-    assert played.stage.deferred_bytes == 2 * 6 * played.inputs[0].nbytes
+    assert played.deferred_bytes == 2 * 6 * played.inputs[0].nbytes
     assert played.stage.held == 3
     for microbatch in range(3):
         played.stage.weight_gradients(microbatch)
-    assert (played.stage.deferred_bytes, played.stage.held) == (0, 0)
+    assert (played.deferred_bytes, played.stage.held) == (0, 0)
 
 
 def test_at_most_one_dense_weight_gradient_is_there_at_a_time() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.planner.auto_layout import Choice, fewest_stages, resolve_grid
 from axsparse.planner.layout_search import Rejection
-from axsparse.planner.run_workload import run_question, schedules, workload
+from axsparse.planner.run_workload import run_question, schedules
+from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
@@ -27,9 +30,10 @@ MACHINE = cluster(overhead_bytes=0.0, jitter=0.0)
 def fewest(
     config: Config, stages: Sequence[int], room: float, *, has_times: bool = False
 ) -> Choice | Rejection:
-    subject = workload(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
+    subject = SurveyedModel(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
     question = run_question(subject, MACHINE, config, 4, stages, room)
-    return fewest_stages(question, schedules(config, has_times=has_times))
+    tried = schedules(config, has_times=has_times)
+    return fewest_stages(replace(question, schedules=tried))
 
 
 def chosen(room: float, *, has_times: bool = False, **sections: Any) -> Choice | Rejection:
@@ -40,22 +44,17 @@ def chosen(room: float, *, has_times: bool = False, **sections: Any) -> Choice |
 def test_the_fewest_stages_that_fit_are_taken_and_it_is_said_why() -> None:
     roomy = chosen(1e9)
     assert isinstance(roomy, Choice)
-    whole = max(stage.total for stage in roomy.row.memory)
-    tight = chosen(0.8 * whole)
-    assert isinstance(tight, Choice)
+    tight, none = chosen(0.8 * roomy.row.most_bytes), chosen(1e3)
 
+    assert isinstance(tight, Choice)
     assert (roomy.row.layout.grid, tight.row.layout.grid) == (Grid(1, 4), Grid(2, 2))
     assert roomy.reason == "fits 1.0 GB a rank"
     assert tight.reason.startswith("the fewest that fit ")
     assert "(with 1, stage 0 needs " in tight.reason
-
-
-def test_where_nothing_fits_the_last_is_given_back_with_its_reason() -> None:
-    found = chosen(1e3)
-
-    assert isinstance(found, Rejection)
-    assert found.g_inter == 4
-    assert " GB of 0.0000" in found.reason
+    # Where nothing fits the last is given back with its reason.
+    assert isinstance(none, Rejection)
+    assert none.g_inter == 4
+    assert " GB of 0.0000" in none.reason
 
 
 def test_slack_goes_where_memory_asks_for_it() -> None:
@@ -65,14 +64,13 @@ def test_slack_goes_where_memory_asks_for_it() -> None:
         choice = fewest(config, [4], room)
         assert isinstance(choice, Choice)
         found.append(choice.row.layout.schedule.slack)
-        room = max(stage.total for stage in choice.row.memory)
+        room = choice.row.most_bytes
 
     # Slack is an option, for which no more than 85 % of the memory is used.
     assert found == [1, 0]
 
 
 def test_with_times_slack_is_what_the_simulation_gains_by() -> None:
-    assert schedules(tiny_config(), has_times=True) == [None]
     found = chosen(1e9, has_times=True)
     assert isinstance(found, Choice)
     assert found.row.layout.schedule.slack == 0  # one stage waits for nobody
@@ -82,7 +80,7 @@ def test_a_limit_has_to_hold_the_copies_of_checkpoints_as_well() -> None:
     sections: dict[str, Any] = {"train": {"steps": 20}}
     at_the_end = chosen(1e12, **sections)
     assert isinstance(at_the_end, Choice)
-    need = max(stage.total for stage in at_the_end.row.memory)
+    need = at_the_end.row.most_bytes
 
     enough = chosen(need, **sections)
     assert isinstance(enough, Choice) and enough.row.layout.grid.g_inter == 1
@@ -91,18 +89,6 @@ def test_a_limit_has_to_hold_the_copies_of_checkpoints_as_well() -> None:
 
 
 # -- resolve_grid ---------------------------------------------------------------------------
-
-
-def grid_refusal(ranks: int, num_layers: int, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        resolve_grid(load_config(None, overrides), ranks, num_layers)
-    return str(caught.value)
-
-
-def test_a_split_has_one_entry_a_stage() -> None:
-    assert grid_refusal(3, 8, "layout.split=[4, 4]", "layout.g_inter=3") == (
-        "layout.split (--set): [4, 4] is for 2 stages, g_inter is 3; choose 3 entries, or auto"
-    )
 
 
 @pytest.mark.parametrize(
@@ -135,43 +121,57 @@ def test_auto_always_arranges_all_ranks(ranks: int, num_layers: int) -> None:
     assert grid.g_inter <= num_layers
 
 
-def test_stages_must_divide_the_ranks() -> None:
-    assert grid_refusal(3, 8, "layout.g_inter=2") == (
-        "layout.g_inter (--set): 2 does not divide the 3 ranks; start 4 ranks or choose one of 1, 3"
-    )
-    assert grid_refusal(1, 8, "layout.g_inter=4") == (
-        "layout.g_inter (--set): 4 does not divide the 1 rank; start 4 ranks (mpirun -n 4 before "
-        "the same command) or choose 1"
-    )
+@pytest.mark.parametrize(
+    ("ranks", "num_layers", "overrides", "said"),
+    [
+        (
+            *(3, 8, "layout.split=[4, 4] layout.g_inter=3"),
+            "layout.split (--set): [4, 4] is for 2 stages, g_inter is 3; choose 3 entries, or auto",
+        ),
+        (
+            *(3, 8, "layout.g_inter=2"),
+            "layout.g_inter (--set): 2 does not divide the 3 ranks; start 4 ranks or choose one of "
+            "1, 3",
+        ),
+        (
+            *(1, 8, "layout.g_inter=4"),
+            "layout.g_inter (--set): 4 does not divide the 1 rank; start 4 ranks (mpirun -n 4 "
+            "before the same command) or choose 1",
+        ),
+        (
+            *(6, 2, "layout.g_data=4"),
+            "layout.g_data (--set): 4 does not divide the 6 ranks; start 8 ranks or choose one of "
+            "3, 6",
+        ),
+        (
+            *(3, 8, "layout.g_inter=2 layout.g_data=2"),
+            "layout: 3 ranks ≠ g_inter 2 × g_data 2; start 4 ranks or set layout.g_inter to one of "
+            "1, 3 and layout.g_data to auto",
+        ),
+        (
+            *(9, 8, "layout.g_inter=9"),
+            "layout.g_inter (--set): 9 stages for 8 layers; choose at most 8",
+        ),
+        (
+            *(16, 8, "layout.g_data=1"),
+            "layout.g_data (--set): 1 leaves 16 stages for 8 layers; choose one of 2, 4, 8, 16",
+        ),
+        *(
+            (
+                *(2, 8, f"layout.split={split}"),
+                f"layout.split (--set): {split} places {placed} layers of 8, embedding and head "
+                "included; choose entries that add up to 8",
+            )
+            for split, placed in (("[4, 3]", 7), ("[4, 5]", 9))
+        ),
+    ],
+)
+def test_a_layout_uses_every_rank_once_and_places_every_layer_once(
+    ranks: int, num_layers: int, overrides: str, said: str
+) -> None:
+    asked = re.split(r" (?=layout)", overrides)
 
+    with pytest.raises(ConfigError) as caught:
+        resolve_grid(load_config(None, asked), ranks, num_layers)
 
-def test_replicas_must_divide_the_ranks() -> None:
-    assert grid_refusal(6, 2, "layout.g_data=4") == (
-        "layout.g_data (--set): 4 does not divide the 6 ranks; start 8 ranks or choose one of 3, 6"
-    )
-
-
-def test_stages_times_replicas_are_the_ranks() -> None:
-    assert grid_refusal(3, 8, "layout.g_inter=2", "layout.g_data=2") == (
-        "layout: 3 ranks ≠ g_inter 2 × g_data 2; "
-        "start 4 ranks or set layout.g_inter to one of 1, 3 and layout.g_data to auto"
-    )
-
-
-def test_every_stage_has_a_layer() -> None:
-    assert grid_refusal(9, 8, "layout.g_inter=9") == (
-        "layout.g_inter (--set): 9 stages for 8 layers; choose at most 8"
-    )
-    assert grid_refusal(16, 8, "layout.g_data=1") == (
-        "layout.g_data (--set): 1 leaves 16 stages for 8 layers; choose one of 2, 4, 8, 16"
-    )
-
-
-@pytest.mark.parametrize("split", ["[4, 3]", "[4, 5]"])
-def test_a_split_places_every_layer_exactly_once(split: str) -> None:
-    placed = sum(map(int, split.strip("[]").split(",")))
-
-    assert grid_refusal(2, 8, f"layout.split={split}") == (
-        f"layout.split (--set): {split} places {placed} layers of 8, embedding and head "
-        "included; choose entries that add up to 8"
-    )
+    assert str(caught.value) == said

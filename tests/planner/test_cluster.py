@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from axsparse.planner.cluster import (
     CONSTANTS,
     KINDS,
     bundled_clusters,
+    cluster_text,
     load_cluster,
     parse_cluster,
     to_yaml,
@@ -20,56 +22,34 @@ GOOD = to_yaml(load_cluster("summit"))
 
 
 def without(name: str) -> str:
-    """The good file without one line."""
+    """The good file without the lines that begin so."""
     return "".join(f"{line}\n" for line in GOOD.splitlines() if not line.startswith(name))
 
 
-def refusal(text: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse_cluster(text, "mine.yaml")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_ten_clusters_are_bundled() -> None:
-    assert bundled_clusters() == [
-        *("a100-pod", "a100-roce", "dgx-h100", "frontier-mi250x", "h200-node"),
-        *("jean-zay-a100", "laptop", "selene-a100", "summit", "v100-edr"),
-    ]
-
-
 @pytest.mark.parametrize("name", bundled_clusters())
-def test_every_constant_says_where_it_comes_from(name: str) -> None:
+def test_every_constant_says_where_it_comes_from_and_survives_its_text(name: str) -> None:
     found = load_cluster(name)
 
     assert found.name == name
     given = [constant for constant in CONSTANTS if getattr(found, constant) is not None]
     assert sorted(found.origins) == sorted(given)
     assert all(origin.kind in KINDS and origin.source for origin in found.origins.values())
+    assert found.is_of_hosts == (name == "laptop")
+    assert parse_cluster(to_yaml(found), f"{name}.yaml") == found
 
 
 def test_summit_has_five_fitted_constants_and_one_of_them_stands_twice() -> None:
-    fitted = [
-        name for name, origin in load_cluster("summit").origins.items() if origin.kind == "fitted"
-    ]
-
-    assert sorted(fitted) == [
-        "compression_rate",
-        "efficiency",
-        "inter_node_bandwidth",
-        "intra_node_bandwidth",
-        "nic_efficiency",
-        "ring_latency",
-    ]
     summit = load_cluster("summit")
+    fitted = sorted(name for name, origin in summit.origins.items() if origin.kind == "fitted")
+
+    assert fitted == [
+        *("compression_rate", "efficiency", "inter_node_bandwidth", "intra_node_bandwidth"),
+        *("nic_efficiency", "ring_latency"),
+    ]
     assert summit.inter_node_bandwidth == summit.intra_node_bandwidth
-
-
-@pytest.mark.parametrize("name", bundled_clusters())
-def test_a_cluster_survives_its_text(name: str) -> None:
-    found = load_cluster(name)
-
-    assert parse_cluster(to_yaml(found), f"{name}.yaml") == found
+    assert [summit.node_of(rank) for rank in (0, 5, 6, 12)] == [0, 0, 1, 2]
+    with pytest.raises(ConfigError, match="its devices have no peak_bf16; choose a precision of"):
+        summit.peak("bf16")
 
 
 def test_a_file_is_read_from_its_path_and_named_by_its_stem(tmp_path: Path) -> None:
@@ -79,91 +59,62 @@ def test_a_file_is_read_from_its_path_and_named_by_its_stem(tmp_path: Path) -> N
     assert load_cluster(str(path)).name == "mine"
 
 
-def test_a_precision_without_unit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="its devices have no peak_bf16; choose a precision of"):
-        load_cluster("summit").peak("bf16")
-
-
-def test_ranks_fill_one_node_after_the_other() -> None:
-    assert [load_cluster("summit").node_of(rank) for rank in (0, 5, 6, 12)] == [0, 0, 1, 2]
-
-
-def test_a_cluster_that_is_not_there_names_those_that_are() -> None:
-    with pytest.raises(MissingInputError, match=r"no bundled cluster of that name; .*summit"):
-        load_cluster("sumit")
-    with pytest.raises(
-        MissingInputError, match=r"the file says nothing \(.*\); name a readable one"
-    ):
-        load_cluster("no/such.yaml")
-
-
-def test_mistakes_are_told_with_their_line() -> None:
-    line = next(n for n, text in enumerate(GOOD.splitlines(), 1) if text.startswith("efficiency"))
-
-    assert "mine.yaml: no valid YAML, while" in refusal("a: {b")
-    assert "a cluster file has mappings here" in refusal("- 1")
-    assert refusal(GOOD + "jitter: {value: 0, kind: assumed, source: x}\n").startswith(
-        f"mine.yaml:{len(GOOD.splitlines()) + 1}: jitter is given twice in this cluster"
-    )
-    wrong = GOOD.replace("efficiency: {value: 0.8432", "efficiency: {value: 1.2", 1)
-    assert refusal(wrong) == (
-        f"mine.yaml:{line}: efficiency is '1.2'; "
-        "a cluster needs a number above 0 and at most 1 here"
-    )
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "rule"),
+    ("source", "said"),
     [
-        ("gpus_per_node", "2.5", "a whole number of at least 1"),
-        ("memory_bandwidth", "0", "a positive number"),
-        ("memory_bandwidth", "inf", "a positive number"),
-        ("memory_bandwidth", "fast", "a positive number"),
-        ("jitter", "-1", "a number of at least 0"),
-        ("jitter", "[1]", "a number of at least 0"),
+        ("sumit", r"no bundled cluster of that name; did you mean summit\?.*a100-pod"),
+        ("no/such.yaml", r"the file says nothing \(.*\); name a readable one"),
     ],
 )
-def test_no_machine_has_such_a_constant(name: str, value: str, rule: str) -> None:
-    text = without(f"{name}:") + f"{name}: {{value: {value}, kind: assumed, source: x}}\n"
-
-    assert f"a cluster needs {rule} here" in refusal(text)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "jiter: {value: 0, kind: assumed, source: x}",
-            "a cluster has no jiter; did you mean jitter?",
-        ),
-        ("jitter: {value: 0, kind: assumed, origin: x}", "a cluster has no origin; did you mean"),
-        (
-            "jitter: {value: 0, kind: assumed}",
-            "jitter has no source; write jitter: {value: …, kind",
-        ),
-        (
-            "jitter: {value: 0, kind: guessed, source: x}",
-            "jitter is of kind 'guessed'; a constant is",
-        ),
-        ("jitter: {value: 0, kind: assumed, source: ''}", "jitter has an empty source; say where"),
-        ("", "jitter is missing; give every constant of"),
-    ],
-)
-def test_a_constant_needs_a_value_a_kind_and_a_source(line: str, message: str) -> None:
-    assert message in refusal(without("jitter:") + line + "\n")
+def test_a_cluster_that_is_not_there_names_those_that_are(source: str, said: str) -> None:
+    with pytest.raises(MissingInputError, match=said):
+        load_cluster(source)
 
 
-def test_a_cluster_needs_one_peak() -> None:
-    text = "".join(f"{line}\n" for line in GOOD.splitlines() if not line.startswith("peak_"))
+def given(name: str, value: str, kind: str = "assumed", source: str = "x") -> str:
+    """A line with one constant."""
+    return f"{name}: {{value: {value}, kind: {kind}, source: {source}}}\n"
 
-    assert "peak_bf16 is missing" in refusal(text)
+
+REFUSED = {
+    "a: {b": "mine.yaml:1: not YAML: while",
+    "- 1": "a cluster file has mappings here",
+    GOOD + given("jitter", "0"): f"mine.yaml:{GOOD.count(chr(10)) + 1}: jitter is given twice in",
+    given("efficiency", "1.2"): "mine.yaml:1: efficiency is '1.2'; a cluster needs a number above "
+    "0 and at most 1 here",
+    given("gpus_per_node", "2.5"): "a cluster needs a whole number of at least 1 here",
+    given("memory_bandwidth", "0"): "a cluster needs a positive number here",
+    given("memory_bandwidth", ".inf"): "a cluster needs a positive number here",
+    given("memory_bandwidth", "fast"): "a cluster needs a positive number here",
+    given("jitter", "-1"): "a cluster needs a number of at least 0 here",
+    given("jitter", "[1]"): "jitter is 'a list or mapping'; a cluster needs a number of at",
+    given("fused_attention", "2"): "a cluster needs 1 for yes or 0 for no here",
+    given("jiter", "0"): "mine.yaml:1: a cluster has no 'jiter' here; did you mean jitter?",
+    given("velocity", "0"): "a cluster has no 'velocity' here; choose one of memory_bytes, peak_",
+    "name: x": "a cluster has no 'name' here; it is named by its file, so leave this key out",
+    "jitter: {value: 0, kind: assumed, origin: x}": "has no 'origin' here; choose one of value, k",
+    "jitter: {value: 0, kind: assumed}": "jitter has no source; write jitter: {value: …, kind",
+    given("jitter", "0", kind="guessed"): "jitter is of kind 'guessed'; a constant is measured, ",
+    given("jitter", "0", source="''"): "jitter has an empty source; say where",
+    without("jitter"): "cluster file mine.yaml: jitter is missing; give every constant of",
+    without("peak_"): "peak_bf16 is missing",
+}
 
 
-def test_memory_of_the_host_says_that_ranks_have_their_own() -> None:
-    assert {name for name in bundled_clusters() if load_cluster(name).is_of_hosts} == {"laptop"}
-    host = 'host_memory_bytes: {value: 1e9, kind: assumed, source: "a test"}\n'
-    without = "".join(f"{line}\n" for line in GOOD.splitlines() if "memory_bytes" not in line)
-    kept = next(line for line in GOOD.splitlines() if line.startswith("memory_bytes"))
+@pytest.mark.parametrize("text", REFUSED)
+def test_mistakes_are_told_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_cluster(text, "mine.yaml")
 
-    assert parse_cluster(f"{without}{kept}\n", "mine.yaml").is_of_hosts
-    assert not parse_cluster(f"{without}{kept}\n{host}", "mine.yaml").is_of_hosts
+    assert REFUSED[text] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_manual_has_every_key_and_a_file_to_begin_with() -> None:
+    page = Path(__file__).parents[2] / "docs" / "howto" / "plan.md"
+    table = page.read_text().partition("### A cluster file")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    keys = [key for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])]
+
+    assert sorted(keys) == sorted(CONSTANTS)
+    assert parse_cluster(cluster_text("summit"), "summit.yaml") == load_cluster("summit")

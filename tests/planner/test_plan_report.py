@@ -1,18 +1,24 @@
-"""What a plan says, in words and in JSON."""
+"""What a plan says: in words, as JSON, as a page and as a trace."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+from dataclasses import replace
 from functools import cache
+from xml.etree import ElementTree
 
 import pytest
-from support.planner_cases import cluster, formula
+from support.pages import body_of, figure_of
+from support.planner_cases import cluster, formula, planned, schedule
 
-from axsparse.planner.layout import LayoutQuestion
-from axsparse.planner.layout_search import Rejection, plan
+from axsparse.observe.trace_file import Span
+from axsparse.planner.html_page import page
+from axsparse.planner.layout import LayoutQuestion, Row
+from axsparse.planner.layout_search import Plan, Rejection, plan
 from axsparse.planner.plan_report import (
     MOST_ROWS,
-    MethodPlan,
     as_json,
     because,
     comparison,
@@ -20,23 +26,17 @@ from axsparse.planner.plan_report import (
     rejections,
     scaling,
     settings,
+    spans,
     table,
 )
+from axsparse.planner.step_simulation import STEP_PHASES
 
 
 @cache
-def answer(
-    gpus: int = 64, density: float = 1.0, method: str = "dense", **constants: float
-) -> MethodPlan:
-    found = plan(
-        LayoutQuestion(
-            workload=formula("gpt3_2.7b.yaml", density),
-            cluster=cluster(**constants),
-            gpus=gpus,
-            global_batch_size=128,
-        )
-    )
-    return MethodPlan(method, found)
+def answer(gpus: int = 64, density: float = 1.0, method: str = "dense", **constants: float) -> Plan:
+    machine = cluster(**constants)
+    found = planned("gpt3_2.7b.yaml", density, machine, gpus=gpus, global_batch_size=128)
+    return replace(found, method=method)
 
 
 def test_the_recommended_layout_comes_first_with_its_margin_and_the_rest_by_time() -> None:
@@ -44,57 +44,36 @@ def test_the_recommended_layout_comes_first_with_its_margin_and_the_rest_by_time
     text = list(lines([found], ["a note"]))
 
     assert text[0] == "gpt3_2.7b.yaml (dense) in fp16 on 64 devices of summit, 17.2 GB each"
-    rows = text[3 : 3 + min(MOST_ROWS, len(found.plan.rows))]
+    rows = text[3 : 3 + min(MOST_ROWS, len(found.rows))]
     assert rows[0].split()[:3] == ["8", "×", "8"]
     assert "+0.0" in rows[0].split()
-    assert (
-        f"recommended: 8 stages × 8 replicas, microbatches of 1, {settings(found.plan.recommended)}"
-        in text
-    )
+    options = settings(found.recommended)
+    assert f"recommended: 8 stages × 8 replicas, microbatches of 1, {options}" in text
     assert text[-1] == "note: a note"
-
-
-def test_it_says_why_fewer_stages_do_not_do() -> None:
-    found = answer().plan
-    [last] = [r.reason for r in found.rejected if r.g_inter == 4]
-
-    assert because(found).startswith(f"fewer stages do not do (with 4: {last})")
-    assert "GB of 17.2" in last
-
-
-def test_it_says_when_a_layout_of_more_stages_is_predicted_faster() -> None:
-    # Without fast cards, many replicas reduce for ever.
-    found = answer(memory_bytes=1e12, nic_bandwidth=1e8).plan
-    fastest = min(found.rows, key=lambda row: row.seconds)
-
-    assert because(found).startswith("the fewest stages fit: ")
-    assert (
-        f"; {fastest.layout.grid} with microbatches of {fastest.layout.microbatch_size} are"
-        in because(found)
-    )
-
-
-def test_memory_of_stages_is_told_by_category_and_adds_up() -> None:
-    text = list(lines([answer()], []))
+    # Memory by category adds up.
     begin = text.index("memory of each stage, GB:")
     heads, first = text[begin + 1].split(), text[begin + 2].split()
     values = dict(zip(reversed(heads), reversed(first), strict=False))
-
     parts = sum(float(values[name]) for name in heads[2:-1])
     assert float(values["total"]) == pytest.approx(parts, rel=0.01)
 
 
+def test_it_says_why_fewer_stages_do_not_do_or_that_more_are_predicted_faster() -> None:
+    found = answer()
+    [last] = [r.reason for r in found.rejected if r.g_inter == 4]
+    assert because(found).startswith(f"fewer stages do not do (with 4: {last})")
+    assert "GB of 17.2" in last
+
+    # Without fast cards, many replicas reduce for ever.
+    found = answer(memory_bytes=1e12, nic_bandwidth=1e8)
+    fastest = min(found.rows, key=lambda row: row.seconds).layout
+    assert because(found).startswith("the fewest stages fit: ")
+    assert f"; {fastest.grid} with microbatches of {fastest.microbatch_size} are" in because(found)
+
+
 def test_of_many_stages_the_fullest_and_the_last_are_shown() -> None:
-    found = plan(
-        LayoutQuestion(
-            workload=formula("gpt3_13b.yaml"),
-            cluster=cluster(),
-            gpus=32,
-            global_batch_size=32,
-            g_inter=[32],
-        )
-    )
-    text = list(lines([MethodPlan("dense", found)], []))
+    found = planned("gpt3_13b.yaml", gpus=32, global_batch_size=32, g_inter=[32])
+    text = list(lines([found], []))
     begin = text.index("memory of each stage, GB:")
 
     assert [line.split()[0] for line in text[begin + 2 : begin + 9]] == [*"012345", "31"]
@@ -113,43 +92,162 @@ def test_neighbours_that_are_rejected_alike_share_a_line() -> None:
     ]
 
 
-def test_methods_are_compared_by_the_papers_reduction() -> None:
-    dense, samo = answer(), answer(density=0.1, method="samo")
-    rows = list(comparison([dense, samo]))
+def test_methods_are_compared_by_the_papers_reduction_and_scaling_against_the_fewest() -> None:
+    dense, samo, large = answer(), answer(density=0.1, method="samo"), answer(128)
+    compared, scaled = list(comparison([dense, samo])), list(scaling([dense, large]))
 
-    expected = 1 - samo.plan.recommended.seconds / dense.plan.recommended.seconds
-    assert rows[2].split()[-1] == f"{100 * expected:.1f}"
-    assert [row.split()[0] for row in rows] == ["method", "dense", "samo"]
-
-
-def test_scaling_is_efficient_against_the_fewest_devices() -> None:
-    small, large = answer(64), answer(128)
-    rows = list(scaling([small, large]))
-
-    expected = small.plan.recommended.seconds / large.plan.recommended.seconds / 2
-    assert rows[1].split()[-1] == "100"
-    assert rows[2].split()[-1] == f"{100 * expected:.0f}"
+    first = dense.recommended.seconds
+    assert [row.split()[0] for row in compared] == ["method", "dense", "samo"]
+    assert compared[2].split()[-1] == f"{100 * (1 - samo.recommended.seconds / first):.1f}"
+    efficiency = f"{100 * first / large.recommended.seconds / 2:.0f}"
+    assert [row.split()[-1] for row in scaled[1:]] == ["100", efficiency]
 
 
 def test_json_has_all_and_is_json() -> None:
     found = answer()
     told = json.loads(json.dumps(as_json(found)))
 
-    assert len(told["rows"]) == len(found.plan.rows)
-    assert told["rows"][0]["margin"] == 0
-    assert sum(told["rows"][0]["phases"].values()) == pytest.approx(told["rows"][0]["step_seconds"])
+    assert len(told["rows"]) == len(found.rows)
+    first = told["rows"][0]
+    assert first["margin"] == 0
+    assert sum(first["phases"].values()) == pytest.approx(first["step_seconds"])
     assert told["rejected"][0]["reason"].startswith("stage ")
-    assert told["slack_curve"][0]["slack"] == 0
+    assert told["slack_curve"][0].keys() == {"slack", "seconds", "bytes"}
+    assert told["tried"][0].keys() == {"schedule", "seconds", "bytes"}
     assert told["constants"]["efficiency"]["kind"] == "fitted"
-    memory = told["rows"][0]["stages"][0]["memory"]
+    memory = first["stages"][0]["memory"]
     assert memory["total"] == pytest.approx(sum(memory.values()) / 2)
 
 
 def test_words_stand_left_and_numbers_right() -> None:
-    assert list(
-        table([{"phase": "a", "layout": "1", "s": "1"}, {"phase": "b", "layout": "16", "s": "20"}])
-    ) == [
+    rows = [{"phase": "a", "layout": "1", "s": "1"}, {"phase": "b", "layout": "16", "s": "20"}]
+
+    assert list(table(rows)) == [
         "phase  layout   s",
         "    a  1        1",
         "    b  16      20",
     ]
+
+
+# -- the page: one file, well-formed, nothing from elsewhere ----------------------------------
+
+
+@cache
+def drawn_plan(gpus: int = 16, name: str = "gpt", method: str = "samo") -> Plan:
+    question = LayoutQuestion(
+        workload=replace(formula("gpt3_xl.yaml", 0.1), name=name),
+        cluster=cluster(),
+        gpus=gpus,
+        global_batch_size=32,
+        g_inter=[4],
+        microbatch_sizes=[1],
+    )
+    return replace(plan(question), method=method)
+
+
+def texts(figure: ElementTree.Element) -> list[str]:
+    return [text.text or "" for text in figure.iter("text")]
+
+
+def test_a_step_and_the_memory_of_every_stage_are_drawn_beside_the_terminals_tables() -> None:
+    found = drawn_plan()
+    drawn = page([found], [])
+
+    assert {"stage 0", "stage 3", "B3"} <= set(texts(figure_of(drawn, "A step")))
+    memory = figure_of(drawn, "Memory of a rank")
+    assert [word for word in texts(memory) if "stage" in word] == [f"stage {n}" for n in range(4)]
+    assert sum("GB" in word for word in texts(memory)) == 5
+    assert any(word.startswith("limit ") for word in texts(memory))
+    assert "optimizer" in [key.tail or "" for key in memory.iter("i")]
+    assert "slack" in texts(figure_of(drawn, "Seconds of a step over slack"))
+    heads, *rest = ([cell.text for cell in row] for row in body_of(drawn).iter("tr"))
+    printed = "\n".join(lines([found], []))
+    assert {"compute", "p2p", "bubble", "collective"} <= set(heads)
+    assert ["stage", "layers", "weight"] in [row[:3] for row in rest]
+    for row in rest:
+        assert all((cell or "") in printed for cell in row if cell != "total, GB")
+
+
+def test_names_are_escaped_and_nothing_comes_from_elsewhere() -> None:
+    evil = "<script>alert('x')</script>&"
+    text = page([drawn_plan(8, name=evil, method=evil), drawn_plan(name=evil, method=evil)], [evil])
+
+    assert "<script" not in text
+    body_of(text)
+    assert not re.search(r"https?:|src=|href=\"(?!#|data:)|url\((?!#)|@import|<link|<img", text)
+
+
+def test_several_numbers_of_devices_have_a_scaling_curve_of_each_method() -> None:
+    plans = [drawn_plan(n, method=m) for n in (8, 16) for m in ("dense", "samo")]
+
+    assert "Strong scaling" not in page(plans[:1], [])
+    figure = figure_of(page(plans, []), "Strong scaling")
+    assert {"8", "16", "devices"} <= set(texts(figure))
+    assert [key.tail for key in figure.iter("i")] == ["dense", "samo"]
+
+
+def test_a_step_of_thousands_of_moments_makes_no_large_page() -> None:
+    question = LayoutQuestion(
+        workload=replace(formula("gpt3_xl.yaml"), layers=32),
+        cluster=cluster(memory_bytes=1e12),
+        gpus=32,
+        global_batch_size=512,
+        g_inter=[32],
+        microbatch_sizes=[1],
+        schedules=[schedule()],
+    )
+
+    assert len(page([plan(question)], [])) < 200_000
+
+
+# -- the trace ------------------------------------------------------------------------------
+
+
+def row(jitter: float = 0.0) -> Row:
+    """Four stages, sixteen replicas, over several nodes; pruned, so that all phases occur."""
+    return planned(
+        "gpt3_xl.yaml",
+        0.1,
+        cluster(jitter=jitter),
+        gpus=64,
+        global_batch_size=128,
+        g_inter=[4],
+        microbatch_sizes=[1],
+    ).recommended
+
+
+def seconds(found: list[Span], stage: int, phase: str) -> float:
+    replicas = {span.replica for span in found}
+    chosen = [s for s in found if (s.stage, s.phase) == (stage, phase)]
+    return sum(span.end - span.begin for span in chosen) / len(replicas)
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.2])
+def test_a_stage_is_always_in_one_phase_and_spans_add_up_to_its_seconds(jitter: float) -> None:
+    best = row(jitter)
+    found = spans(best)
+
+    for replica, stage in itertools.product(best.run.pipelines, range(4)):
+        own = [span for span in found if (span.replica, span.stage) == (replica, stage)]
+        own.sort(key=lambda span: span.begin)
+        assert own[0].begin == 0
+        assert own[-1].end == pytest.approx(best.seconds)
+        for before, after in itertools.pairwise(own):
+            assert after.begin == pytest.approx(before.end, abs=1e-12)
+    for stage, phases in enumerate(best.run.phases if not jitter else []):
+        for name in STEP_PHASES:
+            assert phases[name] > 0
+            assert seconds(found, stage, name) == pytest.approx(phases[name], rel=1e-6), name
+
+
+def test_computing_spans_are_named_by_their_actions() -> None:
+    best = row()
+    names = [
+        span.name
+        for span in spans(best)
+        if span.phase == "compute" and (span.replica, span.stage) == (0, 3)
+    ]
+
+    assert names == [str(action) for action in best.run.pipelines[0].stages[3].actions]
+    # Activations are recomputed: one microbatch waits for weight gradients at a time.
+    assert names[:6] == ["F0", "B0", "F1", "W0", "B1", "F2"]

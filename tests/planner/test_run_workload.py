@@ -14,16 +14,13 @@ from axsparse.models.survey import survey
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.run_workload import (
-    configured_schedule,
-    copied_bytes,
     only_backward,
     predict,
     schedules,
     split_trade,
-    workload,
 )
 from axsparse.planner.schedule_choice import Trade
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 
@@ -31,17 +28,42 @@ MACHINE = cluster(overhead_bytes=0.0, jitter=0.0)
 
 
 def subject(config: Config) -> SurveyedModel:
-    return workload(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
+    return SurveyedModel(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
 
 
 @pytest.mark.parametrize(
-    "pipeline", [{"slack": 3}, {"slack": 3, "prefer": "backward"}, {"schedule": "1f1b", "slack": 3}]
+    ("pipeline", "has_times", "expected"),
+    [
+        ({}, True, None),
+        ({"slack": 3}, True, [Schedule("message-driven", 3, "alternate")]),
+        (
+            {"slack": 3, "prefer": "backward"},
+            True,
+            [Schedule("message-driven", 3, "backward")],
+        ),
+        ({"schedule": "1f1b", "slack": 3}, True, [Schedule("1f1b", 3, "alternate")]),
+        # Other schedules, and plans without times, go without a search.
+        ({"schedule": "1f1b"}, True, [Schedule("1f1b", slack, "alternate") for slack in (1, 0)]),
+        ({}, False, [Schedule("message-driven", slack, "alternate") for slack in (1, 0)]),
+        (
+            {"split_backward": True},
+            False,
+            [
+                Schedule("message-driven", slack, "alternate", split_backward=True)
+                for slack in (1, 0)
+            ],
+        ),
+        (
+            {"slack": 2, "split_backward": True, "held": 9.5},
+            True,
+            [Schedule("message-driven", 2, "alternate", split_backward=True, held=9.5)],
+        ),
+    ],
 )
-def test_a_slack_that_is_given_is_kept(pipeline: dict[str, Any]) -> None:
-    found = schedules(tiny_config(pipeline=pipeline), has_times=True)
-
-    name, prefer = pipeline.get("schedule", "message-driven"), pipeline.get("prefer", "alternate")
-    assert found == [Schedule(name, 3, prefer)]
+def test_what_a_configuration_leaves_open_is_searched_or_tried(
+    pipeline: dict[str, Any], has_times: bool, expected: list[Schedule] | None
+) -> None:
+    assert schedules(tiny_config(pipeline=pipeline), has_times=has_times) == expected
 
 
 @pytest.mark.parametrize(
@@ -58,26 +80,6 @@ def test_which_backwards_a_configuration_allows(
     pipeline: dict[str, Any], expected: bool | None
 ) -> None:
     assert only_backward(tiny_config(pipeline=pipeline).pipeline) is expected
-
-
-def test_bounds_of_a_configuration_are_those_of_its_schedule() -> None:
-    pipeline = {"slack": 2, "split_backward": True, "held": 9.5}
-
-    found = configured_schedule(tiny_config(pipeline=pipeline).pipeline)
-
-    assert found == Schedule("message-driven", 2, "alternate", split_backward=True, held=9.5)
-
-
-@pytest.mark.parametrize(("split", "expected"), [("auto", False), (True, True)])
-def test_without_times_two_slacks_are_tried_and_backwards_split_only_where_asked(
-    split: bool | str, expected: bool
-) -> None:
-    found = schedules(tiny_config(pipeline={"split_backward": split}), has_times=False)
-
-    assert [(each and each.slack, each and each.split_backward) for each in found] == [
-        (1, expected),
-        (0, expected),
-    ]
 
 
 # -- what split backwards cost and bring ----------------------------------------------------
@@ -114,12 +116,6 @@ def test_where_nothing_is_left_to_decide_nothing_is_said(given: dict[str, Any]) 
     assert split_of(**given) is None
 
 
-def test_other_schedules_go_without_a_search() -> None:
-    found = schedules(tiny_config(pipeline={"schedule": "1f1b"}), has_times=True)
-
-    assert [each and each.slack for each in found] == [1, 0]
-
-
 @pytest.mark.parametrize("machine", [None, MACHINE])
 def test_a_prediction_has_times_only_with_a_cluster(machine: Cluster | None) -> None:
     config = tiny_config()
@@ -129,6 +125,12 @@ def test_a_prediction_has_times_only_with_a_cluster(machine: Cluster | None) -> 
     assert (found.step_seconds is None) == (machine is None)
     assert found.memory_bytes == other.memory_bytes > 0
     assert found.reason == "because"
+    # It is the peak before the first checkpoint.
+    peaks = set()
+    for every in (20, 1):
+        config = tiny_config(train={"steps": 20}, checkpoint={"every": every})
+        peaks.add(predict(subject(config), machine, config, Grid(2, 2), 1, None).memory_bytes)
+    assert len(peaks) == 1
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, 0), (5, 2e9), (19, 2e9), (20, 0)])
@@ -138,19 +140,7 @@ def test_a_checkpoint_takes_memory_of_training_unless_it_is_the_last(
     config = tiny_config(train={"steps": 20}, checkpoint={"every": every, "buffer": 2.0})
 
     assert copied_bytes(config) == expected
-    assert subject(config).checkpoint_buffer == expected
-    elsewhere = workload(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW, on_host=False)
-    assert elsewhere.checkpoint_buffer == 0
-
-
-@pytest.mark.parametrize("machine", [None, MACHINE])
-def test_what_is_predicted_is_the_peak_before_the_first_checkpoint(machine: Cluster | None) -> None:
-    last, often = (
-        tiny_config(train={"steps": 20}, checkpoint={"every": every}) for every in (20, 1)
-    )
-    peaks = {
-        predict(subject(config), machine, config, Grid(2, 2), 1, None).memory_bytes
-        for config in (last, often)
-    }
-
-    assert len(peaks) == 1
+    [load] = subject(config).stages(1, 1) or []
+    assert (load.saved > 0) == (expected > 0)
+    elsewhere = SurveyedModel(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW, on_host=False)
+    assert [load.saved for load in elsewhere.stages(1, 1) or []] == [0]

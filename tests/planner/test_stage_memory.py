@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import get_args
 
 import pytest
+from support.action_text import most_held as held_of
 
 from axsparse.models.layer_cost import Activations
 from axsparse.models.survey import LayerInfo
-from axsparse.pipeline.policy import Action, Kind, Policy
+from axsparse.pipeline.policy import Policy
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, simulate
 from axsparse.planner.layout import Layout
@@ -49,6 +48,8 @@ def test_a_backward_needs_room_for_two_gradients_and_for_what_it_computes_again(
     every: int, kept: int, working: int
 ) -> None:
     assert held_activations(LAYERS, every) == HeldActivations(kept, working)
+    without_example = [LayerInfo("a", "block", (), 1.0)]
+    assert held_activations(without_example, every) == HeldActivations(0, 0)
 
 
 def split(saved: int, deferred: int) -> LayerInfo:
@@ -73,12 +74,6 @@ def test_what_is_deferred_piles_up_while_a_backward_frees_what_it_used(
     saved = sum(10 + each.activations.saved for each in layers if each.activations)
     assert activations.held == saved + 10
     assert activations.deferred == deferred
-
-
-def test_layers_without_an_example_count_nothing() -> None:
-    layers = [LayerInfo("a", "block", (), 1.0)]
-
-    assert held_activations(layers, 1) == HeldActivations(0, 0)
 
 
 def load_of(temporary: float = 0.0, building: float = 0.0, saved: float = 0.0) -> StageLoad:
@@ -106,35 +101,28 @@ def test_a_stage_needs_state_activations_and_what_is_there_anyway() -> None:
 
     found = stage_memory(load, microbatch_size=2, in_flight=3, overhead=100_000.0)
 
-    assert (found.weight, found.index, found.gradient, found.master, found.optimizer) == (
-        1,
-        2,
-        3,
-        4,
-        5,
-    )
+    parts = [found.weight, found.index, found.gradient, found.master, found.optimizer]
+    assert parts == [1, 2, 3, 4, 5]
     assert (found.activations, found.working, found.logits) == (2 * 3 * 10, 2 * 100, 2 * 1000)
     assert found.total == 15 + 60 + 200 + 2000 + 10_000 + 100_000
 
 
-def test_where_a_tensor_takes_more_to_make_than_to_train_that_is_the_peak() -> None:
-    load = load_of(temporary=10_000.0, building=50_000.0)
-
-    assert stage_memory(load, microbatch_size=2, in_flight=3, overhead=0.0).total == 15 + 50_000
-
-
-def test_where_drawing_masks_takes_more_than_all_of_training_that_is_the_peak() -> None:
-    load = replace(load_of(temporary=10_000.0), calibration=lambda samples: 45_000.0 * samples)
-
-    assert stage_memory(load, microbatch_size=2, in_flight=3, overhead=7.0).total == 90_000 + 7
-
-
-def test_copies_for_a_checkpoint_come_on_top_while_training_goes_on() -> None:
-    load = load_of(building=50_000.0, saved=700.0)
-    found = stage_memory(load, microbatch_size=2, in_flight=3, overhead=0.0)
-
-    assert found.checkpoint == 700
-    assert found.total == 15 + 50_000 + 700
+@pytest.mark.parametrize(
+    ("load", "total"),
+    [
+        # A tensor may take more to make than to train.
+        (load_of(temporary=10_000.0, building=50_000.0), 15 + 50_000),
+        # Drawing masks may take more than all of training.
+        (
+            replace(load_of(temporary=10_000.0), calibration=lambda samples: 45_000.0 * samples),
+            90_000,
+        ),
+        # Copies for a checkpoint come on top while training goes on.
+        (load_of(building=50_000.0, saved=700.0), 15 + 50_000 + 700),
+    ],
+)
+def test_the_peak_is_the_worst_moment(load: StageLoad, total: float) -> None:
+    assert stage_memory(load, microbatch_size=2, in_flight=3, overhead=7.0).total == total + 7
 
 
 def _policy(schedule: Schedule, g_inter: int, microbatches: int, stage: int) -> Policy:
@@ -154,9 +142,11 @@ def test_a_free_pipeline_holds_as_many_microbatches_as_are_counted(name: Schedul
             bound = most_in_flight(
                 schedule, stage=stage, g_inter=g_inter, microbatches=microbatches
             )
-            assert done.most_in_flight <= bound
+            assert held_of(done.actions, 0.0) <= bound
             if stage == 0 and g_inter > 1:
-                assert done.most_in_flight == bound
+                assert held_of(done.actions, 0.0) == bound
+            if stage == g_inter - 1 and name != "gpipe":
+                assert bound == 1
 
 
 @pytest.mark.parametrize("name", get_args(ScheduleName))
@@ -175,18 +165,7 @@ def test_a_stage_that_splits_never_holds_more_than_is_counted(
             )
             for stage, done in enumerate(run.stages):
                 place = {"stage": stage, "g_inter": g_inter, "microbatches": microbatches}
-                assert _held(done.actions, size) <= most_held(schedule, **place) + 1e-9
-
-
-def _held(actions: Sequence[Action], size: float) -> float:
-    """The most that is held at a time, in units of a microbatch in flight."""
-    seen: Counter[Kind] = Counter()
-    held = [0.0]
-    for each in actions:
-        seen[each.kind] += 1
-        deferred = seen[Kind.BACKWARD] - seen[Kind.WEIGHT]
-        held.append(seen[Kind.FORWARD] - seen[Kind.BACKWARD] + size * deferred)
-    return max(held)
+                assert held_of(done.actions, size) <= most_held(schedule, **place) + 1e-9
 
 
 def test_what_waits_for_weight_gradients_counts_by_its_own_bytes() -> None:
@@ -215,20 +194,3 @@ def test_a_need_is_told_apart_from_the_room(need: float, room: float, text: str)
     assert needed(need, room) == text
     assert gigabytes(12.34e9) == "12.3"
     assert gigabytes(1_234_000) == "0.0012"
-
-
-def test_the_last_stage_holds_one_microbatch_and_no_stage_more_than_is_counted() -> None:
-    schedule = Schedule("message-driven", 3, "alternate")
-    run = simulate(
-        lambda stage: schedule.policy(stage=stage, g_inter=3, microbatches=8),
-        Durations.uniform(3, 8, 1.0, 2.0),
-    )
-    counted = [
-        most_in_flight(schedule, stage=stage, g_inter=3, microbatches=8) for stage in range(3)
-    ]
-
-    assert counted == [6, 5, 1]
-    assert all(
-        stage.most_in_flight <= most for stage, most in zip(run.stages, counted, strict=True)
-    )
-    assert run.stages[2].most_in_flight == 1

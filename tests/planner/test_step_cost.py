@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,9 +10,12 @@ from support.planner_cases import SUMMIT, cluster, formula, uniform
 from axsparse.pipeline.simulator import MessageCost
 from axsparse.planner.step_cost import (
     KERNEL_BYTES,
+    Group,
     all_reduce_seconds,
     edges,
+    group,
     optimizer_seconds,
+    ring_seconds,
     stage_seconds,
     step_costs,
 )
@@ -53,37 +55,31 @@ def test_a_backward_is_two_forwards_what_is_computed_again_and_the_compression()
     assert (pruned.backward, pruned.compress) == (3 * (2 * forward + again) + 5, 5)
 
 
-def test_kernels_move_each_written_byte_several_times_where_a_cluster_says_so() -> None:
-    machine = replace(ROUND, traffic=2.0)
+def test_a_cluster_may_say_what_kernels_move_and_a_pass_over_the_weights() -> None:
+    plain = stage_seconds(formula("gpt3_xl", 0.1), LOAD, ROUND, 3)
+    moving = stage_seconds(formula("gpt3_xl"), LOAD, replace(ROUND, traffic=2.0), 1)
+    passing = stage_seconds(formula("gpt3_xl", 0.1), LOAD, replace(ROUND, weight_rate=50.0), 3)
 
-    seen = stage_seconds(formula("gpt3_xl"), LOAD, machine, 1)
-
-    assert seen.forward == pytest.approx(100 / 10 + KERNEL_BYTES * 2 * 30 / 5)
-
-
-def test_a_pass_over_the_weights_takes_as_long_whatever_the_microbatch() -> None:
-    machine = replace(ROUND, weight_rate=50.0)
-
-    for size in (1, 3):
-        seen = stage_seconds(formula("gpt3_xl", 0.1), LOAD, machine, size)
-        before = stage_seconds(formula("gpt3_xl", 0.1), LOAD, ROUND, size)
-        assert (seen.forward, seen.backward) == (before.forward + 10, before.backward + 20)
+    assert moving.forward == pytest.approx(100 / 10 + KERNEL_BYTES * 2 * 30 / 5)
+    assert (passing.forward, passing.backward) == (plain.forward + 10, plain.backward + 20)
 
 
-def test_the_optimizer_reads_and_writes_masters_and_moments() -> None:
-    seconds = optimizer_seconds(LOAD, ROUND, weight_bytes=2)
-
-    assert seconds == (100 + 200 + 2 * (200 + 400) + 2 * 50) / 5
-
-
-@pytest.mark.parametrize(("link", "seconds"), [(0.5, 1200.0), (50.0, 320.0)])
-def test_offloaded_state_comes_and_goes_while_the_optimizer_works(
-    link: float, seconds: float
+@pytest.mark.parametrize(
+    ("state", "link", "seconds"),
+    [
+        ({}, None, (100 + 200 + 2 * (200 + 400) + 2 * 50) / 5),
+        ({"master": 50, "optimizer": 100}, None, (100 + 200 + 2 * (50 + 100) + 2 * 50) / 5),
+        # Offloaded state comes and goes while the optimizer works.
+        ({"master": 0, "optimizer": 0, "offloaded": 600}, 0.5, 1200.0),
+        ({"master": 0, "optimizer": 0, "offloaded": 600}, 50.0, 320.0),
+    ],
+)
+def test_the_optimizer_reads_and_writes_masters_and_moments(
+    state: dict[str, int], link: float | None, seconds: float
 ) -> None:
-    state = replace(LOAD.state, master=0, optimizer=0, offloaded=600)
-    machine = replace(ROUND, host_bandwidth=link)
+    load = replace(LOAD, state=replace(LOAD.state, **state))
 
-    assert optimizer_seconds(replace(LOAD, state=state), machine, weight_bytes=2) == seconds
+    assert optimizer_seconds(load, replace(ROUND, host_bandwidth=link), weight_bytes=2) == seconds
 
 
 def test_messages_cost_by_the_nodes_that_their_ranks_stand_on() -> None:
@@ -102,32 +98,57 @@ def test_messages_cost_by_the_nodes_that_their_ranks_stand_on() -> None:
     assert found == [[near, near, near], [near, far, near], [near, near, near]]
 
 
-@pytest.mark.parametrize(("g_inter", "rings"), [(1, 1), (2, 2), (4, 4), (6, 6), (32, 6)])
-def test_an_all_reduce_shares_the_cards_with_the_rings_of_its_node(
-    g_inter: int, rings: int
+MACHINE = cluster(
+    ring_bandwidth=100.0,
+    ring_latency=0.5,
+    node_ring_latency=0.25,
+    nic_bandwidth=80.0,
+    nic_efficiency=0.5,
+    peer_bandwidth=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "constants", "rate", "hop"),
+    [
+        (Group(4, 4, 1), {}, 100.0, 0.25),
+        # Between nodes rings share the cards, and are no faster than within one.
+        (Group(16, 1, 8), {}, 40 / 8, 0.5),
+        (Group(16, 2, 4), {}, 40 / 4, 0.5),
+        (Group(16, 8, 1), {}, 40.0, 0.5),
+        (Group(16, 8, 1), {"nic_bandwidth": 1e9}, 100.0, 0.5),
+        # Few devices without a switch have few links.
+        (Group(2, 2, 1), {"peer_bandwidth": 20.0}, 20.0, 0.25),
+        (Group(4, 4, 1), {"peer_bandwidth": 20.0}, 60.0, 0.25),
+        (Group(8, 8, 1), {"peer_bandwidth": 20.0}, 100.0, 0.25),
+    ],
+)
+def test_an_all_reduce_is_a_ring_with_the_rate_of_its_links_or_its_share_of_the_cards(
+    ranks: Group, constants: dict[str, float], rate: float, hop: float
 ) -> None:
-    machine = cluster(nic_bandwidth=10.0, nic_efficiency=0.5, ring_latency=0.25)
+    hops = 2 * (ranks.size - 1)
 
-    seconds = all_reduce_seconds(80.0, machine, Grid(g_inter, 8))
+    seconds = ring_seconds(1000.0, ranks, replace(MACHINE, **constants))  # type: ignore[arg-type]
 
-    assert seconds == pytest.approx(2 * 7 / 8 * 80 * rings / 5 + 2 * 7 * 0.25)
-
-
-def test_as_many_rings_share_a_node_as_stages_stand_on_it() -> None:
-    for gpus, g_inter in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 8, 16)):
-        machine = cluster(gpus_per_node=gpus)
-        grid = Grid(g_inter, 4 * gpus)
-        nodes: dict[int, set[int]] = {}
-        for rank in range(grid.size):
-            nodes.setdefault(machine.node_of(rank), set()).add(grid.place(rank).stage)
-        assert max(map(len, nodes.values())) == min(gpus, g_inter)
+    assert seconds == pytest.approx(hops / ranks.size * 1000 / rate + hops * hop)
 
 
-def test_a_ring_within_a_node_and_a_single_replica_need_no_cards() -> None:
-    machine = cluster(ring_bandwidth=4.0, ring_latency=0.0, nic_bandwidth=1e-9)
+@pytest.mark.parametrize(
+    ("grid", "expected"),
+    [
+        (Grid(1, 8), Group(8, 6, 1)),
+        (Grid(2, 8), Group(8, 3, 2)),
+        (Grid(6, 8), Group(8, 1, 6)),
+        (Grid(32, 8), Group(8, 1, 6)),
+        (Grid(2, 3), Group(3, 3, 1)),
+    ],
+)
+def test_as_many_rings_share_a_node_as_stages_stand_on_it(grid: Grid, expected: Group) -> None:
+    machine = replace(MACHINE, gpus_per_node=6)
 
-    assert all_reduce_seconds(80.0, machine, Grid(2, 3)) == pytest.approx(2 * 2 / 3 * 80 / 4)
-    assert all_reduce_seconds(80.0, machine, Grid(2, 1)) == 0
+    assert group(grid.g_data, grid.g_inter, 6) == expected
+    assert all_reduce_seconds(80.0, machine, grid) == ring_seconds(80.0, expected, machine)
+    assert all_reduce_seconds(80.0, machine, Grid(grid.g_inter, 1)) == 0
 
 
 def test_a_pruned_model_reduces_its_kept_gradients_only() -> None:
@@ -142,14 +163,6 @@ def test_a_pruned_model_reduces_its_kept_gradients_only() -> None:
     hops = 2 * 31 * SUMMIT.ring_latency
     kept = (0.1 * dense.body_params + dense.embedding_params) / dense.num_params
     assert (seconds[0.1] - hops) / (seconds[1.0] - hops) == pytest.approx(kept, rel=1e-6)
-
-
-def test_sharded_state_is_updated_faster_and_reduced_as_slowly() -> None:
-    whole = optimizer_seconds(LOAD, ROUND, weight_bytes=2)
-    share = replace(LOAD, state=replace(LOAD.state, master=50, optimizer=100))
-
-    assert optimizer_seconds(share, ROUND, weight_bytes=2) == whole - 2 * (150 + 300) / 5
-    assert share.kept == LOAD.kept
 
 
 def test_what_a_microbatch_sends_grows_with_it() -> None:

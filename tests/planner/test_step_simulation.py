@@ -7,25 +7,17 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.action_text import most_held
 from support.planner_cases import cluster, schedule, uniform
 
-from axsparse.pipeline.policy import Action, Kind
 from axsparse.pipeline.schedules import ScheduleName
 from axsparse.planner.stage_memory import most_in_flight
 from axsparse.planner.step_cost import StageSeconds, StepCosts
 from axsparse.planner.step_simulation import STEP_PHASES, durations, simulate_step
-from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
 
 NAMES: tuple[ScheduleName, ...] = ("message-driven", "1f1b", "gpipe")
 UNIT_LINKS = {"intra_node_bandwidth": 1.0, "inter_node_bandwidth": 1.0}
-
-
-def test_figure_3_of_the_paper_has_six_idle_units_on_each_gpu() -> None:
-    run = simulate_step(uniform(3, 1, 2), cluster(), Grid(3, 1), schedule(slack=0), 5)
-
-    assert [stage["bubble"] for stage in run.phases] == [6, 6, 6]
-    assert run.seconds == 5 * 3 + 6
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -48,15 +40,8 @@ def test_one_stage_has_neither_messages_nor_a_bubble() -> None:
 
     run = simulate_step(costs, cluster(), Grid(1, 8), schedule(), 6)
 
-    assert run.mean_phases == {
-        "compute": 6 * 2.5,
-        "compress": 6 * 0.5,
-        "optimizer": 4,
-        "p2p": 0,
-        "bubble": 0,
-        "collective": 3,
-    }
     assert run.seconds == 6 * 3 + 3 + 4
+    assert run.mean_phases == dict(zip(STEP_PHASES, (6 * 2.5, 6 * 0.5, 4, 0, 0, 3), strict=True))
 
 
 def test_a_steady_pipeline_spends_four_messages_a_microbatch_on_an_inner_stage() -> None:
@@ -165,18 +150,8 @@ def test_any_step_keeps_its_promises(
         assert sorted(stage) == sorted(STEP_PHASES)
         assert sum(stage.values()) == pytest.approx(run.seconds)
         assert min(stage.values()) >= -1e-9
-    everything = {Action(Kind(d), number) for d in Direction for number in range(microbatches)}
     for pipeline in run.pipelines.values():
         for number, stage_run in enumerate(pipeline.stages):
             bound = most_in_flight(order, stage=number, g_inter=g_inter, microbatches=microbatches)
             assert len(stage_run.actions) == 2 * microbatches
-            assert set(stage_run.actions) == everything
-            assert stage_run.most_in_flight <= bound
-
-
-def test_2048_ranks_of_256_microbatches_are_played() -> None:
-    run = simulate_step(
-        uniform(8, 1.0, 3.0, message=0.1), cluster(**UNIT_LINKS), Grid(8, 256), schedule(), 256
-    )
-
-    assert run.seconds == pytest.approx(263 * 4.4, rel=0.01)
+            assert most_held(stage_run.actions, 0.0) <= bound

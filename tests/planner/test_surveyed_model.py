@@ -1,37 +1,57 @@
-"""A surveyed model as a workload: its layers, its split, its state."""
+"""A surveyed model as a workload: its layers, its split, its state, and drawing its masks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from support.allocated import peak_of_torch
+from support.hf import SMALL_LLAMA
 from support.planner_cases import cluster
-from support.surveys import KEPT, SURVEY, layer
+from support.runs import tiny_config, token_data, train_in_process
+from support.surveys import KEPT, SURVEY, layer, surveyed
+from torch import Tensor
 
-from axsparse.models.survey import Survey
+from axsparse.config.load import made_in_python
+from axsparse.config.schema import Config
+from axsparse.models.layer import Model
+from axsparse.models.survey import Survey, survey
+from axsparse.models.zoo.model_registry import named_model
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.layout import LayoutQuestion, Row
 from axsparse.planner.layout_search import plan
 from axsparse.planner.stage_memory import stage_memory
 from axsparse.planner.surveyed_model import SurveyedModel
-from axsparse.samo.stage_bytes import stage_bytes
-from axsparse.samo.state_bytes import StateFormat
+from axsparse.planner.workload import StageLoad
+from axsparse.pruning.calibration import CalibratedMasks, Calibration, Tensors
+from axsparse.pruning.targets import kept_at_start, what_is_pruned
+from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.precision import DTYPES
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 
-MODEL = SurveyedModel(
-    name="four layers",
-    survey=SURVEY,
-    kept=KEPT,
-    precision="bf16",
-    gradient="fp32",
-    moments=2,
-    index="int32",
-    checkpoint_activations=1,
-)
+MODEL = surveyed()
+CUT: dict[str, Any] = {"layout": {"split": [1, 3]}}
+
+
+def saving(buffer: float) -> dict[str, Any]:
+    """Settings that save every step, through a buffer of so many bytes; 0: none in the way."""
+    return {"checkpoint": {"every": int(buffer > 0), "buffer": max(buffer, 1.0) / 1e9}}
+
+
+def loads_of(
+    stages: int, replicas: int = 1, microbatches: int = 1, **changes: Any
+) -> list[StageLoad]:
+    """The stages of the model with some changes."""
+    loads = surveyed(**changes).stages(stages, replicas, microbatches=microbatches)
+    assert loads is not None
+    return loads
 
 
 def test_a_stage_is_the_sum_of_its_layers() -> None:
-    loads = replace(MODEL, split=(1, 3)).stages(2, 1)
-    assert loads is not None
+    loads = loads_of(2, **CUT)
     last = loads[1]
 
     assert last.layers == "b–d"
@@ -63,42 +83,31 @@ FROZEN = 7 * 2
 def test_copies_for_a_checkpoint_are_what_a_rank_writes_or_what_the_buffer_lets_in(
     buffer: float, writers: int, expected: float
 ) -> None:
-    loads = replace(MODEL, split=(1, 3), checkpoint_buffer=buffer).stages(2, writers)
-    assert loads is not None
+    loads = loads_of(2, writers, **CUT, **saving(buffer))
 
     assert loads[1].saved == pytest.approx(expected)
 
 
-def test_more_replicas_have_less_to_save_each() -> None:
-    model = replace(MODEL, checkpoint_buffer=1e6)
-    alone, third = (model.stages(1, writers) for writers in (1, 3))
-    assert alone is not None and third is not None
-
-    assert third[0].saved < alone[0].saved
-
-
-def test_a_tied_weight_is_saved_once() -> None:
+def test_more_replicas_have_less_to_save_each_and_a_tied_weight_is_saved_once() -> None:
+    (alone,), (third,) = (loads_of(1, writers, **saving(1e6)) for writers in (1, 3))
     tied = replace(MODEL.survey, ties={"d.weight": "a.weight"})
-    loads = replace(MODEL, survey=tied, split=(1, 3), checkpoint_buffer=1e6).stages(2, 1)
-    assert loads is not None
 
+    assert third.saved < alone.saved
+    loads = loads_of(2, survey=tied, **CUT, **saving(1e6))
     assert loads[1].saved == 12 * 60 + 3 * FROZEN
 
 
 def test_only_every_kth_layer_is_computed_again() -> None:
-    loads = replace(MODEL, split=(1, 3), checkpoint_activations=2).stages(2, 1)
-    assert loads is not None
+    loads = loads_of(2, **CUT, pipeline={"checkpoint_activations": 2})
 
     assert loads[1].again_flops == 4e3 + 3e3  # b and d
-    assert replace(MODEL, checkpoint_activations=0).sample_flops == 3 * 10e3
+    assert surveyed(pipeline={"checkpoint_activations": 0}).sample_flops == 3 * 10e3
     assert MODEL.sample_flops == 4 * 10e3
 
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_state_is_what_a_run_would_build(shards: bool) -> None:
-    model = replace(MODEL, shard_optimizer=shards, split_master=True, index="mask")
-    loads = model.stages(2, 3)
-    assert loads is not None
+    loads = loads_of(2, 3, samo={"shard_optimizer": shards, "split_master": True, "index": "mask"})
     expected = stage_bytes(
         SURVEY.layers,
         {},
@@ -118,8 +127,7 @@ def test_state_is_what_a_run_would_build(shards: bool) -> None:
 
 @pytest.mark.parametrize(("microbatches", "width"), [(8, 2), (9, 4)])
 def test_auto_accumulates_in_the_precision_of_a_run(microbatches: int, width: int) -> None:
-    loads = replace(MODEL, gradient="auto").stages(1, 1, microbatches=microbatches)
-    assert loads is not None
+    loads = loads_of(1, microbatches=microbatches, samo={"gradient": "auto"})
 
     assert loads[0].state.gradient == width * (40 + 20 + 100 + 100)
 
@@ -132,42 +140,40 @@ def test_stages_are_balanced_by_work_unless_that_does_not_fit() -> None:
     assert [load.layers for load in free] == ["a–b", "c–d"]
     assert [load.layers for load in bounded] == ["a", "b–d"]
     assert MODEL.stages(2, 1, lambda *_: False) is None
-    assert replace(MODEL, split=(1, 3)).stages(2, 1, lambda *_: False) is None
+    assert surveyed(**CUT).stages(2, 1, lambda *_: False) is None
 
 
-def test_a_dense_model_compresses_nothing() -> None:
-    assert MODEL.is_pruned
-    assert not replace(MODEL, kept={}).is_pruned
-
-
-def test_the_second_use_of_a_weight_is_kept_like_the_first() -> None:
+def test_the_second_use_of_a_weight_is_kept_like_the_first_and_a_dense_model_is_not_pruned() -> (
+    None
+):
     tied = Survey(SURVEY.layers, ties={"c.weight": "b.weight"})
-    loads = replace(MODEL, survey=tied, kept={"b.weight": 40}, split=(1, 3)).stages(2, 1)
-    assert loads is not None
+    loads = loads_of(2, survey=tied, kept={"b.weight": 40}, **CUT)
 
     assert loads[1].kept == 40 + 40 + 100
+    assert MODEL.is_pruned
+    assert not surveyed(kept={}).is_pruned
 
 
 def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
     machine = cluster(peak_bf16=1e9, overhead_bytes=0.0)
-    survey = Survey([*SURVEY.layers[:3], layer("d", 10, 2e5)], ties={})
+    heavy = Survey([*SURVEY.layers[:3], layer("d", 10, 2e5)], ties={})
 
-    def planned(room: float, split: tuple[int, ...] | None = None) -> Row:
+    def planned(room: float, split: object = "auto") -> Row:
         return plan(
             LayoutQuestion(
-                workload=replace(MODEL, survey=survey, split=split),
+                workload=surveyed(heavy, layout={"split": split}),
                 cluster=machine,
                 gpus=2,
                 global_batch_size=4,
-                schedule=Schedule("message-driven", 0, "alternate"),
+                schedules=[Schedule("message-driven", 0, "alternate")],
                 g_inter=[2],
                 microbatch_sizes=[1],
                 memory_bytes=room,
             )
         ).recommended
 
-    by_work, by_hand = planned(1e9), planned(1e9, (2, 2))
-    most, room = (max(stage.total for stage in row.memory) for row in (by_work, by_hand))
+    by_work, by_hand = planned(1e9), planned(1e9, [2, 2])
+    most, room = by_work.most_bytes, by_hand.most_bytes
     assert room < most
 
     bounded = planned(room)
@@ -178,11 +184,86 @@ def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
 
 
 def test_the_loss_takes_the_logits_that_it_holds_at_a_time_on_the_last_stage() -> None:
-    survey = replace(SURVEY, loss_logits=lambda samples: min(1000, 300 * samples))
-    loads = replace(MODEL, survey=survey, split=(1, 3)).stages(2, 1)
-    assert loads is not None
+    chunked = replace(SURVEY, loss_logits=lambda samples: min(1000, 300 * samples))
+    loads = loads_of(2, survey=chunked, **CUT)
 
     assert [load.loss_bytes(2) for load in loads] == [0, 8 * 600]
     assert loads[1].loss_bytes(4) == 8 * 1000
     found = stage_memory(loads[1], microbatch_size=4, in_flight=1, overhead=0.0)
     assert found.logits == 4 * loads[1].logits + 8 * 1000
+
+
+# -- calibration ----------------------------------------------------------------------------
+
+
+SAMPLES = 24
+
+
+def config(method: str, precision: str, samples: int = SAMPLES) -> Config:
+    sizes = {"hidden_size": 96, "intermediate_size": 264, "sequence_length": 12}
+    return tiny_config(
+        model={**SMALL_LLAMA.model_dump(), **sizes},
+        pruning={"method": method, "sparsity": 0.6, "calibration_samples": samples},
+        batch={"global_batch_size": 4, "microbatch_size": 2},
+        train={"steps": 1},
+        precision=precision,
+    )
+
+
+class RandomStart:
+    """Start values of every parameter, made anew whenever they are read."""
+
+    fingerprint = "random"
+
+    def __init__(self, model: Model) -> None:
+        self.shapes = survey(replace(model, example=None)).shapes
+
+    def read(self, name: str) -> Tensor:
+        generator = torch.Generator().manual_seed(len(name))
+        return torch.randn(self.shapes[name], generator=generator) / 10
+
+
+@pytest.mark.parametrize(("method", "precision"), [("wanda", "fp32"), ("sparsegpt", "bf16")])
+def test_drawing_masks_takes_what_torchs_allocator_counts(
+    method: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(method, precision)
+    model = named_model(made_in_python(asked, "tiny"))
+    model = replace(model, start=RandomStart(model))
+    info = survey(model, DTYPES[asked.precision])
+    kept = kept_at_start(asked, *what_is_pruned(asked, info))
+    loads = SurveyedModel(asked, info, "tiny", kept, ADAMW).stages(1, 1)
+    assert loads is not None
+    peaks: list[int] = []
+
+    def measured(self: Calibration, samples: Sequence[Tensors]) -> CalibratedMasks:
+        found: list[CalibratedMasks] = []
+        peaks.append(peak_of_torch(lambda: found.append(draw(self, samples))))
+        return found[0]
+
+    draw = Calibration.draw
+    monkeypatch.setattr(Calibration, "draw", measured)
+    train_in_process(1, 1, model, asked, token_data())
+
+    planned = loads[0].calibration(2)
+    assert 0.9 * planned < peaks[0] < planned
+
+
+def test_more_samples_take_more_and_another_method_nothing() -> None:
+    peaks = []
+    for method, samples in (("wanda", 24), ("wanda", 240), ("magnitude", 24)):
+        asked = config(method, "bf16", samples)
+        info = survey(named_model(made_in_python(asked, "tiny")), torch.bfloat16)
+        kept = kept_at_start(asked, *what_is_pruned(asked, info))
+        subject = SurveyedModel(asked, info, "tiny", kept, ADAMW)
+        for stages in (1, 2):
+            loads = subject.stages(stages, 1)
+            assert loads is not None
+            peaks.append([load.calibration(2) for load in loads])
+
+    one, two, many, many_of_two, other, _ = peaks
+    # Of 24 samples of 12 tokens the activations of a layer, 96 wide, are 55 kB.
+    assert many[0] - one[0] == pytest.approx(9 * 24 * 12 * 96 * 2, rel=0.01)
+    assert two[0] < one[0]
+    assert len(many_of_two) == 2
+    assert other == [0.0]

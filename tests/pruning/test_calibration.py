@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from support.runs import (
 )
 from torch import Tensor, nn
 
+import axsparse as ax
 from axsparse.config.load import made_in_python
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model
+from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.zoo.llama import llama
 from axsparse.models.zoo.model_registry import named_model
+from axsparse.pruning.calibration import Progress
 from axsparse.runtime.errors import ConfigError
 
 SAMPLES = 6
@@ -110,12 +114,14 @@ def dense_modules(model: Model, weights: dict[str, Tensor]) -> dict[str, nn.Modu
     return modules
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("pattern", [None, "2:4"])
+@pytest.mark.parametrize(
+    ("layout", "pattern"),
+    [((1, 1), "2:4"), ((1, 1), None), ((3, 1), None), ((4, 1), "2:4"), ((2, 2), None)],
+)
 def test_masks_are_those_of_the_published_method_in_every_layout(
     layout: tuple[int, int], pattern: str | None, tmp_path: Path
 ) -> None:
-    weights = write_llama(tmp_path, lambda name, tensor: signed(name, tensor))
+    weights = write_llama(tmp_path, signed)
     config = llama_config(tmp_path, pattern=pattern)
     model = named_model(made_in_python(config, "llama"))
     modules = dense_modules(llama(SMALL_LLAMA, 12), weights)
@@ -248,3 +254,40 @@ def test_sparsegpt_needs_loaded_weights() -> None:
 
     with pytest.raises(ConfigError, match="sparsegpt looks at loaded weights, and none are"):
         train_in_process(1, 1, tiny_gpt(config), config, token_data())
+
+
+def test_it_says_how_far_it_is_and_what_the_pruning_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_llama(tmp_path / "start", signed)
+    config = llama_config(tmp_path / "start").model_copy(update={"run_dir": str(tmp_path / "run")})
+    loaded = made_in_python(config, "llama")
+    datasets = ax.Datasets(token_data(), None)
+
+    ax.run_here(lambda job: ax.build(job, named_model(loaded), lambda: datasets, loaded).close())
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wanda: ")]
+    assert lines[0] == "wanda: stage 0, layer 1 of 4, 3 microbatches of samples"
+    said = re.fullmatch(r"wanda: loss of the first microbatch (.+) before, (.+) after", lines[-1])
+    assert said is not None
+    dense, pruned = map(float, said.groups())
+    weights = write_llama(tmp_path / "start", signed)
+    *body, head = dense_modules(llama(SMALL_LLAMA, 12), weights).values()
+    (tokens,), targets = token_data().read(samples_of_step(len(token_data()), 2, 0, config.seed))
+    with torch.no_grad():
+        for module in body:
+            tokens = module(tokens)
+        expected = linear_cross_entropy(*head(tokens), targets) / targets.numel()
+    assert dense == pytest.approx(expected.item(), abs=1e-4)
+    assert pruned != dense
+
+
+def test_progress_is_shown_at_first_and_every_few_seconds() -> None:
+    said: list[str] = []
+    times = iter([0.0, 0.0, 3.0, 5.1, 5.1, 6.0])
+    progress = Progress(said.append, times.__next__)
+
+    for layer in range(4):
+        progress.show(str(layer))
+
+    assert said == ["0", "2"]

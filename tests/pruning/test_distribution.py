@@ -1,7 +1,8 @@
-"""A sparsity is spread over tensors with exact counts, and patterns select tensors by name."""
+"""A sparsity is spread over tensors with exact counts, and N of every M neighbours stay."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 from typing import Literal
@@ -10,13 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.runs import tiny_config, tiny_gpt
+from torch import Tensor
 
-from axsparse.config.model_config import GptConfig
-from axsparse.models.survey import survey
-from axsparse.models.zoo.gpt import gpt
-from axsparse.pruning.distribution import erdos_renyi_kernel, kept_counts, kept_entries, match
-from axsparse.pruning.targets import find_targets
+from axsparse.pruning import distribution as module
+from axsparse.pruning.distribution import (
+    check_pattern,
+    crowded_groups,
+    erdos_renyi_kernel,
+    kept_counts,
+    n_of_m,
+    parse_pattern,
+)
 from axsparse.runtime.errors import ConfigError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -29,49 +34,11 @@ shapes_of_models = st.dictionaries(
     max_size=8,
 )
 sparsities = st.floats(0, 1, exclude_max=True)
-distributions = pytest.mark.parametrize("distribution", ["uniform", "erk"])
 ERK: Literal["erk"] = "erk"
 
 
 def numel(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def gpt_names() -> list[str]:
-    layers = gpt(GptConfig(num_layers=2, hidden_size=8, num_heads=2), 16).layers
-    return [
-        f"{layer.name}.{name}"
-        for layer in layers
-        if layer.kind == "block"
-        for name, parameter in layer.build().named_parameters()
-        if parameter.dim() > 1
-    ]
-
-
-# -- counts ---------------------------------------------------------------------------------
-
-
-@examples
-@given(st.integers(0, 10_000), st.floats(0, 1, exclude_max=True))
-def test_a_tensor_loses_its_share_rounded_to_whole_entries(numel: int, sparsity: float) -> None:
-    kept = kept_entries(numel, sparsity)
-
-    assert kept == numel - round(sparsity * numel)
-    assert 0 <= kept <= numel
-
-
-# -- uniform --------------------------------------------------------------------------------
-
-
-@examples
-@given(shapes_of_models, sparsities)
-def test_uniform_removes_the_same_share_of_every_tensor(shapes: Shapes, sparsity: float) -> None:
-    kept = kept_counts(shapes, sparsity, distribution="uniform")
-
-    assert kept == {
-        name: math.prod(shape) - round(sparsity * math.prod(shape))
-        for name, shape in shapes.items()
-    }
 
 
 # -- Erdős–Rényi kernel ---------------------------------------------------------------------
@@ -161,18 +128,10 @@ def test_equal_remainders_are_settled_by_name_and_not_by_order() -> None:
     assert one == other == {"a": 4, "b": 3, "c": 3}
 
 
-@distributions
-def test_sparsity_zero_keeps_everything(distribution: Literal["uniform", "erk"]) -> None:
-    assert kept_counts({"a": (2, 3), "b": (5, 7)}, 0, distribution=distribution) == {
-        "a": 6,
-        "b": 35,
-    }
-
-
 # -- a sparsity of one's own ----------------------------------------------------------------
 
 
-@distributions
+@pytest.mark.parametrize("distribution", ["uniform", "erk"])
 def test_a_tensor_with_its_own_sparsity_leaves_that_of_the_others_alone(
     distribution: Literal["uniform", "erk"],
 ) -> None:
@@ -183,66 +142,115 @@ def test_a_tensor_with_its_own_sparsity_leaves_that_of_the_others_alone(
 
     assert kept == {**kept_counts(others, 0.9, distribution=distribution), "b": 150}
     assert list(kept) == ["a", "b", "c"]
+    if distribution == "uniform":
+        assert (kept["a"], kept["c"]) == (10, 160)
+    dense = kept_counts(shapes, 0, distribution=distribution, own={"b": 0.5})
+    assert dense == {"a": 100, "b": 150, "c": 1600}
 
 
-@pytest.mark.parametrize("entry", ["block0.*", "=0.5", "block0.*=1", "block0.*=half"])
-def test_an_entry_that_names_no_tensors_or_no_sparsity_is_refused(entry: str) -> None:
-    config = tiny_config(pruning={"layers": [entry]})
-    with pytest.raises(
-        ConfigError,
-        match="is not pattern=sparsity with a sparsity from 0 to below 1; write it like "
-        r"block0\.\*=0\.5",
-    ):
-        find_targets(survey(tiny_gpt(config), torch.float32), config.pruning)
+# -- N:M ----------------------------------------------------------------------------------
 
 
-@distributions
-def test_all_tensors_may_have_their_own(distribution: Literal["uniform", "erk"]) -> None:
-    own = {"a": 0.5, "b": 0.0}
+def by_hand(score: Tensor, n: int, m: int) -> Tensor:
+    """An oracle that sorts one group at a time."""
+    mask = torch.zeros(score.shape, dtype=torch.bool)
+    rows, inputs = score.shape[:2]
+    flat, flat_mask = score.reshape(rows, inputs, -1), mask.view(rows, inputs, -1)
+    for row, place in itertools.product(range(rows), range(flat.shape[2])):
+        for start in range(0, inputs, m):
+            group = flat[row, start : start + m, place].tolist()
+            best = sorted(range(m), key=lambda at: (-group[at], at))[:n]
+            flat_mask[row, [start + at for at in best], place] = True
+    return mask
 
-    assert kept_counts({"a": (4, 4), "b": (2, 2)}, 0.9, distribution=distribution, own=own) == {
-        "a": 8,
-        "b": 4,
-    }
+
+@st.composite
+def scores(draw: st.DrawFn) -> tuple[Tensor, int, int]:
+    m = draw(st.integers(2, 8))
+    n = draw(st.integers(1, m - 1))
+    kernel = draw(st.sampled_from([(), (3,), (2, 3)]))
+    shape = (draw(st.integers(1, 4)), m * draw(st.integers(1, 3)), *kernel)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    few_values = torch.randint(0, 4, shape, generator=generator)
+    return few_values.float(), n, m
 
 
-# -- patterns -------------------------------------------------------------------------------
+@examples
+@given(scores())
+def test_masks_are_those_of_one_group_at_a_time(drawn: tuple[Tensor, int, int]) -> None:
+    score, n, m = drawn
+
+    mask = n_of_m(score, n, m)
+
+    assert mask.dtype == torch.bool
+    assert torch.equal(mask, by_hand(score, n, m))
 
 
-def test_patterns_mean_tensors_of_a_gpt_by_their_global_names() -> None:
-    names = gpt_names()
+def test_two_of_four_of_a_linear_go_along_its_inputs() -> None:
+    score = torch.tensor([[1.0, 4, 2, 3, 9, 8, 7, 6], [0, 0, 0, 0, 1, 0, 0, 1]])
 
-    assert match(["block1.*"], names, "k") == [
-        "block1.attention.qkv.weight",
-        "block1.attention.proj.weight",
-        "block1.fc1.weight",
-        "block1.fc2.weight",
+    assert n_of_m(score, 2, 4).int().tolist() == [
+        [0, 1, 0, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0, 1],
     ]
-    assert match(["*.fc?.weight", "block0.fc1.weight"], names, "k") == [
-        "block0.fc1.weight",
-        "block0.fc2.weight",
-        "block1.fc1.weight",
-        "block1.fc2.weight",
-    ]
-    assert match([], names, "k") == []
 
 
-def test_the_case_of_a_pattern_counts() -> None:
-    with pytest.raises(ConfigError, match="matches no tensor that could be pruned"):
-        match(["BLOCK*"], gpt_names(), "k")
+def test_a_convolution_keeps_two_of_four_input_channels_at_each_place_of_its_kernel() -> None:
+    score = torch.randn(3, 8, 2, 2, generator=torch.Generator().manual_seed(0))
+
+    mask = n_of_m(score, 2, 4)
+
+    assert mask.view(3, 2, 4, 4).sum(dim=2).unique().tolist() == [2]
 
 
-def test_a_pattern_that_means_nothing_is_told_with_the_nearest_names() -> None:
+@pytest.mark.parametrize("chunk", [1, 24, 100])
+def test_chunks_leave_no_trace(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    score = torch.randn(11, 8, generator=torch.Generator().manual_seed(0))
+    whole = n_of_m(score, 1, 4)
+    monkeypatch.setattr(module, "CHUNK", chunk)
+
+    assert torch.equal(n_of_m(score, 1, 4), whole)
+
+
+def test_scores_may_lie_in_any_order_of_memory_and_stay_as_they_are() -> None:
+    score = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).t()
+    before = score.clone()
+
+    assert torch.equal(n_of_m(score, 2, 4), n_of_m(score.contiguous(), 2, 4))
+    assert torch.equal(score, before)
+
+
+def test_a_pattern_is_two_numbers() -> None:
+    assert parse_pattern("2:4") == (2, 4)
+    assert parse_pattern("1:16") == (1, 16)
+
+
+@pytest.mark.parametrize("text", ["4:2", "4:4", "0:4", "2-4", "2:4:8", "2:", "", "-1:4", "2.0:4"])
+def test_what_is_no_pattern_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        match(["block0.*", "block1.attn.qkv.weight"], gpt_names(), "pruning.exclude (a.yaml)")
+        parse_pattern(text)
 
     assert str(refused.value) == (
-        "pruning.exclude (a.yaml): 'block1.attn.qkv.weight' matches no tensor that could be "
-        "pruned; nearest: block1.attention.qkv.weight, block0.attention.qkv.weight, "
-        "block1.attention.proj.weight"
+        f"pruning.pattern: {text!r} is not N:M with 0 < N < M; write 2:4 to keep two of every four"
     )
 
 
-def test_a_pattern_for_a_model_of_which_nothing_is_pruned_is_refused_too() -> None:
-    with pytest.raises(ConfigError, match="nearest: none"):
-        match(["*"], [], "pruning.exclude")
+def test_a_tensor_whose_inputs_are_no_multiple_is_refused_by_name() -> None:
+    check_pattern("stem.conv.weight", (64, 4, 7, 7), 2, 4)
+
+    with pytest.raises(ConfigError) as refused:
+        check_pattern("stem.conv.weight", (64, 3, 7, 7), 2, 4)
+
+    assert str(refused.value) == (
+        "stem.conv.weight: 2:4 runs along dimension 1 of its shape (64, 3, 7, 7), which is not a "
+        "multiple of 4; name it in pruning.exclude"
+    )
+
+
+def test_groups_are_counted_along_the_inputs() -> None:
+    stays = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
+
+    assert crowded_groups(stays, 2, 4) == 1
+    assert crowded_groups(stays, 1, 2) == 2
+    assert crowded_groups(stays.view(3, 4, 1, 1), 2, 4) == 1
+    assert crowded_groups(stays.t().reshape(2, 2, 3), 1, 2) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -25,15 +24,13 @@ import threading
 import mpi4py
 mpi4py.rc.thread_level = {level!r}
 from mpi4py import MPI
-from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.mpi.mpi_transport import MpiTransport, thread_level
 
 class Comm:
     def Abort(self, code):
         print("MPI ends the job", flush=True)
 
-transport = MpiTransport(MPI.COMM_WORLD) if {mpi} else LocalTransport(LocalWorld(1), 0)
+transport = MpiTransport(MPI.COMM_WORLD)
 vars(transport)["_comm"] = Comm()
 print(thread_level(), flush=True)
 threading.Thread(target=lambda: transport.abort(70)).start()
@@ -42,18 +39,11 @@ threading.Event().wait()
 
 
 @pytest.mark.parametrize(
-    ("mpi", "level", "said"),
-    [
-        (True, "multiple", "multiple\nMPI ends the job\n"),
-        (True, "funneled", "funneled\n"),
-        (False, "funneled", "funneled\n"),
-    ],
+    ("level", "said"), [("multiple", "multiple\nMPI ends the job\n"), ("funneled", "funneled\n")]
 )
-def test_a_thread_ends_the_job_though_the_main_thread_waits(
-    mpi: bool, level: str, said: str
-) -> None:
+def test_a_thread_ends_the_job_though_the_main_thread_waits(level: str, said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ABORT.format(mpi=mpi, level=level)],
+        [sys.executable, "-c", ABORT.format(level=level)],
         capture_output=True,
         text=True,
         timeout=LONGEST_SECONDS,
@@ -145,28 +135,6 @@ def test_without_a_pmi_the_first_process_of_srun_speaks(monkeypatch: pytest.Monk
     # Below mpirun it is the number of a daemon.
     monkeypatch.setenv("PMI_RANK", "0")
     assert speaks()
-
-
-def test_worlds_of_size_1_are_refused_once() -> None:
-    """As `srun --mpi=none` starts them."""
-    command = [sys.executable, "-m", "axsparse.train", "--config", "quickstart.yaml"]
-    said = [
-        subprocess.run(
-            command,
-            env={**os.environ, SRUN_SIZE: "2", "SLURM_PROCID": rank, "SLURM_NTASKS": "2"},
-            capture_output=True,
-            text=True,
-            timeout=LONGEST_SECONDS,
-            check=False,
-        )
-        for rank in "01"
-    ]
-
-    assert [one.returncode for one in said] == [78, 78]
-    assert said[0].stderr.startswith(
-        "axsparse: error: MPI: size 1, but SLURM_STEP_NUM_TASKS is 2: "
-    )
-    assert [one.stderr.count("\n") for one in said] == [1, 0]
 
 
 def test_a_job_of_another_size_than_asked_for_is_refused_once() -> None:

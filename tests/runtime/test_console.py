@@ -88,14 +88,6 @@ def test_a_log_gets_plain_lines_and_no_bar() -> None:
     assert stream.seen == "first\nsecond\n"
 
 
-def test_a_terminal_gets_a_bar_with_its_step_and_text() -> None:
-    stream = FlushedStream()
-
-    Console(stream, bar=True, size=sized(40)).progress(3, 10, "loss 3.9")
-
-    assert stream.seen == f"{CLEAR}\n███░░░░░░░ 3/10  loss 3.9{UP}"
-
-
 def test_the_bar_is_redrawn_in_place() -> None:
     stream = FlushedStream()
     screen = Console(stream, bar=True, size=sized(10))
@@ -115,22 +107,6 @@ def test_a_line_goes_above_the_bar() -> None:
     screen.line("saved")
 
     assert stream.seen == f"{CLEAR}{bar}{CLEAR}saved\n{bar}"
-
-
-def test_a_line_before_the_first_bar_clears_nothing() -> None:
-    stream = FlushedStream()
-
-    Console(stream, bar=True).line("axsparse")
-
-    assert stream.seen == "axsparse\n"
-
-
-def test_the_bar_never_reaches_the_last_column() -> None:
-    stream = FlushedStream()
-
-    Console(stream, bar=True, size=sized(40)).progress(1, 10, "x" * 200)
-
-    assert len(stream.seen.removeprefix(f"{CLEAR}\n").removesuffix(UP)) == 39
 
 
 def test_closing_takes_the_bar_away_for_good() -> None:
@@ -206,38 +182,36 @@ def test_the_terminal_of_the_topmost_launcher_counts(
     assert launcher_terminal(chain(proc, *processes)) == sized(132)
 
 
-@pytest.mark.parametrize("stdout", ["/home/log", "pipe:[9]", "/dev/null"])
-def test_a_launcher_that_writes_to_a_file_or_pipe_is_a_log(proc: FakeProc, stdout: str) -> None:
-    assert launcher_terminal(chain(proc, ("mpirun", stdout))) is None
+TERMINAL = "the terminal"
+"""Stands for the path of the terminal's device."""
 
 
-def test_only_the_nearest_launcher_counts(proc: FakeProc, terminal: str) -> None:
-    root = chain(proc, ("mpirun", "pipe:[8]"), ("driver.py", terminal), ("mpirun", terminal))
-
-    assert launcher_terminal(root) is None
-
-
-def test_a_pseudo_terminal_of_our_own_does_not_make_the_launchers_pipe_a_screen(
-    proc: FakeProc, terminal: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("above", "own"),
+    [
+        *(([("mpirun", stdout)], "pipe:[7]") for stdout in ("/home/log", "pipe:[9]", "/dev/null")),
+        # Only the nearest launcher counts.
+        ([("mpirun", "pipe:[8]"), ("driver.py", TERMINAL), ("mpirun", TERMINAL)], "pipe:[7]"),
+        # A pseudo-terminal of our own does not make the launcher's pipe a screen.
+        ([("prterun", "pipe:[8]")], TERMINAL),
+        # This rank writes to a file.
+        ([("hydra_pmi_proxy", "pipe:[8]"), ("mpirun", TERMINAL)], "/home/rank0.log"),
+        # The launcher runs on another node.
+        *(([(name, TERMINAL), ("sshd", TERMINAL)], "pipe:[7]") for name in console.DAEMONS),
+    ],
+)
+def test_output_that_no_user_looks_at_is_a_log(
+    proc: FakeProc,
+    above: list[tuple[str, str]],
+    own: str,
+    terminal: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdout", TerminalStdout())
+    path = {TERMINAL: terminal}
+    processes = [(name, path.get(stdout, stdout)) for name, stdout in above]
 
-    assert launcher_terminal(chain(proc, ("prterun", "pipe:[8]"), own=terminal)) is None
-
-
-def test_a_rank_that_writes_to_a_file_is_a_log(proc: FakeProc, terminal: str) -> None:
-    root = chain(proc, ("hydra_pmi_proxy", "pipe:[8]"), ("mpirun", terminal), own="/home/rank0.log")
-
-    assert launcher_terminal(root) is None
-
-
-@pytest.mark.parametrize("daemon", ["hydra_pmi_proxy", "prted", "orted"])
-def test_a_node_without_the_launcher_is_a_log(
-    proc: FakeProc, daemon: str, terminal: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdout", TerminalStdout())
-
-    assert launcher_terminal(chain(proc, (daemon, terminal), ("sshd", terminal))) is None
+    assert launcher_terminal(chain(proc, *processes, own=path.get(own, own))) is None
 
 
 def test_the_terminal_does_not_stay_open(proc: FakeProc, terminal: str) -> None:
@@ -249,10 +223,6 @@ def test_the_terminal_does_not_stay_open(proc: FakeProc, terminal: str) -> None:
     assert set(Path("/proc/self/fd").iterdir()) == before
 
 
-def test_a_terminal_that_cannot_be_opened_has_eighty_columns(proc: FakeProc) -> None:
-    assert launcher_terminal(chain(proc, ("mpirun", "/dev/pts/no-such"))) == sized(80)
-
-
 def test_a_terminal_that_does_not_tell_has_eighty_columns(proc: FakeProc) -> None:
     master, slave = os.openpty()  # its size is 0 × 0 until somebody sets it
 
@@ -261,6 +231,9 @@ def test_a_terminal_that_does_not_tell_has_eighty_columns(proc: FakeProc) -> Non
     os.close(slave)
     os.close(master)
     assert size == sized(80)
+    (proc.root / "100" / "fd" / "1").unlink()
+    (proc.root / "100" / "fd" / "1").symlink_to("/dev/pts/no-such")
+    assert launcher_terminal(proc.root) == sized(80), "it cannot be opened"
 
 
 @pytest.mark.parametrize(("stdout", "size"), [(TerminalStdout(), sized(80)), (io.StringIO(), None)])
@@ -275,22 +248,15 @@ def test_without_a_launcher_our_own_stdout_counts(
     assert launcher_terminal(chain(proc, ("bash", "/dev/pts/1"), own="/dev/pts/1")) == size
 
 
-def test_without_proc_our_own_stdout_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("variable", [None, *LAUNCHER_VARIABLES])
+def test_without_proc_our_own_stdout_counts_unless_a_launcher_copies_it(
+    tmp_path: Path, variable: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", TerminalStdout())
+    if variable is not None:
+        monkeypatch.setenv(variable, "0")
 
-    assert launcher_terminal(tmp_path) == sized(80)
-
-
-@pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
-def test_without_proc_our_own_stdout_counts_for_nothing_under_a_launcher(
-    tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdout", TerminalStdout())
-    monkeypatch.setenv(variable, "0")
-
-    assert launcher_terminal(tmp_path) is None
+    assert launcher_terminal(tmp_path) == (sized(80) if variable is None else None)
 
 
 # The choice
@@ -308,32 +274,29 @@ def drawn(wish: str | None, terminal: int | None, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("wish", "terminal", "width"),
+    ("term", "wish", "terminal", "width"),
     [
-        (None, 50, 49),
-        (None, None, 0),
-        ("", 50, 49),
-        ("bar", 50, 49),
-        ("bar", None, 79),
-        ("plain", 50, 0),
-        ("plain", None, 0),
+        ("xterm", None, 50, 49),
+        ("xterm", None, None, 0),
+        ("xterm", "", 50, 49),
+        ("xterm", "bar", 50, 49),
+        ("xterm", "bar", None, 79),
+        ("xterm", "plain", 50, 0),
+        # It cannot move its cursor.
+        ("dumb", None, 50, 0),
+        ("dumb", "bar", 50, 49),
     ],
 )
 def test_the_terminal_decides_on_the_bar_unless_the_user_does(
-    wish: str | None, terminal: int | None, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert len(drawn(wish, terminal, monkeypatch)) == width
-
-
-@pytest.mark.parametrize(
-    ("term", "wish", "width"), [("dumb", None, 0), ("dumb", "bar", 49), ("xterm", None, 49)]
-)
-def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(
-    term: str, wish: str | None, width: int, monkeypatch: pytest.MonkeyPatch
+    term: str,
+    wish: str | None,
+    terminal: int | None,
+    width: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TERM", term)
 
-    assert len(drawn(wish, 50, monkeypatch)) == width
+    assert len(drawn(wish, terminal, monkeypatch)) == width
 
 
 def test_the_width_is_asked_for_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,50 +341,34 @@ def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "text"),
+    ("made", "text"),
     [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (11_400_000, "11.4 MB"),
-        (99_949_999, "99.9 MB"),
-        (99_950_000, "100 MB"),
-        (999_499_999, "999 MB"),
-        (999_500_000, "1.0 GB"),
-        (43_200_000_000_000, "43.2 TB"),
-        (5 * 10**18, "5000 PB"),
+        (format_bytes(0), "0 B"),
+        (format_bytes(999), "999 B"),
+        (format_bytes(1000), "1.0 kB"),
+        (format_bytes(99_949_999), "99.9 MB"),
+        (format_bytes(99_950_000), "100 MB"),
+        (format_bytes(999_499_999), "999 MB"),
+        (format_bytes(999_500_000), "1.0 GB"),
+        (format_bytes(43_200_000_000_000), "43.2 TB"),
+        (format_bytes(5 * 10**18), "5000 PB"),
+        (format_count(17), "17"),
+        (format_count(600_000), "600k"),
+        (format_count(4_700_000), "4.7M"),
+        (format_count(2.7e9), "2.7B"),
+        (format_count(1e12), "1.0T"),
+        (format_rate(3_100, "tokens"), "3.1k tokens/s"),
+        (format_rate(12.3, "tokens"), "12 tokens/s"),
+        (format_seconds(0), "00:00"),
+        (format_seconds(12), "00:12"),
+        (format_seconds(59.6), "01:00"),
+        (format_seconds(3599), "59:59"),
+        (format_seconds(3723), "1:02:03"),
+        (format_seconds(360_000), "100:00:00"),
     ],
 )
-def test_bytes_have_decimal_units(n: int, text: str) -> None:
-    assert format_bytes(n) == text
-
-
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [(17, "17"), (600_000, "600k"), (4_700_000, "4.7M"), (2.7e9, "2.7B"), (1e12, "1.0T")],
-)
-def test_counts_have_the_suffixes_of_the_field(n: float, text: str) -> None:
-    assert format_count(n) == text
-
-
-@pytest.mark.parametrize(("rate", "text"), [(3_100, "3.1k tokens/s"), (12.3, "12 tokens/s")])
-def test_rates_are_in_tokens(rate: float, text: str) -> None:
-    assert format_rate(rate, "tokens") == text
-
-
-@pytest.mark.parametrize(
-    ("s", "text"),
-    [
-        (0, "00:00"),
-        (12, "00:12"),
-        (59.6, "01:00"),
-        (3599, "59:59"),
-        (3723, "1:02:03"),
-        (360_000, "100:00:00"),
-    ],
-)
-def test_seconds_read_as_a_clock(s: float, text: str) -> None:
-    assert format_seconds(s) == text
+def test_figures_have_the_units_of_the_field(made: str, text: str) -> None:
+    assert made == text
 
 
 class Gone(io.StringIO):

@@ -17,9 +17,30 @@ from axsparse.runtime.process_memory import (
     resident_memory_bytes,
 )
 
-HOLDING = """
+OF_A_PROCESS = """
+import os, resource
 from mmap import mmap
-from axsparse.runtime.process_memory import peak_memory_bytes, resident_memory_bytes
+import torch
+from axsparse.runtime.process_memory import (
+    give_back_at_once, keep_freed_blocks, peak_memory_bytes, resident_memory_bytes
+)
+
+def pages_taken(blocks):
+    def turn():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        held = [torch.ones(25_000_000 // blocks) for _ in range(blocks)]
+        del held
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    turn()
+    return max(turn() for _ in range(5))
+
+# A hundred megabytes in blocks of two megabytes or of half a one, again and again.
+print(pages_taken(50))
+print(keep_freed_blocks(), pages_taken(50), give_back_at_once(), pages_taken(200))
+for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+    os.environ[name] = "1048576"
+    print(keep_freed_blocks(), give_back_at_once())
+    del os.environ[name]
 
 before = resident_memory_bytes()
 with mmap(-1, 50_000_000) as held:
@@ -31,58 +52,29 @@ print(resident_memory_bytes() - before)
 """In a process of its own: one that has run tests gives memory back in between."""
 
 
-COMING_AND_GOING = """
-import resource
-import torch
-from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks
-
-def pages_taken(blocks):
-    def turn():
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        held = [torch.ones(25_000_000 // blocks) for _ in range(blocks)]
-        del held
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    turn()
-    return max(turn() for _ in range(5))
-
-first = pages_taken(50)
-assert keep_freed_blocks()
-kept = pages_taken(50)
-assert give_back_at_once()
-print(first, kept, pages_taken(200))
-"""
-"""A hundred megabytes in blocks of two megabytes or of half a one, again and again."""
+@pytest.fixture(scope="module")
+def told() -> list[str]:
+    """What the process above prints."""
+    done = run_alone(["-c", OF_A_PROCESS])
+    assert done.returncode == 0, str(done)
+    return done.stdout.split()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries cannot be told")
-def test_freed_blocks_are_kept_until_they_have_to_be_given_back() -> None:
-    done = run_alone(["-c", COMING_AND_GOING])
-
-    by_itself, kept, given_back = map(int, done.stdout.split())
-    assert by_itself > 10_000, str(done)
-    assert kept < by_itself / 20 < given_back
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries cannot be told")
-@pytest.mark.parametrize("variable", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"])
-def test_what_the_user_sets_in_the_environment_stays(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, str(1 << 20))
-    code = "from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks\n"
-
-    done = run_alone(["-c", f"{code}print(keep_freed_blocks(), give_back_at_once())"])
-
-    assert done.stdout.split() == ["False", "False"]
-
-
-def test_resident_memory_is_what_is_held_now_and_the_peak_stays() -> None:
-    done = run_alone(["-c", HOLDING])
-
-    held, peak, after = map(int, done.stdout.split())
+def test_resident_memory_is_what_is_held_now_and_the_peak_stays(told: list[str]) -> None:
+    held, peak, after = map(int, told[9:])
     assert held == pytest.approx(50e6, rel=0.1)
     assert peak > 0.9 * held
     assert after < 10e6
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries cannot be told")
+def test_freed_blocks_are_kept_until_they_have_to_be_given_back(told: list[str]) -> None:
+    by_itself, (can_keep, kept, can_give_back, given_back) = int(told[0]), told[1:5]
+
+    assert by_itself > 10_000
+    assert (can_keep, can_give_back) == ("True", "True")
+    assert int(kept) < by_itself / 20 < int(given_back)
+    assert told[5:9] == ["False"] * 4, "what the user sets in the environment stays"
 
 
 def test_the_peak_of_a_gpu_is_what_torch_has_reserved_there(

@@ -16,6 +16,8 @@ from axsparse.runtime.shared_segments import (
     remove_own,
 )
 
+MAPPED = "mpich_shm_1"
+
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
@@ -37,28 +39,20 @@ def process(folder: Path, *, maps: str = "", opened: Path | None = None) -> Path
 
 
 def test_what_no_process_holds_is_left_over(shared: Path, tmp_path: Path) -> None:
-    maps = f"7f00-7f01 rw-s 00000000 00:01 12 {shared}/mpich_shm_1\n"
-    processes = process(tmp_path / "proc", maps=maps, opened=shared / "mpich_shm_2")
+    # A name that begins alike holds nothing.
+    maps = [f"7f00-7f01 rw-s 00000000 00:01 12 {shared}/{name}\n" for name in (MAPPED, "vader")]
+    processes = process(tmp_path / "proc", maps="".join(maps), opened=shared / "mpich_shm_2")
 
     assert leftovers(shared, processes) == [str(shared / "vader_segment.host.1")]
-
-
-def test_a_name_that_begins_alike_holds_nothing(shared: Path, tmp_path: Path) -> None:
-    maps = f"7f00-7f01 rw-s 00000000 00:01 12 {shared}/mpich_shm_11\n"
-
-    assert str(shared / "mpich_shm_1") in leftovers(shared, process(tmp_path / "p", maps=maps))
 
 
 def test_what_others_left_is_not_ours_to_judge(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert leftovers(tmp_path / "none", tmp_path / "none") == []
     monkeypatch.setattr(os, "getuid", lambda: 12345)
 
     assert leftovers(shared, process(tmp_path / "proc")) == []
-
-
-def test_without_shared_memory_nothing_is_left_over(tmp_path: Path) -> None:
-    assert leftovers(tmp_path / "none", tmp_path / "none") == []
 
 
 def test_a_file_that_this_process_maps_is_in_use(tmp_path: Path) -> None:

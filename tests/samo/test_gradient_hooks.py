@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from support.cuda_on_cpu import EmulatedLauncher, compiler
-from support.kernel_names import HELPERS, JUDGE
+from support.kernel_names import HELPERS
 from support.pruned import matrices
 from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
 from axsparse.samo.layer_state import LayerState
-from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.tensor_state import TensorState
 
 WIDTH = 8
@@ -98,10 +97,10 @@ def test_no_dense_gradient_of_a_later_layer_lives_when_an_earlier_ones_hook_runs
     alive_at_hook: list[int] = []
     accumulate = LayerState.accumulate
 
-    def watched(self: LayerState, tensor: TensorState, dense: Tensor, *, is_last: bool) -> None:
+    def watched(self: LayerState, tensor: TensorState, dense: Tensor) -> None:
         alive_at_hook.append(sum(reference() is not None for reference in storages))
         storages.append(weakref.ref(dense))
-        accumulate(self, tensor, dense, is_last=is_last)
+        accumulate(self, tensor, dense)
 
     monkeypatch.setattr(LayerState, "accumulate", watched)
     collecting.begin()
@@ -111,8 +110,20 @@ def test_no_dense_gradient_of_a_later_layer_lives_when_an_earlier_ones_hook_runs
     assert [reference() for reference in storages] == [None] * 6
 
 
-def test_the_first_gradient_of_a_step_replaces_and_later_ones_add() -> None:
-    built = layers(linear)
+def assert_sums(built: BuiltLayer, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    """The kept entries are those of two dense gradients, rounded after each."""
+    dtype = built.state.gradient.dtype
+    for tensor in built.state.tensors:
+        at = tensor.index.positions()
+        once = first[tensor.name].view(-1)[at].to(dtype).float()
+        total = (once + second[tensor.name].view(-1)[at]).to(dtype)
+        assert torch.equal(built.state.gradient_of(tensor), total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_gradient_of_a_step_replaces_and_later_ones_add(dtype: torch.dtype) -> None:
+    """A half accumulator rounds after every microbatch."""
+    built = layers(linear, gradient_dtype=dtype)
     first, second = (dense_gradients(built, seed) for seed in (1, 2))
     collecting = collector(built)
 
@@ -122,25 +133,7 @@ def test_the_first_gradient_of_a_step_replaces_and_later_ones_add() -> None:
     forward(built, 1).backward()
     forward(built, 2).backward()
 
-    for tensor in built[0].state.tensors:
-        total = (first[tensor.name] + second[tensor.name]).view(-1)
-        assert torch.equal(built[0].state.gradient_of(tensor), total[tensor.index.positions()])
-
-
-def test_a_half_accumulator_rounds_after_every_microbatch() -> None:
-    built = layers(linear, gradient_dtype=torch.bfloat16)
-    first, second = (dense_gradients(built, seed) for seed in (1, 2))
-    collecting = collector(built)
-
-    collecting.begin()
-    forward(built, 1).backward()
-    forward(built, 2).backward()
-
-    tensor = built[0].state.tensor("layer0.weight")
-    at = tensor.index.positions()
-    once = first[tensor.name].view(-1)[at].bfloat16()
-    expected = (once.float() + second[tensor.name].view(-1)[at]).bfloat16()
-    assert torch.equal(built[0].state.gradient_of(tensor), expected)
+    assert_sums(built[0], first, second)
 
 
 def test_a_layer_is_ready_once_and_in_the_last_microbatch_only_last_layer_first() -> None:
@@ -177,43 +170,30 @@ class Sometimes(nn.Module):
 
 
 def test_finish_takes_unused_tensors_as_zero_and_names_them() -> None:
+    """One that only an earlier microbatch used keeps its gradient."""
     built = layers(Sometimes, linear)
     reported: list[str] = []
     collecting = collector(built, lambda layer: reported.append(layer.name))
-    state = built[0].state
+    state, module = built[0].state, built[0].module
+    assert isinstance(module, Sometimes)
     state.gradient.fill_(5.0)
 
-    collecting.begin()
-    collecting.microbatch(is_last=True)
-    forward(built).backward()
-    assert reported == ["layer1"]
-    unused = collecting.finish()
+    for uses_spare in (False, True):
+        reported.clear()
+        collecting.begin()
+        module.uses_spare = uses_spare
+        forward(built).backward()
+        module.uses_spare = False
+        collecting.microbatch(is_last=True)
+        forward(built).backward()
+        assert reported == ["layer1"]
+        unused = collecting.finish()
 
-    assert unused == ["layer0.spare.weight", "layer0.spare.bias"]
-    assert reported == ["layer1", "layer0"]
-    assert not state.gradient_of(state.tensor("layer0.spare.weight")).any()
-    assert state.gradient_of(state.tensor("layer0.always.weight")).any()
-
-
-def test_a_tensor_that_only_an_earlier_microbatch_used_keeps_its_gradient() -> None:
-    built = layers(Sometimes)
-    reported: list[str] = []
-    collecting = collector(built, lambda layer: reported.append(layer.name))
-    module = built[0].module
-    assert isinstance(module, Sometimes)
-
-    collecting.begin()
-    module.uses_spare = True
-    forward(built).backward()
-    module.uses_spare = False
-    collecting.microbatch(is_last=True)
-    forward(built).backward()
-    unused = collecting.finish()
-
-    state = built[0].state
-    assert unused == []
-    assert reported == ["layer0"]
-    assert state.gradient_of(state.tensor("layer0.spare.weight")).any()
+        assert unused == ([] if uses_spare else ["layer0.spare.weight", "layer0.spare.bias"])
+        assert reported == ["layer1", "layer0"]
+        spare = state.gradient_of(state.tensor("layer0.spare.weight"))
+        assert bool(spare.any()) is uses_spare
+        assert state.gradient_of(state.tensor("layer0.always.weight")).any()
 
 
 def frozen_weight() -> nn.Module:
@@ -222,22 +202,18 @@ def frozen_weight() -> nn.Module:
     return module
 
 
-def test_frozen_parameters_have_no_gradient_and_hold_nothing_up() -> None:
-    built = layers(frozen_weight, linear)
-    reported: list[str] = []
-    collecting = collector(built, lambda layer: reported.append(layer.name))
-
-    collecting.begin()
-    collecting.microbatch(is_last=True)
-    forward(built).backward()
-
-    assert [tensor.name for tensor in built[0].state.tensors] == ["layer0.bias"]
-    assert reported == ["layer1", "layer0"]
-    assert collecting.finish() == []
-
-
-def test_a_layer_without_trained_parameters_is_ready_when_the_last_backward_begins() -> None:
-    built = layers(linear, nn.Tanh)
+@pytest.mark.parametrize(
+    ("builds", "order"),
+    [
+        ((frozen_weight, linear), ["layer1", "layer0"]),
+        # Without trained parameters, when the last backward begins.
+        ((linear, nn.Tanh), ["layer1", "layer0"]),
+    ],
+)
+def test_what_is_not_trained_has_no_gradient_and_holds_nothing_up(
+    builds: tuple[Callable[[], nn.Module], ...], order: list[str]
+) -> None:
+    built = layers(*builds)
     reported: list[str] = []
     collecting = collector(built, lambda layer: reported.append(layer.name))
 
@@ -247,7 +223,7 @@ def test_a_layer_without_trained_parameters_is_ready_when_the_last_backward_begi
         forward(built).backward()
         assert collecting.finish() == []
 
-    assert reported == ["layer1", "layer0"] * 2
+    assert reported == order * 2
 
 
 def test_compression_is_timed_tensor_by_tensor_and_says_which_microbatch_is_the_last() -> None:
@@ -276,8 +252,7 @@ def test_a_closed_collector_leaves_gradients_alone() -> None:
     assert all(tensor.parameter.grad is not None for tensor in built[0].state.tensors)
 
 
-@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (3, 1)])
-def test_training_ends_with_layers_that_have_no_parameters(grid: tuple[int, int]) -> None:
+def test_training_ends_with_layers_that_have_no_parameters() -> None:
     model = Model(
         [
             Layer("flat", nn.Flatten),
@@ -289,7 +264,7 @@ def test_training_ends_with_layers_that_have_no_parameters(grid: tuple[int, int]
     )
     config = tiny_config(train={"steps": 2})
 
-    ranks = train_in_process(*grid, model, config, vector_data())
+    ranks = train_in_process(3, 2, model, config, vector_data())
 
     assert all(len(trace.losses) == 2 for _, trace in ranks)
 
@@ -302,7 +277,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
     if compiler() is None:
         pytest.skip("needs a C++ compiler to run kernels on a CPU")
     wanted = [f"compress<{index}, Fp32, Fp32>" for index in ("FullIndex", "Int32Index")]
-    return EmulatedLauncher([*wanted, *HELPERS, *JUDGE], tmp_path_factory.mktemp("kernels"))
+    return EmulatedLauncher([*wanted, *HELPERS], tmp_path_factory.mktemp("kernels"))
 
 
 def microbatches(built: Sequence[BuiltLayer], number: int) -> GradientCollector:
@@ -332,53 +307,30 @@ def test_to_a_tensor_that_is_all_kept_autograd_adds_by_itself(kernels: EmulatedL
     assert kernels.launched.count("compress<FullIndex, Fp32, Fp32>") == 2
 
 
-def test_every_step_begins_anew_and_a_microbatch_without_a_gradient_leaves_the_sum(
-    kernels: EmulatedLauncher,
-) -> None:
-    there = layers(linear, backend=Backend(torch.device("cpu"), kernels))
-    here = layers(linear)
-    for built in (there, here):
-        collecting = microbatches(built, 3)
-        collecting.begin()
-        forward(built, 5).backward()
-        forward(built, 6).backward()
-        collecting.microbatch(is_last=True)  # whose backward reaches nothing
-        assert collecting.finish() == []
-        collecting.close()
+def test_every_step_begins_anew_and_a_microbatch_without_a_gradient_leaves_the_sum() -> None:
+    built = layers(linear)
+    first, second = (dense_gradients(built, seed) for seed in (5, 6))
+    microbatches(built, 3).close()
+    collecting = collector(built)
+    collecting.begin()
+    forward(built, 5).backward()
+    forward(built, 6).backward()
+    collecting.microbatch(is_last=True)  # whose backward reaches nothing
+    assert collecting.finish() == []
 
-    assert torch.equal(there[0].state.gradient, here[0].state.gradient)
-    assert all(tensor.parameter.grad is None for tensor in there[0].state.tensors)
+    assert all(tensor.parameter.grad is None for tensor in built[0].state.tensors)
+    assert_sums(built[0], first, second)
 
 
-def test_a_sum_that_autograd_makes_elsewhere_is_taken_in(kernels: EmulatedLauncher) -> None:
-    [there] = layers(linear, backend=Backend(torch.device("cpu"), kernels))
-    [here] = layers(linear)
-    for built in (there, here):
-        collecting = collector([built])
-        collecting.begin()
-        forward([built], 0).backward()
-        for tensor in built.state.tensors:
-            if tensor.parameter.grad is not None:
-                tensor.parameter.grad = tensor.parameter.grad.clone()
-        forward([built], 1).backward()
+def test_a_sum_that_autograd_makes_elsewhere_is_taken_in() -> None:
+    built = layers(linear)
+    first, second = (dense_gradients(built, seed) for seed in (0, 1))
+    collecting = collector(built)
+    collecting.begin()
+    forward(built, 0).backward()
+    for tensor in built[0].state.tensors:
+        if tensor.parameter.grad is not None:
+            tensor.parameter.grad = tensor.parameter.grad.clone()
+    forward(built, 1).backward()
 
-    assert torch.equal(there.state.gradient, here.state.gradient)
-
-
-def test_the_squares_of_a_stage_are_summed_by_two_launches(kernels: EmulatedLauncher) -> None:
-    built = layers(*[linear] * 8, backend=Backend(torch.device("cpu"), kernels))
-    states = [layer.state for layer in built]
-    microbatches(built, 2)
-    for state in states:
-        for tensor in state.tensors:
-            tensor.partials = None  # as replicas leave it, which have added to the gradient
-    kernels.launched.clear()
-
-    partials = norm_partials(states, [tensor.name for state in states for tensor in state.owned])
-
-    assert kernels.launched == ["judge<Fp32>", "fold"]
-    assert len(partials) == 16
-    for state in states:
-        for tensor in state.owned:
-            expected = state.gradient_of(tensor).double().square().sum()
-            torch.testing.assert_close(partials[tensor.name].sum(), expected)
+    assert_sums(built[0], first, second)

@@ -14,8 +14,8 @@ from support.late_device import LateDevice, LateStream
 
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.samo.backend import HOST
+from axsparse.samo.layer_state import HeldBuffers
 from axsparse.samo.offload import Offload
-from axsparse.samo.optimizer_state import HeldBuffers
 
 
 class Layer:

@@ -24,11 +24,15 @@ def floats(bits: list[int]) -> Tensor:
     return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(BITS)
+@example([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000])
 @example([LARGEST, LARGEST - 2**31, INFINITY, INFINITY - 2**31, SMALLEST, 0, -(2**31)])
 @example([0x3F808000, 0x3F807FFF, 0x3F808001, 0x3F818000])
-def test_a_split_master_is_joined_to_the_same_bits(bits: list[int]) -> None:
+def test_a_split_master_is_joined_to_the_same_bits_and_its_weight_is_the_nearest(
+    bits: list[int],
+) -> None:
+    """Rounding differs from torch's at ties only, and there goes away from zero."""
     masters = floats(bits)
 
     weight, rest = split(masters)
@@ -37,33 +41,11 @@ def test_a_split_master_is_joined_to_the_same_bits(bits: list[int]) -> None:
     number = ~masters.isnan()
     assert torch.equal(joined[number].view(torch.int32), masters[number].view(torch.int32))
     assert joined[~number].isnan().all()
-    assert weight[~number].isnan().all()
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(BITS)
-@example([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000])
-def test_nan_and_nothing_else_is_rounded_to_nan(bits: list[int]) -> None:
-    masters = floats(bits)
-
-    rounded = round_to(masters, torch.bfloat16)
-
-    assert torch.equal(rounded.isnan(), masters.isnan())
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(BITS)
-def test_rounding_differs_from_torchs_at_ties_only_and_there_goes_away_from_zero(
-    bits: list[int],
-) -> None:
-    masters = floats(bits)
-    masters = masters[~masters.isnan()]
-
-    rounded = round_to(masters, torch.bfloat16)
-
-    ties = (masters.view(torch.int32) & 0xFFFF) == 0x8000
-    assert torch.equal(rounded[~ties], masters[~ties].to(torch.bfloat16))
-    assert (rounded[ties].float().abs() > masters[ties].abs()).all()
+    assert torch.equal(weight.isnan(), ~number)
+    ties = ((masters.view(torch.int32) & 0xFFFF) == 0x8000) & number
+    same = number & ~ties
+    assert torch.equal(weight[same], masters[same].to(torch.bfloat16))
+    assert (weight[ties].float().abs() > masters[ties].abs()).all()
 
 
 def test_a_tie_goes_away_from_zero() -> None:

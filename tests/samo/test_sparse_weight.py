@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from axsparse.models.layer import Layer
 from axsparse.samo import gradient_hooks
 from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
-from axsparse.samo.host.sampled_product import FEWEST_TOKENS
+from axsparse.samo.host.sparse_products import FEWEST_TOKENS
 from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.layer_state import LayerState
 
@@ -183,16 +183,6 @@ def test_growth_candidates_and_small_microbatches_want_whole_gradients() -> None
     assert weights["first.weight"].accumulate(*factors(1))
 
 
-def test_who_may_be_sampled() -> None:
-    case = Case()
-    assert list(case.weights) == ["first.weight", "second.weight"]
-
-    other = Case()
-    other.collector.allow_sparse_products(["second.weight"])
-    allowed = [other.collector.sparse_products(each.tensors[0].parameter) for each in other.layers]
-    assert [weight is not None for weight in allowed] == [False, True]
-
-
 def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:
     """A tensor of which all was kept, and that a step's last microbatch did not use, is pruned: the
     next step samples its first microbatch and has a whole gradient of its second."""
@@ -217,8 +207,12 @@ def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:
     assert torch.equal(case.first.gradient_of(tensor), total)
 
 
-def test_products_are_of_the_weight_s_type_and_of_many_tokens() -> None:
-    weight = Case().weights["first.weight"]
+def test_products_are_of_named_weights_of_their_type_and_of_many_tokens() -> None:
+    case = Case()
+    case.collector.allow_sparse_products(["second.weight"])
+    allowed = [case.collector.sparse_products(each.tensors[0].parameter) for each in case.layers]
+    assert [weight is not None for weight in allowed] == [False, True]
+    weight = case.weights["first.weight"]
     rows, bias = torch.zeros(FEWEST_TOKENS, WIDTH, dtype=torch.bfloat16), torch.zeros(WIDTH)
 
     assert weight.takes(rows, None)

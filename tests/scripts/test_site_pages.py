@@ -16,7 +16,7 @@ from support.mpirun import LONGEST_SECONDS
 from support.page_blocks import PAGES, ROOT
 
 import axsparse as ax
-from axsparse.__main__ import COMMANDS
+from axsparse.cli.commands import COMMANDS
 from axsparse.config.json_schema import FIELDS
 
 SITE = ROOT / "scripts" / "site"

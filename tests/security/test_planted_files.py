@@ -114,18 +114,24 @@ def test_a_pickle_as_manifest_is_passed_over_and_does_not_run(
 # -- what others may see --------------------------------------------------------------------
 
 
-def test_nobody_else_may_enter_a_run_and_the_environment_is_nowhere_in_it(
+def test_a_run_is_open_to_whom_the_umask_lets_in_and_has_the_environment_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SITE_TOKEN", "hunter2-of-the-site")
     run = tmp_path / "new" / "run"
 
-    ran((2, 1), CONFIG, run)
+    before = os.umask(0o027)
+    try:
+        ran((2, 1), CONFIG, run)
+    finally:
+        os.umask(before)
 
     folders = [run, *(path for path in run.rglob("*") if path.is_dir())]
     assert len(folders) == 4
-    assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
-    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o750}
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o640}
+    written = b"".join(path.read_bytes() for path in files)
     assert b"global_batch_size" in written
     said = capfd.readouterr()
     for name in (b"SITE_TOKEN", b"hunter2-of-the-site"):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm.loopback import exit_codes, wait_for_end
+from slurm.loopback import exit_codes, loopback, wait_for_end
 from support import standin_trainer
 from support.mpirun import run_mpirun
 
+from axsparse.__main__ import main
 from axsparse.cli import submit
 
 AXSPARSE = submit.TRAIN
@@ -33,6 +33,12 @@ END_SECONDS = 900
 """On a busy machine starting takes most of a start of a minute."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with loopback(tmp_path_factory.mktemp("slurm")):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "my é"
@@ -49,7 +55,7 @@ def run(*arguments: str, capfd: pytest.CaptureFixture[str], **environment: str) 
         for name, value in environment.items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit) as left:
-            submit.main([*words, *arguments])
+            main(["submit", *words, *arguments])
     said = capfd.readouterr()
     assert not left.value.code, said.err
     job = said.out.split()[3]
@@ -151,26 +157,6 @@ def test_a_chain_goes_on_until_it_is_done_and_drops_the_rest(
         f"job-{job}_1.log",
         f"job-{job}_2.log",
     ]
-
-
-def test_ranks_run_from_a_copy_of_the_environment(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environment = tmp_path / "my env"
-    command = [sys.executable, "-m", "venv", "--without-pip", str(environment)]
-    subprocess.run(command, check=True)
-    monkeypatch.setattr(sys, "executable", str(environment / "bin" / "python"))
-    monkeypatch.setattr(sys, "prefix", str(environment))
-    disk = tmp_path / "node's disk"
-    disk.mkdir()
-    options = ("--time", "0:05:00", "--margin", "0:01:00", "--copy-environment", str(disk))
-
-    job = run(*options, *LAUNCHERS["srun"], capfd=capfd)
-
-    assert exit_codes(job) == {job: "COMPLETED 0:0"}
-    copy = disk / f"axsparse-{job}" / "bin" / "python"
-    assert [history(rank)[0]["executable"] for rank in range(RANKS)] == [str(copy)] * RANKS
-    assert list(disk.iterdir()) == []
 
 
 def test_without_a_pmi_that_the_ranks_know_training_refuses_to_start_once(

@@ -23,11 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from soak.status import Status, Told
+from soak.soaked import Status, Told
 from support.mpirun import ENVIRONMENT, mpirun_path
 
 from axsparse.training.checkpoint.checkpoint_folder import (
@@ -53,10 +52,7 @@ OUTLIVES_SECONDS = 60.0
 LIMIT_SECONDS = 300.0
 CHOSEN = re.compile(r"^axsparse: goes on from .*/step-(\d+), after step \d+", re.MULTILINE)
 FROM_START = re.compile(r"^axsparse: .*starts from the beginning$", re.MULTILINE)
-HERE = Path(__file__).parent
-STUB = str(HERE / "stub.py")
 MEMORY = "/dev/shm/"  # noqa: S108  # where MPI libraries put it
-SOCKET = "warm.socket"
 
 
 class WrongError(Exception):
@@ -82,16 +78,13 @@ class Run:
 class Job:
     """A run that was started on ranks of its own."""
 
-    def __init__(self, run: Run, grid: str, place: Path, warm: int) -> None:
-        """`warm`: the process that ranks are forks of."""
+    def __init__(self, run: Run, grid: str, place: Path) -> None:
         self.grid = grid
-        self._warm = warm
         self.ranks = int(grid[0]) * int(grid[2])
         self._mark = place / f"status-{time.monotonic_ns()}"
         self._status = Status.new(self._mark)
         self._out = (place / "out.txt").open("w+b")
         words = [
-            str(place / SOCKET),
             str(self._mark),
             str(run.folder),
             grid,
@@ -100,7 +93,7 @@ class Job:
         ]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            [mpirun_path(), "-n", str(self.ranks), sys.executable, "-ES", STUB, *words],
+            [mpirun_path(), "-n", str(self.ranks), sys.executable, "-m", "soak.soaked", *words],
             stdin=subprocess.DEVNULL,
             stdout=self._out,
             stderr=self._out,
@@ -139,31 +132,14 @@ class Job:
         return self._out.read().decode(errors="replace")
 
     def _left(self) -> bool:
-        """Whether a rank, or what the launcher started as one, is still there."""
-        children = Path(f"/proc/{self._warm}/task/{self._warm}/children")
-        return bool(children.read_text()) or any(map(self._is_stub, Path("/proc").iterdir()))
+        """Whether a rank is still there."""
+        return any(map(self._is_rank, Path("/proc").iterdir()))
 
-    def _is_stub(self, entry: Path) -> bool:
+    def _is_rank(self, entry: Path) -> bool:
         try:
             return str(self._mark).encode() in (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             return False
-
-
-@contextlib.contextmanager
-def warmed(place: Path) -> Iterator[int]:
-    """The process that ranks are forks of."""
-    command = [sys.executable, "-m", "soak.warm", str(place / SOCKET)]
-    warm = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdin=subprocess.DEVNULL)
-    try:
-        while not (place / SOCKET).exists():
-            if warm.poll() is not None:
-                raise WrongError("what ranks are forks of did not start")
-            time.sleep(0.01)
-        yield warm.pid
-    finally:
-        warm.kill()
-        warm.wait()
 
 
 def _shared_memory(process: int) -> set[Path]:
@@ -176,10 +152,9 @@ def _shared_memory(process: int) -> set[Path]:
 class Soak:
     """All cycles; what they found is in the counts."""
 
-    def __init__(self, seed: int, place: Path, warm: int) -> None:
+    def __init__(self, seed: int, place: Path) -> None:
         self.draw = random.Random(seed)  # noqa: S311  # no secret
         self.place = place
-        self._warm = warm
         self.aimed: collections.Counter[str] = collections.Counter()
         self.fell: collections.Counter[str] = collections.Counter()
         self.finished: collections.Counter[str] = collections.Counter()
@@ -203,7 +178,7 @@ class Soak:
         before = _marks(run)
         grid = self.draw.choice(LAYOUTS[self.draw.choice(run.replicas)])
         moment = self.draw.choices([*MOMENTS], [*MOMENTS.values()])[0]
-        job = Job(run, grid, self.place, self._warm)
+        job = Job(run, grid, self.place)
         victim = self.draw.choice([None, *range(job.ranks)])
         self.aimed[moment] += 1
         self._wait_for(moment, job, run, before)
@@ -214,7 +189,7 @@ class Soak:
         run.starts += 1
         self._check_choice(run, expected, said)
         phases = {one.phase for one in where}
-        # MPICH's launcher may kill the stubs of ranks that have left MPI: its code says little.
+        # MPICH's launcher may kill ranks that have left MPI: its code says little.
         if phases == {"ending"}:
             self.fell["after the end"] += 1
             return True
@@ -303,7 +278,7 @@ class Soak:
         key = method, replicas
         if key not in self._whole:
             run = Run(self.place / f"whole-{method}-{replicas}", method, (replicas,))
-            job = Job(run, f"1x{replicas}", self.place, self._warm)
+            job = Job(run, f"1x{replicas}", self.place)
             job.process.wait(LIMIT_SECONDS)
             job.wait()
             if {one.phase for one in job.told()} != {"ending"}:
@@ -360,18 +335,17 @@ def main() -> int:
     print(f"seed {seed}, in {place}", flush=True)
     began, done = time.monotonic(), 0
     try:
-        with warmed(place) as warm:
-            soak = Soak(seed, place, warm)
-            run = soak.new_run()
-            while done < arguments.cycles and time.monotonic() - began < arguments.minutes * 60:
-                done += 1
-                if soak.cycle(run):
-                    verdict = soak.finish(run)
-                    print(f"cycle {done}: {run.method}, {run.starts} starts: {verdict}")
-                    shutil.rmtree(run.folder)
-                    run = soak.new_run()
-                if done % 10 == 0:
-                    print(f"cycle {done}: kills {dict(soak.fell)}", flush=True)
+        soak = Soak(seed, place)
+        run = soak.new_run()
+        while done < arguments.cycles and time.monotonic() - began < arguments.minutes * 60:
+            done += 1
+            if soak.cycle(run):
+                verdict = soak.finish(run)
+                print(f"cycle {done}: {run.method}, {run.starts} starts: {verdict}")
+                shutil.rmtree(run.folder)
+                run = soak.new_run()
+            if done % 10 == 0:
+                print(f"cycle {done}: kills {dict(soak.fell)}", flush=True)
     except (WrongError, subprocess.TimeoutExpired) as wrong:
         print(f"cycle {done}, seed {seed}, {place}: {wrong}", file=sys.stderr)
         return 1

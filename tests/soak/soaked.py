@@ -1,16 +1,19 @@
 """The training that is killed again and again, on one rank.
 
-It saves every third step and resumes by itself.
+It saves every third step and resumes by itself. By a file that all ranks map it tells whoever is
+about to kill it where it is.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from soak.status import Status
-from support.resuming import ran
 from support.runs import mlp, tiny_config, vector_data
 
 from axsparse.config.load import LoadedConfig
@@ -20,6 +23,48 @@ from axsparse.data_parallel.agreement import Verdict
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
 from axsparse.training.build import build
+
+_ENTRY = struct.Struct("=qqq")
+PHASES = ("", "start-up", "resuming", "training", "ending")
+MAX_RANKS = 8
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+@dataclass(frozen=True)
+class Told:
+    """Where one rank is."""
+
+    process: int
+    """0: it has not started."""
+    phase: str
+    step: int
+    """Steps done."""
+
+
+class Status:
+    """The entries of all ranks; each writes its own."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), MAX_RANKS * _ENTRY.size)
+
+    @classmethod
+    def new(cls, path: Path) -> Status:
+        """An empty one."""
+        path.write_bytes(bytes(MAX_RANKS * _ENTRY.size))
+        return cls(path)
+
+    def tell(self, phase: str, step: int = 0) -> None:
+        """As the rank that the launcher made of this process."""
+        rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+        entry = (os.getpid(), PHASES.index(phase), step)
+        _ENTRY.pack_into(self._map, rank * _ENTRY.size, *entry)
+
+    def read(self, rank: int) -> Told:
+        """What a rank said last."""
+        process, phase, step = _ENTRY.unpack_from(self._map, rank * _ENTRY.size)
+        return Told(process, PHASES[phase], step)
+
 
 METHODS = {
     # Its masks change with the weights, so that other sums over replicas may lead elsewhere.
@@ -33,14 +78,6 @@ def train(words: Sequence[str]) -> None:
     status = Status(Path(words[0]))
     status.tell("start-up")
     run(lambda job: _train(job, status, words[1:]))
-
-
-def rehearse(run_dir: Path) -> None:
-    """In this process, from the start to the end and once more from there: all that is ever
-    loaded is."""
-    for more in (0, 1):
-        config = _config(run_dir, 60 + more, "gradual", 1)
-        ran((1, 1), config, run_dir, model=lambda _: mlp(), data=vector_data(), resume="auto")
 
 
 def _config(run_dir: Path, steps: int, method: str, g_data: int) -> Config:
@@ -76,10 +113,5 @@ def _train(job: Job, status: Status, words: Sequence[str]) -> None:
     status.tell("ending", trainer.steps_done)
 
 
-def end_mpi() -> None:
-    """What Python would do at its end, which a fork does not come to."""
-    if "mpi4py.MPI" in sys.modules:
-        from mpi4py import MPI
-
-        if MPI.Is_initialized() and not MPI.Is_finalized():
-            MPI.Finalize()
+if __name__ == "__main__":
+    train(sys.argv[1:])

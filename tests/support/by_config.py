@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from support.dense_lamb import lamb
+from support.dense_optimizers import lamb
 from support.methods import MethodOracle
 from support.moving import MovingOracle, Plan
 from support.oracle import Oracle, adamw, sgd

@@ -1,9 +1,11 @@
-"""Reads the directives of job scripts, and refuses what a scheduler would, or would misread."""
+"""Reads job scripts: what bash says of them, and directives that a scheduler would refuse."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 
 NAME = r"[A-Za-z0-9][\w.@:/+-]*"
 COUNT = r"[1-9][0-9]*"
@@ -114,3 +116,17 @@ def _keep(
     if not fits:
         raise WrongDirectiveError(f"{name}: bad value {value!r}")
     options[name] = value or ""
+
+
+KNOWN_TO_SHELLCHECK = "SC1091,SC2015,SC2016"
+"""A file of the user's is not followed, quoted words may hold a $, `a && b || c` is meant so."""
+
+
+def assert_a_shell_reads(script: str) -> None:
+    """`bash -n`, and shellcheck where it is installed."""
+    commands = [["bash", "-n"]]
+    if shutil.which("shellcheck"):
+        commands.append(["shellcheck", "--shell=bash", f"--exclude={KNOWN_TO_SHELLCHECK}", "-"])
+    for command in commands:
+        said = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
+        assert said.returncode == 0, f"{command[0]}: {said.stdout}{said.stderr}\n{script}"

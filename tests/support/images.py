@@ -16,8 +16,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Dataset
 from axsparse.models.layer import Model
 from axsparse.models.survey import survey
-from axsparse.models.zoo.vgg import vgg
-from axsparse.models.zoo.wide_resnet import wide_resnet
+from axsparse.models.zoo.image_models import vgg, wide_resnet
 from axsparse.training.trainer import Trainer
 
 CLASSES = 7

@@ -1,10 +1,471 @@
-"""All that the kernels promise: `CONTRACT` has each promise for each case, by name."""
+"""What kernels promise, as functions of the machine that they run on: `CONTRACT` has each promise
+for each case, by name."""
 
 from __future__ import annotations
 
-from support import kernel_contract_compress, kernel_contract_step
-from support.kernel_machine import PROMISES, Promise
+import math
+from dataclasses import replace
 
-CONTRACT: dict[str, Promise] = PROMISES
-"""Filled by the modules that are imported here."""
-WRITTEN_IN = (kernel_contract_compress, kernel_contract_step)
+import numpy as np
+import torch
+from support import kernel_reference as reference
+from support.kernel_machine import (
+    ADAMW_CASE,
+    BF16,
+    DENSITIES,
+    ENCODED,
+    FACTOR,
+    FP16,
+    FP32,
+    HYPER,
+    NUMBERS,
+    PROMISES,
+    RULES,
+    SGD_CASE,
+    SIZES,
+    STATES,
+    Case,
+    Machine,
+    by_numpy,
+    empty_partials,
+    fresh_layer,
+    layer_of,
+    mask_for,
+    promise,
+    random_mask,
+    randoms,
+    same_bits,
+    same_state,
+    slot_of,
+)
+from torch import Tensor
+
+from axsparse.samo import precision
+from axsparse.samo.cuda.device_index import INDICES, DeviceKind, make_device_index
+from axsparse.samo.cuda.kernels import NORM_TOLERANCE, compress, judge
+from axsparse.samo.cuda.launch import CHUNK, GROUP, SUMMED, TILE, Argument
+from axsparse.samo.index.base import make_index
+from axsparse.samo.optim.gradient_norm import norm_partials
+from axsparse.samo.optim.optimizer import TensorSlot
+from axsparse.samo.shards import BLOCK
+from axsparse.samo.state_bytes import (
+    MASK_BLOCK,
+    Encoding,
+    MasterKind,
+    index_bytes,
+    master_kind,
+)
+
+CONTRACT = PROMISES
+
+# -- indices --------------------------------------------------------------------------------
+
+
+@promise(ENCODED, SIZES, DENSITIES)
+def an_index_is_the_one_of_the_cpu(
+    machine: Machine, kind: Encoding, numel: int, density: float
+) -> None:
+    mask = random_mask(numel, density) if numel > 1 else torch.zeros(1, dtype=torch.bool)
+    positions = mask.nonzero().view(-1)
+
+    index = machine.index(mask, kind)
+
+    assert (index.kept, index.numel) == (positions.numel(), numel)
+    assert index.nbytes == index_bytes(numel, index.kept, kind)
+    assert torch.equal(index.positions().cpu(), positions)
+    assert torch.equal(index.positions_by_host(), positions)
+    assert index.entries is not None
+    if kind == "int32":
+        assert torch.equal(index.entries.cpu().long(), positions)
+    else:
+        packed = np.packbits(mask.numpy(), bitorder="little")
+        assert index.entries[: packed.size].tolist() == packed.tolist()
+        assert not index.entries[packed.size :].any()
+    if index.offsets is not None:
+        blocks = range(-(-numel // MASK_BLOCK) + 1)
+        before = [int(mask[: at * MASK_BLOCK].sum()) for at in blocks]
+        assert index.offsets.tolist() == before
+
+
+@promise(ENCODED, (BF16, FP32))
+def any_stretch_of_kept_entries_is_gathered_and_scattered(
+    machine: Machine, kind: Encoding, dtype: torch.dtype
+) -> None:
+    mask = random_mask(BLOCK + 3000, 0.1)
+    index, theirs = machine.index(mask, kind), make_index(mask, kind)
+    dense = randoms(mask.numel(), 1, dtype)
+    kept = index.kept
+    for start, stop in [(0, kept), (0, 0), (kept, kept), (7, 8), (kept // 3, kept - 5)]:
+        gathered = index.gather(machine.put(dense), start, stop)
+        same_bits(gathered, theirs.gather(dense, start, stop))
+        ours, expected = machine.put(dense), dense.clone()
+        values = randoms(stop - start, 2, dtype)
+        index.scatter(ours, machine.put(values), start)
+        theirs.scatter(expected, values, start)
+        same_bits(ours, expected)
+
+
+@promise()
+def a_mask_that_keeps_everything_costs_nothing(machine: Machine) -> None:
+    mask = torch.ones(TILE + 5, dtype=torch.bool, device=machine.device)
+
+    index = make_device_index(machine.launch, mask, "mask")
+
+    values, dense = randoms(3, 1), machine.put(torch.zeros(TILE + 5))
+    index.scatter(dense, values.to(machine.device), 4)
+    assert (index.kind, index.kept, index.nbytes) == ("full", TILE + 5, 0)
+    assert index.positions().tolist() == list(range(TILE + 5))
+    same_bits(index.gather(dense, 4, 7), values)
+
+
+@promise(ENCODED, [(0,), (TILE,), (BLOCK - 1,), (BLOCK,), (3 * BLOCK,)])
+@promise(ENCODED, [(5, MASK_BLOCK - 1), (0, 3 * BLOCK), (9, 10, 2 * BLOCK)])
+def a_few_kept_entries_are_found_among_empty_blocks(
+    machine: Machine, kind: Encoding, places: tuple[int, ...]
+) -> None:
+    mask = torch.zeros(3 * BLOCK + 1, dtype=torch.bool)
+    mask[list(places)] = True
+    index = machine.index(mask, kind)
+    gradient = machine.put(torch.zeros(len(places)))
+    dense = randoms(mask.numel(), 1)
+
+    compress(index, machine.put(dense), gradient, accumulate=False)
+
+    assert index.positions().tolist() == list(places)
+    same_bits(gradient, dense[mask])
+
+
+# -- compression ----------------------------------------------------------------------------
+
+
+@promise(tuple(INDICES), NUMBERS, [1, CHUNK + 1, BLOCK + 77])
+def gradients_are_compressed_and_added_as_on_the_cpu(
+    machine: Machine, kind: DeviceKind, types: tuple[torch.dtype, torch.dtype], numel: int
+) -> None:
+    weight, gradient = types
+    mask = mask_for(kind, numel, 0.3) if numel > 1 else torch.tensor([kind == "full"])
+    master = master_kind(half=weight != FP32, split=False)
+    layer, tensor = layer_of(mask, torch.zeros(numel, dtype=weight), gradient, master, 0)
+    index = machine.index(mask, kind)
+    ours = machine.put(torch.full((index.kept,), math.nan, dtype=gradient))
+
+    for microbatch in range(3):
+        dense = randoms(numel, microbatch, weight)
+        layer.accumulate(tensor, dense)
+        compress(index, machine.put(dense), ours, accumulate=microbatch > 0)
+        same_bits(ours, layer.gradient)
+
+
+@promise((BF16, FP16, FP32), [0, 1, CHUNK - 1, BLOCK, BLOCK + CHUNK + 3])
+def sums_of_squares_are_those_of_the_cpu_in_another_order(
+    machine: Machine, dtype: torch.dtype, kept: int
+) -> None:
+    half = master_kind(half=dtype != FP32, split=False)
+    mask = torch.ones(kept, dtype=torch.bool)
+    layer, _ = layer_of(mask, torch.zeros(kept, dtype=dtype), dtype, half, 0)
+    layer.gradient.copy_(randoms(kept, 1))
+    partials = empty_partials(machine, kept)
+
+    judge(machine.launch, [(machine.put(layer.gradient), partials)])
+
+    same_bits(partials, reference.partials(layer.gradient))
+    theirs = norm_partials([layer], ["w"])["w"]
+    torch.testing.assert_close(partials.cpu(), theirs, rtol=NORM_TOLERANCE, atol=0)
+
+
+@promise([math.inf, -math.inf, math.nan])
+def a_gradient_that_is_not_finite_is_found(machine: Machine, value: float) -> None:
+    gradient = randoms(2 * TILE + 9, 1, BF16)
+    gradient[-1] = value
+    partials = empty_partials(machine, gradient.numel())
+
+    judge(machine.launch, [(machine.put(gradient), partials)])
+
+    assert not partials.isfinite().any()
+
+
+@promise()
+def a_sum_that_overflows_its_type_is_found(machine: Machine) -> None:
+    mask = random_mask(TILE + 1, 0.5)
+    index = machine.index(mask, "mask")
+    dense = machine.put(torch.full((TILE + 1,), 60_000.0, dtype=FP16))
+    gradient = machine.put(torch.zeros(index.kept, dtype=FP16))
+    partials = empty_partials(machine, index.kept)
+    for accumulate in (False, True):
+        compress(index, dense, gradient, accumulate=accumulate)
+        judge(machine.launch, [(gradient, partials)])
+        assert bool(partials.isfinite().all()) == (not accumulate)
+
+
+@promise((BF16, FP32), [1, SUMMED + 3])
+def squares_of_many_tensors_are_summed_by_few_launches(
+    machine: Machine, dtype: torch.dtype, number: int
+) -> None:
+    sizes = [(1, 0, CHUNK, BLOCK + 5, CHUNK + 1, 31)[place % 6] for place in range(number)]
+    gradients = [randoms(size, place, dtype) for place, size in enumerate(sizes)]
+    parts = [(machine.put(values), empty_partials(machine, values.numel())) for values in gradients]
+    launched: list[str] = []
+
+    def counted(kernel: str, blocks: int, *arguments: Argument) -> None:
+        launched.append(kernel)
+        machine.launch(kernel, blocks, *arguments)
+
+    judge(counted, parts)
+
+    for values, (_, partials) in zip(gradients, parts, strict=True):
+        same_bits(partials, reference.partials(values))
+    filled = sum(size > 0 for size in sizes)
+    assert len(launched) == 2 * -(-filled // SUMMED)
+
+
+# -- the step ---------------------------------------------------------------------------------
+
+
+@promise(RULES, tuple(INDICES), STATES)
+def a_step_is_the_formulas_with_one_rounding_an_operation(
+    machine: Machine,
+    rule: Case,
+    kind: DeviceKind,
+    state: tuple[torch.dtype, torch.dtype, MasterKind],
+) -> None:
+    mask = mask_for(kind, TILE + 1001, 0.2)
+    layer = fresh_layer(mask, state, rule.moments)
+    slot = slot_of(machine, machine.index(mask, kind), layer)
+
+    for step in (1, 2, 3):
+        gradient = randoms(slot.index.kept, step).pow_(3).to(state[1])
+        layer.gradient.copy_(gradient)
+        slot.gradient.copy_(gradient)
+        hyper = replace(HYPER, step=step)
+        rule.device([slot], hyper, FACTOR)
+        by_numpy(layer, rule, hyper, FACTOR)
+        same_state(slot, layer)
+    assert not slot.weight.cpu()[~mask].any()
+
+
+@promise(tuple(INDICES), [1, 2, TILE, 3 * TILE, BLOCK + TILE + 5], [0.0005, 0.1, 0.95])
+def tensors_of_any_size_and_density_are_stepped(
+    machine: Machine, kind: DeviceKind, numel: int, density: float
+) -> None:
+    mask = mask_for(kind, numel, density)
+    if numel == 1 and kind != "full":
+        mask[0] = False
+    layer = fresh_layer(mask, (BF16, BF16, "remainder"), 2)
+    layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
+    slot = slot_of(machine, machine.index(mask, kind), layer)
+
+    ADAMW_CASE.device([slot], HYPER, FACTOR)
+
+    by_numpy(layer, ADAMW_CASE, HYPER, FACTOR)
+    same_state(slot, layer)
+
+
+@promise(ENCODED, (STATES[0], STATES[1], STATES[-1]))
+def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
+    machine: Machine, kind: Encoding, state: tuple[torch.dtype, torch.dtype, MasterKind]
+) -> None:
+    mask = random_mask(5 * TILE + 3, 0.2)
+    layer = fresh_layer(mask, state, 2)
+    layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
+    [tensor] = layer.tensors
+    before = tensor.weight_D.clone()
+    index = machine.index(mask, kind)
+    whole = slot_of(machine, index, layer)
+    by_numpy(layer, ADAMW_CASE, HYPER, FACTOR)
+    for held in (range(0), range(1000, 2500), range(2500, index.kept)):
+        weights = machine.put(before)
+        part = slice(held.start, held.stop)
+        slot = TensorSlot(
+            index,
+            weights,
+            whole.gradient,
+            None if whole.master is None else machine.put(whole.master[part].cpu()),
+            tuple(machine.put(values[part].cpu()) for values in whole.moments),
+            held,
+        )
+
+        ADAMW_CASE.device([slot], HYPER, FACTOR)
+
+        expected = before.clone()
+        places = tensor.index.positions()[part]
+        expected[places] = tensor.weight_D[places]
+        same_bits(slot.weight, expected)
+        for ours, theirs in zip(
+            slot.moments, layer.optimizer_state.moments_K.values(), strict=True
+        ):
+            same_bits(ours, theirs[part])
+        if layer.optimizer_state.master_K is not None:
+            assert slot.master is not None
+            same_bits(slot.master, layer.optimizer_state.master_K[part])
+
+
+@promise(RULES)
+def tensors_of_the_same_types_are_stepped_together(machine: Machine, rule: Case) -> None:
+    states = (STATES[1], STATES[3])
+    kinds: tuple[DeviceKind, ...] = ("mask", "full")
+    launched: list[str] = []
+
+    def launch(kernel: str, blocks: int, *arguments: Argument) -> None:
+        launched.append(kernel)
+        machine.launch(kernel, blocks, *arguments)
+
+    cases = []
+    for number in range(14):
+        numel = (1, TILE, 2 * TILE + 5, 77)[number % 4] + number
+        mask = mask_for(kinds[number % 2], numel, 0.3)
+        layer = fresh_layer(mask, states[number // 2 % 2], rule.moments)
+        layer.gradient.copy_(randoms(layer.gradient.numel(), number))
+        index = replace(machine.index(mask, kinds[number % 2]), launch=launch)
+        cases.append((slot_of(machine, index, layer), layer))
+
+    rule.device([slot for slot, _ in cases], HYPER, FACTOR)
+
+    assert len(launched) == len(kinds) * len(states)
+    for slot, layer in cases:
+        by_numpy(layer, rule, HYPER, FACTOR)
+        same_state(slot, layer)
+
+
+@promise()
+def more_tensors_than_a_launch_takes_are_stepped_by_several(machine: Machine) -> None:
+    mask = random_mask(99, 0.3)
+    index = machine.index(mask, "mask")
+    layers = [fresh_layer(mask, STATES[0], 2) for _ in range(2 * GROUP + 1)]
+    for number, layer in enumerate(layers):
+        layer.gradient.copy_(randoms(layer.gradient.numel(), number))
+    slots = [slot_of(machine, index, layer) for layer in layers]
+
+    ADAMW_CASE.device(slots, HYPER, FACTOR)
+
+    for slot, layer in zip(slots, layers, strict=True):
+        by_numpy(layer, ADAMW_CASE, HYPER, FACTOR)
+        same_state(slot, layer)
+
+
+@promise((STATES[0], STATES[4], STATES[-1]), [1, 3])
+def weights_need_not_stand_at_aligned_addresses(
+    machine: Machine, state: tuple[torch.dtype, torch.dtype, MasterKind], shift: int
+) -> None:
+    mask = random_mask(TILE + 777, 0.3)
+    layer = fresh_layer(mask, state, 0)
+    layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
+    slot = slot_of(machine, machine.index(mask, "int32"), layer, shift)
+    assert slot.weight.data_ptr() % 16
+
+    SGD_CASE.device([slot], HYPER, FACTOR)
+
+    by_numpy(layer, SGD_CASE, HYPER, FACTOR)
+    same_state(slot, layer)
+
+
+@promise((0.0, 0.1), (0.9, 0.3))
+def betas_and_decays_of_either_kind_follow_the_formula(
+    machine: Machine, decay: float, beta1: float
+) -> None:
+    mask = random_mask(TILE, 0.3)
+    hyper = replace(HYPER, step=7, betas=(beta1, 0.99), weight_decay=decay)
+    for rule in RULES:
+        layer = fresh_layer(mask, (BF16, BF16, "fp32"), rule.moments)
+        layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
+        slot = slot_of(machine, machine.index(mask, "mask"), layer)
+        rule.device([slot], hyper, FACTOR)
+        by_numpy(layer, rule, hyper, FACTOR)
+        same_state(slot, layer)
+
+
+# -- roundings ------------------------------------------------------------------------------
+
+
+def every_half(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def near_every_half(dtype: torch.dtype) -> Tensor:
+    """fp32 numbers on, halfway between and next to all numbers of a half type."""
+    values = every_half(dtype).float()
+    values = values[values.isfinite()]
+    bits = values.view(torch.int32)
+    step = {BF16: 2**16, FP16: 2**13}[dtype]
+    near = [bits, bits + step // 2, bits + step // 2 + 1, bits + step // 2 - 1]
+    return torch.cat(near).view(FP32)
+
+
+@promise((BF16, FP16))
+def every_number_of_a_half_type_is_read_exactly(machine: Machine, dtype: torch.dtype) -> None:
+    values = every_half(dtype)
+    index = machine.index(torch.ones(values.numel(), dtype=torch.bool), "full")
+    ours = machine.put(torch.zeros(values.numel()))
+
+    compress(index, machine.put(values), ours, accumulate=False)
+
+    same_bits(ours, values.float())
+
+
+@promise((BF16, FP16))
+def sums_round_to_the_nearest_with_ties_to_even(machine: Machine, dtype: torch.dtype) -> None:
+    one, other = every_half(dtype), every_half(dtype).roll(12_345)
+    index = machine.index(torch.ones(one.numel(), dtype=torch.bool), "full")
+    ours = machine.put(one)
+
+    compress(index, machine.put(other), ours, accumulate=True)
+
+    same_bits(ours, (one.float() + other.float()).to(dtype))
+
+
+@promise(((BF16, "fp32"), (BF16, "remainder"), (FP16, "fp32")))
+def masters_are_rounded_and_split_as_on_the_cpu(
+    machine: Machine, state: tuple[torch.dtype, MasterKind]
+) -> None:
+    dtype, master = state
+    values = near_every_half(dtype)
+    mask = torch.ones(values.numel(), dtype=torch.bool)
+    layer, tensor = layer_of(mask, torch.zeros(values.numel(), dtype=dtype), dtype, master, 0)
+    layer.optimizer_state.write_master(tensor, 0, values)
+    slot = slot_of(machine, machine.index(mask, "full"), layer)
+    still = replace(HYPER, learning_rate=0.0, weight_decay=0.0)
+    slot.weight.zero_() if master == "fp32" else None
+
+    SGD_CASE.device([slot], still, 1.0)
+
+    same_bits(slot.weight, precision.round_to(values, dtype))
+    same_state(slot, layer)
+    if master == "remainder":
+        assert slot.master is not None
+        joined = precision.join(slot.weight.cpu(), slot.master.cpu())
+        same_bits(joined[~joined.isnan()], values[~joined.isnan()])
+
+
+@promise()
+def a_master_that_is_no_number_leaves_no_remainder(machine: Machine) -> None:
+    mask = random_mask(TILE, 0.5)
+    layer = fresh_layer(mask, (BF16, FP32, "remainder"), 0)
+    layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
+    layer.gradient[:9].view(torch.int32).fill_(0x7FC01234)  # what is left of it would be lower bits
+    slot = slot_of(machine, machine.index(mask, "mask"), layer)
+
+    SGD_CASE.device([slot], HYPER, FACTOR)
+
+    by_numpy(layer, SGD_CASE, HYPER, FACTOR)
+    same_state(slot, layer)
+    assert slot.master is not None
+    assert slot.master[:9].tolist() == [0] * 9
+    assert int(slot.weight.isnan().sum()) == 9
+
+
+@promise()
+def subnormal_numbers_stay_what_they_are(machine: Machine) -> None:
+    tiny = torch.tensor([1e-40, -3e-41, 1e-45, 2e-39]).repeat(50)
+    mask = torch.ones(tiny.numel(), dtype=torch.bool)
+    layer = fresh_layer(mask, (FP32, FP32, "weight"), 2)
+    layer.gradient.copy_(tiny)
+    slot = slot_of(machine, machine.index(mask, "full"), layer)
+    partials = empty_partials(machine, tiny.numel())
+
+    ADAMW_CASE.device([slot], HYPER, 1.0)
+    judge(machine.launch, [(slot.gradient, partials)])
+
+    by_numpy(layer, ADAMW_CASE, HYPER, 1.0)
+    same_state(slot, layer)
+    assert bool((slot.moments[0] != 0).any())
+    same_bits(partials, reference.partials(tiny))
+    assert bool((partials > 0).all())

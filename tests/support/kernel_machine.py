@@ -14,16 +14,14 @@ import torch
 from support import kernel_reference as reference
 from torch import Tensor, nn
 
+from axsparse.samo.cuda import kernels
 from axsparse.samo.cuda.device_index import DeviceIndex, DeviceKind, make_device_index
 from axsparse.samo.cuda.launch import TILE, Launcher
-from axsparse.samo.cuda.step_kernel import adamw_step, sgd_step
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.optimizer import Hyper, Optimizer, TensorSlot
 from axsparse.samo.optim.sgd import sgd
-from axsparse.samo.optim.tensor_slot import TensorSlot
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import MASK_BLOCK, Encoding, IndexKind, MasterKind
 from axsparse.samo.tensor_state import TensorState
@@ -74,6 +72,7 @@ class Machine:
 
 Promise: TypeAlias = Callable[[Machine], None]
 PROMISES: dict[str, Promise] = {}
+"""Filled by `kernel_contract.py`."""
 
 
 def promise(*axes: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -153,31 +152,33 @@ def layer_of(
 
 @dataclass(frozen=True)
 class Case:
-    """An update rule: on the device, in numpy, and on the CPU."""
+    """An update rule: in numpy, and that of the package."""
 
     name: str
-    moments: int
-    device: Callable[..., None]
     numpy: reference.Rule
     torch: Optimizer
 
+    @property
+    def moments(self) -> int:
+        return len(self.torch.moments)
 
-def _sgd_case(name: str, momentum: float, *, nesterov: bool) -> Case:
-    return Case(
-        name,
-        int(momentum > 0),
-        partial(sgd_step, momentum=momentum, nesterov=nesterov),
-        reference.sgd(momentum, nesterov=nesterov),
-        sgd(momentum, nesterov=nesterov),
-    )
+    def device(self, slots: Sequence[TensorSlot], hyper: Hyper, factor: float) -> None:
+        """One step by kernels."""
+        kernels.step(self.torch, slots, hyper, factor)
+
+
+def _sgd(name: str, momentum: float, *, nesterov: bool = False) -> Case:
+    rule = reference.sgd(momentum, nesterov=nesterov)
+    return Case(name, rule, sgd(momentum, nesterov=nesterov))
 
 
 RULES = (
-    Case("adamw", 2, adamw_step, reference.adamw, ADAMW),
-    _sgd_case("sgd", 0.0, nesterov=False),
-    _sgd_case("momentum", 0.9, nesterov=False),
-    _sgd_case("nesterov", 0.9, nesterov=True),
+    Case("adamw", reference.adamw, ADAMW),
+    _sgd("sgd", 0.0),
+    _sgd("momentum", 0.9),
+    _sgd("nesterov", 0.9, nesterov=True),
 )
+ADAMW_CASE, SGD_CASE, MOMENTUM_CASE, _ = RULES
 STATES: tuple[tuple[torch.dtype, torch.dtype, MasterKind], ...] = (
     (BF16, BF16, "fp32"),
     (BF16, BF16, "remainder"),

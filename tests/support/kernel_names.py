@@ -24,11 +24,5 @@ STEP = [f"step_adamw<{index}, {state}>" for index, state in product(INDICES.valu
     f"step_sgd<{index}, {state}, {momentum}>"
     for index, state, momentum in product(INDICES.values(), STATES, ("NONE", "PLAIN", "NESTEROV"))
 ]
-HELPERS = [
-    "count_kept",
-    "pack",
-    "number_kept",
-    *(f"positions<{index}>" for index in ENCODED),
-    *(f"move<{index}, {bits}>" for index, bits in product(ENCODED, BITS.values())),
-]
+HELPERS = [f"move<{index}, {bits}>" for index, bits in product(ENCODED, BITS.values())]
 EVERY = COMPRESS + JUDGE + STEP + HELPERS

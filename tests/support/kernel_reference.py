@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.samo.cuda.launch import CHUNK, THREADS
-from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.shards import BLOCK
 
 Floats: TypeAlias = NDArray[np.float32]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from axsparse.runtime.communication import Event
-from axsparse.runtime.gpu.device_protocol import Communicator, Mark
-from axsparse.runtime.gpu.nccl import Backend, Rendezvous
+from axsparse.runtime.gpu.device_protocol import Mark
 
 HOST = torch.device("cpu")
 
@@ -79,10 +77,6 @@ class LateStream:
         assert not self._computes, "copies have streams of their own"
         self._operations.append(lambda: target.copy_(source))
 
-    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            self.copy(target, source)
-
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._memory)
 
@@ -130,53 +124,6 @@ class LateDevice:
         return HostMark()
 
 
-def gloo_backend(store: Store, rank: int, size: int, _max_ctas: int) -> Backend:
+def gloo_backend(store: Store, rank: int, size: int, _max_ctas: int) -> Any:
     """A group of torch's that needs no GPU."""
-    return cast("Backend", dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)))
-
-
-class GlooTransfer:
-    """A send or receive that a thread waits for, since Gloo moves on while somebody does."""
-
-    def __init__(self, future: Future[object]) -> None:
-        self._future = future
-
-    def query(self) -> bool:
-        return self._future.done()
-
-
-class GlooPeer:
-    """A `PeerConnection` of torch's process group for CPUs."""
-
-    def __init__(self, backend: Backend, peer: int) -> None:
-        self.stream = LateStream()
-        self._backend = backend
-        self._peer = peer
-        self._thread = ThreadPoolExecutor(1)
-
-    def send(self, content: Tensor) -> GlooTransfer:
-        return GlooTransfer(
-            self._thread.submit(lambda: self._backend.send([content], self._peer, 0).wait())
-        )
-
-    def receive(self, content: Tensor) -> GlooTransfer:
-        return GlooTransfer(
-            self._thread.submit(lambda: self._backend.recv([content], self._peer, 0).wait())
-        )
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-
-class GlooConnections:
-    """Connections between ranks that meet as those of NCCL do."""
-
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
-
-    def peer(self, name: str, source: int, target: int) -> GlooPeer:
-        backend = self._rendezvous.group(name, (source, target), 1)
-        return GlooPeer(backend, 1 if self._rendezvous.rank == source else 0)
-
-    def communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
-        raise AssertionError("links make connections of two only")
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))

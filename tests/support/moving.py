@@ -141,7 +141,7 @@ def moving(
             if trainer.steps_done in plan.at:
                 regrowth.arm(plan.fraction)
             verdict = step()
-            if regrowth.is_armed and verdict.finite:
+            if regrowth.fraction is not None and verdict.finite:
                 note(trainer, regrowth.regrow(trainer.steps_done))
             return verdict
 

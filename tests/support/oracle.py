@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from support.rounded_adamw import RoundedAdamW
+from support.dense_optimizers import RoundedAdamW
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config, OptimizerConfig
@@ -20,7 +20,7 @@ from axsparse.data.dataset import Dataset
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.runtime.seeds import keyed_generator
-from axsparse.samo.optim.learning_rate import learning_rate
+from axsparse.samo.optim.optimizer import learning_rate
 
 NONE: Mapping[str, tuple[float, float]] = {}
 

@@ -11,6 +11,8 @@ from axsparse.config.load import load_config
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.layout import LayoutQuestion
+from axsparse.planner.layout_search import Plan, plan
 from axsparse.planner.step_cost import StageSeconds, StepCosts
 
 SUMMIT = load_cluster("summit")
@@ -56,3 +58,8 @@ def uniform(
 
 def schedule(name: ScheduleName = "message-driven", slack: int = 1) -> Schedule:
     return Schedule(name, slack, "alternate")
+
+
+def planned(config: str, density: float = 1.0, machine: Cluster = SUMMIT, **question: Any) -> Plan:
+    """The plan of a bundled GPT."""
+    return plan(LayoutQuestion(workload=formula(config, density), cluster=machine, **question))

@@ -15,10 +15,10 @@ from axsparse.runtime.console import Console
 LINE = "The cat sat on the mat, and the dog did not.\n"
 
 
-def run(request: Request, threads: int = 1) -> tuple[Sidecar, str]:
+def run(request: Request) -> tuple[Sidecar, str]:
     """The sidecar, and what the screen says."""
     screen = io.StringIO()
-    return prepare(request, threads, Console(screen, bar=False)), screen.getvalue()
+    return prepare(request, 1, Console(screen, bar=False)), screen.getvalue()
 
 
 def outputs(folder: Path) -> dict[str, bytes]:
@@ -29,10 +29,10 @@ def outputs(folder: Path) -> dict[str, bytes]:
 def make_library(folder: Path) -> Path:
     """Text files, a large one among them, JSONL, and files that cannot be used."""
     (folder / "more").mkdir(parents=True)
-    (folder / "large.txt").write_text("".join(f"= {n} =\n{LINE * (n % 5)}" for n in range(300)))
+    (folder / "large.txt").write_text("".join(f"= {n} =\n{LINE * (n % 5)}" for n in range(60)))
     for number in range(20):
         (folder / "more" / f"{number}.txt").write_text(LINE * number)
-    records = [json.dumps({"text": f"{number} {LINE}"}) for number in range(400)]
+    records = [json.dumps({"text": f"{number} {LINE}"}) for number in range(80)]
     (folder / "records.jsonl").write_text("\n".join(records))
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "lost.txt").symlink_to("/nowhere")

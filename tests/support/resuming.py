@@ -60,9 +60,10 @@ def ran(
     stop_after: int | None = None,
     look: Callable[[Trainer], None] = lambda trainer: None,
     placement: Callable[[Transport], Placement] | None = None,
+    **own: Any,
 ) -> Ran:
     """Train, until a signal after a step if one is given; `look` sees each trainer at the start,
-    `placement` says where else than on the CPU."""
+    `placement` says where else than on the CPU, `own` is for `build`."""
     world: LocalWorld[None] = LocalWorld(layout[0] * layout[1])
     found, failures = Ran(), list[AxsparseError]()
     config = config.model_copy(update={"run_dir": str(run_dir)})
@@ -73,7 +74,7 @@ def ran(
         job = Job(LocalTransport(world, rank))
         job.placement = None if placement is None else placement(job.transport)
         trainer = build(
-            job, model(config), lambda: datasets, source, grid=Grid(*layout), resume=resume
+            job, model(config), lambda: datasets, source, grid=Grid(*layout), resume=resume, **own
         )
         look(trainer)
         if stop_after == trainer.steps_done + 1 and rank == world.size - 1:

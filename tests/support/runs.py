@@ -19,7 +19,6 @@ from axsparse.data.dataset import ArrayDataset, Dataset, Datasets, TokenDataset
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Layer, Model
 from axsparse.models.zoo.gpt import gpt
-from axsparse.pruning.criteria import Score
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
@@ -124,15 +123,15 @@ def train_here(
     *,
     validation: Dataset | None = None,
     before: Callable[[Trainer], None] = lambda trainer: None,
-    score: Score | None = None,
     placement: Callable[[Transport], Placement] | None = None,
+    **own: Any,
 ) -> tuple[Trainer, Trace]:
     """Train on this rank's transport; the trace has the weights and moments of its stage, on the
-    host. `placement` says where else than on the CPU."""
+    host. `placement` says where else than on the CPU, `own` is for `build`."""
     job = Job(transport)
     job.placement = None if placement is None else placement(transport)
     datasets = Datasets(data, validation)
-    trainer = build(job, model, lambda: datasets, config, grid=grid, score=score, quiet=True)
+    trainer = build(job, model, lambda: datasets, config, grid=grid, quiet=True, **own)
     before(trainer)
     trace = Trace()
 
@@ -168,8 +167,8 @@ def train_in_process(
     order: int | None = None,
     validation: Dataset | None = None,
     before: Callable[[Trainer], None] = lambda trainer: None,
-    score: Score | None = None,
     placement: Callable[[Transport], Placement] | None = None,
+    **own: Any,
 ) -> list[tuple[Trainer, Trace]]:
     """The same on all ranks of a world in this process; `order` draws an arrival order."""
     world: LocalWorld[tuple[Trainer, Trace]] = LocalWorld(g_inter * g_data, seed=order)
@@ -183,8 +182,8 @@ def train_in_process(
             data,
             validation=validation,
             before=before,
-            score=score,
             placement=placement,
+            **own,
         )
     )
 

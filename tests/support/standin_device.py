@@ -213,10 +213,6 @@ class StandInStream:
 
         self.queue.enqueue(Operation(what, run, reads=[out], writes=[to]))
 
-    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            self.copy(target, source)
-
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype)
         as_bytes(tensor).fill_(POISON)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import torch
 from support.standin_device import (
+    POISON,
     Flag,
     Hardware,
     MisuseError,
@@ -168,7 +171,7 @@ class _Round:
     """One operation of a communicator: what each member brings."""
 
     kind: tuple[object, ...]
-    members: dict[int, tuple[Operation, Sequence[Span]]] = field(default_factory=dict)
+    members: dict[int, tuple[Operation, Span]] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
 
 
@@ -202,72 +205,57 @@ class StandInCommunicator:
             for one in buffers:
                 one.copy_(total)
 
-        return self._enqueue("all_reduce", buffer, run, [buffer])
+        return self._enqueue("all_reduce", buffer, run)
 
-    def reduce(self, buffer: Tensor, root: int) -> Flag:
-        def run(buffers: list[Tensor]) -> None:
-            buffers[root].copy_(sum_in_rank_order(buffers))
-
-        return self._enqueue(f"reduce to {root}", buffer, run, [buffer])
-
-    def broadcast(self, buffer: Tensor, root: int) -> Flag:
+    def broadcast(self, buffer: Tensor) -> Flag:
         def run(buffers: list[Tensor]) -> None:
             for one in buffers:
-                one.copy_(buffers[root])
+                one.copy_(buffers[0])
 
-        return self._enqueue(f"broadcast from {root}", buffer, run, [buffer])
+        return self._enqueue("broadcast", buffer, run)
 
-    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> Flag:
-        self._check_shard(shard, buffer)
-
+    def reduce_scatter(self, buffer: Tensor, bounds: Sequence[int]) -> Flag:
         def run(buffers: list[Tensor]) -> None:
             total = sum_in_rank_order(buffers)
-            for member, one in enumerate(buffers):
-                one.view(self.size, -1)[member] = total.view(self.size, -1)[member]
+            for one, shard in zip(buffers, itertools.starmap(slice, pairwise(bounds)), strict=True):
+                one.view(torch.uint8).fill_(POISON)
+                one[shard] = total[shard]
 
-        return self._enqueue("reduce_scatter", buffer, run, [buffer])
+        return self._enqueue("reduce_scatter", buffer, run, bounds)
 
-    def all_gather(self, buffer: Tensor, shard: Tensor) -> Flag:
-        self._check_shard(shard, buffer)
-
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Flag:
         def run(buffers: list[Tensor]) -> None:
-            total = torch.cat(
-                [one.view(self.size, -1)[member] for member, one in enumerate(buffers)]
-            )
+            shards = itertools.starmap(slice, pairwise(bounds))
+            total = torch.cat([one[shard] for one, shard in zip(buffers, shards, strict=True)])
             for one in buffers:
                 one.copy_(total)
 
-        return self._enqueue("all_gather", buffer, run, [buffer])
+        return self._enqueue("all_gather", buffer, run, bounds)
 
     def close(self) -> None:
         assert not self.stream.queue.pending, "closed under way"
-
-    def _check_shard(self, shard: Tensor, buffer: Tensor) -> None:
-        own = buffer.view(self.size, -1)[self.rank]
-        assert shard.data_ptr() == own.data_ptr() and shard.shape == own.shape
 
     def _enqueue(
         self,
         what: str,
         buffer: Tensor,
         run: Callable[[list[Tensor]], None],
-        touched: Sequence[Tensor],
+        bounds: Sequence[int] = (),
     ) -> Flag:
         if buffer.dtype not in NCCL_TYPES:
             raise MisuseError(f"{self._name}: NCCL knows no {buffer.dtype}")
         number = self._count
         self._count += 1
-        kind = (what, buffer.dtype, buffer.numel())
+        kind = (what, buffer.dtype, buffer.numel(), *bounds)
         this = self._rounds.setdefault(number, _Round(kind, before=self._order()))
         if this.kind != kind:
             raise MisuseError(f"{self._name}: members disagree: {this.kind} and {kind}")
         self._check_order(this.before)
-        spans = [Span(tensor) for tensor in touched]
-        dtype = buffer.dtype
+        span, dtype = Span(buffer), buffer.dtype
 
         def run_all() -> None:
             members = [this.members[member] for member in range(self.size)]
-            run([spans[0].bytes(what).view(dtype) for _, spans in members])
+            run([memory.bytes(what).view(dtype) for _, memory in members])
             for member, (operation, _) in enumerate(members):
                 if member != self.rank:
                     operation.queue.leave(operation)
@@ -278,8 +266,8 @@ class StandInCommunicator:
                 _is_head(operation) for operation, _ in this.members.values()
             )
 
-        operation = Operation(f"{what} of NCCL", run_all, may_run, reads=spans, writes=spans)
-        this.members[self.rank] = (operation, spans)
+        operation = Operation(f"{what} of NCCL", run_all, may_run, reads=[span], writes=[span])
+        this.members[self.rank] = (operation, span)
         return self.stream.queue.enqueue(operation)
 
     def _order(self) -> dict[str, int]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from axsparse.samo.gradient_hooks import GradientCollector
 
 
 class Products:
@@ -54,6 +57,11 @@ class Sums:
         self._deferring: dict[nn.Parameter, Callable[[nn.Parameter], bool]] = {}
         for weight in filter(lambda one: one.requires_grad, module.parameters()):
             weight.register_post_accumulate_grad_hook(self._hook)
+
+    @property
+    def collector(self) -> GradientCollector:
+        """This, as what it stands in for."""
+        return cast("GradientCollector", self)
 
     def _hook(self, tensor: Tensor) -> None:
         assert isinstance(tensor, nn.Parameter)

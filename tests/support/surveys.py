@@ -1,9 +1,16 @@
-"""A survey by hand: four layers of one matrix and one frozen vector."""
+"""A survey by hand: four layers of one matrix and one frozen vector; and its model."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from support.cases import merged
+from support.runs import tiny_config
+
 from axsparse.models.layer_cost import Activations
 from axsparse.models.survey import LayerInfo, ParameterInfo, Survey
+from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.samo.optim.adamw import ADAMW
 
 
 def layer(name: str, rows: int, flops: float, saved: int = 100) -> LayerInfo:
@@ -24,3 +31,16 @@ SURVEY = Survey(
     ties={},
 )
 KEPT = {"b.weight": 40, "c.weight": 20}
+SETTINGS = {
+    "precision": "bf16",
+    "samo": {"gradient": "fp32", "index": "int32"},
+    "pipeline": {"checkpoint_activations": 1},
+}
+
+
+def surveyed(
+    survey: Survey = SURVEY, kept: dict[str, int] | None = None, **sections: Any
+) -> SurveyedModel:
+    """The model of a survey, with some settings."""
+    config = tiny_config(**merged(SETTINGS, sections))
+    return SurveyedModel(config, survey, "four layers", KEPT if kept is None else kept, ADAMW)

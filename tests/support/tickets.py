@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axsparse.pruning.ticket.ticket_manifest import hash_of
-from axsparse.pruning.ticket.ticket_writer import TicketOrigin, write_ticket
+from axsparse.pruning.ticket.ticket_reader import TicketOrigin, hash_of
+from axsparse.pruning.ticket.ticket_writer import write_ticket
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld

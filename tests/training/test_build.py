@@ -26,6 +26,8 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST, Backend
+from axsparse.samo.layer_state import StateTypes
+from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.training.build import build, run_training
 from axsparse.training.placement import MemoryRoom, Placement
 from axsparse.training.trainer import Trainer
@@ -88,13 +90,13 @@ def test_the_order_in_which_memory_is_given_back_loops_are_loaded_and_memory_is_
     def note(module: ModuleType, name: str) -> None:
         real = vars(module)[name]
 
-        def noting(*arguments: Any) -> Any:
+        def noting(*arguments: Any, **how: Any) -> Any:
             heard.append(name)
-            return real(*arguments)
+            return real(*arguments, **how)
 
         monkeypatch.setitem(vars(module), name, noting)
 
-    for name in ("give_back_at_once", "whole_step", "keep_freed_blocks"):
+    for name in ("give_back_at_once", "_wait_for_loops", "keep_freed_blocks"):
         note(axsparse.training.build, name)
     note(axsparse.training.parts, "make_recorder")
     layout = {"g_inter": 1, "memory_per_rank": gigabytes}
@@ -103,7 +105,61 @@ def test_the_order_in_which_memory_is_given_back_loops_are_loaded_and_memory_is_
     build_quietly(config, job_of_one(has_gpu=False), Datasets(token_data(), None))
 
     kept = [] if is_tight else ["keep_freed_blocks"]
-    assert heard == ["give_back_at_once", "whole_step", "make_recorder", *kept]
+    assert heard == ["give_back_at_once", "_wait_for_loops", "make_recorder", *kept]
+
+
+class Loops:
+    """A thread that has compiled once it has been waited for long enough."""
+
+    def __init__(self) -> None:
+        self.joined: list[float | None] = []
+
+    def join(self, seconds: float | None = None) -> None:
+        self.joined.append(seconds)
+
+    def is_alive(self) -> bool:
+        return None not in self.joined
+
+
+def test_loops_are_compiled_while_data_are_read_and_before_memory_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[str] = []
+    loops, parts = Loops(), vars(axsparse.training.build)
+    open_data = parts["open_data"]
+
+    def prepare(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> Loops:
+        heard.append(f"prepare {len(types.moments)} moments")
+        return loops
+
+    def opened(*arguments: Any, **settings: Any) -> object:
+        heard.append("open data")
+        return open_data(*arguments, **settings)
+
+    def measure(*_: object) -> NoReturn:
+        raise OpenedError(*heard, loops.is_alive())
+
+    monkeypatch.setitem(parts, "FEW", 0)
+    monkeypatch.setitem(parts, "prepare_loops", prepare)
+    monkeypatch.setitem(parts, "open_data", opened)
+    monkeypatch.setitem(vars(axsparse.training.parts), "make_recorder", measure)
+    config = tiny_config()
+    job = Job(LocalTransport(LocalWorld(1), 0))
+
+    with pytest.raises(OpenedError) as seen:
+        build_quietly(config, job, Datasets(token_data(), None))
+
+    assert seen.value.args == ("prepare 2 moments", "open data", False)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_start_that_waits_for_loops_says_so(
+    is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    axsparse.training.build._wait_for_loops(Loops(), is_told=is_told)  # type: ignore[arg-type]
+
+    said = capsys.readouterr().out
+    assert said.startswith("axsparse: machine code for this processor is being") is is_told
 
 
 DRAWN = 4

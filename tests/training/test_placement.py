@@ -65,7 +65,7 @@ def test_memory_is_found_beside_nccl_with_a_neighbour(
     """The last of three ranks has none, and the least of all ranks counts."""
     asked: list[object] = []
 
-    def free(connections: object, gpu: object, ranks: tuple[int, int], *_: object) -> int:
+    def free(connections: object, ranks: tuple[int, int], free_bytes: object) -> int:
         asked.append(ranks)
         return 5
 

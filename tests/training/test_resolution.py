@@ -121,8 +121,10 @@ def test_what_mpi_ranks_cannot_talk_by_is_refused_but_a_single_one_on_a_gpu_may_
     for ranks in (one, two):
         with pytest.raises(ConfigError, match="nccl is for ranks that compute on GPUs, and these"):
             decided(config, ranks)
-    with pytest.raises(ConfigError, match="local is for one process without MPI, but 2 MPI ranks"):
-        decided(tiny_config(transport="local"), two)
+    local = tiny_config(transport="local")
+    assert decided(local, one).config.transport == "local"
+    with pytest.raises(ConfigError, match="local is for one process, but 2 ranks are running"):
+        decided(local, two)
 
 
 def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:

@@ -75,6 +75,18 @@ def test_the_odd_rank_is_named_with_its_host_and_both_values(
     )
 
 
+def test_of_two_ranks_both_are_named_and_drawn_modules_have_a_mend_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = {rank: {"start values": f"modules {rank}"} for rank in range(2)}
+
+    assert refusals(facts, monkeypatch)[0] == (
+        "start values: rank 1 on host host1 has modules 1, rank 0 has modules 0; make the modules "
+        "within `main`, where torch has one seed on all ranks, or call torch.manual_seed before "
+        "you make them"
+    )
+
+
 def test_a_fact_that_a_rank_lacks_is_nothing_and_long_ones_are_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -84,5 +96,3 @@ def test_a_fact_that_a_rank_lacks_is_nothing_and_long_ones_are_cut(
         f"layer a: rank 2 on host host2 has nothing, the others have {'x' * 57}...;"
         in refusals(facts, monkeypatch)[0]
     )
-    two = {0: {"seed": "1"}, 1: {"seed": "2"}}
-    assert "seed: rank 1 on host host1 has 2, rank 0 has 1;" in refusals(two, monkeypatch)[0]

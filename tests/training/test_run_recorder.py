@@ -14,13 +14,14 @@ import axsparse.training.run_recorder
 from axsparse.data.dataset import Datasets
 from axsparse.models.survey import survey
 from axsparse.observe.gpu_phases import DevicePhases
-from axsparse.planner.run_workload import predict, workload
+from axsparse.planner.run_workload import predict
+from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST
-from axsparse.samo.optim.optimizer_registry import optimizer_of
+from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.training.build import build
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import HOLES
@@ -42,7 +43,7 @@ def test_the_predicted_peak_has_10_mb_for_what_comes_with_the_first_steps(
 
     key = "predicted_peak_memory_bytes"
     [record] = records_of(tmp_path, key)
-    subject = workload(config, survey(model), "tiny", {}, optimizer_of(config.optimizer))
+    subject = SurveyedModel(config, survey(model), "tiny", {}, optimizer_of(config.optimizer))
     assert record[key] == predict(subject, None, config, Grid(1, 1), 1, None).memory_bytes + 10e6
 
 
@@ -89,7 +90,7 @@ def test_on_a_gpu_the_plan_is_the_gpus_and_the_table_is_shown(
     job.placement = Placement(job.transport, HOST, LateDevice(), ["host n0: rank 0 → GPU 0 (H200)"])
     trainer = build(job, model, lambda: Datasets(token_data(), None), config)
 
-    subject = workload(
+    subject = SurveyedModel(
         config, survey(model), "tiny", {}, optimizer_of(config.optimizer), on_host=False
     )
     planned = predict(subject, None, config, Grid(1, 1), 1, None).memory_bytes

@@ -9,6 +9,7 @@ import torch
 from support.resuming import ran
 from support.runs import VOCABULARY, mlp, tiny_config, tiny_gpt, token_data, vector_data
 
+import axsparse as ax
 import axsparse.training.saved_model
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
@@ -17,6 +18,9 @@ from axsparse.data.digits import digits_datasets
 from axsparse.models.layer import Model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.saved_model import evaluate_saved, open_saved_model
 from axsparse.training.trainer import Trainer
@@ -135,3 +139,12 @@ def test_other_data_and_models_of_ones_own_are_refused(tmp_path: Path) -> None:
     ran((1, 1), config, tmp_path / "own", model=lambda _: mlp(), data=vector_data())
     with pytest.raises(ConfigError, match="is of a model of your own, not of the gpt of its conf"):
         open_saved_model(tmp_path / "own", None, trained=True)
+    # As the message says.
+    train = config.train.model_copy(update={"eval_steps": "all"})
+    again = config.model_copy(update={"train": train})
+    data = Datasets(vector_data(), vector_data())
+    job = Job(LocalTransport(LocalWorld[None](1), 0))
+    trainer = ax.build(job, mlp(), lambda: data, again, resume=str(tmp_path / "own"))
+    found = trainer.evaluate()
+    assert found is not None and trainer.steps_done == 1
+    trainer.close()

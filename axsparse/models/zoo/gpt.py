@@ -1,17 +1,108 @@
-"""Decoders like GPT-3: learned positions, pre-LayerNorm, GELU, and a tied or a separate head.
+"""Language models: what they have in common, and decoders like GPT-3.
+
+GPTs have learned positions, pre-LayerNorm, GELU, and a tied or a separate head.
 
 Shapes: B sequences of a microbatch, S tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axsparse.config.model_config import GptConfig
-from axsparse.models.layer import Model
-from axsparse.models.zoo.decoder import DecoderParts, decoder
+from axsparse.config.model_config import GptConfig, TextFamily
+from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
+
+INIT_STD = 0.02
+"""Standard deviation of the initial matrices (Radford et al. 2019)."""
+
+
+class Head(nn.Module):
+    """The final norm: (B, S, H) to (B, S, H), returned with the weight (V, H) of the projection.
+
+    `linear_cross_entropy` computes the logits from the two, some of them at a time.
+    """
+
+    def __init__(self, norm: Callable[[int], nn.Module], config: TextFamily) -> None:
+        super().__init__()
+        self.norm = norm(config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+    def forward(self, x: Tensor, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        del starts  # Nothing comes after the head.
+        return self.norm(x), self.weight
+
+
+def decoder(
+    config: TextFamily,
+    sequence_length: int,
+    parts: tuple[
+        Callable[[Any], nn.Module], Callable[[Any], nn.Module], Callable[[int], nn.Module]
+    ],
+    residual: Collection[str],
+    *,
+    separate: bool = False,
+) -> Model:
+    """A language model of `num_layers + 2` layers; the embedding's weight is `token.weight`.
+
+    `parts` make the embedding and a block, of the settings, and the final norm, of its width.
+    `residual` names, within a block, the matrices that write into the residual stream.
+    `sequence_length` is that of the data, and `separate` says that its samples tell documents
+    apart; only the layers' costs depend on the two.
+    """
+    s, inputs = sequence_length, (torch.long, torch.int32) if separate else (torch.long,)
+    init = partial(init_parameter, config.num_layers, residual)
+    embedding, block, norm = parts
+    blocks = [
+        Layer(f"block{i}", partial(block, config), init=init) for i in range(config.num_layers)
+    ]
+    return Model(
+        layers=[
+            Layer("embed", partial(embedding, config), kind="embedding", init=init),
+            *blocks,
+            Layer(
+                "head",
+                partial(Head, norm, config),
+                kind="head",
+                init=init,
+                flops=2 * s * config.hidden_size * config.vocab_size,  # The loss computes it.
+            ),
+        ],
+        loss=linear_cross_entropy,
+        loss_logits=lambda samples: logits_at_a_time(samples * s, config.vocab_size),
+        example=lambda samples: tuple(
+            torch.zeros(samples, s, dtype=dtype, device="meta") for dtype in inputs
+        ),
+        ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],
+        name=config.name,
+        vocab_size=config.vocab_size,
+    )
+
+
+def init_parameter(
+    num_layers: int,
+    residual: Collection[str],
+    name: str,
+    shape: tuple[int, ...],
+    generator: torch.Generator,
+) -> Tensor:
+    """Start values: matrices N(0, 0.02²), those of residual projections divided by √(2 · layers);
+    gains of norms 1, biases 0."""
+    if len(shape) == 1:
+        is_gain = "norm" in name and name.endswith("weight")
+        return torch.full(shape, 1.0 if is_gain else 0.0)
+    std = INIT_STD / math.sqrt(2 * num_layers) if name in residual else INIT_STD
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+# -- GPT --------------------------------------------------------------------------------
 
 
 class Embedding(nn.Module):
@@ -67,24 +158,7 @@ class Block(nn.Module):
         return out
 
 
-class Head(nn.Module):
-    """Final LayerNorm: (B, S, H) to (B, S, H), returned with the weight (V, H) of the projection.
-
-    `linear_cross_entropy` computes the logits from the two, some of them at a time.
-    """
-
-    def __init__(self, config: GptConfig) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size)
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm(x), self.weight
-
-
-PARTS = DecoderParts(Embedding, Block, Head, residual=("attention.proj.weight", "fc2.weight"))
-
-
 def gpt(config: GptConfig, sequence_length: int) -> Model:
     """The GPT of a configuration (`decoder`)."""
-    return decoder(config, sequence_length, PARTS)
+    residual = ("attention.proj.weight", "fc2.weight")
+    return decoder(config, sequence_length, (Embedding, Block, nn.LayerNorm), residual)

@@ -1,20 +1,5 @@
 """The built-in models that Hugging Face's transformers has too: names and shapes there.
 
-    ours                               GPT-2 of transformers
-    embed.token, embed.position        transformer.wte, transformer.wpe
-    block3.norm1, block3.norm2         transformer.h.3.ln_1, transformer.h.3.ln_2
-    block3.attention.qkv, .proj        transformer.h.3.attn.c_attn, .c_proj
-    block3.fc1, block3.fc2             transformer.h.3.mlp.c_fc, .c_proj
-    head.norm, head.weight             transformer.ln_f, lm_head.weight
-
-    ours                               Llama, Mistral, Qwen2 and Qwen3 of transformers
-    embed.token                        model.embed_tokens
-    block3.norm1, block3.norm2         model.layers.3.input_layernorm, .post_attention_layernorm
-    block3.attention.q, .k, .v, .o     model.layers.3.self_attn.q_proj, …
-    block3.attention.q_norm, .k_norm   model.layers.3.self_attn.q_norm, .k_norm
-    block3.mlp.gate, .up, .down        model.layers.3.mlp.gate_proj, …
-    head.norm, head.weight             model.norm, lm_head.weight
-
 Matrices of GPT-2's blocks are transposed there: (inputs, outputs). Checkpoints of the body alone,
 such as OpenAI's, leave out the prefix. A tied head is stored as the embedding only.
 """
@@ -22,7 +7,8 @@ such as OpenAI's, leave out the prefix. A tied head is stored as the embedding o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,7 +88,7 @@ GPT2 = HfFamily(
     settings=lambda path: from_gpt2(path, read_json(path)),
     turned=turned,
 )
-LLAMA = HfFamily(
+LLAMA = HfFamily(  # and Mistral, Qwen2, Qwen3
     "model.",
     "layers",
     outside={"embed.token": "embed_tokens", "head.norm": "norm"},
@@ -118,19 +104,13 @@ LLAMA = HfFamily(
 )
 
 
-FAMILIES = (LLAMA, GPT2)
-
-
-def family_of(parameters: Iterable[str]) -> HfFamily | None:
+def family_of(parameters: Collection[str]) -> HfFamily | None:
     """The family whose models have parameters of these global names; None if there is none."""
-    names = list(parameters)
-    for family in FAMILIES:
-        try:
-            for name in names:
+    for family in (LLAMA, GPT2):
+        with suppress(KeyError):
+            for name in parameters:
                 family.named(name)
-        except KeyError:
-            continue
-        return family
+            return family
     return None
 
 

@@ -10,6 +10,7 @@ sequence at which the document of each token begins. They pass them on to the ne
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +18,7 @@ from torch import Tensor, nn
 
 from axsparse.config.model_config import LlamaConfig, head_width, key_value_heads
 from axsparse.models.layer import Model
-from axsparse.models.zoo.decoder import DecoderParts, decoder
-
-
-class RmsNorm(nn.Module):
-    """x / √(mean(x²) + ε) · gain over the last dimension (Zhang and Sennrich 2019)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+from axsparse.models.zoo.gpt import decoder
 
 
 class Embedding(nn.Module):
@@ -61,8 +50,8 @@ class Attention(nn.Module):
         self.k = nn.Linear(h, k * d, bias=config.qkv_bias)
         self.v = nn.Linear(h, k * d, bias=config.qkv_bias)
         self.o = nn.Linear(config.num_heads * d, h, bias=False)
-        self.q_norm = RmsNorm(d, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RmsNorm(d, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(d, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(d, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.frequencies = rotary_frequencies(config)
 
     def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
@@ -151,9 +140,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.norm1 = RmsNorm(config.hidden_size, config.norm_eps)
+        self.norm1 = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.norm2 = RmsNorm(config.hidden_size, config.norm_eps)
+        self.norm2 = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = Swiglu(config)
 
     def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -162,25 +151,8 @@ class Block(nn.Module):
         return out if starts is None else (out, starts)
 
 
-class Head(nn.Module):
-    """Final RMSNorm: (B, S, H) to (B, S, H), returned with the weight (V, H) of the projection.
-
-    `linear_cross_entropy` computes the logits from the two, some of them at a time.
-    """
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.norm = RmsNorm(config.hidden_size, config.norm_eps)
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-
-    def forward(self, x: Tensor, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        del starts  # Nothing comes after the head.
-        return self.norm(x), self.weight
-
-
-PARTS = DecoderParts(Embedding, Block, Head, residual=("attention.o.weight", "mlp.down.weight"))
-
-
 def llama(config: LlamaConfig, sequence_length: int, *, separate: bool = False) -> Model:
     """The Llama of a configuration (`decoder`)."""
-    return decoder(config, sequence_length, PARTS, separate=separate)
+    parts = (Embedding, Block, partial(nn.RMSNorm, eps=config.norm_eps))
+    residual = ("attention.o.weight", "mlp.down.weight")
+    return decoder(config, sequence_length, parts, residual, separate=separate)

@@ -2,8 +2,8 @@
 
 A run hangs once no rank has made progress for `timeout`; as long as one works, the others may be
 waiting for it. Every rank writes heartbeats. A rank that has made no progress for half the
-timeout begins to read those of the others, rank 0 first. If it finds that all ranks are quiet or
-silent, it asks every rank for its stacks, writes a report, and ends the job.
+timeout writes its stacks, too, and begins to read the heartbeats of the others, rank 0 first. The
+rank that finds all ranks quiet or silent writes a report with the stacks, and ends the job.
 
 Time is counted in looks, so a job that was suspended as a whole continues where it was.
 """
@@ -16,15 +16,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from axsparse.config.schema import WatchdogConfig
-from axsparse.observe.watchdog.activity import Activity
-from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Heartbeat, HeartbeatFolder, RankAnswer
+from axsparse.observe.phases import Phases
+from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Heartbeat, HeartbeatFolder
 from axsparse.observe.watchdog.laggard import (
     RankView,
     error_line,
@@ -33,13 +33,14 @@ from axsparse.observe.watchdog.laggard import (
     report,
     state_line,
 )
-from axsparse.runtime.communication import Transport
+from axsparse.runtime.communication import Backoff, Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, writing
 from axsparse.runtime.exchange import together
 from axsparse.runtime.grid import Place
 from axsparse.runtime.launcher import write_line
 from axsparse.runtime.process_exit import exit_at_once
 
+Task = Literal["training", "evaluation", "masks", "checkpoint"]
 THREAD = "axsparse watchdog"
 REPORT_FILE = "hang-report.txt"
 """The report in the run directory; a later hang overwrites it."""
@@ -49,15 +50,45 @@ MOST_SECONDS = 30.0
 """The longest time between two looks."""
 SILENT_LOOKS = 10
 """A rank is silent after so many looks without a new heartbeat."""
-ANSWER_LOOKS = 5
-"""How many looks a rank has to answer with its stacks; `ANSWER_SECONDS` at least."""
-ANSWER_SECONDS = 2.0
 FIRST_STEP = 5.0
 """The first step may take so many times `timeout`, since it allocates and compiles."""
 ABORT_SECONDS = 10.0
 """How long MPI has to end the job; then this process exits, and the launcher ends the others."""
 CLOSING_SECONDS = 5.0
 """How long the end of a run waits for a look, which a disk may hold up for ever."""
+
+
+class Activity:
+    """What a rank is doing, and a count that grows as long as it makes progress."""
+
+    def __init__(
+        self, phases: Phases, backoff: Backoff, awaited: Callable[[], Sequence[str]]
+    ) -> None:
+        """`awaited` gives the messages that the rank waits for."""
+        self.task: Task = "training"
+        self.step = 0
+        """The step under way or, in a task between two steps, the number of steps done."""
+        self.steps = 0
+        """Steps that this process has finished."""
+        self.phases = phases
+        self.backoff = backoff
+        """Pauses while the rank waits for others."""
+        self.awaited = awaited
+        self._beats = 0
+
+    def at(self, task: Task, step: int) -> None:
+        """Note that this task begins."""
+        self.task, self.step = task, step
+        self.beat()
+
+    def beat(self) -> None:
+        """Note progress outside the phases; any thread may call this."""
+        self._beats += 1
+
+    @property
+    def beats(self) -> int:
+        """Grows with every piece of work; waiting and looking for messages are not work."""
+        return self._beats + self.phases.worked
 
 
 @dataclass
@@ -79,17 +110,17 @@ class Watchdog:
         place: Place,
         *,
         timeout: float,
-        leave: Callable[[int], Any],
+        end_job: Callable[[int], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout` is in seconds. `leave(code)` ends the whole job, from any thread. The report is
-        written beside the folder of `heartbeats`, in the run directory."""
+        """`timeout` is in seconds. `end_job(code)` ends the whole job, from any thread. The report
+        is written beside the folder of `heartbeats`, in the run directory."""
         self._heartbeats = heartbeats
         self._activity = activity
         self._place = place
         self._timeout = timeout
         self._report = heartbeats.folder.parent / REPORT_FILE
-        self._leave = leave
+        self._end_job = end_job
         self._clock = clock
         self.interval = min(timeout / LOOKS, MOST_SECONDS)
         """Seconds between two looks."""
@@ -97,11 +128,12 @@ class Watchdog:
         self._looked_at = clock()
         self._beats = activity.beats
         self._progress_at = 0.0
-        self._pauses = activity.pauses
+        self._pauses = activity.backoff.pauses
         self._written = 0
         self._watched: dict[int, _Peer] = {}
-        self._answered_at: float | None = None
-        self._reports = False
+        self._has_stacks = False
+        self._found_at: float | None = None
+        """When this rank found a hang that another rank reports."""
         self._last_state = (0, 0)
         self._unchanged_seconds = 0.0
         self._closed = threading.Event()
@@ -130,20 +162,20 @@ class Watchdog:
     def look(self) -> None:
         """Every `interval`: write a heartbeat, and look at the other ranks if this one is quiet."""
         own = self._heartbeat()
-        try:
+        is_quiet = own.quiet >= self._timeout / 2
+        # A disk may fail for a while. The others then take this rank for silent, and that alone
+        # does not end the run. On a full disk, a report has fewer stacks.
+        with suppress(OSError):
             self._heartbeats.write(own)
-            if self._answered_at is not None:
-                self._await_report(own)
-            elif own.quiet >= self._timeout / 2 and self._heartbeats.is_claimed:
-                self._give_answer(own)
-            elif own.quiet < self._timeout / 2 + self._place.rank * self.interval:
-                self._watched.clear()
-            elif self._all_hang(own):
-                self._begin_report(own)
-        except OSError:
-            # A disk may fail for a while. The others then take this rank for silent, and that
-            # alone does not end the run.
-            pass
+        with suppress(OSError):
+            if is_quiet or self._has_stacks:
+                self._heartbeats.write_stacks(stacks() if is_quiet else "")
+                self._has_stacks = is_quiet
+        if own.quiet < self._timeout / 2 + self._place.rank * self.interval:
+            self._watched.clear()
+            self._found_at = None
+        elif self._all_hang(own):
+            self._report_hang(own)
 
     def check_looks(self) -> None:
         """End the job if neither `look` nor training gets on; a second thread calls this every
@@ -172,7 +204,7 @@ class Watchdog:
         # If more time has passed, this process or the whole job was stopped meanwhile.
         self._time += min(now - self._looked_at, 2 * self.interval)
         self._looked_at = now
-        beats, pauses = activity.beats, activity.pauses
+        beats, pauses = activity.beats, activity.backoff.pauses
         if beats != self._beats:
             self._beats, self._progress_at = beats, self._time
         waits, self._pauses = pauses != self._pauses, pauses
@@ -183,9 +215,9 @@ class Watchdog:
             waits=waits,
             task=activity.task,
             step=activity.step,
-            phase=activity.phase,
-            action=activity.action,
-            awaited=activity.awaited,
+            phase=activity.phases.current,
+            action=activity.phases.action,
+            awaited=tuple(activity.awaited()),
             host=socket.gethostname(),
             process=os.getpid(),
         )
@@ -221,46 +253,34 @@ class Watchdog:
 
     # -- once the run hangs ---------------------------------------------------------------
 
-    def _begin_report(self, own: Heartbeat) -> None:
+    def _report_hang(self, own: Heartbeat) -> None:
         try:
-            self._reports = self._heartbeats.claim()
-        except OSError:
-            # On a full disk no rank can be asked, so this one reports what it knows.
+            is_first = self._found_at is None and self._heartbeats.claim()
+        except OSError:  # on a full disk, each rank that finds the hang reports what it knows
+            is_first = True
+        if is_first:
             self._report_and_end([self._view(rank, own) for rank in range(self._place.grid.size)])
-            return
-        if self._reports:
-            self._give_answer(own)
-
-    def _give_answer(self, own: Heartbeat) -> None:
-        self._answered_at = self._time
-        self._heartbeats.answer(RankAnswer(own, stacks()))
-
-    def _await_report(self, own: Heartbeat) -> None:
-        assert self._answered_at is not None
-        waited = self._time - self._answered_at
-        if not self._reports:
-            if waited >= self._timeout:
-                # The rank that was to report has not done so.
-                self._end(f"{self._place}: hangs in {own}, and no rank reports it")
-            return
-        ranks = [self._view(rank, own) for rank in range(self._place.grid.size)]
-        is_over = waited >= max(ANSWER_LOOKS * self.interval, ANSWER_SECONDS)
-        if is_over or all(r.stacks is not None or r.is_silent or not r.heartbeat for r in ranks):
-            self._report_and_end(ranks)
+        elif self._found_at is None:
+            self._found_at = self._time
+        elif self._time - self._found_at >= self._timeout:
+            self._end(f"{self._place}: hangs in {own}, and no rank reports it")
 
     def _view(self, rank: int, own: Heartbeat) -> RankView:
         place = self._place.grid.place(rank)
-        answer = self._heartbeats.answer_of(rank)
-        if answer is not None:
-            quiet = own.quiet if rank == self._place.rank else answer.heartbeat.quiet
-            return RankView(place, answer.heartbeat, quiet, stacks=answer.stacks)
-        self._watch(rank)
+        if rank == self._place.rank:
+            return RankView(place, own, own.quiet, stacks=stacks())
         watched = self._watched[rank]
         heartbeat, is_silent = watched.heartbeat, self._is_silent(watched)
-        system = ""
-        if is_silent and heartbeat is not None and heartbeat.host == own.host:
-            system = process_state(heartbeat.process)
-        return RankView(place, heartbeat, self._quiet(watched), is_silent=is_silent, system=system)
+        return RankView(
+            place,
+            heartbeat,
+            self._quiet(watched),
+            is_silent=is_silent,
+            system=process_state(heartbeat.process)
+            if is_silent and heartbeat is not None and heartbeat.host == own.host
+            else "",
+            stacks=self._heartbeats.stacks_of(rank),
+        )
 
     def _report_and_end(self, ranks: list[RankView]) -> None:
         line = error_line(ranks, self._report)
@@ -277,11 +297,11 @@ class Watchdog:
 
     def _end(self, line: str) -> None:
         write_line(f"error: {line}")
-        # If MPI itself hangs, `_leave` does not return.
+        # If MPI itself hangs, `_end_job` does not return.
         timer = threading.Timer(ABORT_SECONDS, exit_at_once, (EXIT_INTERNAL,))
         timer.daemon = True
         timer.start()
-        self._leave(EXIT_INTERNAL)
+        self._end_job(EXIT_INTERNAL)
 
 
 def open_watchdog(
@@ -313,7 +333,7 @@ def open_watchdog(
 
     together(transport, clear)
     heartbeats = together(transport, open_folder)
-    return Watchdog(heartbeats, activity, place, timeout=settings.timeout, leave=transport.abort)
+    return Watchdog(heartbeats, activity, place, timeout=settings.timeout, end_job=transport.abort)
 
 
 def stacks() -> str:

@@ -1,19 +1,118 @@
-"""The Early-Bird search: the network stays dense until the mask of highest scores settles."""
+"""The Early-Bird search: the network stays dense until the mask of highest scores settles.
+
+You et al., "Drawing Early-Bird Tickets" (ICLR 2020), prune channels by their BatchNorm scales;
+here single weights are pruned. In a round, every `interval` steps, the mask that pruning would
+give is compared with that of the round before. There are two distances, computed from integers
+that are summed over stages:
+
+    hamming = mismatched / total
+    churn   = mismatched / (2 · kept)
+
+The Hamming distance is at most twice the density: at 95 % sparsity even independent masks are
+within 0.1 of each other. Churn is the share of kept entries that was exchanged, at any density.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.mask_distance import Judgement, MaskConvergence, SearchState
 from axsparse.pruning.methods.live_masks import LiveMasks, ScoredMasks
 from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
+from axsparse.pruning.ticket.ticket_reader import count_kept
 from axsparse.runtime.errors import DataError, TrainingError, everywhere
 
+Metric = Literal["churn", "hamming"]
 KIND = "search"
 """The kind under which the masks are saved."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The outcome of one round."""
+
+    outcome: Literal["search", "draw", "exhausted"]
+    """`draw`: the mask has settled. `exhausted`: it has not, and no round is left before
+    `max_steps`; the caller decides whether to fail or to draw anyway. `search`: rounds are left."""
+    hamming: float | None
+    churn: float | None
+    """Like `hamming`, None in the first round, which has no earlier mask to compare with."""
+
+
+class MaskConvergence:
+    """Judges on one rank whether masks have settled.
+
+    If a round is `due`, call `compare` for each tensor of the rank, sum the counts over stages,
+    and call `judge` with the sums. One bit is kept for each entry that was compared.
+    """
+
+    def __init__(
+        self,
+        *,
+        interval: int,
+        start_step: int,
+        max_steps: int,
+        length: int = 5,
+        threshold: float = 0.1,
+        metric: Metric = "churn",
+    ) -> None:
+        """Rounds come every `interval` steps from `start_step` on. Masks have settled once the
+        last `length` distances are below `threshold`."""
+        assert start_step + length * interval <= max_steps, "no draw would be possible"
+        self._interval, self._start, self._max_steps = interval, start_step, max_steps
+        self._threshold, self._metric = threshold, metric
+        self.masks: dict[str, Tensor] = {}
+        """The bit-packed masks of the last round, by name; those of this rank's tensors."""
+        self.queue: deque[float] = deque(maxlen=length)
+        """The last distances, oldest first; the same on all ranks."""
+        self.last_step: int | None = None
+        """How many steps had succeeded at the last round; None before the first round."""
+
+    def due(self, successful_steps: int) -> bool:
+        """Whether a round is due after so many successful steps.
+
+        A step that overflows does not count, so the same number can come twice; the round is due
+        the first time only.
+        """
+        since = successful_steps - self._start
+        return since >= 0 and since % self._interval == 0 and successful_steps != self.last_step
+
+    def compare(self, name: str, mask: Tensor) -> int:
+        """How many entries differ from the last round's mask, which `mask` then replaces.
+
+        `mask` is a bool tensor of the same shape in all rounds. The first round gives 0, which
+        `judge` does not take for a distance.
+        """
+        # Low bits first, as checkpoints have these masks; tickets have high bits first.
+        new = torch.from_numpy(np.packbits(mask.reshape(-1).numpy(), bitorder="little"))
+        old = self.masks[name] if self.last_step is not None else new
+        # The old tensor is not written to, since a checkpoint may still be reading it.
+        self.masks[name] = new
+        return count_kept(new ^ old)
+
+    def judge(self, successful_steps: int, mismatched: int, total: int, kept: int) -> Judgement:
+        """End a round and say whether the mask has settled.
+
+        The integers count, over all pruned tensors on all stages, the entries that differ, all
+        entries, and those that the mask keeps.
+        """
+        assert 0 <= mismatched <= 2 * kept and 0 <= kept <= total
+        first, self.last_step = self.last_step is None, successful_steps
+        hamming = churn = None
+        if not first:
+            hamming, churn = mismatched / total, mismatched / max(2 * kept, 1)
+            self.queue.append(churn if self._metric == "churn" else hamming)
+            if len(self.queue) == self.queue.maxlen and max(self.queue) < self._threshold:
+                return Judgement("draw", hamming, churn)
+        last_round = successful_steps + self._interval > self._max_steps
+        return Judgement("exhausted" if last_round else "search", hamming, churn)
 
 
 class EarlyBirdSearch:
@@ -30,7 +129,7 @@ class EarlyBirdSearch:
         """If no mask settles, `fails_undrawn` ends the run; else the last mask is taken."""
         self._live = live
         self._criterion = criterion
-        self.search = search
+        self._search = search
         self._fails = fails_undrawn
         self._is_done = False
 
@@ -44,15 +143,12 @@ class EarlyBirdSearch:
         )
 
     def before_step(self, now: Moment) -> Change | None:
-        if self._is_done or not self.search.due(now.updates):
+        if self._is_done or not self._search.due(now.updates):
             return None
         masks = self._live.masks(self._criterion, lambda final: final)
         judged = self._judge(masks, now.updates)
-        figures = {
-            name: value
-            for name, value in (("churn", judged.churn), ("hamming", judged.hamming))
-            if value is not None
-        }
+        distances = {"churn": judged.churn, "hamming": judged.hamming}
+        figures = {name: value for name, value in distances.items() if value is not None}
         said = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
         if judged.outcome == "search":
             return Change(f"early-bird looks: {said or 'first mask'}", figures, changed=False)
@@ -67,11 +163,8 @@ class EarlyBirdSearch:
         self._is_done = True
         self._live.prune(masks)
         how = "draws" if judged.outcome == "draw" else "draws an unsettled mask"
-        return Change(
-            f"early-bird {how}: {said}",
-            {**figures, **self._live.figures()},
-            is_ticket=True,
-        )
+        figures |= self._live.figures()
+        return Change(f"early-bird {how}: {said}", figures, is_ticket=True)
 
     def _judge(self, masks: ScoredMasks, updates: int) -> Judgement:
         """Compare these masks with those of the last look, over all stages."""
@@ -80,28 +173,28 @@ class EarlyBirdSearch:
         for owner, state, tensor in live.counted():
             shape = live.targets.shapes[owner]
             mask = masks.mask(owner, shape, partial(state.dense_master, tensor.name))
-            mismatched = self.search.compare(owner, mask)
+            mismatched = self._search.compare(owner, mask)
             counts += torch.tensor([mismatched, mask.numel(), int(mask.sum())])
-        return self.search.judge(updates, *live.total(counts).tolist())
+        return self._search.judge(updates, *live.total(counts).tolist())
 
     def state(self) -> MaskingState:
         if self._is_done:
             return MaskingState(MethodState(is_done=True))
-        found = self.search.state()
-        standing = MethodState(distances=tuple(found.queue), last_look=found.last_step)
-        return MaskingState(standing, {KIND: found.masks})
+        search = self._search
+        standing = MethodState(distances=tuple(search.queue), last_look=search.last_step)
+        return MaskingState(standing, {KIND: dict(search.masks)})
 
     def restore(self, standing: MethodState, read: Read) -> None:
         self._is_done = standing.is_done
-        masks = {}
-        if standing.last_look is not None:
-            for owner, _, tensor in self._live.counted():
-                masks[owner] = read(KIND, owner)
-                if masks[owner].shape != (-(-tensor.parameter.numel() // 8),):
-                    raise DataError(
-                        f"checkpoint: the early-bird mask of {owner} has {masks[owner].numel()} "
-                        f"bytes, which do not fit {tensor.parameter.numel()} entries; resume from "
-                        "another checkpoint"
-                    )
-        queue = list(standing.distances)
-        self.search.restore(SearchState(masks, queue, standing.last_look))
+        self._search.last_step = standing.last_look
+        self._search.queue.extend(standing.distances)
+        if standing.last_look is None:
+            return
+        for owner, _, tensor in self._live.counted():
+            mask, numel = read(KIND, owner), tensor.parameter.numel()
+            if mask.shape != (-(-numel // 8),):
+                raise DataError(
+                    f"checkpoint: the early-bird mask of {owner} has {mask.numel()} bytes, which "
+                    f"do not fit {numel} entries; resume from another checkpoint"
+                )
+            self._search.masks[owner] = mask

@@ -1,12 +1,31 @@
-"""Pruning in several rounds: gradual magnitude pruning, and lottery tickets with rewinding."""
+"""Methods that draw masks at fixed steps: once, or in rounds, and with rewinding.
+
+In rounds there are gradual magnitude pruning and the search for lottery tickets. After rewinding,
+kept entries have the values that they had at an earlier step. Rewinding to step 0 costs no memory,
+since the initial weights follow from seed and names; the weights of any other step are kept in
+fp32 from that step on.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import LiveMasks
-from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
+from axsparse.pruning.methods.masking import (
+    Change,
+    Masking,
+    MaskingState,
+    MethodState,
+    Moment,
+    Read,
+)
+from axsparse.runtime.errors import DataError
+from axsparse.samo.layer_construction import fill, start_values
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.tensor_state import TensorState
 
 
 @dataclass(frozen=True)
@@ -29,43 +48,45 @@ class PruningRounds:
 
 
 class GradualPruning:
-    """Prunes in every round, so that the kept entries only become fewer."""
+    """Prunes in every round, so that the kept entries only become fewer; or once, in the only
+    round."""
 
     unfinished = None
 
     def __init__(
         self,
         live: LiveMasks,
-        criterion: Criterion,
+        criterion: Criterion | None,
         rounds: PruningRounds,
         *,
-        geometric: bool,
+        geometric: bool = False,
     ) -> None:
-        """With `geometric`, each round removes the same share of what is left; without, the
-        sparsity rises as a cubic. There is at least one round.
+        """Without a `criterion`, the gradients decide (`sensitivity`). With `geometric`, each round
+        removes the same share of what is left; without, the sparsity rises as a cubic. There is at
+        least one round.
         """
         assert rounds.count >= 1
         self._live = live
         self._criterion = criterion
         self._rounds = rounds
-        self._geometric = geometric
+        self._sparsity = iterative_sparsity if geometric else gradual_sparsity
         self._is_done = False
 
     def before_step(self, now: Moment) -> Change | None:
-        if self._is_done:
+        number, rounds = self._rounds.number(now.step), self._rounds.count
+        if self._is_done or number is None:
             return None
-        number = self._rounds.number(now.step)
-        if number is None:
-            return None
-        self._is_done = number == self._rounds.count
-        self._live.prune(
-            self._live.masks(self._criterion, lambda final: self._sparsity(number, final))
+        self._is_done = number == rounds
+        criterion = self._criterion
+        if criterion is None:
+            now.gradients()
+            criterion = sensitivity(self._live)
+        masks = self._live.masks(
+            criterion, lambda final: self._sparsity(number, final=final, rounds=rounds)
         )
-        return Change(
-            f"pruning {number} of {self._rounds.count}",
-            self._live.figures(),
-            is_ticket=self._is_done,
-        )
+        self._live.prune(masks)
+        text = "pruned" if rounds == 1 else f"pruning {number} of {rounds}"
+        return Change(text, self._live.figures(), is_ticket=self._is_done)
 
     def state(self) -> MaskingState:
         return MaskingState(MethodState(is_done=self._is_done))
@@ -74,9 +95,18 @@ class GradualPruning:
         del read  # the masks come with the saved layers
         self._is_done = standing.is_done
 
-    def _sparsity(self, number: int, final: float) -> float:
-        sparsity = iterative_sparsity if self._geometric else gradual_sparsity
-        return sparsity(number, final=final, rounds=self._rounds.count)
+
+def sensitivity(live: LiveMasks) -> Criterion:
+    """Scores entries by |weight × gradient| (SNIP, Lee et al. 2019)."""
+    here = {owner: (state, tensor) for owner, state, tensor in live.pruned()}
+    for layer in live.layers:
+        layer.state.gather_gradient()
+
+    def score(name: str, weight: Tensor) -> Tensor:
+        state, tensor = here[name]
+        return (state.dense_gradient(tensor.name) * weight).abs_()
+
+    return Criterion(score, pattern=live.pattern)
 
 
 def gradual_sparsity(number: int, *, final: float, rounds: int) -> float:
@@ -97,3 +127,76 @@ def iterative_sparsity(number: int, *, final: float, rounds: int) -> float:
     """
     assert 0 <= number <= rounds
     return final if number == rounds else 1 - (1 - final) ** (number / rounds)
+
+
+# -- rewinding --------------------------------------------------------------------------
+
+KIND = "rewind"
+"""The kind under which the weights to rewind to are saved."""
+
+
+class Rewinding:
+    """A pruning method after which, whenever it has changed the masks, the weights go back.
+
+    They go back to those of one step, not later than the first pruning.
+    """
+
+    def __init__(self, method: Masking, live: LiveMasks, step: int) -> None:
+        self._method = method
+        self._live = live
+        self._step = step
+        self._saved: dict[str, Tensor] = {}
+        """The flat weights of that step by global name, dense, since nothing is pruned before."""
+        self._has_saved = False
+        """Whether that step has come; a stage without trained weights saves none even then."""
+
+    @property
+    def unfinished(self) -> str | None:
+        return self._method.unfinished
+
+    def before_step(self, now: Moment) -> Change | None:
+        if now.step == self._step != 0:
+            self._has_saved = True
+            for state, tensor in self._tensors():
+                assert tensor.kept == tensor.parameter.numel(), f"{tensor.name} is pruned already"
+                self._saved[tensor.name] = state.master(tensor.name).clone()
+        change = self._method.before_step(now)
+        if change is None or not change.changed:
+            return change
+        self._rewind()
+        return replace(change, rewound=True)
+
+    def state(self) -> MaskingState:
+        """The state of the method, with the weights as long as it may still rewind to them."""
+        state = self._method.state()
+        if state.standing.is_done or not self._has_saved:
+            return state
+        standing = replace(state.standing, holds_weights=True)
+        return MaskingState(standing, {**state.tensors, KIND: self._saved})
+
+    def restore(self, standing: MethodState, read: Read) -> None:
+        self._method.restore(standing, read)
+        self._has_saved = standing.holds_weights
+        for _, tensor in self._tensors() if standing.holds_weights else ():
+            # A weight with two uses is saved under the name of the first.
+            values = read(KIND, self._live.ties.get(tensor.name, tensor.name))
+            numel = tensor.parameter.numel()
+            if values.shape != (numel,):
+                raise DataError(
+                    f"checkpoint: the weights of {tensor.name} to rewind to are "
+                    f"{values.numel()}, not {numel}; resume from another checkpoint"
+                )
+            self._saved[tensor.name] = values
+
+    def _tensors(self) -> list[tuple[LayerState, TensorState]]:
+        return [(layer.state, one) for layer in self._live.layers for one in layer.state.owned]
+
+    def _rewind(self) -> None:
+        """Set all weights back and all moments to zero; pruned entries stay pruned."""
+        live = self._live
+        for layer in live.layers:
+            values = start_values(layer.spec, live.ties, live.options) if self._step == 0 else {}
+            for tensor in layer.state.owned:
+                value = values[tensor.name]() if self._step == 0 else self._saved[tensor.name]
+                fill(layer.state, tensor, value)
+            layer.state.optimizer_state.reset_moments()

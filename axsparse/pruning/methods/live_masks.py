@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +16,7 @@ from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.grid import Place
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import LayerState
-from axsparse.samo.live_pruning import kept_positions, prune_in_place
-from axsparse.samo.masks import Masks, Shape, Weight
+from axsparse.samo.masks import Masks, Shape, Weight, kept_positions, prune_in_place
 from axsparse.samo.selection import Cut, Keys, equal_to, find_cut, histogram, select
 from axsparse.samo.tensor_state import TensorState
 
@@ -57,21 +57,16 @@ class LiveMasks:
 
     def masks(self, criterion: Criterion, at: Callable[[float], float]) -> ScoredMasks:
         """Masks by the present weights, at sparsity `at(final)`; all ranks call this together."""
-        return scored_masks(
-            self.targets,
-            criterion,
-            (
-                ScoredTensor(
-                    owner,
-                    self.targets.shapes[owner],
-                    partial(state.dense_master, tensor.name),
-                    partial(kept_positions, tensor),
-                )
-                for owner, state, tensor in self.counted()
-            ),
-            at,
-            self.total,
+        own = (
+            ScoredTensor(
+                owner,
+                self.targets.shapes[owner],
+                partial(state.dense_master, tensor.name),
+                partial(kept_positions, tensor),
+            )
+            for owner, state, tensor in self.counted()
         )
+        return scored_masks(self.targets, criterion, own, at, self.total)
 
     def prune(self, masks: Masks) -> None:
         """Shrink the state to the entries that the masks keep, one tensor at a time."""
@@ -95,52 +90,6 @@ def stage_total(place: Place, transport: Transport, counts: Tensor) -> Tensor:
     return sums.long()
 
 
-def scored_masks(
-    targets: Targets,
-    criterion: Criterion,
-    own: Iterable[ScoredTensor],
-    at: Callable[[float], float],
-    total: Callable[[Tensor], Tensor],
-) -> ScoredMasks:
-    """Masks by score for the targets, with a common threshold if their distribution is global.
-
-    `own` has the tensors that count on this rank. `at` maps a final sparsity to the present one.
-    `total` sums over ranks, as in `common_cuts`.
-    """
-    kept = targets.kept(at)
-    common = targets.common
-    if not common:
-        return ScoredMasks(criterion, kept)
-    numel = sum(_numel(targets.shapes[name]) for name in common)
-    keep = numel - round(at(targets.sparsity) * numel)
-    among = [one for one in own if one.name not in targets.own]
-    drawn, cuts = common_cuts(criterion, common, among, keep, total)
-    return ScoredMasks(criterion, {**kept, **drawn}, cuts)
-
-
-def masks_of_start(
-    targets: Targets,
-    criterion: Criterion,
-    values: Iterable[tuple[str, Callable[[], Tensor]]],
-    total: Callable[[Tensor], Tensor],
-) -> ScoredMasks:
-    """Masks by the initial weights, drawn before any state is built.
-
-    `values` has, by name, functions that give the initial weights of the tensors that count on
-    this rank.
-    """
-    own = (
-        ScoredTensor(name, targets.shapes[name], value)
-        for name, value in values
-        if name in targets.shapes
-    )
-    return scored_masks(targets, criterion, own, lambda final: final, total)
-
-
-def _numel(shape: Shape) -> int:
-    return torch.Size(shape).numel()
-
-
 @dataclass(frozen=True)
 class ScoredMasks:
     """Masks that keep the entries of highest score of each tensor."""
@@ -149,7 +98,7 @@ class ScoredMasks:
     kept: Mapping[str, int]
     """How many entries each tensor keeps."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """The cuts of the tensors that share one threshold, from `common_cuts`."""
+    """The cuts of the tensors that share one threshold."""
 
     def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
         keep = self.cuts.get(name, self.kept[name])
@@ -166,46 +115,66 @@ class ScoredTensor:
     within: Callable[[], Tensor | None] = lambda: None
     """Gives the flat positions that may be kept, or None if all may."""
 
+    def scores(self, criterion: Criterion) -> tuple[Tensor, Keys]:
+        scores, keys = criterion.scores(self.name, self.shape, self.weight)
+        within = self.within()
+        return (scores if within is None else scores[within]), keys
 
-def common_cuts(
+
+def masks_of_start(
+    targets: Targets,
     criterion: Criterion,
-    names: Sequence[str],
-    own: Iterable[ScoredTensor],
-    keep: int,
+    values: Iterable[tuple[str, Callable[[], Tensor]]],
     total: Callable[[Tensor], Tensor],
-) -> tuple[dict[str, int], dict[str, Cut]]:
-    """How many entries every tensor keeps, and its cut, if the `keep` highest scores of all stay.
+) -> ScoredMasks:
+    """Masks by the initial weights, drawn before any state is built.
 
-    Among equal scores, those of earlier tensors in `names` stay, then those at lower positions.
-    `own` has the tensors that count on this rank; each tensor counts on one rank only. `total`
-    sums a vector of integers over all ranks, which call this function together. Only counts
-    travel, no weights.
+    `values` has, by name, functions that give the initial weights of the tensors that count on
+    this rank.
     """
-    own = list(own)
-    numbers = {name: number for number, name in enumerate(names)}
+    shapes = targets.shapes
+    own = (ScoredTensor(name, shapes[name], value) for name, value in values if name in shapes)
+    return scored_masks(targets, criterion, own, lambda final: final, total)
+
+
+def scored_masks(
+    targets: Targets,
+    criterion: Criterion,
+    own: Iterable[ScoredTensor],
+    at: Callable[[float], float],
+    total: Callable[[Tensor], Tensor],
+) -> ScoredMasks:
+    """Masks by score for the targets, with a common threshold if their distribution is global.
+
+    `own` has the tensors that count on this rank; each tensor counts on one rank only. `at` maps a
+    final sparsity to the present one. `total` sums a vector of integers over all ranks, which call
+    this function together. Only counts travel, no weights.
+    """
+    kept, common = targets.kept(at), targets.common
+    if not common:
+        return ScoredMasks(criterion, kept)
+    numel = sum(math.prod(targets.shapes[name]) for name in common)
+    keep = numel - round(at(targets.sparsity) * numel)
+    among = [one for one in own if one.name not in targets.own]
 
     def count(upper: int | None) -> Tensor:
         counts = torch.zeros(65_536, dtype=torch.int64)
-        for scores, keys in (_scores(criterion, one) for one in own):
-            counts += histogram(scores, keys, upper)
+        for one in among:
+            counts += histogram(*one.scores(criterion), upper)
         return total(counts)
 
     cut = find_cut(count, keep)
-    found = torch.zeros(2, len(names), dtype=torch.int64)
-    for one in own:
-        scores, keys = _scores(criterion, one)
+    numbers = {name: number for number, name in enumerate(common)}
+    at_cut = torch.zeros(2, len(common), dtype=torch.int64)
+    for one in among:
+        scores, keys = one.scores(criterion)
         above = select(scores, keys, Cut(cut.key, 0)).mask().sum()
-        found[:, numbers[one.name]] = torch.tensor([above, equal_to(scores, keys, cut.key)])
-    above_all, equal_all = total(found.view(-1)).view(2, -1).tolist()
-    kept, cuts, ties = {}, {}, cut.ties
-    for name, above, equal in zip(names, above_all, equal_all, strict=True):
+        at_cut[:, numbers[one.name]] = torch.tensor([above, equal_to(scores, keys, cut.key)])
+    above_all, equal_all = total(at_cut.view(-1)).view(2, -1).tolist()
+    # Among equal scores, those of earlier tensors stay, then those at lower positions.
+    cuts, ties = {}, cut.ties
+    for name, above, equal in zip(common, above_all, equal_all, strict=True):
         taken = min(ties, equal)
         ties -= taken
         kept[name], cuts[name] = above + taken, Cut(cut.key, taken)
-    return kept, cuts
-
-
-def _scores(criterion: Criterion, one: ScoredTensor) -> tuple[Tensor, Keys]:
-    scores, keys = criterion.scores(one.name, one.shape, one.weight)
-    within = one.within()
-    return (scores if within is None else scores[within]), keys
+    return ScoredMasks(criterion, kept, cuts)

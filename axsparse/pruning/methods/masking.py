@@ -43,7 +43,7 @@ class Masking(Protocol):
 
     To add a method:
 
-    1. Write the class in a file of its own in `pruning/methods/`; `one_shot.py` is a short one.
+    1. Write the class in `pruning/methods/`; `gradual.py` has a short one.
        What it must know after a resume goes into `MethodState` (numbers that all ranks share) and
        into the tensors of `MaskingState`. Once a `Change` had `is_ticket`, `is_done` must be True,
        since `layout.g_inter_pruned` depends on it.

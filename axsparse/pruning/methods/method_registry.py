@@ -7,21 +7,18 @@ from collections.abc import Sequence
 from axsparse.config.schema import ONCE, Config
 from axsparse.config.validate import DISTANCES
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.mask_distance import MaskConvergence
-from axsparse.pruning.methods.early_bird import EarlyBirdSearch
-from axsparse.pruning.methods.gradual import GradualPruning, PruningRounds
+from axsparse.pruning.methods.early_bird import EarlyBirdSearch, MaskConvergence
+from axsparse.pruning.methods.gradual import GradualPruning, PruningRounds, Rewinding
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
-from axsparse.pruning.methods.one_shot import OneShot
 from axsparse.pruning.methods.regrowth import (
     DynamicSparsity,
     GradientGrowth,
     RandomGrowth,
     Regrowth,
 )
-from axsparse.pruning.methods.rewind import Rewinding
 from axsparse.samo.gradient_hooks import GradientCollector
-from axsparse.samo.ties import StageTie
+from axsparse.samo.layer_state import StageTie
 
 
 def choose_masking(
@@ -53,11 +50,7 @@ def choose_masking(
             GradientGrowth(collector) if pruning.method == "rigl" else RandomGrowth(config.seed),
         )
         return DynamicSparsity(
-            live,
-            regrowth,
-            interval=pruning.interval,
-            until_step=until,
-            alpha=pruning.drop_fraction,
+            live, regrowth, interval=pruning.interval, until_step=until, alpha=pruning.drop_fraction
         )
     method = _drawing_method(config, criterion, live, until)
     step = pruning.rewind_step
@@ -76,15 +69,10 @@ def _drawing_method(config: Config, criterion: Criterion, live: LiveMasks, until
             threshold=pruning.threshold,
             metric=pruning.metric,
         )
-        fails = pruning.undrawn == "fail"
-        return EarlyBirdSearch(live, criterion, search, fails_undrawn=fails)
+        return EarlyBirdSearch(live, criterion, search, fails_undrawn=pruning.undrawn == "fail")
     if pruning.method in ("gradual", "iterative"):
-        return GradualPruning(
-            live,
-            criterion,
-            PruningRounds(pruning.at_step, pruning.interval, until),
-            geometric=pruning.method == "iterative",
-        )
+        rounds = PruningRounds(pruning.at_step, pruning.interval, until)
+        return GradualPruning(live, criterion, rounds, geometric=pruning.method == "iterative")
     assert pruning.method in ONCE, f"no class for the method {pruning.method}"
-    by_weights = None if pruning.method == "snip" else criterion
-    return OneShot(live, by_weights, pruning.at_step)
+    once = PruningRounds(begin=pruning.at_step - 1, interval=1, until_step=pruning.at_step)
+    return GradualPruning(live, None if pruning.method == "snip" else criterion, once)

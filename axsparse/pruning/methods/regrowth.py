@@ -19,12 +19,10 @@ from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, 
 from axsparse.runtime.communication import Op
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.gradient_hooks import GradientCollector
-from axsparse.samo.growth_candidates import Candidates, no_candidates, strongest
-from axsparse.samo.layer_state import LayerState
-from axsparse.samo.selection import by_magnitude, largest
+from axsparse.samo.layer_state import LayerState, StageTie
+from axsparse.samo.selection import Candidates, by_magnitude, largest, no_candidates, strongest
 from axsparse.samo.shards import Replicas
 from axsparse.samo.tensor_state import TensorState
-from axsparse.samo.ties import StageTie
 
 
 class DynamicSparsity:
@@ -48,10 +46,10 @@ class DynamicSparsity:
 
     def before_step(self, now: Moment) -> Change | None:
         change = None
-        if self._regrowth.is_armed and now.updates > self._armed_at:
+        if self._regrowth.fraction is not None and now.updates > self._armed_at:
             change = self._moved(now.step, self._regrowth.regrow(now.step))
         coming = now.step + 1
-        if coming % self._interval == 0 and not self._regrowth.is_armed:
+        if coming % self._interval == 0 and self._regrowth.fraction is None:
             fraction = drop_fraction(coming, alpha=self._alpha, end=self._until)
             if fraction > 0:
                 self._regrowth.arm(fraction)
@@ -128,21 +126,12 @@ class Regrowth:
         self._owners = owners
         self._replicas = replicas
         self._growth = growth
-        self._fraction: float | None = None
-
-    @property
-    def is_armed(self) -> bool:
-        """Whether `regrow` is due after the next step that updates."""
-        return self._fraction is not None
-
-    @property
-    def fraction(self) -> float | None:
-        """The fraction given to `arm`; None if nothing is due."""
-        return self._fraction
+        self.fraction: float | None = None
+        """The fraction given to `arm`; None if no `regrow` is due after the next update."""
 
     def arm(self, fraction: float) -> None:
         """Make `regrow` due, with this fraction of the kept entries; called between two steps."""
-        self._fraction = fraction
+        self.fraction = fraction
         growth = self._growth
         if isinstance(growth, GradientGrowth):
             pruned = {tensor.name for _, tensor in self._moving()}
@@ -161,7 +150,7 @@ class Regrowth:
         `step` is the number of steps done, which random growth depends on. Returns how many
         entries of each owned tensor moved; 0 for a tensor whose candidates have no gradient.
         """
-        assert self.is_armed, "nothing was armed"
+        assert self.fraction is not None, "nothing was armed"
         growth = self._growth
         candidates = {} if isinstance(growth, RandomGrowth) else self._stage_candidates(growth)
         counts = {tensor.name: 0 for layer in self._layers for tensor in layer.owned}
@@ -172,7 +161,7 @@ class Regrowth:
                 grown = self._strongest(growth, tensor, candidates.pop(tensor.name, None))
             # The number of kept entries stays, and so does the layout of every layer.
             counts[tensor.name] = _move(layer, tensor, grown)
-        self._fraction = None
+        self.fraction = None
         return counts
 
     # -- which entries grow: flat positions, the same on all replicas --------------------
@@ -223,8 +212,8 @@ class Regrowth:
                     yield layer, tensor
 
     def _moved(self, tensor: TensorState) -> int:
-        assert self._fraction is not None, "nothing was armed"
-        return moved_entries(tensor.kept, tensor.parameter.numel(), self._fraction)
+        assert self.fraction is not None, "nothing was armed"
+        return moved_entries(tensor.kept, tensor.parameter.numel(), self.fraction)
 
 
 def moved_entries(kept: int, numel: int, fraction: float) -> int:

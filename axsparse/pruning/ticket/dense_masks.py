@@ -7,7 +7,6 @@ transformers, and end in "_mask" as `torch.nn.utils.prune` lets it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from torch import Tensor
 from axsparse.models.start_weights import WeightFile, unchanged
 from axsparse.models.survey import Survey
 from axsparse.models.zoo.hf_models import family_of
-from axsparse.pruning.ticket.ticket_manifest import TicketManifest
-from axsparse.pruning.ticket.ticket_reader import Ticket
-from axsparse.pruning.ticket.ticket_writer import TicketOrigin, write_ticket
+from axsparse.pruning.ticket.ticket_reader import Ticket, TicketManifest, TicketOrigin
+from axsparse.pruning.ticket.ticket_writer import write_ticket
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.files.safetensors import TensorHeader, write_safetensors
 from axsparse.runtime.grid import Grid
@@ -43,10 +41,10 @@ def import_masks(file: WeightFile, surveyed: Survey, path: Path) -> TicketManife
     for name in there:
         if len(shapes[name]) < 2:
             raise DataError(
-                f"{file.path}: {there[name].key!r} is a mask of {name}, which is a vector; only "
+                f"{file.path}: {there[name][0]!r} is a mask of {name}, which is a vector; only "
                 "matrices are pruned: leave it out"
             )
-    masks = {name: partial(_read, file, name, there[name], shape) for name, shape in pruned.items()}
+    masks = {name: partial(_read, file, name, there[name]) for name in pruned}
     origin = TicketOrigin(algorithm=IMPORTED, step=0, seed=0, parameters=shapes, pruned=pruned)
     transport = LocalTransport(LocalWorld(1), 0)
     return write_ticket(path, origin, masks, transport=transport, place=Grid(1, 1).place(0))
@@ -81,35 +79,30 @@ def export_masks(ticket: Ticket, path: Path, *, foreign: bool) -> None:
     write_safetensors(path, headers, tensors())
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a file has a mask."""
-
-    key: str
-    turned: Callable[[str, Tensor], Tensor]
-    """Gives the mask the shape that the model has."""
+Turn = Callable[[str, Tensor], Tensor]
+"""Gives a tensor of the file the shape that the model has."""
 
 
-def _places(file: WeightFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:
-    """The mask of each parameter that has one; DataError for a tensor that belongs to none."""
-    known: dict[str, tuple[str, Callable[[str, Tensor], Tensor]]] = {}
+def _places(file: WeightFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Turn]]:
+    """The name in the file of each parameter's mask, and how it is turned; DataError for a tensor
+    that belongs to none."""
+    known: dict[str, tuple[str, Turn]] = {}
     family = family_of(shapes)
     for name in shapes:
         known[name] = name, unchanged
         if family is not None:
             known[family.named(name)] = known[family.named(name, prefix="")] = name, family.turned
-    found: dict[str, _Place] = {}
+    places: dict[str, tuple[str, Turn]] = {}
     for key in file.shapes:
-        match = known.get(key.removesuffix(ENDING))
-        if match is None:
+        if key.removesuffix(ENDING) not in known:
             raise DataError(
                 f"{file.path}: {key!r} is the mask of no parameter of the model; leave it out, or "
                 "name the model that it was drawn from"
             )
-        name, turn = match
-        if name in found:
+        name, turn = known[key.removesuffix(ENDING)]
+        if name in places:
             raise DataError(
-                f"{file.path}: {found[name].key!r} and {key!r} are both masks of {name}; keep one"
+                f"{file.path}: {places[name][0]!r} and {key!r} are both masks of {name}; keep one"
             )
         shape = tuple(turn(name, torch.empty(file.shapes[key], device="meta")).shape)
         if shape != shapes[name]:
@@ -117,20 +110,20 @@ def _places(file: WeightFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
                 f"{file.path}: {key!r} has shape {file.shapes[key]}, {name} of the model has "
                 f"{shapes[name]}; name the model that it was drawn from"
             )
-        found[name] = _Place(key, turn)
-    if not found:
+        places[name] = key, turn
+    if not places:
         raise DataError(f"{file.path}: holds no masks; name another file")
-    return found
+    return places
 
 
-def _read(file: WeightFile, name: str, place: _Place, shape: tuple[int, ...]) -> Tensor:
+def _read(file: WeightFile, name: str, place: tuple[str, Turn]) -> Tensor:
     """A flat bool mask; DataError for other values than 0 and 1."""
-    values = place.turned(name, file.read(place.key))
+    key, turn = place
+    values = turn(name, file.read(key))
     mask = values == 1
     if not (mask | (values == 0)).all():
         raise DataError(
-            f"{file.path}: {place.key!r} has other values than 0 and 1; write masks, not weights "
+            f"{file.path}: {key!r} has other values than 0 and 1; write masks, not weights "
             "(pruning.method zeros takes those)"
         )
-    assert mask.shape == shape
     return mask.reshape(-1)

@@ -1,31 +1,233 @@
-"""Reads tickets: files of masks, with which a run may start under any layout.
+"""The file of a ticket, its manifest, and how it is read, under any layout.
 
 A ticket is a safetensors file. For every pruned tensor, under its global name, it has a uint8
 tensor with one bit an entry (1: kept), in the tensor's flat order. The first entry is the highest
-bit of the first byte, and the last byte is filled up with zeros. `ticket_manifest.py` describes
-the rest.
+bit of the first byte, and the last byte is filled up with zeros.
+
+The manifest says who drew the masks, from which model, and how sparse they are. It is JSON in the
+metadata of the file, beside its hash: {"ticket": manifest, "ticket_hash": BLAKE2b-128 of the
+manifest in hex}. When it is read, values that follow from others are computed again and compared.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from axsparse.pruning.mask_distance import BITS
-from axsparse.pruning.ticket.ticket_manifest import Entry, TicketManifest, hash_of, read_manifest
 from axsparse.runtime.errors import ConfigError, DataError, reading
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader
+from axsparse.runtime.version import __version__
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits
 
+FORMAT = 1
+"""The version of the file format; files of another version are refused."""
+TICKET_FILE = "ticket.safetensors"
+"""The file in the run directory with the masks that the pruning method has found, as a ticket."""
+MANIFEST_KEY, HASH_KEY = "ticket", "ticket_hash"
 _PIECE = 1 << 20
 """How many packed bytes are counted at a time."""
-_MEND = "make the model's settings those, or draw a ticket from this model"
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("has letters that cannot be shown")
+    return text
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Text = Annotated[str, AfterValidator(_printable)]
+"""Text that may be shown in a message of one line."""
+Sizes = Annotated[tuple[Count, ...], Field(max_length=64)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Entry(_Strict):
+    """One pruned tensor."""
+
+    shape: Sizes
+    kept: Count
+    sparsity: float
+    """Fraction of the entries that is removed."""
+    hash: Text
+    """Hash of the packed bits."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class TicketManifest(_Strict):
+    """Everything that a ticket contains beside the bits of its masks."""
+
+    version: int
+    algorithm: Text
+    """`pruning.method` of the run that drew the masks."""
+    step: Count
+    """Steps that the run had done by then."""
+    seed: int
+    """The seed of that run."""
+    axsparse: Text
+    """The version of the package that wrote the ticket."""
+    sparsity: float
+    """Fraction of all entries of the pruned tensors that is removed."""
+    hash: Text
+    """Hash of the masks; equal if names, shapes and bits are equal, and only then."""
+    tensors: dict[Text, Entry]
+    """The pruned tensors by global name, in model order; a tied weight once, by its first use."""
+    model_hash: Text
+    """Hash of `parameters`."""
+    parameters: dict[Text, Sizes]
+    """The shapes of all parameters of the model by global name, in model order."""
+
+    @property
+    def kept(self) -> int:
+        """Kept entries of all pruned tensors."""
+        return sum(entry.kept for entry in self.tensors.values())
+
+    @property
+    def numel(self) -> int:
+        """Entries of all pruned tensors."""
+        return sum(entry.numel for entry in self.tensors.values())
+
+    def text(self, indent: int | None = None) -> str:
+        """The manifest as JSON."""
+        return json.dumps(self.model_dump(), indent=indent)
+
+    def metadata(self) -> dict[str, str]:
+        """The metadata of the ticket's file."""
+        text = self.text()
+        return {MANIFEST_KEY: text, HASH_KEY: hash_of(text.encode())}
+
+
+@dataclass(frozen=True)
+class TicketOrigin:
+    """Where the masks of a ticket come from; equal on all ranks."""
+
+    algorithm: str
+    """The run's `pruning.method`."""
+    step: int
+    """Steps done so far."""
+    seed: int
+    """The run's seed."""
+    parameters: Mapping[str, Shape]
+    """All parameters of the model, in model order."""
+    pruned: Mapping[str, Shape]
+    """The pruned ones, in the same order; a tied weight once, by its first use."""
+
+
+def make_manifest(
+    origin: TicketOrigin, masks: Mapping[str, tuple[int, str]], version: str = __version__
+) -> TicketManifest:
+    """The manifest of a ticket, with all computed values.
+
+    `masks` has the number of kept entries and the hash of each pruned tensor by global name.
+    """
+    tensors = {}
+    for name, shape in origin.pruned.items():
+        kept, bits = masks[name]
+        sparsity = _sparsity(kept, math.prod(shape))
+        tensors[name] = Entry(shape=shape, kept=kept, sparsity=sparsity, hash=bits)
+    return TicketManifest(
+        version=FORMAT,
+        algorithm=origin.algorithm,
+        step=origin.step,
+        seed=origin.seed,
+        axsparse=version,
+        sparsity=_sparsity(
+            sum(entry.kept for entry in tensors.values()),
+            sum(entry.numel for entry in tensors.values()),
+        ),
+        hash=_hash_of_json([[name, entry.shape, entry.hash] for name, entry in tensors.items()]),
+        tensors=tensors,
+        model_hash=_hash_of_json(list(origin.parameters.items())),
+        parameters=dict(origin.parameters),
+    )
+
+
+def read_manifest(path: Path, metadata: Mapping[str, Any]) -> TicketManifest:
+    """The manifest in a file's metadata; DataError if it is missing, damaged or inconsistent."""
+    text = metadata.get(MANIFEST_KEY)
+    if not isinstance(text, str):
+        raise DataError(
+            f"{path}: no ticket, since it has no manifest; name a file that pruning wrote"
+        )
+    try:
+        encoded = text.encode()
+        version = operator.index(json.loads(text)["version"])
+    except (ValueError, KeyError, TypeError, RecursionError) as reason:
+        raise DataError(
+            f"{path}: its manifest cannot be read ({type(reason).__name__}); get the ticket anew"
+        ) from reason
+    if version != FORMAT:
+        raise DataError(
+            f"{path}: a ticket of format {str(version)[:20]}, and this axsparse reads {FORMAT}; "
+            "take the version that wrote it, or draw the ticket again"
+        )
+    if metadata.get(HASH_KEY) != hash_of(encoded):
+        raise DataError(f"{path}: its manifest has another hash than it says; get the ticket anew")
+    try:
+        manifest = TicketManifest.model_validate_json(encoded)
+    except ValidationError as reason:
+        first = reason.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DataError(
+            f"{path}: its manifest is malformed at {place!r} ({first['type']}); get the ticket anew"
+        ) from reason
+    _refuse_contradictions(path, manifest)
+    return manifest
+
+
+def _refuse_contradictions(path: Path, manifest: TicketManifest) -> None:
+    for name, entry in manifest.tensors.items():
+        if manifest.parameters.get(name) != entry.shape:
+            raise DataError(
+                f"{path}: prunes {name!r} of shape {entry.shape}, which is no parameter of the "
+                "model that it names; get the ticket anew"
+            )
+    entries, parameters = manifest.tensors, manifest.parameters
+    pruned = {name: entry.shape for name, entry in entries.items()}
+    computed = make_manifest(
+        TicketOrigin(manifest.algorithm, manifest.step, manifest.seed, parameters, pruned),
+        {name: (entry.kept, entry.hash) for name, entry in entries.items()},
+        manifest.axsparse,
+    )
+    if computed != manifest:
+        odd = [key for key, value in computed if value != getattr(manifest, key)]
+        raise DataError(
+            f"{path}: its manifest contradicts itself at {odd[0]!r}; get the ticket anew"
+        )
+
+
+def hash_of(data: bytes | memoryview) -> str:
+    """The BLAKE2b-128 hash in hex."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _hash_of_json(value: object) -> str:
+    return hash_of(json.dumps(value).encode())
+
+
+def _sparsity(kept: int, numel: int) -> float:
+    return 1 - kept / numel if numel else 0.0
+
+
+# -- the file ---------------------------------------------------------------------------
 
 
 class Ticket:
@@ -66,23 +268,18 @@ class Ticket:
         or shape that differs.
         """
         there = self.manifest.parameters
-        for name, shape in shapes.items():
+        mend = "make the model's settings those, or draw a ticket from this model"
+        for name in (*shapes, *(name for name in there if name not in shapes)):
+            shape = tuple(shapes.get(name, ()))
             if name not in there:
-                raise ConfigError(
-                    f"{self.path}: drawn from another model, which has no parameter {name} "
-                    f"{tuple(shape)}; {_MEND}"
-                )
-            if there[name] != tuple(shape):
-                raise ConfigError(
-                    f"{self.path}: drawn from another model, in which {name} has shape "
-                    f"{there[name]} and not {tuple(shape)}; {_MEND}"
-                )
-        for name, shape in there.items():
-            if name not in shapes:
-                raise ConfigError(
-                    f"{self.path}: drawn from another model, which has a parameter {name} {shape} "
-                    f"that this one lacks; {_MEND}"
-                )
+                differs = f"which has no parameter {name} {shape}"
+            elif name not in shapes:
+                differs = f"which has a parameter {name} {there[name]} that this one lacks"
+            elif there[name] != shape:
+                differs = f"in which {name} has shape {there[name]} and not {shape}"
+            else:
+                continue
+            raise ConfigError(f"{self.path}: drawn from another model, {differs}; {mend}")
 
     def verify(self) -> None:
         """Read all masks, one at a time; DataError if one is damaged."""
@@ -132,7 +329,9 @@ def pack(mask_D: Tensor) -> Tensor:
 
 def count_kept(packed: Tensor) -> int:
     """How many entries a packed mask keeps."""
-    return sum(int(BITS[piece.numpy()].sum(dtype=np.int64)) for piece in packed.split(_PIECE))
+    return sum(
+        int(np.unpackbits(part.numpy()).sum(dtype=np.int64)) for part in packed.split(_PIECE)
+    )
 
 
 def _damage(packed: Tensor, entry: Entry) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,32 +13,22 @@ from torch import Tensor
 
 from axsparse.models.survey import Survey
 from axsparse.pruning.methods.live_masks import LiveMasks
-from axsparse.pruning.ticket.ticket_manifest import TicketManifest, hash_of, make_manifest
-from axsparse.pruning.ticket.ticket_reader import count_kept, pack, packed_header
+from axsparse.pruning.ticket.ticket_reader import (
+    TicketManifest,
+    TicketOrigin,
+    count_kept,
+    hash_of,
+    make_manifest,
+    pack,
+    packed_header,
+)
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.runtime.grid import Place
-from axsparse.samo.masks import Shape
 from axsparse.samo.tensor_state import TensorState
-
-
-@dataclass(frozen=True)
-class TicketOrigin:
-    """Where the masks of a ticket come from; equal on all ranks."""
-
-    algorithm: str
-    """The run's `pruning.method`."""
-    step: int
-    """Steps done so far."""
-    seed: int
-    """The run's seed."""
-    parameters: Mapping[str, Shape]
-    """All parameters of the model, in model order."""
-    pruned: Mapping[str, Shape]
-    """The pruned ones, in the same order; a tied weight once, by its first use."""
 
 
 def write_ticket(
@@ -68,8 +57,11 @@ def write_ticket(
         if transport.rank != 0:
             deque(bits, maxlen=0)
             return
+        headers = {name: packed_header(entry) for name, entry in manifest.tensors.items()}
         try:
-            _write(path, manifest, bits)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with new_path(path) as unfinished:
+                write_safetensors(unfinished, headers, bits, manifest.metadata())
         except OSError as reason:
             deque(bits, maxlen=0)  # takes part in the other ranks' exchanges to the end
             raise OutputError(
@@ -85,27 +77,20 @@ def _collect_manifest(
     origin: TicketOrigin, here: Mapping[str, Callable[[], Tensor]], transport: Transport
 ) -> tuple[dict[str, int], TicketManifest]:
     """The rank that has each tensor, and the manifest, which is written before the bits."""
-    found = {}
+    own = {}
     for name, mask in here.items():
         packed = pack(mask())
-        found[name] = (count_kept(packed), hash_of(packed.numpy().data))
+        own[name] = (count_kept(packed), hash_of(packed.numpy().data))
         del packed  # frees it before the next mask is made
     owners: dict[str, int] = {}
     summaries = {}
-    texts = gather_texts(transport.world, transport.backoff, json.dumps(found))
+    texts = gather_texts(transport.world, transport.backoff, json.dumps(own))
     for rank, text in enumerate(texts):
         for name, summary in json.loads(text).items():
             assert name not in owners, f"{name} is on ranks {owners[name]} and {rank}"
             owners[name], summaries[name] = rank, summary
     assert owners.keys() == origin.pruned.keys(), owners.keys() ^ origin.pruned.keys()
-    tensors = {name: (shape, *summaries[name]) for name, shape in origin.pruned.items()}
-    return owners, make_manifest(
-        algorithm=origin.algorithm,
-        step=origin.step,
-        seed=origin.seed,
-        parameters=origin.parameters,
-        tensors=tensors,
-    )
+    return owners, make_manifest(origin, summaries)
 
 
 def _bits(
@@ -125,17 +110,6 @@ def _bits(
             assert hash_of(packed.numpy().data) == entry.hash, f"{name}: its mask has changed"
         yield packed
         del packed
-
-
-def _write(path: Path, manifest: TicketManifest, bits: Iterator[Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with new_path(path) as unfinished:
-        write_safetensors(
-            unfinished,
-            {name: packed_header(entry) for name, entry in manifest.tensors.items()},
-            bits,
-            manifest.metadata(),
-        )
 
 
 def save_live(live: LiveMasks, surveyed: Survey, path: Path, algorithm: str, step: int) -> None:

@@ -35,7 +35,7 @@ class FileLock:
         """
         self.problem: str | None = None
         """Why nobody is kept out; None on a file system with locks."""
-        self._number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         # The descriptor is closed with this object, and without the warning that Python gives for
         # a file that nobody has closed.
         self.release = weakref.finalize(self, os.close, self._number)

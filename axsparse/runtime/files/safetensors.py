@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,19 @@ _REAL = {torch.complex32: torch.float16, torch.complex128: torch.float64}
 """The types of the real pairs as which complex numbers are stored that the format has not."""
 
 
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a JSON text raises that has not the form of a header or an index."""
+
+
+NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""Matches names that JSON can express and neither files nor screens can: those with zero bytes or
+halves of surrogate pairs."""
+NO_PLAIN_FILE = re.compile(rf"[/\\:\0\ud800-\udfff]|(?<!{re.escape(SUFFIX)})\Z")
+"""Matches what is not the name of a safetensors file in the same folder."""
+MOST_SAID = 120
+"""Letters of a reason that is shown."""
+
+
 class SafetensorsFile:
     """One file; its header is read at once, and each tensor when it is asked for."""
 
@@ -76,75 +90,75 @@ class SafetensorsFile:
                 raise DataError(f"{path}: no safetensors file, or cut short; get it anew")
             text = file.read(length)
         try:
-            header: dict[str, Any] = json.loads(text)
+            header: dict[str, Any] = json.loads(text, object_pairs_hook=_named_once)
             metadata = header.pop("__metadata__", None)
             self._places = {name: _place(entry) for name, entry in header.items()}
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as reason:
+        except MALFORMED as reason:
             raise DataError(
-                f"{path}: its safetensors header cannot be read ({reason!r}); get it anew"
+                f"{path}: its safetensors header cannot be read ({_said(reason)}); get it anew"
             ) from reason
         self._data = 8 + length
-        if any(place.stop > size - self._data for place in self._places.values()):
+        if any(start + it.nbytes > size - self._data for it, start in self._places.values()):
             raise DataError(f"{path}: ends before the last of its tensors; get it anew")
-        self.shapes = {name: place.shape for name, place in self._places.items()}
+        self.shapes = {name: header.shape for name, (header, _) in self._places.items()}
         self.metadata: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
         """Texts by name that the file has beside its tensors."""
 
     def described(self, name: str) -> TensorHeader:
         """The type and shape of a tensor; KeyError if the file does not have it."""
-        return TensorHeader(self._places[name].dtype, self._places[name].shape)
+        return self._places[name][0]
 
     def read(self, name: str) -> Tensor:
         """A whole tensor, which the file has to have."""
-        place = self._places[name]
-        return self.read_part(name, 0, math.prod(place.shape)).view(place.shape)
+        shape = self.shapes[name]
+        return self.read_part(name, 0, math.prod(shape)).view(shape)
 
     def read_part(self, name: str, start: int, stop: int) -> Tensor:
         """The entries [start, stop) of a tensor, flat; the tensor has to have them.
 
         DataError if the file has become shorter since it was opened.
         """
-        place = self._places[name]
-        size = place.dtype.itemsize
-        assert 0 <= start <= stop and place.start + stop * size <= place.stop, "no such entries"
+        header, first = self._places[name]
+        size = header.dtype.itemsize
+        assert 0 <= start <= stop <= math.prod(header.shape), "no such entries"
         buffer = bytearray((stop - start) * size)
         with self.path.open("rb") as file:
-            file.seek(self._data + place.start + start * size)
+            file.seek(self._data + first + start * size)
             read = file.readinto(buffer)
         if read < len(buffer):
             raise DataError(f"{self.path}: became shorter while it was read; get it anew")
         if not buffer:
-            return torch.empty(0, dtype=place.dtype)
-        return torch.frombuffer(buffer, dtype=place.dtype)
+            return torch.empty(0, dtype=header.dtype)
+        return torch.frombuffer(buffer, dtype=header.dtype)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A tensor's type and shape, and its first byte and the one past its last in the data."""
+def _named_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; ValueError for a name that comes twice, or that is no text."""
+    named: dict[str, Any] = {}
+    for name, value in pairs:
+        if NO_TEXT.search(name) is not None:
+            raise ValueError(f"the name {name!r} is no text")
+        if name in named:
+            raise ValueError(f"the name {name!r} is there twice")
+        named[name] = value
+    return named
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+
+def _said(reason: Exception) -> str:
+    """What is wrong with a JSON text, in a few words of one line."""
+    return f"{type(reason).__name__}: {reason}"[:MOST_SAID]
 
 
-def _place(entry: Mapping[str, Any]) -> _Place:
-    """A tensor's place by its entry in the header.
+def _place(entry: Mapping[str, Any]) -> tuple[TensorHeader, int]:
+    """A tensor's type and shape and its first byte in the data, by its entry in the header.
 
-    ValueError, KeyError or TypeError if the entry is malformed or contradicts itself.
+    One of `MALFORMED` if the entry contradicts itself or has another form.
     """
-    dtype, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+    header = TensorHeader(DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])))
     start, stop = map(int, entry["data_offsets"])
-    if start < 0 or min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{shape} of {entry['dtype']} in bytes {start} to {stop}")
-    return _Place(dtype, shape, start, stop)
+    if start < 0 or min(header.shape, default=0) < 0 or stop - start != header.nbytes:
+        raise ValueError(f"{header.shape} of {entry['dtype']} in bytes {start} to {stop}")
+    return header, start
 
 
 class SafetensorsIndex:
@@ -173,10 +187,11 @@ class SafetensorsIndex:
 def _weight_map(path: Path) -> dict[str, str]:
     """The file of each tensor; DataError if any is not a safetensors file beside the index."""
     try:
-        places: object = json.loads(path.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as reason:
+        text = path.read_bytes()
+        places: object = json.loads(text, object_pairs_hook=_named_once)["weight_map"]
+    except MALFORMED as reason:
         raise DataError(
-            f"{path}: no index of safetensors files ({type(reason).__name__}); get it anew"
+            f"{path}: no index of safetensors files ({_said(reason)}); get it anew"
         ) from reason
     if not isinstance(places, dict):
         raise DataError(
@@ -184,7 +199,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         )
     for name, file in places.items():
         # Path(file).name would not do, since systems differ in what separates folders.
-        if not isinstance(file, str) or not file.endswith(SUFFIX) or set(file) & {*"/\\:\0"}:
+        if not isinstance(file, str) or NO_PLAIN_FILE.search(file) is not None:
             raise DataError(
                 f"{path}: places {name!r} in {file!r}, which is no safetensors file beside it; get "
                 "the index from someone you trust"
@@ -279,10 +294,3 @@ def write_safetensors(
 def _contents(tensor: Tensor, tensor_header: TensorHeader) -> memoryview:
     assert tensor_header == TensorHeader(tensor.dtype, tuple(tensor.shape))
     return bytes_of(tensor).numpy().data
-
-
-def index_text(files: Mapping[str, str], total_bytes: int) -> str:
-    """The text of an index: the file of each tensor, and the bytes of all tensors together."""
-    return json.dumps(
-        {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}, indent=2
-    )

@@ -32,11 +32,6 @@ class CudaStream:
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
 
-    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        with torch.cuda.stream(self.stream):
-            # One kernel for many small copies.
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
-
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         compute = torch.cuda.current_stream(self.stream.device)
         # The memory comes from this stream's own pool. Memory of the compute stream's pool could

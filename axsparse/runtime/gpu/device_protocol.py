@@ -1,13 +1,14 @@
 """What the GPU transport needs of a device and of NCCL, as protocols.
 
-`cuda_device.py` has the real `Device`, `Stream` and `Mark`, `nccl.py` the real `PeerConnection`,
-`Communicator` and `Connections`. `tests/support/standin_device.py` and `standin_transport.py`
-have stand-ins for all of them, which finish work late and in any order between streams, and
-raise an error where a real device would now and then compute wrong numbers or hang.
+`cuda_device.py` has the real `Device`, `Stream` and `Mark`, `nccl.py` the real `Connections`, and
+one class that is a `PeerConnection` and a `Communicator`. `tests/support/standin_device.py` and
+`standin_transport.py` have stand-ins for all of them, which finish work late and in any order
+between streams, and raise an error where a real device would now and then compute wrong numbers or
+hang.
 
 Another kind of device, or another library in NCCL's place, implements these protocols. The
 contracts of `Link` and `Collective` then have to hold on a `GpuTransport` that is made of them, as
-in `tests/runtime/gpu/test_gpu_link.py`, `test_staged_collective.py` and `tests/mpi/`.
+in `tests/runtime/gpu/test_gpu_link.py`, `test_collectives.py` and `tests/mpi/`.
 """
 
 from __future__ import annotations
@@ -39,10 +40,6 @@ class Stream(Protocol):
 
         Both stay alive and unchanged until an event that was recorded after the copy completes.
         """
-        ...
-
-    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """As `copy`, of each source to its target, all within device memory."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -149,23 +146,17 @@ class Communicator(Protocol):
         """Leave the sum over all members in every member's buffer."""
         ...
 
-    def reduce(self, buffer: Tensor, root: int) -> Event:
-        """Leave the sum of all buffers in member `root`'s; the others become undefined."""
+    def broadcast(self, buffer: Tensor) -> Event:
+        """Copy the first member's buffer to all members."""
         ...
 
-    def broadcast(self, buffer: Tensor, root: int) -> Event:
-        """Copy the buffer of member `root` to all members."""
+    def reduce_scatter(self, buffer: Tensor, bounds: Sequence[int]) -> Event:
+        """Leave the sum over all members of this member's shard there; the rest of the buffer is
+        undefined. Bounds are those of `Collective.start`."""
         ...
 
-    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> Event:
-        """Leave in `shard` this member's part of the sum of all buffers.
-
-        `shard` is a view of that part of `buffer`; parts are equal and in the order of members.
-        """
-        ...
-
-    def all_gather(self, buffer: Tensor, shard: Tensor) -> Event:
-        """Fill `buffer` from the shards of all members; `shard` as in `reduce_scatter`."""
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Event:
+        """Fill the buffer from the shards of all members."""
         ...
 
     def close(self) -> None:

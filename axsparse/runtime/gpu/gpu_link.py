@@ -1,11 +1,12 @@
-"""The `Link` for tensors in GPU memory, and the protocols of what carries their contents.
+"""The `Link` for tensors in GPU memory, and the two ways in which it moves their contents.
 
 A message crosses from one stage to the next in two parts. Its *header* travels over a channel
-between the hosts (`runtime/host_channel.py`, over MPI). Its contents travel from a `Sender` to a
-`Receiver`, of which `transfers.py` has two kinds:
+between the hosts (`runtime/host_channel.py`, over MPI). Its contents travel
 
-- NCCL's: straight from GPU to GPU over a *peer connection*, which goes one way.
-- staged: through pinned memory of both hosts and over the channel between them.
+- over NCCL: straight from GPU to GPU (`NcclSender`, `NcclReceiver`). Each direction between two
+  neighbours has a peer connection of its own, so that neither can hold up the other.
+- staged: through pinned memory of both hosts, which a GPU reaches without waiting, and over the
+  channel between them (`Staged`, which is both a sender and a receiver).
 
 Work of a GPU is enqueued on *streams*, CUDA's queues, and *events* tell when it is complete.
 `device_protocol.py` describes peer connections, streams and devices. The tests replace these and
@@ -23,66 +24,207 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.runtime.communication import Backoff, Direction, Event, Message
-from axsparse.runtime.gpu.device_protocol import Device
+from axsparse.runtime.communication import MAX_CALL_BYTES, Backoff, Direction, Event, Message
+from axsparse.runtime.gpu.device_protocol import Connections, Device, PeerConnection
+from axsparse.runtime.grid import Place
 from axsparse.runtime.host_channel import (
     QUIET_PASSES,
     Header,
     HostChannel,
+    as_bytes,
+    byte_pieces,
     contents,
     decode_header,
     dense,
     encode_header,
+    neighbours,
 )
 
 END = -1
 """Replaces the microbatch number in the last header of a link, which closes the link."""
 
 
-class PendingSend(Event, Protocol):
-    """The sending of a message's contents; complete once the sender no longer needs the tensors."""
+class Events:
+    """Several events of one queue, in order, as one."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._left = events
+
+    def query(self) -> bool:
+        while self._left and self._left[0].query():
+            self._left.pop(0)
+        return not self._left
+
+
+class NcclSend:
+    """The contents of one message, which wait for their turn, then until their header has left,
+    and then for the receiver."""
+
+    def __init__(self, connection: PeerConnection, tensors: Sequence[Tensor], ready: Event) -> None:
+        self._connection = connection
+        self._tensors = tensors
+        self._ready = ready
+        self._is_next = False
+        self._sends: Events | None = None
+
+    def take_turn(self) -> bool:
+        """Let the header go if the tensors are ready; called once nothing is in front of them."""
+        self._is_next = self._ready.query()
+        return self._is_next
 
     def begun(self) -> bool:
         """Whether the contents are ready and the next to be sent, so that the header may go."""
-        ...
+        return self._is_next
 
     def header_left(self) -> None:
-        """Learn that the header is on its way, so that contents may wait for their receiver."""
-        ...
+        """Send the contents, since the header, which has the receiver look for them, has left."""
+        if self._sends is None:
+            # NCCL knows no int16, so contents go as bytes; with 64-bit counts they need no cutting.
+            self._sends = Events([self._connection.send(as_bytes(t)) for t in self._tensors])
+            self._tensors = ()
+
+    def query(self) -> bool:
+        return self._sends is not None and self._sends.query()
 
 
-class Sender(Protocol):
-    """Sends the contents of messages in order; no call waits."""
+class NcclSender:
+    """Enqueues a send on the device once its header has left and nothing is in front of it.
 
-    def send(self, tensors: Sequence[Tensor], ready: Event) -> PendingSend:
+    A send spins on the device until its receive runs. If it were enqueued earlier, it could begin
+    while the host is in a call that waits for the whole device, such as the allocator's last
+    resort or the loading of a kernel. The header would then never go, and both would wait for
+    ever.
+    """
+
+    def __init__(self, connection: PeerConnection) -> None:
+        self._connection = connection
+        self._waiting: deque[NcclSend] = deque()
+        self._last: NcclSend | None = None
+        """The only message whose header may go, since the host could not tell when a send behind
+        another begins on the device."""
+
+    def send(self, tensors: Sequence[Tensor], ready: Event) -> NcclSend:
         """Start sending contiguous tensors, none of them empty, once `ready` is complete."""
-        ...
+        sent = NcclSend(self._connection, tensors, ready)
+        self._waiting.append(sent)
+        self.advance()
+        return sent
 
     def advance(self) -> None:
-        """Do the host's part of messages under way."""
-        ...
+        """Let the next message take its turn."""
+        if self._last is not None and self._last.query():
+            self._last = None
+        if self._last is None and self._waiting and self._waiting[0].take_turn():
+            self._last = self._waiting.popleft()
 
 
-class Receiver(Protocol):
-    """Receives the contents of messages in order; no call waits."""
+class NcclReceiver:
+    """Enqueues receives at once; they are asked for when their header has arrived."""
+
+    def __init__(self, connection: PeerConnection) -> None:
+        self._connection = connection
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor in GPU memory to receive into."""
-        ...
+        return self._connection.stream.empty(shape, dtype)
 
     def receive(self, tensors: Sequence[Tensor]) -> Event:
-        """Start receiving the contents of a message whose header has arrived."""
-        ...
+        return Events([self._connection.receive(as_bytes(tensor)) for tensor in tensors])
 
     def advance(self) -> None:
-        """Do the host's part of messages under way."""
-        ...
+        """Do nothing, since nothing waits for the host."""
+
+
+@dataclass
+class StagedMessage:
+    """The contents of one message on their way through pinned memory, in pieces."""
+
+    tensors: Sequence[Tensor]
+    """On the device, as bytes."""
+    hosts: Sequence[Tensor]
+    """Where the bytes of each are in pinned memory."""
+    first: Event
+    """Completes when the bytes are in pinned memory: copied there, or received."""
+    ready: Event | None = None
+    """Completes when the tensors may be read; None at the receiving end."""
+    second: Event | None = None
+    """Completes when the bytes have left pinned memory; None until they begin to."""
+
+    def begun(self) -> bool:
+        return self.ready is None or self.ready.query()
+
+    def header_left(self) -> None:
+        """Do nothing, since these contents wait for no receiver on the GPU."""
+
+    def query(self) -> bool:
+        return self.second is not None and self.second.query()
+
+
+class Staged:
+    """The sender or the receiver of one direction, by way of pinned memory.
+
+    A sender copies contents from the device to the host and sends them from there; a receiver
+    receives them on the host and copies them to the device.
+    """
+
+    def __init__(
+        self, channel: HostChannel, device: Device, max_call_bytes: int = MAX_CALL_BYTES
+    ) -> None:
+        """No call of the channel carries more than `max_call_bytes`, the same on both ends."""
+        self._channel = channel
+        self._device = device
+        self._stream = device.stream()
+        self._max_call_bytes = max_call_bytes
+        self._under_way: deque[StagedMessage] = deque()
+        """Messages of which the second part has not begun."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._stream.empty(shape, dtype)
+
+    def send(self, tensors: Sequence[Tensor], ready: Event) -> StagedMessage:
+        hosts = self._pinned(tensors)
+        self._stream.wait(ready)
+        for host, tensor in zip(hosts, tensors, strict=True):
+            self._stream.copy(host, as_bytes(tensor))
+        return self._begun(StagedMessage(tensors, hosts, self._stream.record(), ready))
+
+    def receive(self, tensors: Sequence[Tensor]) -> StagedMessage:
+        hosts = self._pinned(tensors)
+        arrivals = Events([self._channel.receive(piece) for piece in self._pieces(hosts)])
+        return self._begun(StagedMessage(tensors, hosts, arrivals))
+
+    def advance(self) -> None:
+        """Begin the second part of every message whose first part is complete, in order."""
+        while self._under_way and self._under_way[0].first.query():
+            message = self._under_way.popleft()
+            if message.ready is not None:
+                message.second = Events(
+                    [self._channel.send(piece) for piece in self._pieces(message.hosts)]
+                )
+                continue
+            for host, tensor in zip(message.hosts, message.tensors, strict=True):
+                self._stream.copy(as_bytes(tensor), host)
+            message.second = self._stream.record()
+
+    def _begun(self, message: StagedMessage) -> StagedMessage:
+        self._under_way.append(message)
+        self.advance()
+        return message
+
+    def _pinned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Pinned memory for the bytes of each, which torch keeps for the next ones."""
+        return [self._device.pinned(tensor.nbytes) for tensor in tensors]
+
+    def _pieces(self, hosts: Sequence[Tensor]) -> list[Tensor]:
+        return [piece for host in hosts for piece in byte_pieces(host, self._max_call_bytes)]
+
+
+Sender = NcclSender | Staged
+Receiver = NcclReceiver | Staged
 
 
 @dataclass
@@ -91,21 +233,13 @@ class _OutgoingMessage:
 
     message: Message
     header: Header
-    pending: PendingSend
+    pending: NcclSend | StagedMessage
     header_sent: Event | None = None
     """None until the header is sent."""
 
     def query(self) -> bool:
         """Whether header and contents have been sent."""
         return self.header_sent is not None and self.header_sent.query() and self.pending.query()
-
-
-@dataclass
-class _IncomingMessage:
-    """A message whose header has arrived."""
-
-    message: Message
-    arrival: Event
 
 
 class GpuLink:
@@ -125,7 +259,8 @@ class GpuLink:
         self._device = device
         self._backoff = backoff
         self._sending: dict[Direction, deque[_OutgoingMessage]] = {d: deque() for d in outgoing}
-        self._receiving: dict[Direction, deque[_IncomingMessage]] = {d: deque() for d in incoming}
+        self._receiving: dict[Direction, deque[tuple[Message, Event]]]
+        self._receiving = {d: deque() for d in incoming}
         self._ended: set[Direction] = set()
 
     def send(self, message: Message) -> None:
@@ -205,10 +340,30 @@ class GpuLink:
                     continue
                 message = decode_header(header, direction, receiver.empty)
                 arrival = receiver.receive(contents(message))
-                self._receiving[direction].append(_IncomingMessage(message, arrival))
+                self._receiving[direction].append((message, arrival))
             receiver.advance()
             receiving = self._receiving[direction]
-            while receiving and receiving[0].arrival.query():
-                messages.append(receiving.popleft().message)
+            while receiving and receiving[0][1].query():
+                messages.append(receiving.popleft()[0])
                 moved = True
         return moved
+
+
+def connect_peers(
+    connections: Connections, place: Place, name: str
+) -> dict[tuple[int, int], PeerConnection]:
+    """This rank's ends of all connections to its neighbours, by (source, target).
+
+    The two ends of a connection wait for each other when they make it. Ranks go through four
+    rounds: forward ones that start at even stages, forward ones that start at odd stages, and
+    backward ones likewise. Each rank makes at most one a round, so that no rank waits for a chain
+    of others, however many stages there are. `name` tells links of the same ranks apart.
+    """
+    made: dict[tuple[int, int], PeerConnection] = {}
+    for direction in Direction:
+        for parity in (0, 1):
+            for source, target in neighbours(place, direction):
+                stage = place.grid.place(source).stage
+                if stage % 2 == parity:
+                    made[source, target] = connections.peer(name, source, target)
+    return made

@@ -12,29 +12,26 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
 import torch
-from torch import Tensor
 
 from axsparse.runtime.communication import (
     Backoff,
     Closable,
     Collective,
     Direction,
-    Exchange,
     Link,
     Op,
     Transport,
-    Work,
     wait,
 )
+from axsparse.runtime.gpu.collectives import NcclCollective, StagedCollective, TwoWayCollective
 from axsparse.runtime.gpu.device_protocol import Communicator, Connections, Device, PeerConnection
-from axsparse.runtime.gpu.gpu_link import GpuLink, Receiver, Sender
-from axsparse.runtime.gpu.nccl_collective import NcclCollective
-from axsparse.runtime.gpu.staged_collective import StagedCollective
-from axsparse.runtime.gpu.transfers import (
+from axsparse.runtime.gpu.gpu_link import (
+    GpuLink,
     NcclReceiver,
     NcclSender,
-    StagedReceiver,
-    StagedSender,
+    Receiver,
+    Sender,
+    Staged,
     connect_peers,
 )
 from axsparse.runtime.grid import Place
@@ -72,26 +69,6 @@ class PushingBackoff:
 
     def reset(self) -> None:
         self._inner.reset()
-
-
-class TwoWayCollective:
-    """A group with one collective for buffers in host memory and one for buffers on GPUs."""
-
-    def __init__(self, hosts: Collective, devices: Collective, kind: str) -> None:
-        """`kind` is the type of torch device whose buffers go to `devices`."""
-        self.rank = hosts.rank
-        self.size = hosts.size
-        self._hosts = hosts
-        self._devices = devices
-        self._kind = kind
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._hosts.bytes_sent + self._devices.bytes_sent
-
-    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        group = self._devices if buffer.device.type == self._kind else self._hosts
-        return group.start(op, buffer, bounds)
 
 
 class GpuTransport:
@@ -143,9 +120,7 @@ class GpuTransport:
         self._made += [*connections.values(), channels, link]
         return link
 
-    def collective(
-        self, name: str, ranks: Sequence[int], planned: Sequence[Exchange] = ()
-    ) -> Collective:
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         hosts = self._host.collective(name, ranks)
         if len(ranks) == 1:
             return hosts  # a group of one exchanges nothing and needs no communicator on the GPU
@@ -153,7 +128,6 @@ class GpuTransport:
         if self._connections is not None:
             communicator = self._communicator(self._connections, name, tuple(ranks))
             devices = NcclCollective(communicator, self._device, self.backoff)
-            devices.warm_up(planned)
         else:
             staged = self._host.collective(f"{name}, staged", ranks)
             devices = StagedCollective(staged, self._device, self.backoff)
@@ -189,13 +163,13 @@ class GpuTransport:
     ) -> Communicator:
         """The communicator of these ranks, which has the name of their first group. All their
         groups share it, since each communicator takes memory of the GPU."""
-        found = self._communicators.get(ranks)
-        if found is None:
+        communicator = self._communicators.get(ranks)
+        if communicator is None:
             number = self._groups[ranks] = self._groups.get(ranks, 0) + 1
-            found = connections.communicator(f"{name} {number}", ranks)
-            self._communicators[ranks] = found
-            self._made.append(found)
-        return found
+            communicator = connections.communicator(f"{name} {number}", ranks)
+            self._communicators[ranks] = communicator
+            self._made.append(communicator)
+        return communicator
 
     def _push_while_waiting(self, push: Callable[[], None]) -> None:
         """Have `push` called whenever the rank waits, until this transport is closed."""
@@ -203,11 +177,7 @@ class GpuTransport:
         self._backoff.pushes.append(push)
 
     def _sender(self, channel: HostChannel, connection: PeerConnection | None) -> Sender:
-        if connection is not None:
-            return NcclSender(connection)
-        return StagedSender(channel, self._device)
+        return NcclSender(connection) if connection else Staged(channel, self._device)
 
     def _receiver(self, channel: HostChannel, connection: PeerConnection | None) -> Receiver:
-        if connection is not None:
-            return NcclReceiver(connection)
-        return StagedReceiver(channel, self._device)
+        return NcclReceiver(connection) if connection else Staged(channel, self._device)

@@ -1,4 +1,4 @@
-"""NCCL through torch: peer connections and communicators, each a process group of its own.
+"""NCCL through torch: peer connections and communicators, each a process group.
 
 Groups are made by their members alone, from a store of names and addresses, without torch's
 default group and its global state. So a rank has few groups, of at most a column's size, however
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     BroadcastOptions,
     PrefixStore,
-    ReduceOptions,
     ReduceScatterOptions,
     Store,
     TCPStore,
@@ -55,42 +55,9 @@ ADDRESS = "MASTER_ADDR"
 rank; its host name if the variable is not set."""
 
 
-class Work(Protocol):
-    """An operation of torch's under way."""
-
-    def is_completed(self) -> bool:
-        """Whether it has run or failed; asks NCCL for its errors, and does not wait."""
-        ...
-
-    def wait(self) -> object:
-        """Make the current stream wait for it, not the host, and let go of its tensors.
-
-        Raises RuntimeError if it is known to have failed.
-        """
-        ...
-
-
-class Backend(Protocol):
-    """What is used of a process group of torch's; roots and peers are members' numbers in it."""
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work: ...
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work: ...
-
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work: ...
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work: ...
-
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work: ...
-
-    def _reduce_scatter_base(self, own: Tensor, whole: Tensor, opts: Any) -> Work: ...
-
-    def _allgather_base(self, whole: Tensor, own: Tensor, opts: Any) -> Work: ...
-
-
-MakeBackend = Callable[[Store, int, int, int], Backend]
-"""Makes a group from a store of its own, this member's number, the number of members, and the
-most thread blocks that it may occupy."""
+MakeBackend = Callable[[Store, int, int, int], Any]
+"""Makes a process group of torch's from a store of its own, this member's number, the number of
+members, and the most thread blocks that it may occupy."""
 
 
 class Rendezvous:
@@ -102,7 +69,7 @@ class Rendezvous:
         self._make = make
         self._store = _open_store(transport)
 
-    def group(self, name: str, ranks: Sequence[int], max_ctas: int) -> Backend:
+    def group(self, name: str, ranks: Sequence[int], max_ctas: int) -> Any:
         """A group of these ranks, in this order, that occupies at most `max_ctas`
         multiprocessors. No other group of theirs has its name."""
         own = PrefixStore(f"{name} {' '.join(map(str, ranks))}", self._store)
@@ -145,7 +112,7 @@ def _open_store(transport: Transport) -> Store:
         ) from reason
 
 
-def nccl_backend(store: Store, rank: int, size: int, max_ctas: int) -> Backend:
+def nccl_backend(store: Store, rank: int, size: int, max_ctas: int) -> Any:
     """A group over NCCL, for `Rendezvous`."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
@@ -154,7 +121,7 @@ def nccl_backend(store: Store, rank: int, size: int, max_ctas: int) -> Backend:
     config: Any = getattr(options, "config", None)
     if hasattr(config, "max_ctas"):
         config.max_ctas = max_ctas
-    return cast("Backend", dist.ProcessGroupNCCL(store, rank, size, options))
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 class Operation:
@@ -164,8 +131,8 @@ class Operation:
     the hardware, and a stream that waits for another GPU there could hold up one that must run.
     """
 
-    def __init__(self, work: Work, backend: Backend, stream: CudaStream) -> None:
-        self._work: Work | None = work
+    def __init__(self, work: Any, backend: Any, stream: CudaStream) -> None:
+        self._work: Any = work
         self._backend = backend
         self._stream = stream
 
@@ -197,81 +164,76 @@ def _failure(what: str) -> TrainingError:
     )
 
 
-class NcclPeer:
-    """A `PeerConnection`: a group of two ranks that is used in one direction only.
+class NcclGroup:
+    """A `Communicator`, and a `PeerConnection` if it has two members and is used in one direction.
 
-    Contents move on a stream of torch's inside NCCL, which waits for what the connection's own
-    stream has been given. Nothing ever waits there: memory to receive into comes from it.
+    Operations run on a stream of torch's inside NCCL, which waits for what the group's own stream
+    has been given. Nothing ever waits there: memory to receive into comes from it.
     """
 
-    def __init__(self, backend: Backend, stream: CudaStream, peer: int) -> None:
-        """`peer` is the other member's number in the group."""
-        self.stream = stream
-        self._backend = backend
-        self._peer = peer
-
-    def send(self, content: Tensor) -> Operation:
-        with torch.cuda.stream(self.stream.stream):
-            work = self._backend.send([content], self._peer, 0)
-        return Operation(work, self._backend, self.stream)
-
-    def receive(self, content: Tensor) -> Operation:
-        with torch.cuda.stream(self.stream.stream):
-            work = self._backend.recv([content], self._peer, 0)
-        return Operation(work, self._backend, self.stream)
-
-    def close(self) -> None:
-        _shut_down(self._backend)
-
-
-class NcclCommunicator:
-    """A `Communicator`. Operations run on a stream of torch's inside NCCL, which waits for what the
-    communicator's own stream has been given."""
-
-    def __init__(self, backend: Backend, stream: CudaStream, rank: int, size: int) -> None:
+    def __init__(self, backend: Any, stream: CudaStream, rank: int, size: int) -> None:
+        """`backend` is a process group of torch's, `rank` this member's number in it."""
         self.rank = rank
         self.size = size
         self.stream = stream
         self._backend = backend
 
+    def send(self, content: Tensor) -> Operation:
+        return self._started(lambda: self._backend.send([content], 1 - self.rank, 0))
+
+    def receive(self, content: Tensor) -> Operation:
+        return self._started(lambda: self._backend.recv([content], 1 - self.rank, 0))
+
     def all_reduce(self, buffer: Tensor) -> Operation:
         return self._started(lambda: self._backend.allreduce([buffer], AllreduceOptions()))
 
-    def reduce(self, buffer: Tensor, root: int) -> Operation:
-        options = ReduceOptions()
-        options.rootRank = root
-        return self._started(lambda: self._backend.reduce([buffer], options))
+    def broadcast(self, buffer: Tensor) -> Operation:
+        return self._started(lambda: self._backend.broadcast([buffer], BroadcastOptions()))
 
-    def broadcast(self, buffer: Tensor, root: int) -> Operation:
-        options = BroadcastOptions()
-        options.rootRank = root
-        return self._started(lambda: self._backend.broadcast([buffer], options))
+    def reduce_scatter(self, buffer: Tensor, bounds: Sequence[int]) -> Operation:
+        shards, options = _cut(buffer, bounds), ReduceScatterOptions()
+        own = shards[self.rank]
+        if _are_equal(shards):
+            return self._started(lambda: self._backend._reduce_scatter_base(own, buffer, options))
+        return self._started(lambda: self._backend.reduce_scatter([own], [shards], options))
 
-    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> Operation:
-        options = ReduceScatterOptions()
-        return self._started(lambda: self._backend._reduce_scatter_base(shard, buffer, options))
-
-    def all_gather(self, buffer: Tensor, shard: Tensor) -> Operation:
-        options = AllgatherOptions()
-        return self._started(lambda: self._backend._allgather_base(buffer, shard, options))
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Operation:
+        shards, options = _cut(buffer, bounds), AllgatherOptions()
+        own = shards[self.rank]
+        if _are_equal(shards):
+            return self._started(lambda: self._backend._allgather_base(buffer, own, options))
+        return self._started(lambda: self._backend.allgather([shards], [own], options))
 
     def close(self) -> None:
-        _shut_down(self._backend)
+        # Torch before 2.6 names the call differently.
+        for name in ("shutdown", "_shutdown"):
+            if hasattr(self._backend, name):
+                getattr(self._backend, name)()
+                return
 
-    def _started(self, start: Callable[[], Work]) -> Operation:
-        """An operation that runs behind what this communicator's stream has been given."""
+    def _started(self, start: Callable[[], Any]) -> Operation:
+        """An operation that runs behind what this group's stream has been given."""
         with torch.cuda.stream(self.stream.stream):
             work = start()
         return Operation(work, self._backend, self.stream)
 
 
+def _cut(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    """The shards of a buffer, which torch exchanges as one group of NCCL's calls, and so in one
+    launch, where their sizes differ."""
+    return [buffer[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def _are_equal(shards: Sequence[Tensor]) -> bool:
+    return len({shard.numel() for shard in shards}) == 1
+
+
 class NcclConnections:
     """Makes peer connections and communicators, and uses each of them once.
 
-    NCCL connects at the first use and then holds up the host until all members join in. One byte
-    connects two peers for good, since channels between two GPUs do not depend on how much is sent.
-    A communicator connects each of NCCL's algorithms at its first use, so what it will be used for
-    has to be tried as well (`NcclCollective.warm_up`).
+    NCCL connects at the first use and then holds up the host until all members join in, here for
+    one byte. A group is then connected for all of its algorithms (`rank_gpus.CONNECT_AT_ONCE`), and
+    peers are for good, since channels between two GPUs do not depend on how much is sent.
     """
 
     def __init__(self, rendezvous: Rendezvous, device: CudaDevice, backoff: Backoff) -> None:
@@ -279,27 +241,25 @@ class NcclConnections:
         self._device = device
         self._backoff = backoff
 
-    def peer(self, name: str, source: int, target: int) -> NcclPeer:
-        with self._connecting((source, target)):
-            backend = self._rendezvous.group(name, (source, target), PEER_CTAS)
-            sends = self._rendezvous.rank == source
-            connection = NcclPeer(backend, self._device.stream(), peer=1 if sends else 0)
-            content = connection.stream.empty((1,), torch.uint8)
-            with warnings.catch_warnings():
-                # Torch warns that this makes a communicator of two, which is intended.
-                warnings.filterwarnings("ignore", message=".*unbatched P2P op")
-                used = (connection.send if sends else connection.receive)(content)
-            wait_for(used, self._backoff)
-            return connection
+    def peer(self, name: str, source: int, target: int) -> NcclGroup:
+        with self._connecting((source, target)), warnings.catch_warnings():
+            # Torch warns that this makes a communicator of two, which is intended.
+            warnings.filterwarnings("ignore", message=".*unbatched P2P op")
+            group = self._group(name, (source, target), PEER_CTAS)
+            use = group.receive if group.rank else group.send
+            wait_for(use(group.stream.empty((1,), torch.uint8)), self._backoff)
+            return group
 
-    def communicator(self, name: str, ranks: Sequence[int]) -> NcclCommunicator:
+    def communicator(self, name: str, ranks: Sequence[int]) -> NcclGroup:
         with self._connecting(ranks):
-            backend = self._rendezvous.group(name, ranks, GROUP_CTAS)
-            own = list(ranks).index(self._rendezvous.rank)
-            communicator = NcclCommunicator(backend, self._device.stream(), own, len(ranks))
-            content = communicator.stream.empty((1,), torch.uint8)
-            wait_for(communicator.all_reduce(content), self._backoff)
-            return communicator
+            group = self._group(name, ranks, GROUP_CTAS)
+            wait_for(group.all_reduce(group.stream.empty((1,), torch.uint8)), self._backoff)
+            return group
+
+    def _group(self, name: str, ranks: Sequence[int], max_ctas: int) -> NcclGroup:
+        backend = self._rendezvous.group(name, ranks, max_ctas)
+        own = list(ranks).index(self._rendezvous.rank)
+        return NcclGroup(backend, self._device.stream(), own, len(ranks))
 
     @contextlib.contextmanager
     def _connecting(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -322,10 +282,3 @@ class NcclConnections:
             ) from reason
         finally:
             faulthandler.cancel_dump_traceback_later()
-
-
-def _shut_down(backend: Backend) -> None:
-    """Release a group that has nothing under way; torch before 2.6 names the call differently."""
-    shut_down = getattr(backend, "shutdown", None) or getattr(backend, "_shutdown", None)
-    if shut_down is not None:
-        shut_down()

@@ -28,6 +28,9 @@ that of a daemon of an mpirun."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The environment variable with the number of queues between host and GPU. Work that shares a
 queue runs in order, and a receive that spins could be in front of the send that it waits for."""
+CONNECT_AT_ONCE = "NCCL_RUNTIME_CONNECT"
+"""The environment variable by which NCCL from 2.22 on connects each of its algorithms at its first
+use, and holds up the host meanwhile, which others may wait for; 0 connects all with the group."""
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 """Environment variables with which the host waits until its GPU, or NCCL, is done."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -77,11 +80,13 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def bind_early(environ: MutableMapping[str, str]) -> None:
-    """Set the number of queues and the GPU that the launcher means, before CUDA and MPI start.
+    """Set the number of queues, how NCCL connects, and the GPU that the launcher means, before CUDA
+    and MPI start.
 
     An MPI library that reads GPU memory takes the GPU that is the current one when it starts.
     """
     environ.setdefault(CONNECTIONS, MOST_CONNECTIONS)
+    environ.setdefault(CONNECT_AT_ONCE, "0")
     local = local_rank(environ)
     if local is not None and torch.cuda.is_available():
         # A GPU that cannot be used is reported later, once MPI can end the other ranks, too.
@@ -99,13 +104,13 @@ def machine_name() -> str:
 
 def visible_gpus() -> list[Gpu]:
     """The GPUs that this process may use, in torch's order."""
-    found = []
+    gpus = []
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(number)
         bus = [getattr(properties, name, None) for name in BUS]
         bus_address = "" if None in bus else f"{machine_name()} {bus}"
-        found.append(Gpu(properties.name, str(properties.uuid), bus_address))
-    return found
+        gpus.append(Gpu(properties.name, str(properties.uuid), bus_address))
+    return gpus
 
 
 def rank_gpu(
@@ -132,7 +137,7 @@ def _hindrance(environ: Mapping[str, str]) -> str | None:
     if environ.get(CONNECTIONS) == "1":
         why = "a receive could stand in front of the send that it waits for"
         return f"{CONNECTIONS}=1 is set, so that {why}; unset it"
-    for name in BLOCKING:
+    for name in (*BLOCKING, CONNECT_AT_ONCE):
         if environ.get(name, "0") not in ("", "0"):
             why = "a rank that sends would wait for a receiver that waits for it"
             return f"{name}={environ[name]} is set, so that {why}; unset it"
@@ -140,17 +145,17 @@ def _hindrance(environ: Mapping[str, str]) -> str | None:
 
 
 def choose_gpu_transport(
-    wanted: str, where: str, rank_gpus: Sequence[RankGpu]
+    asked: str, where: str, rank_gpus: Sequence[RankGpu]
 ) -> GpuTransportName | None:
     """What carries contents, the same on every rank; None if no rank has a GPU.
 
-    `wanted` is the setting `transport`, and `where` says where it stands. ConfigError if the ranks
+    `asked` is the setting `transport`, and `where` says where it stands. ConfigError if the ranks
     cannot work with it.
     """
     without = next((one for one in rank_gpus if one.gpu is None), None)
     with_gpu = next((one for one in rank_gpus if one.gpu is not None), None)
     if with_gpu is None:
-        if wanted == "nccl":
+        if asked == "nccl":
             raise ConfigError(
                 f"{where}: nccl is for GPUs, and no rank sees one; load the driver and a torch "
                 "with CUDA, or choose transport: mpi"
@@ -162,10 +167,10 @@ def choose_gpu_transport(
             f"{with_gpu.rank} on host {with_gpu.host} does; have the launcher give every rank one, "
             "or train on CPUs by CUDA_VISIBLE_DEVICES= (empty)"
         )
-    if wanted == "mpi":
+    if asked == "mpi":
         return "mpi"
     problem = problem_of_nccl(rank_gpus)
-    if wanted == "nccl" and problem is not None:
+    if asked == "nccl" and problem is not None:
         raise ConfigError(f"{where}: nccl: {problem}, or choose transport: mpi")
     if problem is None:
         _refuse_hindrance(rank_gpus)
@@ -205,29 +210,19 @@ def _refuse_hindrance(rank_gpus: Sequence[RankGpu]) -> None:
 
 def describe(rank_gpus: Sequence[RankGpu]) -> list[str]:
     """A line for each host that names the GPU of each rank, then warnings about shared GPUs."""
-    hosts: dict[str, list[RankGpu]] = defaultdict(list)
+    hosts: dict[str, list[tuple[RankGpu, Gpu]]] = defaultdict(list)
     for one in rank_gpus:
         if one.gpu is not None:
-            hosts[one.host].append(one)
-    lines = []
+            hosts[one.host].append((one, one.gpu))
+    lines, warnings = [], []
     for host, here in hosts.items():
-        ranks = ", ".join(f"rank {one.rank} → GPU {one.number}" for one in here)
-        names = ", ".join(sorted({one.gpu.name for one in here if one.gpu is not None}))
+        ranks = ", ".join(f"rank {one.rank} → GPU {one.number}" for one, _ in here)
+        names = ", ".join(sorted({gpu.name for _, gpu in here}))
         lines.append(f"host {host}: {ranks} ({names})")
-    for host, here in hosts.items():
-        gpus = len(_by_gpu(here))
+        gpus = len({gpu.uuid for _, gpu in here})
         if len(here) > gpus:
-            lines.append(
+            warnings.append(
                 f"warning: host {host} has {len(here)} ranks on {gpus} "
                 f"GPU{'s' * (gpus > 1)}, which take turns; start one rank a GPU"
             )
-    return lines
-
-
-def _by_gpu(rank_gpus: Sequence[RankGpu]) -> dict[str, list[RankGpu]]:
-    """The rank_gpus that share each GPU, by its UUID."""
-    sharing: dict[str, list[RankGpu]] = defaultdict(list)
-    for one in rank_gpus:
-        if one.gpu is not None:
-            sharing[one.gpu.uuid].append(one)
-    return sharing
+    return lines + warnings

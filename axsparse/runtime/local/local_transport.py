@@ -1,18 +1,28 @@
-"""The transport of ranks that are threads of one process.
-
-Links and collectives are imported when they are made, since they need torch, which commands that
-answer at once do without.
-"""
+"""The transport of ranks that are threads of one process, with its links and collectives."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
-from axsparse.runtime.communication import Backoff, Collective, Exchange, Link
+import torch
+from torch import Tensor
+
+from axsparse.runtime.communication import (
+    Backoff,
+    Collective,
+    Direction,
+    Link,
+    Message,
+    Op,
+    shard_bounds,
+)
 from axsparse.runtime.grid import Place
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
 from axsparse.runtime.process_exit import exit_process
+from axsparse.runtime.rank_order import exchanged_bytes, store_sum_in_rank_order
 
 Local = TypeVar("Local", bound="LocalTransport")
 
@@ -30,18 +40,9 @@ class LocalTransport:
         self.world: Collective = self.collective("world", range(world.size))
 
     def link(self, place: Place) -> Link:
-        from axsparse.runtime.local.local_link import LocalLink
-
         return LocalLink(self._local, place)
 
-    def collective(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        planned: Sequence[Exchange] = (),  # noqa: ARG002 - nothing has to be connected
-    ) -> Collective:
-        from axsparse.runtime.local.local_collective import LocalCollective
-
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         return LocalCollective(self._local, name, tuple(ranks), self.rank)
 
     def branch(self: Local) -> Local:
@@ -52,3 +53,123 @@ class LocalTransport:
 
     def close(self) -> None:
         """Do nothing, since nothing is held."""
+
+
+class LocalLink:
+    """Puts copies of tensors into the neighbour's mailbox.
+
+    In a world with a seed each call of `arrivals` shows a random part of what has come. The order
+    between the two directions is random, that within a direction never.
+    """
+
+    def __init__(self, world: LocalWorld[Any], place: Place) -> None:
+        self.bytes_sent = 0
+        self._world = world
+        self._place = place
+        rank = place.rank
+        self._inboxes = []
+        if not place.is_first:
+            self._inboxes.append(world.mailbox(rank - 1, rank, Direction.FORWARD.name))
+        if not place.is_last:
+            self._inboxes.append(world.mailbox(rank + 1, rank, Direction.BACKWARD.name))
+
+    def send(self, message: Message) -> None:
+        direction = message.direction
+        forward = direction is Direction.FORWARD
+        assert not (self._place.is_last if forward else self._place.is_first), "no such neighbour"
+        copies = tuple(
+            # Tensors that come over a channel are contiguous, so these are too.
+            None if t is None else t.detach().clone(memory_format=torch.contiguous_format)
+            for t in message.tensors
+        )
+        self.bytes_sent += sum(tensor.nbytes for tensor in copies if tensor is not None)
+        target = self._place.rank + (1 if forward else -1)
+        mailbox = self._world.mailbox(self._place.rank, target, direction.name)
+        mailbox.append(replace(message, tensors=copies))
+        self._world.progress()
+
+    def arrivals(self) -> list[Message]:
+        messages: list[Message] = []
+        random = self._world.random
+        inboxes = list(self._inboxes)
+        if random is not None:
+            random.shuffle(inboxes)
+        for inbox in inboxes:
+            while inbox and (random is None or random.random() < 0.5):
+                self._world.progress()
+                messages.append(inbox.popleft())
+        return messages
+
+    def push(self) -> None:
+        """Do nothing, since nothing waits to be sent."""
+
+    @property
+    def unsent(self) -> int:
+        """Zero, since `send` copies at once."""
+        return 0
+
+    def close(self) -> None:
+        """Do nothing, since nothing is held."""
+
+
+@dataclass
+class _Post:
+    """One member's part in an operation, and its `Work`."""
+
+    op: Op
+    buffer: Tensor
+    bounds: list[int]
+    done: bool = False
+
+    def poll(self) -> bool:
+        return self.done
+
+
+class LocalCollective:
+    """A group whose last member to start an operation carries it out for all."""
+
+    def __init__(
+        self, world: LocalWorld[Any], name: str, ranks: tuple[int, ...], world_rank: int
+    ) -> None:
+        self.rank = ranks.index(world_rank)
+        self.size = len(ranks)
+        self.bytes_sent = 0
+        self._world = world
+        self._group = world.group(name, ranks)
+        self._number = 0
+
+    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> _Post:
+        assert buffer.dim() == 1 and buffer.is_contiguous(), "collectives need flat buffers"
+        limits = list(bounds or shard_bounds(buffer.numel(), self.size))
+        assert len(limits) == self.size + 1 and limits[0] == 0 and limits[-1] == buffer.numel()
+        self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
+        posted = _Post(op, buffer, limits)
+        members = self._group.posted.setdefault(self._number, {})
+        members[self.rank] = posted
+        if len(members) == self.size:
+            del self._group.posted[self._number]
+            _carry_out([members[rank] for rank in range(self.size)])
+            self._world.progress()
+        self._number += 1
+        return posted
+
+
+def _carry_out(members: list[_Post]) -> None:
+    """Work on the buffers of all members, which are in rank order."""
+    op, bounds = members[0].op, members[0].bounds
+    assert all((m.op, m.bounds) == (op, bounds) for m in members), "members disagree on the op"
+    buffers = [member.buffer for member in members]
+    first, *others = buffers
+    shards = [slice(*pair) for pair in itertools.pairwise(bounds[1:])]
+    # The first buffer gets the whole result, which the others take from it: as many operations
+    # as there are members, where shard by shard for each member would be their square.
+    if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+        store_sum_in_rank_order(buffers, first)
+    elif op is Op.ALL_GATHER:
+        for own, shard in zip(others, shards, strict=True):
+            first[shard] = own[shard]
+    for own, shard in zip(others, shards, strict=True):
+        part = shard if op is Op.REDUCE_SCATTER else slice(None)
+        own[part] = first[part]
+    for member in members:
+        member.done = True

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.runtime.communication import MAX_CALL_BYTES, Backoff, Op, shard_bounds
-from axsparse.runtime.rank_order import store_sum_in_rank_order
+from axsparse.runtime.rank_order import exchanged_bytes, store_sum_in_rank_order
 
 Requests = list[MPI.Request]
 
@@ -35,15 +35,16 @@ class MpiWork:
         self,
         owner: MpiCollective,
         buffer: Tensor,
-        first: Requests,
+        requests: Requests,
         second: Callable[[], Requests] | None,
     ) -> None:
-        """`first` are the requests of the first phase; `second` begins the second, if any."""
+        """`requests` are those of the first phase; `second` begins the second, if any."""
+        self.second = second
+        """None once the last phase has begun."""
         self._owner = owner
         # Held, since mpi4py's Iallreduce and Iallgatherv do not keep their memory alive.
         self._buffer = buffer
-        self._requests = first
-        self._second = second
+        self._requests = requests
 
     def poll(self) -> bool:
         self._owner.advance()
@@ -52,20 +53,15 @@ class MpiWork:
     @property
     def complete(self) -> bool:
         """Whether the buffer holds the result."""
-        return self._second is None and not self._requests
-
-    @property
-    def in_last_phase(self) -> bool:
-        """Whether the last phase has begun."""
-        return self._second is None
+        return self.second is None and not self._requests
 
     def advance(self) -> None:
         """Begin the next phase if the requests of the present one have completed."""
         if self._requests and not MPI.Request.Testall(self._requests):
             return
         self._requests = []
-        if self._second is not None:
-            second, self._second = self._second, None
+        if self.second is not None:
+            second, self.second = self.second, None
             self._requests = second()
 
 
@@ -91,6 +87,7 @@ class MpiCollective:
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> MpiWork:
         assert buffer.dim() == 1 and buffer.is_contiguous(), "collectives need flat buffers"
         limits = list(bounds or shard_bounds(buffer.numel(), self.size))
+        self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
         work = MpiWork(self, buffer, *self._phases(op, buffer, limits))
         self._works.append(work)
         self.advance()
@@ -100,7 +97,7 @@ class MpiCollective:
         """Move all operations on; none begins its second phase before all earlier ones have."""
         for work in self._works:
             work.advance()
-            if not work.in_last_phase:
+            if work.second is not None:
                 break
         while self._works and self._works[0].complete:
             self._works.popleft()
@@ -160,7 +157,6 @@ class MpiCollective:
                     requests.append(
                         self._scattering.Isend([_bytes_of(shards[other]), MPI.BYTE], other)
                     )
-            self.bytes_sent += (end - begin - own.numel()) * buffer.itemsize
 
         def add() -> Requests:
             for parts, own in received:
@@ -171,32 +167,25 @@ class MpiCollective:
 
     def _gather(self, buffer: Tensor, bounds: list[int]) -> Requests:
         """Send this member's shard to all others."""
-        requests: Requests = []
-        for begin, end in self._pieces(buffer):
-            counts = self._cut(bounds, begin, end)
-            self.bytes_sent += counts[self.rank] * (self.size - 1) * buffer.itemsize
-            requests.append(
-                self._gathering.Iallgatherv(
-                    MPI.IN_PLACE, self._described(buffer[begin:end], counts)
-                )
+        return [
+            self._gathering.Iallgatherv(
+                MPI.IN_PLACE,
+                self._described(buffer[begin:end], self._cut(bounds, begin, end)),
             )
-        return requests
+            for begin, end in self._pieces(buffer)
+        ]
 
     def _broadcast(self, buffer: Tensor) -> Requests:
         """Send the first member's buffer to all."""
-        requests: Requests = []
-        for begin, end in self._pieces(buffer):
-            if self.rank == 0:
-                self.bytes_sent += (end - begin) * (self.size - 1) * buffer.itemsize
-            piece = _bytes_of(buffer[begin:end])
-            requests.append(self._scattering.Ibcast([piece, MPI.BYTE], root=0))
-        return requests
+        return [
+            self._scattering.Ibcast([_bytes_of(buffer[begin:end]), MPI.BYTE], root=0)
+            for begin, end in self._pieces(buffer)
+        ]
 
     def _native_sum(self, buffer: Tensor) -> Requests:
         """Have MPI add, in an order of its own."""
-        self.bytes_sent += buffer.nbytes
-        values = buffer.numpy()
-        return [self._scattering.Iallreduce(MPI.IN_PLACE, [values, MPI.DOUBLE], op=MPI.SUM)]
+        values = [buffer.numpy(), MPI.DOUBLE]
+        return [self._scattering.Iallreduce(MPI.IN_PLACE, values, op=MPI.SUM)]
 
     def _pieces(self, buffer: Tensor) -> list[tuple[int, int]]:
         """Ranges of the buffer, each small enough for one call."""

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from axsparse.runtime.backoff import SleepingBackoff, own_share, share_cores
-from axsparse.runtime.communication import Backoff, Closable, Collective, Exchange, Link
+from axsparse.runtime.communication import Backoff, Closable, Collective, Link
 from axsparse.runtime.grid import Place
-from axsparse.runtime.launcher import flush_streams
-from axsparse.runtime.process_exit import exit_at_once
+from axsparse.runtime.process_exit import exit_at_once, flush_streams
 from axsparse.runtime.shared_segments import remove_own
 
 if TYPE_CHECKING:
@@ -62,12 +61,7 @@ class MpiTransport:
         self._made.append(link)
         return link
 
-    def collective(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        planned: Sequence[Exchange] = (),  # noqa: ARG002 - nothing has to be connected
-    ) -> Collective:
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         from axsparse.runtime.mpi.mpi_collective import MpiCollective
 
         group = self._comm.Get_group().Incl(list(ranks))

@@ -12,9 +12,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from axsparse.runtime.errors import ConfigError
-from axsparse.samo.cuda.launch import CHUNK, TILE, Argument, Launcher, blocks_of, check
+from axsparse.samo.cuda.launch import CHUNK, Argument, Launcher, blocks_of, check
 from axsparse.samo.state_bytes import (
     INT32_LIMIT,
     MASK_BLOCK,
@@ -83,22 +84,20 @@ class DeviceIndex:
 
     def positions(self) -> Tensor:
         """Flat positions of all kept entries, int64, ascending (for re-masking and files)."""
-        if self.entries is None:
-            return torch.arange(self.kept, device=self.device)
-        found = torch.empty(self.kept, dtype=torch.int64, device=self.device)
-        kernel = f"positions<{INDICES[self.kind]}>"
-        self.launch(kernel, blocks_of(self.kept, CHUNK), *self.arguments, found)
-        return found
+        return self._positions(self.device)
 
     def positions_by_host(self) -> Tensor:
-        """The same on the host without a kernel, for a thread beside the one that trains."""
+        """The same on the host, for a thread beside the one that trains."""
+        return self._positions(torch.device("cpu"))
+
+    def _positions(self, device: torch.device) -> Tensor:
         if self.entries is None:
-            return torch.arange(self.kept)
-        entries = self.entries.cpu()
+            return torch.arange(self.kept, device=device)
+        entries = self.entries.to(device)
         if self.kind == "int32":
             return entries.long()
-        bits = np.unpackbits(entries.numpy(), bitorder="little")[: self.numel]
-        return torch.from_numpy(bits.nonzero()[0])
+        bits = (entries[:, None] >> _places_of_bits(device)) & 1
+        return bits.view(-1)[: self.numel].nonzero().view(-1)
 
     def _move(self, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool) -> None:
         stop = start + values_K.numel()
@@ -130,10 +129,7 @@ def make_device_index(launch: Launcher, mask_D: Tensor, kind: IndexKind) -> Devi
             f"samo.index: int32 on a GPU numbers {INT32_LIMIT} entries of a tensor and this one "
             f"has {numel}; choose mask or auto"
         )
-    tiles, count = blocks_of(numel, TILE), np.int64(numel)
-    counts = torch.empty(blocks_of(numel, MASK_BLOCK), dtype=torch.int32, device=device)
-    launch("count_kept", tiles, mask_D, count, counts)
-    before = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    before = pad(_blocks(mask_D, MASK_BLOCK).sum(1).cumsum(0), (1, 0))
     kept = int(before[-1])
     if kept == numel:
         return DeviceIndex(launch, "full", numel, kept, device)
@@ -142,12 +138,19 @@ def make_device_index(launch: Launcher, mask_D: Tensor, kind: IndexKind) -> Devi
             f"pruning.sparsity: on a GPU a pruned tensor keeps at most {INT32_LIMIT} entries and "
             f"this one keeps {kept}; prune more, or keep all of it"
         )
-    offsets = before.to(torch.int32)
-    if encoding_of(numel, kept, kind) == "mask":
-        words = blocks_of(numel, MASK_WORD) * MASK_WORD // 8
-        bits = torch.empty(words, dtype=torch.uint8, device=device)
-        launch("pack", tiles, mask_D, count, bits)
-        return DeviceIndex(launch, "mask", numel, kept, device, bits, offsets)
-    entries = torch.empty(kept, dtype=torch.int32, device=device)
-    launch("number_kept", tiles, mask_D, count, offsets, entries)
-    return DeviceIndex(launch, "int32", numel, kept, device, entries)
+    if encoding_of(numel, kept, kind) == "int32":
+        entries = mask_D.nonzero().view(-1).to(torch.int32)
+        return DeviceIndex(launch, "int32", numel, kept, device, entries)
+    bytes_of_bits = _blocks(mask_D, MASK_WORD).view(-1, 8) << _places_of_bits(device)
+    bits = bytes_of_bits.sum(1, dtype=torch.uint8)
+    return DeviceIndex(launch, "mask", numel, kept, device, bits, before.to(torch.int32))
+
+
+def _blocks(mask_D: Tensor, size: int) -> Tensor:
+    """A mask in rows of `size` entries, filled up with False."""
+    return pad(mask_D, (0, -mask_D.numel() % size)).view(-1, size)
+
+
+def _places_of_bits(device: torch.device) -> Tensor:
+    """The places of a byte's bits, the lowest first."""
+    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import json
 import mmap
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,8 +36,17 @@ Kind: TypeAlias = "str | tuple[Kind, ...]"
 """The type of an argument: a character of numpy and a number of dimensions, such as `f1`, or `f1A`
 where entries do not follow one another; `int`, `float32`, `float64`, `none`; a tuple of these."""
 
-BARE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Settings of numba by which a loop's object file has that loop alone."""
+FEW = 1 << 15
+"""Up to this number of entries a tensor is moved by numpy: it is as fast there, and a small model
+loads no compiled loops."""
+LENGTHS = (64, 128, 256)
+"""Tokens of the panels of which `sample` of `sparse_product_loops.py` takes the columns."""
+TILE = 64
+"""Tokens whose sums `add_products` keeps in registers."""
+BF16_FEATURES = {"avx512bf16", "avx512vbmi2"}
+"""The processor's instructions that loops on bf16 need."""
+MATRIX_FEATURE = "amx-bf16"
+"""That of processors which multiply whole matrices at once."""
 DIGEST = hashlib.sha256().digest_size
 _RESULT = ctypes.create_string_buffer(16)
 """Where loops write that they return nothing."""
@@ -111,6 +121,17 @@ def cpu_features() -> frozenset[str]:
 
 
 @cache
+def has_bf16_loops() -> bool:
+    """Whether loops on bf16 can be compiled and run here."""
+    return can_compile() and cpu_features() >= BF16_FEATURES
+
+
+def multiplies_matrices() -> bool:
+    """Whether the processor has an instruction for whole matrices of bf16 (AMX)."""
+    return can_compile() and MATRIX_FEATURE in cpu_features()
+
+
+@cache
 def cache_folder() -> Path:
     """Where object files are: `AXSPARSE_CACHE`, else a folder of the user's cache, else, where that
     cannot be written, one of this process."""
@@ -124,6 +145,30 @@ def cache_folder() -> Path:
         mine = tempfile.mkdtemp(prefix="axsparse-loops-")
         atexit.register(shutil.rmtree, mine, ignore_errors=True)
         return Path(mine)
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """One process at a time is in here; all at once where the file system has no locks."""
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def compile_together(what: str, use: Callable[[], None]) -> None:
+    """Call `use`, which calls some loops; `what` names them and their types.
+
+    Of processes that do so at once, such as the ranks of a machine, one has the loops compiled,
+    and the others wait and find them.
+    """
+    done = cache_folder() / _key("", "prepared", (what,))
+    if not done.exists():
+        with alone(cache_folder() / "preparing"):
+            if not done.exists():
+                use()
+                done.touch()
+    use()
 
 
 @cache

@@ -2,7 +2,7 @@
 
 Compiled loops read each kept entry's gradient, master and moments once, and write masters, moments
 and rounded weights, with the bits of the torch operations of `samo/optim/adamw.py` and
-`samo/optim/sgd.py`. `samo/cuda/step_kernel.py` is the same for GPUs.
+`samo/optim/sgd.py`. `samo/cuda/kernels.py` is the same for GPUs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.samo.host.compiled_loops import Array, Loop, can_compile
-from axsparse.samo.index.pieces import FEW
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.tensor_slot import TensorSlot
+from axsparse.samo.host.compiled_loops import FEW, Array, Loop, can_compile
+from axsparse.samo.optim.optimizer import Hyper, Optimizer, TensorSlot
 
-ADAMW_STEP, SGD_STEP, SUM_OF_SQUARES = (
-    Loop("axsparse.samo.host.step_loops", name)
-    for name in ("adamw_step", "sgd_step", "sum_of_squares")
-)
+STEPS = {name: Loop("axsparse.samo.host.step_loops", f"{name}_step") for name in ("adamw", "sgd")}
+SUM_OF_SQUARES = Loop("axsparse.samo.host.step_loops", "sum_of_squares")
 CHUNK = 65_536
 """Kept entries that are updated at a time where they are gathered, scattered or converted."""
 
@@ -37,33 +33,18 @@ def sum_of_squares(values: Tensor) -> float:
     return float(total[0])
 
 
-def adamw_loop(slots: Sequence[TensorSlot], hyper: Hyper, gradient_factor: float) -> None:
-    """One step of AdamW, as `adamw_step` of `samo/cuda/step_kernel.py`."""
-    factor = np.float32(gradient_factor)
-    factors = tuple(map(np.float32, hyper.adamw_factors()))
-    for slot in slots:
-        slot.check(("exp_avg", "exp_avg_sq"))
-        for chunk in _chunks(slot):
-            ADAMW_STEP(chunk.gradient, factor, chunk.moments, *chunk.weights, factors)
-
-
-def sgd_loop(
-    slots: Sequence[TensorSlot],
-    hyper: Hyper,
-    gradient_factor: float,
-    *,
-    momentum: float,
-    nesterov: bool,
+def step(
+    optimizer: Optimizer, slots: Sequence[TensorSlot], hyper: Hyper, gradient_factor: float
 ) -> None:
-    """One step of SGD, as `sgd_step` of `samo/cuda/step_kernel.py`."""
-    factor = np.float32(gradient_factor)
-    scalars = (hyper.weight_decay, momentum, -hyper.learning_rate, float(nesterov))
-    factors = tuple(map(np.float32, scalars))
+    """One step of a rule that has a loop, as `step` of `samo/cuda/kernels.py`."""
+    rule = optimizer.compiled
+    assert rule is not None, "there is no loop of this rule"
+    loop, factor = STEPS[rule.name], np.float32(gradient_factor)
+    factors = tuple(map(np.float32, rule.factors(hyper)))
     for slot in slots:
-        slot.check(("momentum",) if momentum else ())
+        slot.check(optimizer.moments)
         for chunk in _chunks(slot):
-            moment = chunk.moments[0] if momentum else None
-            SGD_STEP(chunk.gradient, factor, moment, *chunk.weights, factors)
+            loop(chunk.gradient, factor, chunk.moments or None, *chunk.weights, factors)
 
 
 @dataclass(frozen=True)

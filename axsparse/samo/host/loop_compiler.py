@@ -7,8 +7,6 @@ while.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import importlib
 import json
@@ -16,17 +14,16 @@ import re
 import select
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import binding
-from numba import njit, types
+from numba import types
 from numba.core import codegen, config
 from numba.np import numpy_support
 
-from axsparse.samo.host.compiled_loops import BARE, Kind, flat_types
+from axsparse.samo.host.compiled_loops import Kind, alone, flat_types
 
 IDLE = 20.0
 """Seconds without a job after which the process ends."""
@@ -43,7 +40,6 @@ _support: Any = numpy_support
 
 def main() -> None:
     """Compile what is asked for."""
-    importlib.import_module("axsparse.samo.index.numba_intrinsics")
     while select.select([sys.stdin], [], [], IDLE)[0]:
         line = sys.stdin.readline()
         if not line:
@@ -51,23 +47,13 @@ def main() -> None:
         job = json.loads(line)
         path = Path(job["path"])
         try:
-            with _lock(path.parent):
+            with alone(path.parent / "lock"):
                 if not path.exists():
                     _write(path, _object(job["module"], job["name"], _tuples(job["kinds"]), path))
             answer = "done"
         except Exception as error:  # whatever it is, the one who asks has to hear of it
             answer = f"{type(error).__name__}: " + " ".join(str(error).split())
         print(answer, flush=True)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """One process at a time, so that ranks do not compile the same; none where the file system has
-    no locks."""
-    with (folder / "lock").open("w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _write(path: Path, code: bytes) -> None:
@@ -80,8 +66,6 @@ def _write(path: Path, code: bytes) -> None:
 def _object(module: str, name: str, kinds: tuple[Kind, ...], path: Path) -> bytes:
     """The object file of a loop, whose function has the name of the file."""
     loop = getattr(importlib.import_module(module), name)
-    if not hasattr(loop, "inspect_llvm"):
-        loop = njit(nogil=True, error_model="numpy", **BARE)(loop)
     signature = tuple(map(_type, kinds))
     loop.compile(signature)
     source = FREED.sub(

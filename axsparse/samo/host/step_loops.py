@@ -1,12 +1,10 @@
-"""The loops of `host_step.py`, which only the process that compiles them imports, for it has numba.
+"""The loops of `host_step.py`, which only the process that compiles them imports.
 
-bf16 numbers are arrays of their bits, since numpy has no such type. An argument that a tensor does
-not have is None, for which numba compiles a loop of its own. A function that raises
-NotImplementedError is a name only: numba takes the implementation that `extending.overload` gives
-for the types of its arguments, and nothing calls it from Python. Every operation rounds as torch's
-does on a CPU: numba neither joins nor reorders operations by itself, and `multiply_add` stands
-where torch's kernels have it. All loops compile to vector instructions; with more than five arrays
-they would not, since the compiler then gives up comparing where they begin and end.
+An argument that a tensor does not have is None, for which numba compiles a loop of its own. Every
+operation rounds as torch's does on a CPU: numba neither joins nor reorders operations by itself,
+and `multiply_add` stands where torch's kernels have it. All loops compile to vector instructions;
+with more than five arrays they would not, since the compiler then gives up comparing where they
+begin and end.
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import extending, njit, types
+from numba import types
 
-from axsparse.samo.host.compiled_loops import BARE, Array
+from axsparse.samo.host.compiled_loops import Array
+from axsparse.samo.host.loop_parts import FLOAT, INT32, compiled, compiles_to, intrinsic
 
 SIXTEEN, HALF_UNIT = np.uint32(16), np.uint32(0x8000)
 QUIET_NAN = np.uint16(0x7FC0)
@@ -25,48 +23,44 @@ STRETCH = 512
 """Entries that several loops go over in turn: their arrays fit the cache that is nearest."""
 
 
-# -- what the loops are made of -------------------------------------------------------------
-
-
-def _multiply_add(_: Any, a: Any, b: Any, c: Any) -> Any:
+@intrinsic
+def multiply_add(_: Any, a: Any, b: Any, c: Any) -> Any:
     """a·b + c with one rounding."""
     return types.float32(a, b, c), lambda _, builder, __, arguments: builder.fma(*arguments)
 
 
-def _from_bits(_: Any, bits: Any) -> Any:
+@intrinsic
+def from_bits(_: Any, bits: Any) -> Any:
     """The fp32 number of 32 bits."""
-    number = ir.FloatType()
     cast = types.float32(types.uint32)
-    return cast, lambda _, builder, __, arguments: builder.bitcast(arguments[0], number)
+    return cast, lambda _, builder, __, arguments: builder.bitcast(arguments[0], FLOAT)
 
 
-def _to_bits(_: Any, value: Any) -> Any:
+@intrinsic
+def to_bits(_: Any, value: Any) -> Any:
     """The 32 bits of an fp32 number."""
-    number = ir.IntType(32)
     cast = types.uint32(types.float32)
-    return cast, lambda _, builder, __, arguments: builder.bitcast(arguments[0], number)
-
-
-_extending: Any = extending  # whose types know no function that only machine code can call
-multiply_add, from_bits, to_bits = map(_extending.intrinsic, (_multiply_add, _from_bits, _to_bits))
+    return cast, lambda _, builder, __, arguments: builder.bitcast(arguments[0], INT32)
 
 
 def widened(value: Any) -> Any:
     """A number that is fp32, or bf16 as its bits, as fp32."""
-    raise NotImplementedError
+    raise NotImplementedError  # a name only: machine code calls what follows
 
 
+@compiles_to(widened)
 def _widened(value: Any) -> Any:
     if value == types.uint16:
         return lambda value: from_bits(np.uint32(np.uint32(value) << SIXTEEN))
     return lambda value: value
 
 
-def master_of(master: Any, weight: Any, low: Any, at: Any) -> Any:
+def master_of(master: Any, weight: Any, low: Any, at: int) -> Any:
     """The fp32 master of one entry: stored, or joined (`samo/precision.py`)."""
     raise NotImplementedError
 
 
+@compiles_to(master_of)
 def _master_of(master: Any, weight: Any, low: Any, at: Any) -> Any:
     if low is types.none:
         return lambda master, weight, low, at: master[at]
@@ -75,59 +69,33 @@ def _master_of(master: Any, weight: Any, low: Any, at: Any) -> Any:
     )
 
 
-def store_master(master: Any, low: Any, at: Any, value: Any) -> Any:
-    """Store an fp32 master, or its remainder, which is zero for a NaN."""
-    raise NotImplementedError
-
-
-def _store_master(master: Any, low: Any, at: Any, value: Any) -> Any:
-    def whole(master: Any, low: Any, at: Any, value: Any) -> None:
-        master[at] = value
-
-    def split(master: Any, low: Any, at: Any, value: Any) -> None:
-        low[at] = np.int16(to_bits(value) & np.uint32(0xFFFF)) if value == value else np.int16(0)
-
-    return whole if low is types.none else split
-
-
-def part(array: Any, begin: Any, end: Any) -> Any:
+def part(array: Any, begin: int, end: int) -> Any:
     """The entries [begin, end) of an array, or None of None."""
     raise NotImplementedError
 
 
+@compiles_to(part)
 def _part(array: Any, begin: Any, end: Any) -> Any:
     if array is types.none:
         return lambda array, begin, end: None
     return lambda array, begin, end: array[begin:end]
 
 
-def store_weight(weight: Any, at: Any, value: Any) -> Any:
-    """Store a master rounded to bf16 (`samo/precision.py`), if the caller wants it."""
-    raise NotImplementedError
-
-
-def _store_weight(weight: Any, at: Any, value: Any) -> Any:
-    def rounded(weight: Any, at: Any, value: Any) -> None:
+@compiled
+def store(master: Any, weight: Any, low: Any, at: int, value: Any) -> None:
+    """Store an fp32 master, or its remainder, which is zero for a NaN; and round it to the weight
+    (`samo/precision.py`), where that is bf16."""
+    if master is not None:
+        master[at] = value
+    if low is not None:
+        low[at] = np.int16(to_bits(value) & np.uint32(0xFFFF)) if value == value else np.int16(0)
+    if weight is not None:
         high = np.uint32(to_bits(value) + HALF_UNIT) >> SIXTEEN
         weight[at] = np.uint16(high) if value == value else QUIET_NAN
 
-    def nothing(weight: Any, at: Any, value: Any) -> None:
-        pass
 
-    return nothing if weight is types.none else rounded
-
-
-_extending.overload(widened, strict=False)(_widened)
-_extending.overload(master_of, strict=False)(_master_of)
-_extending.overload(store_master, strict=False)(_store_master)
-_extending.overload(part, strict=False)(_part)
-_extending.overload(store_weight, strict=False)(_store_weight)
-
-
-# -- the loops ------------------------------------------------------------------------------
-
-
-def _adamw_moments(
+@compiled
+def adamw_moments(
     gradient: Array, factor: Any, mean: Array, square: Array, factors: tuple[Any, ...]
 ) -> None:
     mean_weight, square_decay, square_weight = factors[0], factors[1], factors[2]
@@ -144,7 +112,8 @@ def _adamw_moments(
 
 
 # Reason: the arrays of one entry, each of which numba must see by itself.
-def _adamw_apply(
+@compiled
+def adamw_apply(
     master: Array | None,
     weight: Array | None,
     low: Array | None,
@@ -156,12 +125,12 @@ def _adamw_apply(
     for i in range(mean.size):
         denominator = np.sqrt(square[i]) / correction + eps
         value = master_of(master, weight, low, i) * decay + rate * mean[i] / denominator
-        store_master(master, low, i, value)
-        store_weight(weight, i, value)
+        store(master, weight, low, i, value)
 
 
 # Reason: the arrays of one entry, each of which numba must see by itself.
-def _adamw_step(
+@compiled
+def adamw_step(
     gradient: Array,
     factor: Any,
     moments: tuple[Array, Array],
@@ -180,10 +149,11 @@ def _adamw_step(
 
 
 # Reason: the arrays of one entry, each of which numba must see by itself.
-def _sgd_step(
+@compiled
+def sgd_step(
     gradient: Array,
     factor: Any,
-    momentum: Array | None,
+    moments: tuple[Array] | None,
     master: Array | None,
     weight: Array | None,
     low: Array | None,
@@ -195,10 +165,15 @@ def _sgd_step(
         value = master_of(master, weight, low, i)
         if weight_decay != 0:
             direction = multiply_add(weight_decay, value, direction)
-        direction = with_momentum(momentum, i, direction, damping, nesterov)
+        if moments is not None:
+            momentum = moments[0]
+            momentum[i] = momentum[i] * damping + direction
+            if nesterov != 0:
+                direction = multiply_add(damping, momentum[i], direction)
+            else:
+                direction = momentum[i]
         value = multiply_add(rate, direction, value)
-        store_master(master, low, i, value)
-        store_weight(weight, i, value)
+        store(master, weight, low, i, value)
 
 
 def _sum_of_squares(values: Array, sums: Array) -> None:
@@ -209,31 +184,5 @@ def _sum_of_squares(values: Array, sums: Array) -> None:
     sums[0] = total
 
 
-def with_momentum(momentum: Any, at: Any, direction: Any, damping: Any, nesterov: Any) -> Any:
-    """The direction of SGD's step, after the entry's momentum is updated."""
-    raise NotImplementedError
-
-
-def _with_momentum(momentum: Any, at: Any, direction: Any, damping: Any, nesterov: Any) -> Any:
-    def moved(momentum: Any, at: Any, direction: Any, damping: Any, nesterov: Any) -> Any:
-        momentum[at] = momentum[at] * damping + direction
-        if nesterov != 0:
-            return multiply_add(damping, momentum[at], direction)
-        return momentum[at]
-
-    def plain(momentum: Any, at: Any, direction: Any, damping: Any, nesterov: Any) -> Any:
-        return direction
-
-    return plain if momentum is types.none else moved
-
-
-_extending.overload(with_momentum, strict=False)(_with_momentum)
-
-# Without numpy's error model every division would be tested for zero, one at a time.
-_compile = njit(nogil=True, error_model="numpy", **BARE)
-adamw_moments = _compile(_adamw_moments)
-adamw_apply = _compile(_adamw_apply)
-adamw_step = _compile(_adamw_step)
-sgd_step = _compile(_sgd_step)
 # Of this sum only the rounding to fp32 counts, so it is added in the order of vector instructions.
-sum_of_squares = njit(nogil=True, fastmath={"reassoc"}, **BARE)(_sum_of_squares)
+sum_of_squares = compiled(_sum_of_squares, fastmath={"reassoc"})

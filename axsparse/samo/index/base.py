@@ -7,8 +7,8 @@ Shape suffixes: `_D` is a dense flat tensor of `(numel,)` (every entry), `_K` a 
 entries only, in ascending position. `start` and `stop` are numbers of kept entries, from 0.
 
 Adding an index encoding:
-  1. Write a class of `Index` in a file of its own in `samo/index/`, built from a flat boolean mask
-     (`bitmask.py` is an example; `pieces.py` has what encodings share).
+  1. Write a class of `Index`, built from a flat boolean mask, here or in a file of its own in
+     `samo/index/` (`MaskIndex` is an example).
   2. Add its name to `IndexKind` and `Encoding`, and its bytes to `index_bytes`, in
      `samo/state_bytes.py`, and its name to the setting `samo.index` in `config/schema.py`.
   3. Build it in `make_index` below; for GPUs in `make_device_index` of
@@ -21,17 +21,28 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.cuda.device_index import DeviceIndex
-from axsparse.samo.host.compiled_loops import Array, Loop
-from axsparse.samo.index.bitmask import MaskIndex
-from axsparse.samo.index.pieces import Pieces, compiled, cut, empty_csr, scatter
-from axsparse.samo.state_bytes import INT32_LIMIT, IndexKind, encoding_of, fits_int32
+from axsparse.samo.host.compiled_loops import FEW, Array, Loop, can_compile
+from axsparse.samo.shards import BLOCK
+from axsparse.samo.state_bytes import (
+    INT32_LIMIT,
+    MASK_BLOCK,
+    MASK_WORD,
+    IndexKind,
+    encoding_of,
+    fits_int32,
+)
 
-DIVIDE = Loop("axsparse.samo.index.mask_loops", "divide")
+DIVIDE, DIVIDE_BITS, MOVE_BITS = (
+    Loop("axsparse.samo.index.mask_loops", name) for name in ("divide", "divide_bits", "move_bits")
+)
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer type by its bytes."""
 
 
 class Index(Protocol):
@@ -104,22 +115,16 @@ class Int32Index:
     def __init__(self, mask_D: Tensor) -> None:
         self._numel = mask_D.numel()
         self._positions = mask_D.nonzero().view(-1).to(torch.int32)
-
-    @property
-    def kept(self) -> int:
-        return self._positions.numel()
-
-    @property
-    def nbytes(self) -> int:
-        return self._positions.nbytes
+        self.kept, self.nbytes = self._positions.numel(), self._positions.nbytes
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
         return dense_D.index_select(0, self._positions[start:stop])
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        stop = start + values_K.numel()
-        pieces: Pieces = ((begin, self._positions[begin:end]) for begin, end in cut(start, stop))
-        scatter(dense_D, pieces, values_K, start)
+        positions = self._positions[start : start + values_K.numel()]
+        # In blocks, since index_copy_ takes positions of int64: half the time of index_put_.
+        for some, values in zip(positions.split(BLOCK), values_K.split(BLOCK), strict=True):
+            dense_D.index_copy_(0, some.long(), values)
 
     def positions(self) -> Tensor:
         return self._positions.long()
@@ -131,11 +136,108 @@ class Int32Index:
         These are the column indices of the CSR format and its row pointers without the first, 0.
         Needs numba.
         """
-        columns, ends = empty_csr(self._numel, self.kept, width)
-        loop = compiled(DIVIDE)
-        assert loop is not None, "numba is missing"
-        loop(self._positions.numpy(), width, columns, ends)
-        return columns, ends
+        return _csr(DIVIDE, self._positions.numpy(), width, (self._numel, self.kept))
+
+
+class MaskIndex:
+    """A bit for each dense entry, the lowest of a byte first, and the number of kept entries before
+    each block.
+
+    Without a compiler numpy decodes positions, which takes some four times as long, and 8 bytes for
+    each entry that moves.
+    """
+
+    on_device = None
+
+    def __init__(self, mask_D: Tensor) -> None:
+        self._numel = mask_D.numel()
+        self._offsets = _block_offsets(mask_D)
+        self.kept = int(self._offsets[-1])
+        bits = np.zeros(-(-self._numel // MASK_WORD) * MASK_WORD // 8, dtype=np.uint8)
+        bits[: -(-self._numel // 8)] = np.packbits(mask_D.numpy(), bitorder="little")
+        self._bits = torch.from_numpy(bits)
+        self.nbytes = self._bits.nbytes + self._offsets.nbytes
+
+    def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
+        if not self._has_loop():
+            return dense_D.index_select(0, self._decoded(start, stop))
+        gathered_K = dense_D.new_empty(stop - start)
+        self._move(dense_D, gathered_K, start, into_dense=False)
+        return gathered_K
+
+    def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
+        if self._has_loop():
+            self._move(dense_D, values_K, start, into_dense=True)
+        else:
+            dense_D.index_copy_(0, self._decoded(start, start + values_K.numel()), values_K)
+
+    def positions(self) -> Tensor:
+        return self._decoded(0, self.kept)
+
+    def csr(self, width: int) -> tuple[Array, Array]:
+        """As `Int32Index.csr`."""
+        return _csr(DIVIDE_BITS, self._words(), width, (self._numel, self.kept))
+
+    def _words(self) -> Array:
+        words: Array = self._bits.numpy().view("<u8")
+        return words
+
+    def _blocks_of(self, start: int, stop: int) -> range:
+        """The blocks that contain the kept entries [start, stop)."""
+        offsets = self._offsets.numpy()
+        first = np.searchsorted(offsets, offsets.dtype.type(start), side="right") - 1
+        last = np.searchsorted(offsets, offsets.dtype.type(stop), side="left")
+        return range(int(first), int(last))
+
+    def _has_loop(self) -> bool:
+        return self._numel > FEW and can_compile()
+
+    def _move(self, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool) -> None:
+        """Move values by a compiled loop, which checks nothing, so that this does."""
+        assert dense_D.dtype == values_K.dtype, f"{dense_D.dtype} and {values_K.dtype}"
+        assert dense_D.shape == (self._numel,), f"{tuple(dense_D.shape)} for {self._numel} entries"
+        assert values_K.ndim == 1, f"{values_K.ndim} dimensions"
+        most = self.kept - start
+        assert values_K.numel() <= most, f"{values_K.numel()} values for {most} kept entries"
+        # Integers of the same bits, since numpy has no bf16.
+        dense, values = (each.view(INTEGERS[each.itemsize]).numpy() for each in (dense_D, values_K))
+        block = self._blocks_of(start, start + values.size).start
+        before = start - int(self._offsets[block])
+        word = block * (MASK_BLOCK // MASK_WORD)
+        MOVE_BITS(self._words(), word, before, dense, values, int(into_dense))
+
+    def _decoded(self, start: int, stop: int) -> Tensor:
+        """The positions of the kept entries [start, stop), int64."""
+        blocks = self._blocks_of(start, stop)
+        packed = self._bits.numpy()[blocks.start * MASK_BLOCK // 8 : blocks.stop * MASK_BLOCK // 8]
+        kept = np.unpackbits(packed, bitorder="little").view(np.bool_)
+        before = int(self._offsets[blocks.start])
+        positions = np.flatnonzero(kept)[start - before : stop - before]
+        positions += blocks.start * MASK_BLOCK
+        return torch.from_numpy(positions)
+
+
+def _block_offsets(mask_D: Tensor) -> Tensor:
+    """The number of kept entries before each block of dense positions, and at the end that of all,
+    `(blocks + 1,)`; int32 where that fits, otherwise int64."""
+    mask = mask_D.numpy()
+    complete = mask[: mask.size // MASK_BLOCK * MASK_BLOCK].reshape(-1, MASK_BLOCK)
+    before = np.zeros(-(-mask.size // MASK_BLOCK) + 1, dtype=np.int64)
+    before[1 : len(complete) + 1] = complete.sum(1)
+    if complete.size < mask.size:
+        before[-1] = mask[complete.size :].sum()
+    np.cumsum(before, out=before)
+    return torch.from_numpy(before.astype(np.int32) if fits_int32(int(before[-1])) else before)
+
+
+def _csr(loop: Loop, entries: Array, width: int, size: tuple[int, int]) -> tuple[Array, Array]:
+    """What `Int32Index.csr` returns, by a loop over positions or bits; `size` has the numbers of
+    all entries and of kept ones."""
+    assert can_compile(), "numba is missing"
+    numel, kept = size
+    columns, ends = np.empty(kept, dtype=np.int32), np.empty(numel // width, dtype=np.int64)
+    loop(entries, width, columns, ends)
+    return columns, ends
 
 
 def host_positions(index: Index) -> Tensor:

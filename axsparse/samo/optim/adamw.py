@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.samo.cuda.step_kernel import adamw_step
-from axsparse.samo.host.host_step import adamw_loop
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.optimizer import Block, Optimizer
+from axsparse.config.schema import OptimizerConfig
+from axsparse.samo.optim.optimizer import Block, Compiled, Hyper, Optimizer
 
 
 def update_moments(block: Block, hyper: Hyper) -> None:
@@ -51,11 +49,29 @@ def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
     block.master.addcdiv_(mean, denominator, value=-hyper.learning_rate / correction1)
 
 
+def factors(hyper: Hyper) -> tuple[float, ...]:
+    """1 − β₁, β₂, 1 − β₂, 1 − ηλ, √(1 − β₂ᵗ), ε, −η / (1 − β₁ᵗ)."""
+    beta1, beta2 = hyper.betas
+    return (
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        1 - hyper.learning_rate * hyper.weight_decay,
+        math.sqrt(1 - beta2**hyper.step),
+        hyper.eps,
+        -hyper.learning_rate / (1 - beta1**hyper.step),
+    )
+
+
 ADAMW = Optimizer(
     moments=("exp_avg", "exp_avg_sq"),
     update_moments=update_moments,
     statistics=None,
     apply=apply,
-    kernel=adamw_step,
-    loop=adamw_loop,
+    compiled=Compiled("adamw", factors),
 )
+
+
+def configured(_: OptimizerConfig) -> Optimizer:
+    """AdamW, whose settings are all in `Hyper`."""
+    return ADAMW

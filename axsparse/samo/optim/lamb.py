@@ -17,9 +17,9 @@ import math
 import torch
 from torch import Tensor
 
+from axsparse.config.schema import OptimizerConfig
 from axsparse.samo.optim import adamw
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.optimizer import Block, Optimizer
+from axsparse.samo.optim.optimizer import Block, Hyper, Optimizer
 
 
 def statistics(block: Block, hyper: Hyper) -> Tensor:
@@ -52,3 +52,8 @@ LAMB = Optimizer(
     apply=apply,
     num_statistics=2,
 )
+
+
+def configured(_: OptimizerConfig) -> Optimizer:
+    """LAMB, whose settings are all in `Hyper`."""
+    return LAMB

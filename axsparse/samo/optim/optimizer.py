@@ -4,46 +4,70 @@
 functions for each. So an optimizer knows nothing of masks, half precision, sharding or devices: it
 sees 1-D fp32 tensors, be they all entries of a dense tensor or the kept entries of a pruned one.
 
-Adding an optimizer:
+An `Optimizer` of a user's own trains by `ax.build(…, optimizer=…)`, and needs none of the steps
+below: a sign of the gradient without weight decay, say, is
+
+    def apply(block, statistics, hyper):
+        block.master.add_(block.grad.sign(), alpha=-hyper.learning_rate)
+
+    SIGN_SGD = ax.Optimizer(
+        moments=(), update_moments=lambda block, hyper: None, statistics=None, apply=apply
+    )
+
+Adding an optimizer to the package:
   1. Write `samo/optim/<name>.py` with the functions and one `Optimizer` (`adamw.py` is elementwise,
      `lamb.py` needs sums over whole tensors). The recurrence stands in its module docstring.
   2. Add the name to the literal of `OptimizerConfig.name` in `config/schema.py`, with the settings
      it needs. Settings that `Hyper` has reach the functions at every call; others are passed when
      the `Optimizer` is made, as `sgd(momentum, nesterov=…)` does.
-  3. Register it in `samo/optim/optimizer_registry.py`: in `OPTIMIZERS`, or as a branch of
-     `optimizer_of` if it is made from settings.
+  3. Give its file a function `configured(settings)` that returns the `Optimizer` of an
+     `OptimizerConfig`, which `optimizer_of` below calls by the name of the file.
   4. Write `tests/samo/optim/test_<name>.py`, which holds kept entries against a dense masked run,
-     write the dense rule into `tests/support/oracle.py` (LAMB's is `tests/support/dense_lamb.py`)
-     and rows of it into `tests/behavior/test_state_equivalence.py`, and add the name to the lists
-     in `test_resume.py` and `test_step_memory.py` beside it. All of these must pass.
-  5. A kernel for GPUs is optional (`kernel`). Its source goes into `samo/cuda/source/step.cuh` and
-     `samo/cuda/step_kernel.py`, its reference into `tests/support/kernel_reference.py`, and
-     `tests/samo/cuda/test_kernels_emulated.py` must pass. So are loops for CPUs (`loop`), in
-     `samo/host/`, which `tests/samo/host/test_host_step.py` holds against the functions.
-
-The names of moments are names in files: mask, master, value and buffer are taken. An example, the
-sign of the gradient without weight decay:
-
-    def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
-        block.master.add_(block.grad.sign(), alpha=-hyper.learning_rate)
-
-    SIGN_SGD = Optimizer(
-        moments=(), update_moments=lambda block, hyper: None, statistics=None, apply=apply
-    )
+     write the dense rule into `tests/support/dense_optimizers.py` and rows of it into
+     `tests/behavior/test_state_equivalence.py`, and add the name to the lists in `test_resume.py`
+     and `test_step_memory.py` beside it. All of these must pass.
+  5. Machine code is optional (`Compiled`). The kernel's source goes into
+     `samo/cuda/source/step.cuh`, its reference into `tests/support/kernel_reference.py`, and
+     `tests/samo/cuda/test_kernels_emulated.py` must pass; the loop goes into
+     `samo/host/step_loops.py`, and `tests/samo/host/test_host_step.py` holds it against the
+     functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from importlib import import_module
+from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-from axsparse.samo.optim.hyper import Hyper
+from axsparse.config.schema import OptimizerConfig, ScheduleConfig
+from axsparse.runtime.errors import ConfigError
+from axsparse.samo.cuda.launch import check
+from axsparse.samo.index.base import Index
+from axsparse.samo.state_bytes import MasterKind
 
-if TYPE_CHECKING:
-    from axsparse.samo.optim.tensor_slot import TensorSlot
+TAKEN = ("mask", "master", "value", "buffer")
+"""Names that the tensors of a checkpoint have already."""
+LearningRate: TypeAlias = Callable[[int], float]
+"""A schedule of a user's own: from the number of a step, counted from 0, to its learning rate."""
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The settings of one step; `OptimizerConfig` of `config/schema.py` says what each means."""
+
+    step: int
+    """Number of this update, from 1; skipped steps do not count."""
+    learning_rate: float
+    """The learning rate of this step."""
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    """0 for tensors that do not decay."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +83,63 @@ class Block:
     """Each moment by its name; views of the state, which `update_moments` changes in place."""
 
 
-WholeStep: TypeAlias = "Callable[[Sequence[TensorSlot], Hyper, float], None]"
-"""The whole step of some tensors, in place: slots, settings, and the factor of all gradients."""
+@dataclass(frozen=True)
+class TensorSlot:
+    """One tensor's weight, gradient and state, all on one device."""
+
+    index: Index
+    weight: Tensor
+    """Dense, flat."""
+    gradient: Tensor
+    """Kept entries, in the weight's type or fp32."""
+    master: Tensor | None
+    """The masters of the held entries: fp32; int16 for the remainders of a bf16 weight; None if the
+    fp32 weight is its own master."""
+    moments: tuple[Tensor, ...]
+    """The rule's moments of the held entries, fp32, in its order."""
+    held: range
+    """The kept entries that have their masters and moments here and are updated. The others keep
+    their weights."""
+
+    @property
+    def master_kind(self) -> MasterKind:
+        """Where the masters are."""
+        if self.master is None:
+            return "weight"
+        return "remainder" if self.master.dtype == torch.int16 else "fp32"
+
+    def check(self, moments: tuple[str, ...]) -> None:
+        """Assert sizes and types, which neither kernels nor compiled loops check."""
+        on_device = self.index.on_device
+        numel = self.weight.numel() if on_device is None else on_device.numel
+        assert 0 <= self.held.start <= self.held.stop <= self.index.kept, f"{self.held}"
+        weights = {"weight": (torch.float32,), "remainder": (torch.bfloat16,)}.get(
+            self.master_kind, (torch.bfloat16, torch.float16)
+        )
+        check(self.weight, "weight", weights, numel)
+        check(self.gradient, "gradient", (self.weight.dtype, torch.float32), self.index.kept)
+        if self.master is not None:
+            check(self.master, "master", (torch.float32, torch.int16), len(self.held))
+        assert len(self.moments) == len(moments), f"{len(self.moments)} moments, not {moments}"
+        for name, values in zip(moments, self.moments, strict=True):
+            check(values, name, (torch.float32,), len(self.held))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A rule of which machine code does the whole step of tensors, in place, in one pass.
+
+    It has the operations of the rule's functions in their order, and their bits where torch joins
+    multiplications and additions into one rounding, as on all x86 processors of the last ten years.
+    """
+
+    name: str
+    """The kernel of GPUs is `step_<name>` of `samo/cuda/source/step.cuh`, the loop of CPUs
+    `<name>_step` of `samo/host/step_loops.py`."""
+    factors: Callable[[Hyper], tuple[float, ...]]
+    """The constants of one step, in the order in which both take them."""
+    variant: str = ""
+    """The last template argument of the kernel, if it has one more than types."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +163,72 @@ class Optimizer:
     None if the rule is elementwise."""
     num_statistics: int = 0
     """How many sums `statistics` returns."""
-    kernel: WholeStep | None = None
-    """`kernel(slots, hyper, gradient_factor)` does the whole step of some tensors on a GPU, in
-    place, by kernels with the operations of the functions above in their order. None if there is
-    no kernel: then the functions above are called on a GPU too."""
-    loop: WholeStep | None = None
-    """The same for tensors on a CPU, by compiled loops, which have the bits of the functions above
-    where torch joins multiplications and additions into one rounding, as on all x86 processors of
-    the last ten years. None if there are no loops."""
+    compiled: Compiled | None = None
+    """The same rule as machine code. None if there is none: then the functions above are called on
+    every device."""
+
+    def __post_init__(self) -> None:
+        """ConfigError for moments that a checkpoint could not name."""
+        names = [*self.moments] if isinstance(self.moments, tuple) else [repr(self.moments)]
+        for name in names:
+            if not str(name).isidentifier() or name in TAKEN or names.count(name) > 1:
+                raise ConfigError(
+                    f"optimizer: the moment {name!r} is no name for a tensor of a checkpoint; give "
+                    f"a tuple of different names, and other ones than {', '.join(TAKEN)}"
+                )
+
+
+def optimizer_of(settings: OptimizerConfig) -> Optimizer:
+    """The optimizer of a configuration, which the file of its name makes."""
+    # Late, since the files of optimizers import this one.
+    made: Optimizer = import_module(f"axsparse.samo.optim.{settings.name}").configured(settings)
+    return made
+
+
+def learning_rate(step: int, schedule: ScheduleConfig, *, peak: float, decay_steps: int) -> float:
+    """The learning rate of step `step` (from 0): linear warm-up, then decay (Brown et al. 2020,
+    appendix B) or steps. A pure function, so resuming needs no state.
+
+    `decay_steps` stands for that of the schedule, which may be `auto` and counts from the start of
+    the run, not from `step` 0.
+
+    η(t) = peak · (t + 1) / warmup                              t < warmup
+    η(t) = peak · (final + (1 − final) · shape(x)),             after
+           x = (t − warmup) / (decay − warmup), at most 1
+    shape(x) = (1 + cos πx) / 2,  1 − x  or  1
+
+    η(t) = peak · factor^⌊t / every⌋                            after, if the decay is `step`
+    """
+    warmup_steps, final_ratio = schedule.warmup_steps, schedule.final_ratio
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule.decay == "step":
+        return float(peak * schedule.step_factor ** (step // schedule.step_every))
+    progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
+    shapes = {
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - progress,
+        "constant": 1.0,
+    }
+    return peak * (final_ratio + (1 - final_ratio) * shapes[schedule.decay])
+
+
+def own_learning_rate(function: LearningRate, step: int) -> float:
+    """What a user's function gives for a step; ConfigError if that is no learning rate."""
+    try:
+        given = function(step)
+    except Exception as reason:  # whatever it is, it is the user's
+        raise ConfigError(
+            f"learning_rate: the function raised {type(reason).__name__} for step {step} "
+            f"({reason}); return a finite number of at least 0"
+        ) from reason
+    try:
+        rate = float(given)
+    except (TypeError, ValueError, RuntimeError):
+        rate = math.nan
+    if not 0 <= rate < math.inf:
+        raise ConfigError(
+            f"learning_rate: the function gave {given!r} for step {step}; return a finite number "
+            "of at least 0"
+        )
+    return rate

@@ -15,14 +15,10 @@ the first step's momentum may differ in its sign, which no weight ever shows).
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
-from axsparse.samo.cuda.step_kernel import sgd_step
-from axsparse.samo.host.host_step import sgd_loop
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.optimizer import Block, Optimizer
+from axsparse.config.schema import OptimizerConfig
+from axsparse.samo.optim.optimizer import Block, Compiled, Hyper, Optimizer
 
 
 def sgd(momentum: float, *, nesterov: bool) -> Optimizer:
@@ -42,14 +38,22 @@ def sgd(momentum: float, *, nesterov: bool) -> Optimizer:
             direction = block.moments["momentum"]
         block.master.add_(direction, alpha=-hyper.learning_rate)
 
+    def factors(hyper: Hyper) -> tuple[float, ...]:
+        return hyper.weight_decay, momentum, -hyper.learning_rate, float(nesterov)
+
+    variant = ("NESTEROV" if nesterov else "PLAIN") if momentum else "NONE"
     return Optimizer(
         moments=("momentum",) if momentum else (),
         update_moments=update_moments,
         statistics=None,
         apply=apply,
-        kernel=partial(sgd_step, momentum=momentum, nesterov=nesterov),
-        loop=partial(sgd_loop, momentum=momentum, nesterov=nesterov),
+        compiled=Compiled("sgd", factors, variant),
     )
+
+
+def configured(settings: OptimizerConfig) -> Optimizer:
+    """SGD with the momentum that is set."""
+    return sgd(settings.momentum, nesterov=settings.nesterov)
 
 
 def _decayed(block: Block, hyper: Hyper) -> Tensor:

@@ -11,28 +11,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Op
-from axsparse.samo.host.bf16_loops import has_bf16_loops
-from axsparse.samo.host.compiled_loops import CompileError, can_compile
-from axsparse.samo.host.host_step import sum_of_squares
-from axsparse.samo.host.sampled_product import sampled_product
-from axsparse.samo.host.sparse_linear import sparse_input_gradient, sparse_linear
-from axsparse.samo.index.base import FullIndex
-from axsparse.samo.index.bitmask import MaskIndex
-from axsparse.samo.index.pieces import FEW
+from axsparse.runtime.errors import ConfigError
+from axsparse.samo.cuda import kernels
+from axsparse.samo.host import host_step
+from axsparse.samo.host.compiled_loops import (
+    FEW,
+    CompileError,
+    can_compile,
+    compile_together,
+    has_bf16_loops,
+)
+from axsparse.samo.host.sparse_products import sampled_product, sparse_input_gradient, sparse_linear
+from axsparse.samo.index.base import FullIndex, MaskIndex
 from axsparse.samo.layer_state import LayerState, StateTypes
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.optimizer import Block, Optimizer, WholeStep
-from axsparse.samo.optim.tensor_slot import TensorSlot
+from axsparse.samo.optim.optimizer import Block, Hyper, Optimizer, TensorSlot
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
 
 NONE: Mapping[str, Hyper] = {}
+WholeStep: TypeAlias = Callable[[Sequence[TensorSlot], Hyper, float], None]
+"""The whole step of some tensors, in place: slots, settings, and the factor of all gradients."""
 
 
 # Reason: what every update needs comes first; the others are for some kinds of state only.
@@ -55,8 +61,7 @@ def update(
     one's masters and moments on its device until the next one is asked for.
     All replicas call this together if their state is sharded.
     """
-    undecayed = replace(hyper, weight_decay=0.0)
-    step = _Step(optimizer, hyper, undecayed, own, gradient_factor, whole_step(layers, optimizer))
+    step = _Step(layers, optimizer, (hyper, own), gradient_factor)
     statistics = step.statistics(layers, visits)
     for layer in visits(layers):
         step.apply(layer, statistics)
@@ -64,25 +69,30 @@ def update(
             updated(layer)
 
 
-@dataclass(frozen=True)
 class _Step:
-    """One step of one optimizer, for any tensors."""
+    """One step of one optimizer, for any tensors of some layers."""
 
-    optimizer: Optimizer
-    hyper: Hyper
-    undecayed: Hyper
-    """The settings for tensors that do not decay."""
-    own: Mapping[str, Hyper]
-    """The settings of tensors that have their own, by name."""
-    gradient_factor: float
-    whole: WholeStep | None
-    """Does the whole step of some tensors; None: the optimizer's functions do it in blocks."""
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        optimizer: Optimizer,
+        settings: tuple[Hyper, Mapping[str, Hyper]],
+        gradient_factor: float,
+    ) -> None:
+        """`settings` are those of all tensors, and those that some have of their own, by name."""
+        self.optimizer = optimizer
+        self.hyper, self.own = settings
+        self.undecayed = replace(self.hyper, weight_decay=0.0)
+        self.gradient_factor = gradient_factor
+        self.whole = whole_step(layers, optimizer)
 
     def hyper_of(self, tensor: TensorState) -> Hyper:
-        own = self.own.get(tensor.name)
-        if own is not None:
-            return own
-        return self.hyper if tensor.decays else self.undecayed
+        usual = self.hyper if tensor.decays else self.undecayed
+        return self.own.get(tensor.name, usual)
+
+    def update_moments(self, block: Block, hyper: Hyper) -> None:
+        change: Callable[..., object] = self.optimizer.update_moments
+        refuse_result("update_moments", change(block, hyper))
 
     def read(self, layer: LayerState, tensor: TensorState, start: int, stop: int) -> Block:
         gradient_K = layer.gradient_of(tensor)[start:stop]
@@ -115,7 +125,7 @@ class _Step:
             for tensor in layer.owned:
                 for start, stop in layer.shares.blocks(tensor, layer.shares.held):
                     block = self.read(layer, tensor, start, stop)
-                    optimizer.update_moments(block, self.hyper_of(tensor))
+                    self.update_moments(block, self.hyper_of(tensor))
                     part = optimizer.statistics(block, self.hyper_of(tensor))
                     each[tensor.name][start // BLOCK] = part
         replicas = layers[0].shares.replicas
@@ -145,9 +155,19 @@ class _Step:
         for start, stop in layer.shares.blocks(tensor, layer.shares.held):
             block = self.read(layer, tensor, start, stop)
             if statistics is None:
-                self.optimizer.update_moments(block, hyper)
-            self.optimizer.apply(block, statistics, hyper)
+                self.update_moments(block, hyper)
+            apply: Callable[..., object] = self.optimizer.apply
+            refuse_result("apply", apply(block, statistics, hyper))
             layer.optimizer_state.write_master(tensor, start, block.master)
+
+
+def refuse_result(function: str, result: object) -> None:
+    """ConfigError if a function of a user's own returned what it should have written."""
+    if result is not None:
+        raise ConfigError(
+            f"optimizer: {function} returned {type(result).__name__}, of which nothing is done; "
+            "change the tensors of the block in place, and return nothing"
+        )
 
 
 def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep | None:
@@ -157,50 +177,57 @@ def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep 
     The first call of a process that finds loops loads them; the norm has one as well, whatever the
     optimizer.
     """
-    if not layers:
+    if not layers or optimizer.compiled is None:
         return None
     backend = layers[0].backend
     if backend.launch is not None:
-        return optimizer.kernel
+        return partial(kernels.step, optimizer)
     if backend.device.type != "cpu":
         return None
     tensors = [tensor for layer in layers for tensor in layer.owned]
     if not any(tensor.kept > FEW for tensor in tensors):
         return None
-    return optimizer.loop if can_compile() else None
+    return partial(host_step.step, optimizer) if can_compile() else None
 
 
-def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> None:
-    """Begin to load the loops for weights of a type and their state, in a thread of its own: if no
-    run has compiled them before, that takes seconds in which this one is built and reads data."""
-    arguments = (dtype, types, optimizer)
-    threading.Thread(target=_use_loops, args=arguments, name="loops", daemon=True).start()
+def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> threading.Thread:
+    """Begin to load the loops for weights of a type and their state, in the thread that is
+    returned: if no run has compiled them before, that takes seconds in which this one reads data
+    and is built. Of the ranks of a machine one compiles them."""
+    rule = "" if optimizer.compiled is None else optimizer.compiled.name
+
+    def prepare() -> None:
+        with suppress(CompileError):  # who needs a loop that cannot be compiled is told so
+            if can_compile():
+                use = partial(_use_loops, dtype, types, optimizer)
+                compile_together(f"{dtype} {types} {rule}", use)
+
+    thread = threading.Thread(target=prepare, name="loops", daemon=True)
+    thread.start()
+    return thread
 
 
 def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> None:
-    """Call every loop once, on a few zeros. Who needs a loop that cannot be compiled is told so."""
-    if not can_compile():
-        return
-    with suppress(CompileError):
-        mask_D = torch.arange(FEW + 1) % 2 == 0
-        index = MaskIndex(mask_D)
-        for each in {torch.float32, dtype}:
-            dense_D = torch.zeros(mask_D.numel(), dtype=each)
-            index.scatter(dense_D, index.gather(dense_D, 0, index.kept), 0)
-        sum_of_squares(torch.zeros(FEW + 1, dtype=types.gradient))
-        if optimizer.loop is not None:
-            master = {"weight": None, "fp32": torch.zeros(2)}.get(
-                types.master, torch.zeros(2, dtype=torch.int16)
-            )
-            weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=types.gradient)
-            moments = tuple(torch.zeros(2) for _ in types.moments)
-            slot = TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))
-            optimizer.loop([slot], Hyper(1, 0.0, (0.9, 0.9), 1.0, 0.0), 1.0)
-        if dtype == torch.bfloat16 and has_bf16_loops():
-            rows, few = torch.zeros(2, 16, dtype=dtype), torch.arange(256) < 9
-            weight = torch.zeros(16, 16, dtype=dtype)
-            sparse_input_gradient(sparse_linear(rows, weight, None), weight)
-            sampled_product(rows, rows, MaskIndex(few))
+    """Call every loop once, on a few zeros."""
+    mask_D = torch.arange(FEW + 1) % 2 == 0
+    index = MaskIndex(mask_D)
+    for each in {torch.float32, dtype}:
+        dense_D = torch.zeros(mask_D.numel(), dtype=each)
+        index.scatter(dense_D, index.gather(dense_D, 0, index.kept), 0)
+    host_step.sum_of_squares(torch.zeros(FEW + 1, dtype=types.gradient))
+    if optimizer.compiled is not None:
+        master = {"weight": None, "fp32": torch.zeros(2)}.get(
+            types.master, torch.zeros(2, dtype=torch.int16)
+        )
+        weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=types.gradient)
+        moments = tuple(torch.zeros(2) for _ in types.moments)
+        slot = TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))
+        host_step.step(optimizer, [slot], Hyper(1, 0.0, (0.9, 0.9), 1.0, 0.0), 1.0)
+    if dtype == torch.bfloat16 and has_bf16_loops():
+        rows, few = torch.zeros(2, 16, dtype=dtype), torch.arange(256) < 9
+        weight = torch.zeros(16, 16, dtype=dtype)
+        sparse_input_gradient(sparse_linear(rows, weight, None), weight)
+        sampled_product(rows, rows, MaskIndex(few))
 
 
 def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[TensorSlot]:

@@ -66,11 +66,11 @@ def begin(folder: Path, step: int) -> Path:
 
     What killed runs left unfinished is removed.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(parents=True, exist_ok=True)
     for path in unfinished(folder):
         shutil.rmtree(path)
     partial = unfinished_path_of(folder, step)
-    partial.mkdir(mode=0o700)
+    partial.mkdir()
     return partial
 
 

@@ -234,9 +234,13 @@ def _load_tensor(
         values_K = master(start, stop).to(state.backend.device)
         optimizer_state.write_master(tensor, start, values_K)
     for kind in optimizer_state.moments_K:
-        values = files.entries(kind, saved, wanted)
+        values = files.entries(kind, saved, wanted, "go on with the optimizer that it has")
         for start, stop in state.shares.blocks(tensor, state.shares.held):
             optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values(start, stop))
+
+
+ANOTHER = "resume from another one"
+"""What helps where a checkpoint is damaged."""
 
 
 class CheckpointFiles:
@@ -272,10 +276,13 @@ class CheckpointFiles:
         key = f"{kind}/{name}"
         return self._checked(self.checkpoint.manifest.layers[layer].file, key, wanted).read(key)
 
-    def entries(self, kind: str, name: str, wanted: TensorHeader) -> Callable[[int, int], Tensor]:
-        """A function that reads the entries [start, stop) of what was saved of a parameter."""
+    def entries(
+        self, kind: str, name: str, wanted: TensorHeader, mend: str = ANOTHER
+    ) -> Callable[[int, int], Tensor]:
+        """A function that reads the entries [start, stop) of what was saved of a parameter; `mend`
+        says what to do if nothing of the kind was."""
         key, layer = f"{kind}/{name}", self.checkpoint.manifest.layers[self._layer_of[name]]
-        return partial(self._checked(layer.file, key, wanted).read_part, key)
+        return partial(self._checked(layer.file, key, wanted, mend).read_part, key)
 
     def read_masking(self, kind: str, name: str) -> Tensor:
         """A tensor that the pruning method saved of a parameter; DataError if there is none."""
@@ -298,11 +305,13 @@ class CheckpointFiles:
                 ) from reason
         return self._file
 
-    def _checked(self, name: str, key: str, wanted: TensorHeader | None = None) -> SafetensorsFile:
+    def _checked(
+        self, name: str, key: str, wanted: TensorHeader | None = None, mend: str = ANOTHER
+    ) -> SafetensorsFile:
         """The file of this name, which has this tensor."""
         file, where = self._opened(name), f"checkpoint {self.checkpoint.path}: {name}"
         if key not in file.shapes:
-            raise DataError(f"{where} lacks {key!r}; resume from another one")
+            raise DataError(f"{where} lacks {key!r}; {mend}")
         there = file.described(key)
         if wanted is not None and there != wanted:
             raise DataError(

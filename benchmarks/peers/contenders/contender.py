@@ -59,7 +59,6 @@ MODULES = {
     "ddp": "peers.contenders.ddp",
     "fsdp2": "peers.contenders.fsdp2",
     "pipelining": "peers.contenders.pipelining",
-    "zero-bubble": "peers.contenders.zero_bubble",
     "deepspeed": "peers.contenders.deepspeed_engine",
 }
 

@@ -6,11 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from peers import launch
-from peers.launch import Failure, Stall, cpu_seconds, forget_locks, join
+from peers.launch import Failure, Stall, cpu_seconds, join
 from peers.workload import DDP, SIZES, Run
 
 RUN = Run(DDP, SIZES["tiny"], "bf16", steps=2, warmup=1)
@@ -72,13 +71,3 @@ def test_ranks_that_wait_for_ever_count_as_hung(
 def test_what_says_that_memory_is_missing_is_told_from_other_failures() -> None:
     assert Failure("process 0 ended with 1", "RuntimeError: can't allocate memory: you").is_memory
     assert not Failure("process 0 ended with 1", "KeyError: 'x'").is_memory
-
-
-def test_locks_of_a_killed_compilation_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "op").mkdir()
-    (tmp_path / "op" / "lock").touch()
-    (tmp_path / "op" / "op.so").touch()
-
-    forget_locks(tmp_path)
-
-    assert [path.name for path in (tmp_path / "op").iterdir()] == ["op.so"]

@@ -1,4 +1,4 @@
-"""The GPT family: parameter counts, start values, flops, and what its layers compute."""
+"""The GPT family, and what is the same of all decoders: start values, flops, causality."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from support.built_modules import built_modules
 from torch import Tensor
 
-from axsparse.config.model_config import GptConfig
+from axsparse.config.model_config import GptConfig, LlamaConfig
 from axsparse.models.layer import Model, Tie
 from axsparse.models.survey import survey
-from axsparse.models.zoo.gpt import gpt
+from axsparse.models.zoo.gpt import INIT_STD, gpt
+from axsparse.models.zoo.llama import llama
 from axsparse.runtime.seeds import keyed_generator
 
 
@@ -31,9 +32,9 @@ def config(
     )
 
 
-def start_value(name: str, shape: tuple[int, ...]) -> Tensor:
-    """What a parameter of a block of eight starts at."""
-    init = gpt(config(layers=8), 10).layers[1].init
+def start_value(model: Model, name: str, shape: tuple[int, ...]) -> Tensor:
+    """What a parameter of a block starts at."""
+    init = model.layers[1].init
     assert init is not None
     return init(name, shape, keyed_generator(1, name))
 
@@ -46,16 +47,17 @@ def logits(model: Model, tokens: Tensor) -> Tensor:
     return F.linear(*head(x))
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("hidden", [16, 32])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("layers", "hidden", "tied"), [(1, 16, True), (3, 32, True), (3, 32, False)]
+)
 def test_the_number_of_parameters_follows_its_formula(layers: int, hidden: int, tied: bool) -> None:
     v, s, h = 50, 10, hidden
     expected = 12 * layers * h * h + 13 * layers * h + (v + s) * h + 2 * h
 
-    counted = survey(gpt(config(layers=layers, hidden=hidden, tied=tied), 10)).num_params
+    model = gpt(config(layers=layers, hidden=hidden, tied=tied), 10)
 
-    assert counted == expected + (0 if tied else v * h)
+    assert survey(model).num_params == expected + (0 if tied else v * h)
+    assert model.ties == ([Tie("embed.token.weight", "head.weight")] if tied else [])
 
 
 def test_gpt3_2_7b_has_its_size() -> None:
@@ -71,11 +73,6 @@ def test_the_layers_are_embedding_blocks_and_head_by_name() -> None:
 
     assert [layer.name for layer in layers] == ["embed", "block0", "block1", "block2", "head"]
     assert [layer.kind for layer in layers] == ["embedding", "block", "block", "block", "head"]
-
-
-def test_the_head_is_tied_to_the_token_embedding_if_asked_for() -> None:
-    assert gpt(config(), 10).ties == [Tie("embed.token.weight", "head.weight")]
-    assert gpt(config(tied=False), 10).ties == []
 
 
 def test_flops_are_those_of_the_matrix_products() -> None:
@@ -115,23 +112,37 @@ def test_the_loss_at_the_start_is_that_of_chance() -> None:
     assert loss.item() == pytest.approx(math.log(50), rel=0.02)
 
 
-def test_positions_are_told_apart() -> None:
-    embedded = built_modules(gpt(config(), 10))[0](torch.zeros(1, 3, dtype=torch.int64))
-
-    assert not torch.equal(embedded[0, 0], embedded[0, 1])
-
-
-def test_no_token_sees_those_after_it() -> None:
-    model = gpt(config(), 10)
+@pytest.mark.parametrize(
+    "model",
+    [
+        gpt(config(), 10),
+        llama(
+            LlamaConfig(
+                num_layers=2,
+                hidden_size=24,
+                num_heads=4,
+                num_key_value_heads=2,
+                vocab_size=50,
+                qkv_bias=True,
+                qk_norm=True,
+            ),
+            16,
+        ),
+    ],
+    ids=["gpt", "llama"],
+)
+def test_positions_are_told_apart_and_no_token_sees_those_after_it(model: Model) -> None:
     tokens = torch.randint(50, (1, 8), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
     changed[0, 5] = (tokens[0, 5] + 1) % 50
+    swapped = tokens[:, [1, 0, *range(2, 8)]]
 
-    before, after = logits(model, tokens), logits(model, changed)
+    before, after, other = logits(model, tokens), logits(model, changed), logits(model, swapped)
 
     torch.testing.assert_close(before[:, :5], after[:, :5])
     assert not torch.allclose(before[:, 5], after[:, 5])
     assert not torch.allclose(before[:, 7], after[:, 7])
+    assert not torch.allclose(before[:, 7], other[:, 7])
 
 
 def test_attention_is_the_textbook_one() -> None:
@@ -165,18 +176,27 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(block(x), block(x))
 
 
+SMALL = INIT_STD / math.sqrt(2 * 8)
+LLAMA = llama(LlamaConfig(num_layers=8, hidden_size=24, num_heads=4, vocab_size=50), 16)
+GPT = gpt(config(layers=8), 10)
+
+
 @pytest.mark.parametrize(
-    ("name", "std"),
+    ("model", "name", "std"),
     [
-        ("fc1.weight", 0.02),
-        ("attention.qkv.weight", 0.02),
-        ("token.weight", 0.02),
-        ("attention.proj.weight", 0.02 / math.sqrt(2 * 8)),
-        ("fc2.weight", 0.02 / math.sqrt(2 * 8)),
+        (GPT, "fc1.weight", 0.02),
+        (GPT, "token.weight", 0.02),
+        (GPT, "attention.proj.weight", SMALL),
+        (GPT, "fc2.weight", SMALL),
+        (LLAMA, "mlp.gate.weight", 0.02),
+        (LLAMA, "attention.o.weight", SMALL),
+        (LLAMA, "mlp.down.weight", SMALL),
     ],
 )
-def test_matrices_start_normal_and_residual_projections_smaller(name: str, std: float) -> None:
-    values = start_value(name, (300, 300))
+def test_matrices_start_normal_and_residual_projections_smaller(
+    model: Model, name: str, std: float
+) -> None:
+    values = start_value(model, name, (300, 300))
 
     assert values.dtype == torch.float32
     assert values.mean().item() == pytest.approx(0, abs=std / 50)
@@ -185,10 +205,13 @@ def test_matrices_start_normal_and_residual_projections_smaller(name: str, std: 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("norm1.weight", 1.0), ("norm.weight", 1.0), ("norm2.bias", 0.0), ("fc1.bias", 0.0)],
+    [
+        *(("norm1.weight", 1.0), ("norm.weight", 1.0), ("norm2.bias", 0.0), ("fc1.bias", 0.0)),
+        *(("attention.q_norm.weight", 1.0), ("attention.q.bias", 0.0)),
+    ],
 )
 def test_norms_start_as_identity_and_biases_at_zero(name: str, value: float) -> None:
-    assert start_value(name, (5,)).tolist() == [value] * 5
+    assert start_value(GPT, name, (5,)).tolist() == [value] * 5
 
 
 def test_attention_is_the_one_that_torch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,27 +6,36 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.clock import Clock
+from support.resuming import ran
+from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
 from axsparse.config.schema import WatchdogConfig
+from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.observe.watchdog.activity import Activity
 from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Heartbeat, HeartbeatFolder
-from axsparse.observe.watchdog.watchdog import REPORT_FILE, THREAD, Watchdog, open_watchdog
+from axsparse.observe.watchdog.watchdog import (
+    REPORT_FILE,
+    THREAD,
+    Activity,
+    Task,
+    Watchdog,
+    open_watchdog,
+)
+from axsparse.pipeline.engine import Engine
+from axsparse.pipeline.engine import Rank as EngineRank
+from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.stage import Stage
+from axsparse.runtime.backoff import SleepingBackoff
+from axsparse.runtime.communication import Message
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.trainer import Trainer
 
 TIMEOUT = 20.0
 """With this timeout a watchdog looks once a second."""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 500.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Waits:
@@ -57,7 +66,7 @@ class Rank:
             self.activity,
             job.grid.place(number),
             timeout=TIMEOUT,
-            leave=lambda code: job.left.append((number, code)),
+            end_job=lambda code: job.left.append((number, code)),
             clock=job.clock,
         )
 
@@ -129,12 +138,13 @@ def test_a_run_is_left_alone_as_long_as_any_rank_gets_on(job: Job) -> None:
     assert job.run(200) == 200
 
 
-def test_a_rank_that_gets_on_slowly_is_left_alone(job: Job) -> None:
-    job.do("waits", "waits", "hangs")
+@pytest.mark.parametrize("others", ["waits", "hangs"])
+def test_what_one_rank_does_now_and_then_counts_as_progress(job: Job, others: str) -> None:
+    job.do("waits", "waits", others)
 
     for _ in range(6):
         job.run(18)
-        job.ranks[2].activity.beat()
+        job.ranks[2].activity.beat()  # also of a thread that writes
 
     assert job.left == []
 
@@ -155,7 +165,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_the_job_ends_with_70(
     *_, line = capsys.readouterr().err.splitlines()
     assert line == (
         "axsparse: error: rank 1 (stage 1, replica 0): hangs in compute (B2) of step 7, no "
-        "progress for 21 s; rank 0 awaits its gradient 2 in step 7; the stacks of all ranks are "
+        "progress for 20 s; rank 0 awaits its gradient 2 in step 7; the stacks of all ranks are "
         f"in {job.folder / REPORT_FILE}; --resume auto goes on from the last checkpoint, and a "
         "larger watchdog.timeout waits longer"
     )
@@ -209,16 +219,6 @@ def test_until_the_first_step_is_done_patience_is_longer(job: Job) -> None:
     assert job.run(100) < TIMEOUT
 
 
-def test_what_a_thread_writes_counts_as_progress(job: Job) -> None:
-    job.do("waits", "waits", "waits")
-
-    for _ in range(10):
-        job.run(15)
-        job.ranks[1].activity.beat()
-
-    assert job.left == []
-
-
 def test_ranks_that_all_wait_are_told_of_as_such(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,16 +250,11 @@ def test_if_the_one_that_reports_is_stopped_the_others_end_the_job(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.do("waits", "hangs", "waits")
-    claim = job.folder / HEARTBEATS / "hang"
-    while not claim.exists():
-        job.run(1)
-    reporter = int(claim.read_text().removeprefix("rank-").removesuffix(".json"))
-    job.ranks[reporter].does = "is stopped"
+    (job.folder / HEARTBEATS / "hang").touch()  # by a rank that is stopped since then
 
-    job.run(100)
+    assert 2 * TIMEOUT <= job.run(100) < 2.5 * TIMEOUT
 
-    assert job.left
-    assert all(rank != reporter and code == 70 for rank, code in job.left)
+    assert [code for _, code in job.left] == [70]
     assert "hangs in other of step 7, and no rank reports it" in capsys.readouterr().err
 
 
@@ -329,30 +324,21 @@ def test_a_disk_that_hangs_with_training_ends_the_job(
     )
 
 
-def test_on_a_full_disk_what_is_known_is_told(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_rank_by_itself_is_watched_also_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: HeartbeatFolder) -> bool:
+    def fail(*_: object) -> bool:
         raise OSError
 
+    job = Job(tmp_path, g_inter=1)
+    job.run(3)
+    job.do("hangs")
     monkeypatch.setattr(HeartbeatFolder, "claim", fail)
-    job.do("waits", "hangs", "waits")
+    monkeypatch.setattr(HeartbeatFolder, "write_stacks", fail)
 
     assert job.run(100) < 1.5 * TIMEOUT
 
     assert job.left[0][1] == 70
-    assert "error: rank 1 (stage 1, replica 0): hangs in other of step 7" in capsys.readouterr().err
-
-
-def test_a_rank_by_itself_is_watched_as_well(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = Job(tmp_path, g_inter=1)
-    job.run(3)
-    job.do("hangs")
-
-    assert job.run(100) < 1.5 * TIMEOUT
-
     assert "error: rank 0 (stage 0, replica 0): hangs in other of step 7" in capsys.readouterr().err
 
 
@@ -398,3 +384,134 @@ def test_its_thread_looks_and_ends_and_the_last_rank_takes_the_folder_away(tmp_p
     second.close()
 
     assert not (tmp_path / HEARTBEATS).exists()
+
+
+# -- what a rank is doing -------------------------------------------------------------------
+
+
+def test_work_beats_and_waiting_pauses() -> None:
+    phases, backoff = Phases(), SleepingBackoff()
+    activity = Activity(phases, backoff, list)
+
+    with phases("bubble"):
+        backoff.pause()
+        backoff.reset()
+        backoff.pause()
+        assert (activity.beats, activity.backoff.pauses) == (0, 2)
+    with phases("compute"):
+        worked = activity.beats
+    activity.beat()
+    assert 0 < worked < activity.beats
+    beats = activity.beats
+
+    activity.at("evaluation", 7)
+
+    assert (activity.task, activity.step, activity.beats) == ("evaluation", 7, beats + 1)
+
+
+def test_training_says_what_it_is_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(
+        train={"steps": 2, "eval_every": 2, "eval_steps": 1},
+        checkpoint={"every": 2},
+        pruning={"at_step": 1},
+    )
+    said: list[tuple[Task, int]] = []
+    at = Activity.at
+
+    def note(self: Activity, task: Task, step: int) -> None:
+        said.append((task, step))
+        at(self, task, step)
+
+    monkeypatch.setattr(Activity, "at", note)
+    trainers: list[Trainer] = []
+
+    ran((1, 1), config, tmp_path, validation=token_data(), look=trainers.append)
+
+    assert said == [
+        ("masks", 0),
+        ("training", 1),
+        ("masks", 1),
+        ("training", 2),
+        ("evaluation", 2),
+        ("checkpoint", 2),
+        ("checkpoint", 2),
+    ]
+    assert trainers[0].parts.activity.steps == 2
+
+
+class Silence:
+    """A link on which nothing arrives, and a back-off that gives up."""
+
+    bytes_sent = unsent = pauses = 0
+
+    def send(self, message: Message) -> None:
+        """Nobody takes it."""
+
+    def arrivals(self) -> list[Message]:
+        return []
+
+    def push(self) -> None:
+        """Nothing is sent."""
+
+    def pause(self) -> None:
+        raise TimeoutError
+
+    def reset(self) -> None:
+        """There is nothing to reset."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def engine_of(stage: int) -> Engine:
+    silence = Silence()
+    return Engine(
+        EngineRank(Grid(3, 2).place(3 + stage), silence, Phases()),
+        Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
+        silence,
+        schedule=Schedule("message-driven", 1, "alternate"),
+        while_idle=lambda: None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "awaited"),
+    [
+        (1, ["activation 0 from rank 3", "gradient 0 from rank 5"]),
+        (2, ["activation 0 from rank 4"]),
+    ],
+)
+def test_a_stage_that_waits_says_for_which_messages(stage: int, awaited: list[str]) -> None:
+    engine = engine_of(stage)
+    microbatches = tuple(Microbatch((), None, number, 1) for number in range(4))
+    assert engine.awaited() == []
+
+    with pytest.raises(TimeoutError):
+        engine.train(Batch(0, microbatches, num_targets=1), 1.0, 1.0, lambda _: None)
+
+    assert engine.awaited() == awaited
+
+
+def test_what_has_come_is_awaited_no_more() -> None:
+    heard: list[list[str]] = []
+    engines: list[Engine] = []
+
+    def listen(trainer: Trainer) -> None:
+        if trainer.parts.place.rank == 0:
+            engine, link = trainer.parts.engine, trainer.parts.link
+            engines.append(engine)
+            arrivals = link.arrivals
+
+            def look() -> list[Message]:
+                heard.append(engine.awaited())
+                return arrivals()
+
+            vars(link)["arrivals"] = look
+
+    config = tiny_config(train={"steps": 1}, batch={"global_batch_size": 8})
+    train_in_process(2, 1, tiny_gpt(config), config, token_data(), before=listen)
+
+    awaited = [text for (text,) in filter(None, heard)]
+    assert awaited == sorted(awaited)
+    assert awaited[0] == "gradient 0 from rank 1" != awaited[-1]
+    assert engines[0].awaited() == []

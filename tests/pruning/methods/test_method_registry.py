@@ -25,45 +25,42 @@ from axsparse.models.layer import Layer, Model
 from axsparse.runtime.errors import AxsparseError, ConfigError, TrainingError
 
 
-def refusal(g_inter: int = 2, **sections: Any) -> AxsparseError:
+def refusal(g_inter: int = 1, **sections: Any) -> AxsparseError:
     config = tiny_config(**sections)
     with pytest.raises(AxsparseError) as caught:
         train_in_process(g_inter, 1, tiny_gpt(config), config, token_data())
     return caught.value
 
 
-def test_an_interval_that_does_not_fit_is_refused_before_the_first_step() -> None:
-    error = refusal(
-        pruning={"method": "gradual", "at_step": 2, "interval": 4, "until_step": 5},
-    )
+@pytest.mark.parametrize(
+    ("pruning", "warmup", "said"),
+    [
+        (
+            {"method": "gradual", "at_step": 2, "interval": 4, "until_step": 5},
+            0,
+            "4 steps do not fit between pruning.at_step 2 and pruning.until_step 5; choose at most "
+            "3",
+        ),
+        (
+            {"method": "early-bird", "interval": 1, "until_step": 6},
+            2,
+            "6 looks, one every 1 steps from step 2 on (after warm-up and pruning.at_step), end at "
+            "7, after pruning.until_step 6; look more often, or search longer",
+        ),
+        (
+            {"method": "rigl", "interval": 6, "until_step": 6},
+            0,
+            "6 steps bring no move before pruning.until_step 6; choose at most 5, or train longer",
+        ),
+    ],
+)
+def test_an_interval_that_does_not_fit_is_refused_before_the_first_step(
+    pruning: dict[str, Any], warmup: int, said: str
+) -> None:
+    error = refusal(pruning=pruning, schedule={"warmup_steps": warmup})
 
     assert isinstance(error, ConfigError)
-    assert str(error) == (
-        "pruning.interval (configure): 4 steps do not fit between pruning.at_step 2 and "
-        "pruning.until_step 5; choose at most 3"
-    )
-
-
-def test_a_search_that_ends_before_its_last_look_is_refused_and_told_of_the_warm_up() -> None:
-    error = refusal(
-        pruning={"method": "early-bird", "interval": 1, "until_step": 6},
-        schedule={"warmup_steps": 2},
-    )
-
-    assert str(error) == (
-        "pruning.interval (configure): 6 looks, one every 1 steps from step 2 on (after warm-up "
-        "and pruning.at_step), end at 7, after pruning.until_step 6; look more often, or search "
-        "longer"
-    )
-
-
-def test_masks_that_would_never_move_are_refused() -> None:
-    error = refusal(pruning={"method": "rigl", "interval": 6, "until_step": 6})
-
-    assert str(error) == (
-        "pruning.interval (configure): 6 steps bring no move before pruning.until_step 6; choose "
-        "at most 5, or train longer"
-    )
+    assert str(error) == f"pruning.interval (configure): {said}"
 
 
 def test_settings_that_leave_nothing_to_prune_are_refused() -> None:
@@ -88,6 +85,7 @@ def test_a_sparsity_of_zero_beside_others_is_checked_like_any_other() -> None:
 
 def test_a_search_that_settles_on_nothing_ends_the_run_and_says_how_far_it_was() -> None:
     error = refusal(
+        2,
         pruning={
             **{"method": "early-bird", "interval": 1, "until_step": 7},
             **{"threshold": 1e-6},

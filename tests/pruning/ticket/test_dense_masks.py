@@ -44,8 +44,15 @@ def refusal(masks: dict[str, Tensor], folder: Path) -> str:
     return str(told.value).removeprefix(f"{folder}/masks.safetensors: ")
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("form", ["{}", "hf {}", "body {}", "{}_mask"])
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        (torch.bool, "{}"),
+        (torch.uint8, "hf {}"),
+        (torch.bfloat16, "body {}"),
+        (torch.int64, "{}_mask"),
+    ],
+)
 def test_masks_of_any_type_and_name_become_a_ticket(
     dtype: torch.dtype, form: str, tmp_path: Path
 ) -> None:

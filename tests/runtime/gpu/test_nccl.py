@@ -14,7 +14,7 @@ import torch
 
 from axsparse.runtime.errors import TrainingError
 from axsparse.runtime.gpu import nccl
-from axsparse.runtime.gpu.nccl import NcclCommunicator, NcclConnections, NcclPeer
+from axsparse.runtime.gpu.nccl import NcclConnections, NcclGroup
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
 
 
@@ -23,13 +23,13 @@ class Unreachable:
 
     rank = 3
 
-    def group(self, name: str, ranks: Sequence[int], max_ctas: int) -> nccl.Backend:
+    def group(self, name: str, ranks: Sequence[int], max_ctas: int) -> object:
         raise RuntimeError("NCCL error: unhandled system error\nLast error:\nConnection refused")
 
 
-@pytest.mark.parametrize("what", ["peer", "communicator"])
+@pytest.mark.parametrize(("what", "ends"), [("peer", (2, 3)), ("communicator", ((2, 3),))])
 def test_gpus_that_cannot_be_connected_are_named_in_one_line(
-    what: str, monkeypatch: pytest.MonkeyPatch
+    what: str, ends: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[object] = []
     monkeypatch.setattr(
@@ -39,8 +39,6 @@ def test_gpus_that_cannot_be_connected_are_named_in_one_line(
     monkeypatch.setattr(socket, "gethostname", lambda: "n7")
     nothing = cast("Any", None)
     connections = NcclConnections(cast("Any", Unreachable()), nothing, nothing)
-
-    ends: tuple[Any, ...] = (2, 3) if what == "peer" else ((2, 3),)
 
     with pytest.raises(TrainingError) as caught:
         getattr(connections, what)("some", *ends)
@@ -56,8 +54,9 @@ def test_gpus_that_cannot_be_connected_are_named_in_one_line(
 class FakeWork:
     """An operation of torch's that completes when it is told to."""
 
-    def __init__(self, failure: str = "") -> None:
-        self.completed = False
+    def __init__(self, name: str, failure: str = "", *, completed: bool = True) -> None:
+        self.name = name
+        self.completed = completed
         self.waits = 0
         self._failure = failure
 
@@ -74,22 +73,17 @@ class FakeWork:
 class FakeBackend:
     """A process group of torch's whose operations complete at once, or when they are told to."""
 
-    def __init__(self, *, at_once: bool = True) -> None:
+    def __init__(self, *, at_once: bool = True, error: str = "SUCCESS") -> None:
         self.works: list[FakeWork] = []
-        self.error = "SUCCESS"
+        self.get_error = lambda: SimpleNamespace(name=error)
         self._at_once = at_once
 
-    def get_error(self) -> SimpleNamespace:
-        return SimpleNamespace(name=self.error)
+    def __getattr__(self, name: str) -> Any:
+        def start(*_: object) -> FakeWork:
+            self.works.append(FakeWork(name, completed=self._at_once))
+            return self.works[-1]
 
-    def send(self, *_: object) -> FakeWork:
-        work = FakeWork()
-        work.completed = self._at_once
-        self.works.append(work)
-        return work
-
-    recv = allreduce = reduce = broadcast = send
-    _reduce_scatter_base = _allgather_base = send
+        return start
 
 
 class FakeRendezvous:
@@ -144,52 +138,57 @@ def test_torch_is_told_how_many_thread_blocks_nccl_may_take(
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
 
-    group: Any = nccl.nccl_backend(cast("Any", None), 0, 2, 4)
+    options = nccl.nccl_backend(cast("Any", None), 0, 2, 4).options
 
-    assert group.options.is_high_priority_stream
-    if config is not None and hasattr(config, "max_ctas"):
-        assert group.options.config.max_ctas == 4
-    else:
-        assert getattr(group.options, "config", None) == config
+    assert options.is_high_priority_stream
+    assert getattr(options, "config", None) == config
+    assert getattr(config, "max_ctas", 4) == 4
 
 
 @pytest.mark.usefixtures("without_cuda")
 def test_the_host_asks_after_operations_and_no_stream_waits_for_them() -> None:
     backend = FakeBackend(at_once=False)
-    stream, buffer = cast("Any", FakeStream()), torch.zeros(4)
-    peer = NcclPeer(cast("Any", backend), stream, 1)
-    group = NcclCommunicator(cast("Any", backend), stream, 0, 2)
+    buffer = torch.zeros(4)
+    group = NcclGroup(backend, cast("Any", FakeStream()), 0, 2)
 
     events = [
-        peer.send(buffer),
-        peer.receive(buffer),
+        group.send(buffer),
+        group.receive(buffer),
         group.all_reduce(buffer),
-        group.reduce(buffer, 0),
-        group.broadcast(buffer, 0),
-        group.reduce_scatter(buffer[:2], buffer),
-        group.all_gather(buffer, buffer[:2]),
+        group.broadcast(buffer),
+        *(exchange(buffer, [0, 2, 4]) for exchange in (group.reduce_scatter, group.all_gather)),
+        *(exchange(buffer, [0, 3, 4]) for exchange in (group.reduce_scatter, group.all_gather)),
     ]
 
-    assert [event.query() for event in events] == [False] * 7
+    assert [work.name for work in backend.works] == [
+        *("send", "recv", "allreduce", "broadcast"),
+        *("_reduce_scatter_base", "_allgather_base"),
+        *("reduce_scatter", "allgather"),
+    ]
+    assert [event.query() for event in events] == [False] * 8
     for work in backend.works:
         work.completed = True
-    assert [event.query() for event in events * 2] == [True] * 14
-    assert [work.waits for work in backend.works] == [1] * 7, "so that torch lets go of tensors"
+    assert [event.query() for event in events * 2] == [True] * 16
+    assert [work.waits for work in backend.works] == [1] * 8, "so that torch lets go of tensors"
 
 
 @pytest.mark.usefixtures("without_cuda")
-@pytest.mark.parametrize("how", ["wait", "error"])
+@pytest.mark.parametrize(
+    ("failure", "error", "said"),
+    [("remote\nerror", "SUCCESS", "remote error"), ("", "REMOTE_ERROR", "REMOTE_ERROR")],
+)
 def test_an_exchange_that_failed_ends_the_run_in_one_line(
-    how: str, monkeypatch: pytest.MonkeyPatch
+    failure: str, error: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed operation counts as completed in torch, and its buffer holds nothing of worth."""
     monkeypatch.setattr(socket, "gethostname", lambda: "n7")
-    backend, work = FakeBackend(), FakeWork("remote\nerror" if how == "wait" else "")
-    backend.error = "REMOTE_ERROR" if how == "error" else "SUCCESS"
-    work.completed = True
-    event = nccl.Operation(work, cast("Any", backend), cast("Any", FakeStream()))
+    stream = cast("Any", FakeStream())
+    event = nccl.Operation(FakeWork("sum", failure), FakeBackend(error=error), stream)
 
-    with pytest.raises(TrainingError, match="transport: nccl: an exchange between GPUs failed on"):
-        event.query()
-    with pytest.raises(TrainingError, match=r"host n7 \((remote error|REMOTE_ERROR)\); NCCL_DEBUG"):
-        event.query()
+    for _ in range(2):
+        with pytest.raises(
+            TrainingError,
+            match="transport: nccl: an exchange between GPUs failed on "
+            rf"host n7 \({said}\); NCCL_DEBUG",
+        ):
+            event.query()

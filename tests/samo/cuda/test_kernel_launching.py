@@ -13,13 +13,12 @@ import torch
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo import state_bytes as memory
-from axsparse.samo.cuda.compress_kernel import compress
+from axsparse.samo.cuda import kernels
 from axsparse.samo.cuda.device_index import DeviceIndex, make_device_index
-from axsparse.samo.cuda.kernel_compiler import CupyLauncher, TorchStream
-from axsparse.samo.cuda.launch import TENSORS, THREADS, Argument
-from axsparse.samo.cuda.step_kernel import adamw_step
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.tensor_slot import TensorSlot
+from axsparse.samo.cuda.launch import TENSORS, THREADS, Argument, CupyLauncher, TorchStream
+from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.optim.optimizer import Hyper, TensorSlot
+from axsparse.samo.state_bytes import IndexKind
 
 CPU = torch.device("cpu")
 HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
@@ -86,6 +85,7 @@ def test_a_kernel_is_compiled_once_and_started_on_torchs_stream(
 
     launch("judge<Fp32>", 5, tensor, None, np.int64(4), np.float32(0.5), structure)
     launch("judge<Fp32>", 6, tensor)
+    launch("judge<Fp32>", 0)
 
     assert cupy.compiled == ["fold", "judge<Fp32>"]
     assert cupy.streams == [(0, 77)] * 2
@@ -94,15 +94,6 @@ def test_a_kernel_is_compiled_once_and_started_on_torchs_stream(
     assert arguments[:4] == (tensor.data_ptr(), 0, 4, 0.5)
     assert [value.dtype.name for value in arguments[:4]] == ["uint64"] * 2 + ["int64", "float32"]
     assert arguments[4] is structure
-
-
-@pytest.mark.usefixtures("on_device")
-def test_nothing_is_started_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = StandInCupy()
-
-    launcher(monkeypatch, cupy)("judge<Fp32>", 0)
-
-    assert cupy.started == []
 
 
 @pytest.mark.usefixtures("on_device")
@@ -118,13 +109,21 @@ def test_a_compiler_that_is_missing_or_fails_is_said_at_once_in_one_line(
         launcher(monkeypatch, cupy)
 
 
-def test_without_cupy_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cuda", "hip", "mend"),
+    [
+        ("13.0", None, "pip install 'cupy-cuda13x>=14'"),
+        (None, "7.0.51831", "install CuPy's build for ROCm 7.0"),
+    ],
+)
+def test_without_cupy_it_is_said_what_to_install(
+    cuda: str | None, hip: str | None, mend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
 
-    with pytest.raises(
-        ConfigError, match=r"need CuPy, which cannot be imported .*; pip install cupy-cuda13x"
-    ):
+    with pytest.raises(ConfigError, match=f"need CuPy, which cannot be imported .*; {mend}$"):
         CupyLauncher(3)
 
 
@@ -147,27 +146,20 @@ def nothing(kernel: str, blocks: int, *arguments: Argument) -> None:
     """Runs no kernel."""
 
 
-def test_int32_positions_are_refused_where_they_cannot_number_all_entries(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("kind", "limit", "why"),
+    [
+        ("int32", 9, r"int32 on a GPU numbers \d+ entries .* has 10; choose"),
+        ("mask", 6, r"keeps at most \d+ entries and this one keeps 7; prune"),
+    ],
+)
+def test_what_int32_cannot_number_or_count_is_refused(
+    kind: IndexKind, limit: int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "INT32_LIMIT", 9)
+    monkeypatch.setattr(memory, "INT32_LIMIT", limit)
 
-    with pytest.raises(ConfigError, match=r"int32 on a GPU numbers \d+ entries .* has 10; choose"):
-        make_device_index(nothing, torch.zeros(10, dtype=torch.bool), "int32")
-
-
-def test_more_kept_entries_than_offsets_can_count_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def seven(kernel: str, blocks: int, *arguments: Argument) -> None:
-        counts = arguments[2]
-        assert isinstance(counts, torch.Tensor)
-        counts.fill_(7)
-
-    monkeypatch.setattr(memory, "INT32_LIMIT", 6)
-
-    with pytest.raises(ConfigError, match=r"keeps at most \d+ entries and this one keeps 7; prune"):
-        make_device_index(seven, torch.zeros(10, dtype=torch.bool), "mask")
+    with pytest.raises(ConfigError, match=why):
+        make_device_index(nothing, torch.arange(10) < 7, kind)
 
 
 def full_slot(**changes: Any) -> TensorSlot:
@@ -200,15 +192,13 @@ def full_slot(**changes: Any) -> TensorSlot:
 )
 def test_kernels_check_nothing_so_their_callers_do(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(AssertionError, match=why):
-        adamw_step([full_slot(), full_slot(**changes)], HYPER, 1.0)
+        kernels.step(ADAMW, [full_slot(), full_slot(**changes)], HYPER, 1.0)
 
 
 def test_partials_and_pieces_have_to_fit() -> None:
-    index = DeviceIndex(nothing, "full", 8, 8, CPU)
-
     partials = torch.zeros(2, dtype=torch.float64)
     with pytest.raises(AssertionError, match=r"partials: \(2,\) for 1 entries"):
-        compress(index, torch.zeros(8), torch.zeros(8), accumulate=False, partials=partials)
+        kernels.judge(nothing, [(torch.zeros(8), partials)])
     with pytest.raises(AssertionError, match=r"\[6, 9\) of 8 kept"):
         DeviceIndex(nothing, "mask", 8, 8, CPU).scatter(torch.zeros(8), torch.zeros(3), 6)
 
@@ -233,14 +223,3 @@ def test_a_cupy_for_rocm_that_knows_the_older_way_takes_torchs_stream_by_it(
     launcher(monkeypatch, cupy)("judge<Fp32>", 1)
 
     assert taken == [77]
-
-
-def test_beside_a_torch_of_rocm_its_build_of_cupy_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", "7.0.51831")
-
-    with pytest.raises(ConfigError, match=r"install CuPy's build for ROCm 7.0$"):
-        CupyLauncher(0)

@@ -8,7 +8,7 @@ import torch
 from support.kernel_machine import RULES, Case, by_numpy, fresh_layer, random_mask
 from support.kernel_reference import multiply_add
 
-from axsparse.samo.optim.hyper import Hyper
+from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
 
 

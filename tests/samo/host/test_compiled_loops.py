@@ -22,6 +22,10 @@ from axsparse.samo.host.compiled_loops import (
     _Helper,
     cache_folder,
     can_compile,
+    compile_together,
+    cpu_features,
+    has_bf16_loops,
+    multiplies_matrices,
 )
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="needs numba")
@@ -95,6 +99,21 @@ def test_ranks_that_start_at_once_share_one_file(
     assert_divides(divide())
 
 
+def test_of_ranks_that_start_at_once_one_compiles_and_the_others_find_it(folder: Path) -> None:
+    found: list[bool] = []
+
+    def use() -> None:
+        found.append(any(folder.glob("prepared_*")))
+        assert_divides(divide())
+
+    with ThreadPoolExecutor(3) as ranks:
+        for each in [ranks.submit(compile_together, "loops", use) for _ in range(3)]:
+            each.result()
+    compile_together("loops", use)
+
+    assert found == [False] + [True] * 4  # the one that compiled uses them as well
+
+
 def test_a_cache_that_cannot_be_written_is_replaced_by_one_of_the_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,18 +126,14 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_one_of_the_process(
     assert not folder.exists()
 
 
-def test_what_cannot_be_compiled_says_why(folder: Path) -> None:
+def test_what_cannot_be_compiled_says_why_and_a_process_that_has_ended_is_started_again(
+    folder: Path,
+) -> None:
     with pytest.raises(CompileError, match=r"AttributeError: .*has no attribute 'missing'"):
         Loop(MODULE, "missing").load(())
     with pytest.raises(CompileError, match="TypingError"):
         divide().load(("none", "none", "none", "none"))
-    assert_divides(divide())
-
-
-def test_a_process_that_has_ended_is_started_again(folder: Path) -> None:
     helper = compiled_loops._HELPER
-    with pytest.raises(CompileError):
-        Loop(MODULE, "missing").load(())
     assert helper._process is not None
     helper._process.kill()
     helper._process.wait()
@@ -139,6 +154,39 @@ def test_without_numba_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) 
     assert not can_compile.__wrapped__()
 
 
+@pytest.fixture
+def other_processor() -> Iterator[None]:
+    """What was found for this processor is found anew."""
+    for each in (has_bf16_loops, cpu_features):
+        each.cache_clear()
+    yield
+    for each in (has_bf16_loops, cpu_features):
+        each.cache_clear()
+
+
+@pytest.mark.usefixtures("other_processor")
+@pytest.mark.parametrize(
+    ("features", "has_loops", "has_matrices"),
+    [
+        ("+avx2,+avx512f", False, False),
+        ("+avx512bf16", False, False),
+        ("-avx512bf16,+avx512vbmi2", False, False),
+        ("+avx512bf16,+avx512vbmi2", True, False),
+        ("+avx512bf16,+avx512vbmi2,+amx-bf16", True, True),
+        ("+avx512bf16,+avx512vbmi2,-amx-bf16", True, False),
+    ],
+)
+def test_loops_on_bf16_are_for_processors_with_all_of_their_instructions(
+    features: str, has_loops: bool, has_matrices: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
+
+    assert (has_bf16_loops(), multiplies_matrices()) == (has_loops, has_matrices)
+    has_bf16_loops.cache_clear()
+    monkeypatch.setattr(compiled_loops, "can_compile", lambda: False)
+    assert (has_bf16_loops(), multiplies_matrices()) == (False, False)
+
+
 AVX512 = "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vbmi2,+avx512bf16"
 
 
@@ -149,19 +197,16 @@ def test_loops_on_bf16_are_compiled_for_processors_that_have_the_instructions(
     """On any processor, which need not have them."""
     monkeypatch.setenv("NUMBA_CPU_NAME", "sapphirerapids")
     monkeypatch.setenv("NUMBA_CPU_FEATURES", AVX512)
-    jobs: list[tuple[str, str, tuple[Kind, ...]]] = [
-        ("bf16_vectors", "transpose", ("h2", "h2", "int", "int", "int")),
-        ("sampling_loops", "sample", (("h2", "h2"), "int", ("i1", "l1", "l1"), "f1", "int")),
-        (
-            "sparse_linear_loops",
-            "add_products",
-            ("h3", ("h1", "int", "int"), ("h2", "h2", "l1"), "f3"),
-        ),
-        ("sparse_linear_loops", "put", ("f3", "h2", "h2", "int", "int")),
-    ]
+    jobs: dict[str, tuple[Kind, ...]] = {
+        "transpose": ("h2", "h2", "int", "int", "int"),
+        "sample": (("h2", "h2"), "int", ("i1", "l1", "l1"), "f1", "int"),
+        "add_products": ("h3", ("h1", "int", "int"), ("h2", "h2", "l1"), "f3"),
+        "put": ("f3", "h2", "h2", "int", "int"),
+    }
 
-    for module, name, kinds in jobs:
+    for name, kinds in jobs.items():
         path = cache_folder() / f"{name}.o"
-        compiled_loops._HELPER.compile(f"axsparse.samo.host.{module}", name, kinds, path)
+        module = "axsparse.samo.host.sparse_product_loops"
+        compiled_loops._HELPER.compile(module, name, kinds, path)
 
         assert path.stat().st_size > compiled_loops.DIGEST

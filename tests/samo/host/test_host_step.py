@@ -11,21 +11,19 @@ from unittest import mock
 import pytest
 import torch
 from support.exhaustive import by_default, each_once
-from support.kernel_machine import BF16, STATES, layer_of, randoms, same_bits
+from support.kernel_machine import STATES, layer_of, randoms, same_bits
 from torch import Tensor, nn
 
 from axsparse.runtime.communication import Collective
 from axsparse.samo.host import host_step
-from axsparse.samo.host.compiled_loops import Loop, can_compile
+from axsparse.samo.host.compiled_loops import FEW, Loop, can_compile
 from axsparse.samo.host.host_step import CHUNK, sum_of_squares
 from axsparse.samo.index.base import make_index
-from axsparse.samo.index.pieces import FEW
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.gradient_norm import norm_partials
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.optimizer import Optimizer
+from axsparse.samo.optim.optimizer import Hyper, Optimizer
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
@@ -48,10 +46,11 @@ SPECIAL = torch.tensor(
 
 def stepped(layer: LayerState, optimizer: Optimizer, hyper: Hyper, *, loop: bool) -> None:
     """One step, by the loop or by the functions, whatever the sizes."""
-    runs = mock.Mock(wraps=optimizer.loop)
-    watched = replace(optimizer, loop=runs)
-    with mock.patch.object(update_module, "FEW", -1 if loop else 1 << 62):
-        update([layer], watched, hyper, 0.3)
+    with (
+        mock.patch.object(host_step, "step", wraps=host_step.step) as runs,
+        mock.patch.object(update_module, "FEW", -1 if loop else 1 << 62),
+    ):
+        update([layer], optimizer, hyper, 0.3)
     assert bool(runs.call_count) is loop
 
 
@@ -95,24 +94,14 @@ def test_a_loop_leaves_the_bits_of_torch(
         layer.optimizer_state.write_master(tensor, 0, values[: tensor.kept].clone())
         layers.append(layer)
 
-    for step in (1, 2):
+    # A mean that moves more than half way is interpolated from its other end.
+    for step, beta1 in ((1, 0.9), (2, 0.4)):
+        hyper = replace(HYPER, step=step, betas=(beta1, 0.95))
         for layer, loop in zip(layers, (True, False), strict=True):
             layer.gradient.copy_(randoms(layer.gradient.numel(), step).pow_(3))
-            stepped(layer, optimizer, replace(HYPER, step=step), loop=loop)
+            stepped(layer, optimizer, hyper, loop=loop)
         same_layers(*layers)
     assert layers[0].optimizer_state.moments_K.keys() == set(optimizer.moments)
-
-
-@pytest.mark.parametrize("beta", [0.4, 0.5])
-def test_a_mean_that_moves_more_than_half_way_is_interpolated_from_its_other_end(
-    beta: float,
-) -> None:
-    ours, theirs = (dense_layer(1003, (BF16, BF16, "fp32")) for _ in range(2))
-
-    stepped(ours, ADAMW, replace(HYPER, betas=(beta, 0.95)), loop=True)
-    stepped(theirs, ADAMW, replace(HYPER, betas=(beta, 0.95)), loop=False)
-
-    same_layers(ours, theirs)
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, NESTEROV])
@@ -176,14 +165,16 @@ def test_squares_are_summed_by_a_loop_only_where_there_are_many(
     assert sum_of_squares(values) == pytest.approx(exact, rel=1e-14)
 
 
-def test_small_models_and_rules_without_a_loop_are_stepped_by_their_functions() -> None:
-    layer = dense_layer(FEW, STATES[0])
-    loop = mock.Mock()
+def test_small_models_rules_without_a_loop_and_all_without_numba_are_stepped_by_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, many = dense_layer(FEW, STATES[0]), dense_layer(FEW + 1, STATES[0])
 
-    update([layer], replace(ADAMW, loop=loop), HYPER, 0.3)
-    update([dense_layer(FEW + 1, STATES[0])], replace(ADAMW, loop=None), HYPER, 0.3)
-
-    loop.assert_not_called()
+    assert update_module.whole_step([few], ADAMW) is None
+    assert update_module.whole_step([many], replace(ADAMW, compiled=None)) is None
+    assert update_module.whole_step([many], ADAMW) is not None
+    monkeypatch.setattr(update_module, "can_compile", lambda: False)
+    assert update_module.whole_step([many], ADAMW) is None
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])
@@ -203,12 +194,6 @@ def test_a_step_needs_no_loop_that_was_not_prepared(optimizer: Optimizer, state:
         layer.accumulate(tensor, randoms(mask.numel(), 1, weight))
         norm_partials([layer], ["w"])
         update([layer], optimizer, HYPER, 0.3)
-
-
-def test_without_numba_the_functions_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_module, "can_compile", lambda: False)
-
-    assert update_module.whole_step([dense_layer(FEW + 1, STATES[1])], ADAMW) is None
 
 
 def dense_layer(numel: int, state: State, moments: int = 2) -> LayerState:

@@ -1,4 +1,4 @@
-"""The global gradient norm: one fp64 partial a block, rounded once; and clipping by it."""
+"""The global gradient norm, clipping by it, and the loss scale as a state machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex
 from axsparse.samo.layer_state import LayerState, StateTypes
-from axsparse.samo.optim.gradient_norm import clip_factor, global_norm, norm_partials
+from axsparse.samo.optim.gradient_norm import (
+    HIGHEST,
+    LossScale,
+    clip_factor,
+    global_norm,
+    norm_partials,
+)
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
 
@@ -63,11 +69,8 @@ def test_the_global_norm_is_the_exact_one_rounded_to_fp32() -> None:
     assert norm == exact_norm(layer.gradient)
 
 
-def test_tensors_that_are_not_counted_here_give_no_partials() -> None:
+def test_only_tensors_that_are_named_and_first_uses_give_partials() -> None:
     assert list(norm_partials([layer_with_gradients()], ["edge", "elsewhere"])) == ["edge"]
-
-
-def test_the_second_use_of_a_weight_on_a_stage_gives_no_partials() -> None:
     owner = TensorState("a", nn.Parameter(torch.zeros(4)), FullIndex(4), decays=False)
     alias = TensorState("b", owner.parameter, FullIndex(4), decays=False, alias_of=owner)
     layer = LayerState("layer", [owner, alias], StateTypes(torch.float32, "weight"))
@@ -75,8 +78,10 @@ def test_the_second_use_of_a_weight_on_a_stage_gives_no_partials() -> None:
     assert list(norm_partials([layer], ["a", "b"])) == ["a"]
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("position", [0, 2, BLOCK + 2, 3 * BLOCK + 7])
+@pytest.mark.parametrize(
+    ("value", "position"),
+    [(math.inf, 0), (-math.inf, 2), (math.nan, BLOCK + 2), (math.inf, 3 * BLOCK + 7)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_that_is_not_finite_shows_in_the_norm(
     value: float, position: int, dtype: torch.dtype
@@ -122,3 +127,62 @@ def test_gradients_below_the_limit_are_left_alone_and_zero_never_clips() -> None
     assert clip_factor(2.0, 1.0) == pytest.approx(0.5, rel=1e-6)
     assert clip_factor(0.0, 1.0) == 1.0
     assert clip_factor(2e-6, 1e-6) == pytest.approx(1 / 3, rel=1e-6)
+
+
+# -- the loss scale -----------------------------------------------------------------------------
+
+
+def scales(scale: LossScale, verdicts: str) -> list[float]:
+    """The scale after each step of a history such as "++-": good, good, overflow."""
+    trace = []
+    for verdict in verdicts:
+        scale.update(finite=verdict == "+")
+        trace.append(scale.scale)
+    return trace
+
+
+def dynamic(scale: float = 8.0, patience: int = 2) -> LossScale:
+    return LossScale(scale=scale, floor=2.0, growth_interval=3, patience=patience)
+
+
+@pytest.mark.parametrize(
+    ("start", "verdicts", "expected"),
+    [
+        (8.0, "-+++++-+++", [4, 4, 4, 8, 8, 8, 4, 4, 4, 8]),  # three good steps double it
+        (8.0, "++-++-++", [8, 8, 4, 4, 4, 2, 2, 2]),  # an overflow starts their number anew
+        (4.0, "---", [2, 2, 2]),
+        (HIGHEST, "+++", [HIGHEST] * 3),
+    ],
+)
+def test_overflows_halve_the_scale_and_runs_of_good_steps_double_it_between_its_bounds(
+    start: float, verdicts: str, expected: list[float]
+) -> None:
+    assert scales(dynamic(start), verdicts) == expected
+
+
+def test_a_run_is_lost_after_patience_overflows_in_a_row_at_the_floor() -> None:
+    scale = dynamic(scale=4.0)
+    exhausted = []
+    for verdict in "--+---":
+        scale.update(finite=verdict == "+")
+        exhausted.append(scale.exhausted)
+
+    assert exhausted == [False, False, False, False, True, True]
+
+
+def test_without_scaling_the_scale_is_one_for_ever_but_patience_counts() -> None:
+    scale = LossScale.none(patience=2)
+
+    assert scales(scale, "+" * 5000 + "-") == [1.0] * 5001
+    assert not scale.exhausted
+    scale.update(finite=False)
+    assert scale.exhausted
+
+
+def test_a_loss_that_is_not_finite_counts_at_any_scale() -> None:
+    scale = dynamic(scale=64.0)
+    for _ in range(2):
+        scale.update(finite=False, loss_is_finite=False)
+
+    assert scale.exhausted
+    assert scale.scale == 16.0

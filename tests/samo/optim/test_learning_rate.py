@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.config.schema import ScheduleConfig
-from axsparse.samo.optim.learning_rate import learning_rate
+from axsparse.samo.optim.optimizer import learning_rate
 
 Decay = Literal["cosine", "linear", "constant", "step"]
 examples = settings(max_examples=100, deadline=None, derandomize=True)
@@ -23,37 +23,26 @@ def rate(step: int, decay: Decay = "cosine", *, warmup: int = 4, end: int = 12) 
     return learning_rate(step, schedule, peak=2.0, decay_steps=end)
 
 
-def test_the_rate_rises_in_equal_parts_to_its_peak_at_the_end_of_the_warm_up() -> None:
-    assert [rate(step) for step in range(5)] == [0.5, 1.0, 1.5, 2.0, 2.0]
-
-
-def test_without_warm_up_the_first_step_has_the_peak() -> None:
-    assert rate(0, warmup=0) == 2.0
+COSINE_AT_TWO_EIGHTHS = 2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * 2 / 8)) / 2)
 
 
 @pytest.mark.parametrize(
-    ("decay", "halfway", "end"), [("cosine", 1.1, 0.2), ("linear", 1.1, 0.2), ("constant", 2, 2)]
+    ("decay", "warmup", "end", "expected"),
+    [
+        ("cosine", 4, 12, {0: 0.5, 1: 1.0, 2: 1.5, 3: 2.0, 4: 2.0}),  # equal parts, to the peak
+        ("cosine", 0, 12, {0: 2.0}),
+        ("cosine", 4, 12, {6: COSINE_AT_TWO_EIGHTHS, 8: 1.1, 12: 0.2, 500: 0.2}),
+        ("linear", 4, 12, {8: 1.1, 12: 0.2, 500: 0.2}),
+        ("constant", 4, 12, {8: 2.0, 12: 2.0, 500: 2.0}),
+        ("step", 0, 12, dict(enumerate([2, 2, 2, 1, 1, 1, 0.5]))),
+        # counted from the first step of the run
+        ("step", 4, 12, dict(enumerate([0.5, 1, 1.5, 2, 1, 1, 0.5])) | {30: 2 * 0.5**10}),
+        ("cosine", 4, 4, {4: 2.0, 5: 0.2}),  # over one step after a warm-up that ends it
+    ],
 )
-def test_halfway_and_at_the_end_of_the_descent(decay: Decay, halfway: float, end: float) -> None:
-    assert rate(8, decay) == pytest.approx(halfway)
-    assert rate(12, decay) == pytest.approx(end)
-    assert rate(500, decay) == pytest.approx(end)
-
-
-def test_the_cosine_descends_along_its_curve() -> None:
-    expected = 2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * 2 / 8)) / 2)
-    assert rate(6) == pytest.approx(expected)
-
-
-def test_steps_fall_at_once_and_are_counted_from_the_first_of_the_run() -> None:
-    assert [rate(step, "step", warmup=0) for step in range(7)] == [2, 2, 2, 1, 1, 1, 0.5]
-    assert [rate(step, "step") for step in range(7)] == [0.5, 1, 1.5, 2, 1, 1, 0.5]
-    assert rate(30, "step") == 2 * 0.5**10
-
-
-def test_a_descent_that_ends_with_the_warm_up_is_over_one_step_later() -> None:
-    assert rate(4, warmup=4, end=4) == 2.0
-    assert rate(5, warmup=4, end=4) == pytest.approx(0.2)
+def test_rates_of_steps(decay: Decay, warmup: int, end: int, expected: dict[int, float]) -> None:
+    for step, value in expected.items():
+        assert rate(step, decay, warmup=warmup, end=end) == pytest.approx(value), step
 
 
 @examples

@@ -1,28 +1,70 @@
-"""The optimizer step over kept entries, against `torch.optim.AdamW` on a masked dense tensor."""
+"""The optimizer step over kept entries, against dense optimizers on masked tensors."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import pytest
 import torch
-from support.rounded_adamw import RoundedAdamW
+from support.dense_optimizers import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.optim.hyper import Hyper
-from axsparse.samo.optim.optimizer import Block, Optimizer
+from axsparse.samo.optim.optimizer import Block, Hyper, Optimizer
+from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
 
-EDGES = [1, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1]
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
+Dense = Callable[..., torch.optim.Optimizer]
 
 
-def hyper(step: int) -> Hyper:
-    return Hyper(step, RATE, BETAS, EPS, DECAY)
+@dataclass(frozen=True)
+class Rule:
+    """An elementwise optimizer, torch's own, and one step of its formula in plain numbers."""
+
+    ours: Optimizer
+    dense: Dense
+    formula: Callable[[float, float, list[float], Hyper], float]
+    """`(theta, gradient, moments, hyper)` moves the moments and returns the new theta."""
+
+
+def adamw_formula(theta: float, g: float, moments: list[float], hyper: Hyper) -> float:
+    (beta1, beta2), rate = hyper.betas, hyper.learning_rate
+    moments[0] = beta1 * moments[0] + (1 - beta1) * g
+    moments[1] = beta2 * moments[1] + (1 - beta2) * g * g
+    m, v = moments[0] / (1 - beta1**hyper.step), moments[1] / (1 - beta2**hyper.step)
+    return theta * (1 - rate * hyper.weight_decay) - rate * m / (math.sqrt(v) + hyper.eps)
+
+
+def sgd_rule(momentum: float, *, nesterov: bool) -> Rule:
+    def formula(theta: float, g: float, moments: list[float], hyper: Hyper) -> float:
+        d = g + hyper.weight_decay * theta
+        v = momentum * moments[0] + d if momentum else d
+        moments[:1] = [v] if momentum else []
+        return theta - hyper.learning_rate * (d + momentum * v if nesterov else v)
+
+    dense = partial(torch.optim.SGD, momentum=momentum, nesterov=nesterov)
+    return Rule(sgd(momentum, nesterov=nesterov), dense, formula)
+
+
+RULES = {
+    "adamw": Rule(ADAMW, partial(RoundedAdamW, betas=BETAS, eps=EPS), adamw_formula),
+    "sgd": sgd_rule(0.0, nesterov=False),
+    "momentum": sgd_rule(0.9, nesterov=False),
+    "nesterov": sgd_rule(0.9, nesterov=True),
+}
+
+
+def hyper(step: int, decay: float = DECAY) -> Hyper:
+    return Hyper(step, RATE, BETAS, EPS, decay)
 
 
 def random(seed: int, numel: int) -> Tensor:
@@ -38,86 +80,93 @@ def mask_of(kept: int) -> Tensor:
 
 
 def one_tensor_layer(
-    mask: Tensor | None, numel: int, *, half: bool, decays: bool = True, moments: tuple[str, ...]
+    mask: Tensor, rule: Optimizer, *, half: bool = False, decays: bool = True
 ) -> tuple[LayerState, TensorState]:
-    weight = nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16 if half else torch.float32))
-    index = FullIndex(numel) if mask is None else make_index(mask)
-    tensor = TensorState("w", weight, index, decays)
-    layer = LayerState(
-        "layer", [tensor], StateTypes(weight.dtype, "fp32" if half else "weight", moments)
-    )
-    layer.optimizer_state.write_master(
-        tensor, 0, tensor.index.gather(random(0, numel), 0, tensor.kept)
-    )
+    weight = nn.Parameter(torch.zeros(len(mask), dtype=torch.bfloat16 if half else torch.float32))
+    tensor = TensorState("w", weight, make_index(mask), decays)
+    types = StateTypes(weight.dtype, "fp32" if half else "weight", rule.moments)
+    layer = LayerState("layer", [tensor], types)
+    layer.optimizer_state.write_master(tensor, 0, random(0, len(mask))[mask])
     return layer, tensor
 
 
-def reference(weight: Tensor, *, decays: bool = True) -> tuple[nn.Parameter, torch.optim.AdamW]:
+def dense_of(
+    rule: Rule, weight: Tensor, decay: float
+) -> tuple[nn.Parameter, torch.optim.Optimizer]:
     parameter = nn.Parameter(weight.clone())
-    optimizer = RoundedAdamW(
-        [parameter],
-        lr=RATE,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=DECAY if decays else 0.0,
-        foreach=False,
-        fused=False,
+    return parameter, rule.dense(
+        [parameter], lr=RATE, weight_decay=decay, foreach=False, fused=False
     )
-    return parameter, optimizer
 
 
-def step_once(layer: LayerState, tensor: TensorState, gradient: Tensor, step: int) -> None:
-    tensor.accumulated = False
-    layer.accumulate(tensor, gradient)
-    update([layer], ADAMW, hyper(step), 0.5)
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("decay", [0.0, DECAY])
+def test_a_rule_follows_its_formula(name: str, decay: float) -> None:
+    rule = RULES[name]
+    master, theta = torch.tensor([1.5]), 1.5
+    moments = {each: torch.zeros(1) for each in rule.ours.moments}
+    expected = [0.0] * len(moments)
+
+    for step, g in enumerate([0.5, -0.25, 2.0], start=1):
+        block = Block(torch.tensor([g]), master, moments)
+        rule.ours.update_moments(block, hyper(step, decay))
+        rule.ours.apply(block, None, hyper(step, decay))
+        theta = rule.formula(theta, g, expected, hyper(step, decay))
+
+    assert [values.item() for values in moments.values()] == pytest.approx(expected, rel=1e-6)
+    assert master.item() == pytest.approx(theta, rel=1e-6)
+    assert rule.ours.statistics is None
 
 
-@pytest.mark.parametrize("kept", EDGES)
-def test_in_fp32_kept_entries_are_bitwise_those_of_a_masked_dense_run(kept: int) -> None:
-    mask = mask_of(kept)
-    layer, tensor = one_tensor_layer(mask, mask.numel(), half=False, moments=ADAMW.moments)
-    dense, optimizer = reference(random(0, mask.numel()) * mask)
+def test_moments_have_the_names_that_files_have() -> None:
+    assert ADAMW.moments == ("exp_avg", "exp_avg_sq")
+    assert sgd(0.0, nesterov=False).moments == ()
+    assert sgd(0.9, nesterov=False).moments == ("momentum",)
+
+
+def test_square_roots_are_the_nearest_numbers() -> None:
+    """After very many steps without ε, a zero moves to minus the quotient of its moments."""
+    square = torch.rand(4099, generator=torch.Generator().manual_seed(0)).add_(0.1).pow_(9)
+    moments = {"exp_avg": torch.ones(4099), "exp_avg_sq": square.clone()}
+    block = Block(torch.zeros(4099), torch.zeros(4099), moments)
+
+    ADAMW.apply(block, None, Hyper(10**6, 1.0, BETAS, 0.0, 0.0))
+
+    assert torch.equal(block.master, -1 / nearest_root(square))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        *(("adamw", kept) for kept in (1, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1)),
+        *((name, kept) for name in RULES if name != "adamw" for kept in (1, BLOCK + 1)),
+    ],
+)
+@pytest.mark.parametrize(("half", "decays"), [(False, True), (True, True), (False, False)])
+def test_kept_entries_are_bitwise_those_of_a_masked_dense_run(
+    name: str, kept: int, half: bool, decays: bool
+) -> None:
+    """The master is that of an fp32 run, and a half weight is the master rounded."""
+    rule, mask = RULES[name], mask_of(kept)
+    layer, tensor = one_tensor_layer(mask, rule.ours, half=half, decays=decays)
+    start = random(0, len(mask)) * mask
+    dense, optimizer = dense_of(rule, start, DECAY if decays else 0.0)
 
     for step in range(1, 4):
-        gradient = random(step, mask.numel())
-        step_once(layer, tensor, gradient, step)
-        dense.grad = gradient * mask * 0.5
-        optimizer.step()
-        with torch.no_grad():
-            dense.mul_(mask)
-
-    assert torch.equal(tensor.weight_D, dense)
-    for name, values in layer.optimizer_state.moments_of(tensor, 0, kept).items():
-        assert torch.equal(values, optimizer.state[dense][name][mask])
-
-
-@pytest.mark.parametrize("kept", EDGES)
-def test_in_bf16_the_weight_is_the_master_rounded_and_the_master_is_an_fp32_run(kept: int) -> None:
-    mask = mask_of(kept)
-    layer, tensor = one_tensor_layer(mask, mask.numel(), half=True, moments=ADAMW.moments)
-    dense, optimizer = reference(random(0, mask.numel()) * mask)
-
-    for step in range(1, 4):
-        gradient = random(step, mask.numel()).bfloat16()
-        step_once(layer, tensor, gradient, step)
+        gradient = random(step, len(mask)).to(tensor.parameter.dtype)
+        tensor.accumulated = False
+        layer.accumulate(tensor, gradient)
+        update([layer], rule.ours, hyper(step), 0.5)
         dense.grad = gradient.float() * mask * 0.5
         optimizer.step()
         with torch.no_grad():
             dense.mul_(mask)
 
     assert torch.equal(layer.master("w"), dense.detach()[mask])
-    assert torch.equal(tensor.weight_D, round_to(dense, torch.bfloat16))
-
-
-def test_weight_decay_spares_tensors_that_do_not_decay() -> None:
-    layer, tensor = one_tensor_layer(None, 50, half=False, decays=False, moments=ADAMW.moments)
-    dense, optimizer = reference(random(0, 50), decays=False)
-
-    step_once(layer, tensor, random(1, 50), 1)
-    dense.grad = random(1, 50) * 0.5
-    optimizer.step()
-
-    assert torch.equal(tensor.weight_D, dense)
+    assert torch.equal(tensor.weight_D, round_to(dense.detach(), tensor.parameter.dtype))
+    names = {"momentum": "momentum_buffer"}
+    for moment, values in layer.optimizer_state.moments_of(tensor, 0, kept).items():
+        assert torch.equal(values, optimizer.state[dense][names.get(moment, moment)][mask])
 
 
 def test_the_second_use_of_a_weight_is_not_updated_a_second_time() -> None:
@@ -125,7 +174,7 @@ def test_the_second_use_of_a_weight_is_not_updated_a_second_time() -> None:
     shared = nn.Parameter(owner.parameter.detach())
     alias = TensorState("b", shared, FullIndex(20), decays=False, alias_of=owner)
     layer = LayerState("layer", [owner, alias], StateTypes(torch.float32, "weight", ADAMW.moments))
-    dense, optimizer = reference(random(0, 20), decays=False)
+    dense, optimizer = dense_of(RULES["adamw"], random(0, 20), 0.0)
     layer.accumulate(owner, random(1, 20))
     layer.accumulate(alias, random(2, 20))
 
@@ -153,7 +202,7 @@ def test_statistics_reach_the_rule_summed_over_all_blocks_of_a_tensor() -> None:
     rule = Optimizer(("velocity",), update_moments, statistics, apply, num_statistics=2)
     kept = 2 * BLOCK + 7
     mask = mask_of(kept)
-    layer, tensor = one_tensor_layer(mask, mask.numel(), half=False, moments=rule.moments)
+    layer, tensor = one_tensor_layer(mask, rule)
     layer.optimizer_state.write_master(tensor, 0, torch.full((kept,), 2.0))
     layer.accumulate(tensor, torch.ones(mask.numel()))
 

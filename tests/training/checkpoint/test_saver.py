@@ -19,7 +19,7 @@ from torch import Tensor
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.data_parallel.agreement import Verdict
-from axsparse.observe.watchdog.activity import Activity
+from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.runtime.errors import OutputError, TrainingError
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.training.checkpoint import saver as save

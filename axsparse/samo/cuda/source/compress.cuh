@@ -1,7 +1,7 @@
-// From dense gradients to kept ones, with the sum of their squares, which is finite if and only if
-// they are, since squares of fp32 are exact in fp64 and cannot overflow it. In every encoding a
-// thread block takes CHUNK kept entries and adds in one order, so that sums have the same bits: the
-// entries of a thread ascending, threads by halves of a warp, then warps and chunks in order.
+// From dense gradients to kept ones, and the sums of their squares, which are finite if and only if
+// they are, since squares of fp32 are exact in fp64 and cannot overflow it. A thread block takes
+// CHUNK kept entries and adds in one order: the entries of a thread ascending, threads by halves of
+// a warp, then warps and chunks in order.
 
 const int LOADS = 4;  // reads that a thread has under way at once
 
@@ -24,14 +24,13 @@ ON_DEVICE double square(float value) {
     return wide * wide;
 }
 
-// gradient (+)= dense at the kept positions. `chunks` is null if no sums are wanted.
+// gradient (+)= dense at the kept positions.
 template <typename Index, typename Dense, typename Gradient>
 __global__ void compress(const void* dense, const void* entries, const int* offsets, Count kept,
-                         Count numel, void* gradient, int accumulate, double* chunks) {
+                         Count numel, void* gradient, int accumulate) {
     const typename Dense::Bits* __restrict__ from_D = (const typename Dense::Bits*)dense;
     typename Gradient::Bits* __restrict__ into_K = (typename Gradient::Bits*)gradient;
     Index index(entries, offsets, kept, numel);
-    double squares = 0;
     Count first = (Count)blockIdx.x * CHUNK, last = least(first + CHUNK, kept);
     index.seek(first);
     for (Count from = first; from < last;) {
@@ -57,14 +56,11 @@ __global__ void compress(const void* dense, const void* entries, const int* offs
                 Count k = own + i * THREADS;
                 if (k >= until) break;
                 float sum = accumulate ? add(before[i], fresh[i]) : fresh[i];
-                typename Gradient::Bits bits = Gradient::nearest(sum);
-                into_K[k] = bits;
-                squares += square(Gradient::load(bits));
+                into_K[k] = Gradient::nearest(sum);
             }
         }
         from = until;
     }
-    if (chunks) report(squares, chunks);
 }
 
 // One tensor's gradient. `chunk` is the number of its first chunk among those of all tensors of the
@@ -96,7 +92,7 @@ struct Judgement {
 };
 static_assert(sizeof(Judgement) == JUDGEMENT_BYTES, "as the host lays it out");
 
-// The sums of squares of gradients as they are, such as those that replicas have already summed.
+// The sums of squares of gradients.
 template <typename Gradient>
 __global__ void judge(Judgement group, double* chunks) {
     const Judged& tensor = group.owner((Count)blockIdx.x, &Judged::chunk);

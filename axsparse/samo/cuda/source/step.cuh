@@ -180,7 +180,7 @@ __global__ __launch_bounds__(THREADS, RESIDENT) void step_adamw(
 template <typename Index, typename Weight, typename Gradient, typename Master, Momentum KIND>
 __global__ __launch_bounds__(THREADS, RESIDENT) void step_sgd(
     const __grid_constant__ Group group, float factor, float weight_decay, float momentum,
-    float rate) {
+    float rate, float) {  // KIND says whether the momentum is Nesterov's
     Sgd<KIND> rule = {weight_decay, momentum, rate};
     step<Index, Weight, Gradient, Master>(group, factor, rule);
 }

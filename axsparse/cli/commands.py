@@ -1,0 +1,46 @@
+"""The table of all commands, and their command lines: for the help, completion and the pages."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import NamedTuple
+
+from axsparse.cli.parser import CommandParser
+
+
+class Command(NamedTuple):
+    """A command: its module has `parser`, and `main` if all ranks of a launcher carry it out."""
+
+    module: str
+    purpose: str
+
+
+COMMANDS = {
+    "train": Command("axsparse.train", "train what a configuration file describes"),
+    "config": Command("axsparse.cli.config", "show every setting and where it comes from"),
+    "plan": Command("axsparse.cli.plan", "find a layout, its memory and its time, without a GPU"),
+    "calibrate": Command("axsparse.cli.calibrate", "measure this machine, for plans of it"),
+    "report": Command("axsparse.cli.report", "draw runs as a page for a browser"),
+    "trace": Command("axsparse.cli.trace", "compare two traces of steps"),
+    "data": Command("axsparse.cli.data", "turn text files into tokens"),
+    "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds, or make one"),
+    "prune": Command("axsparse.cli.prune", "say what a run would prune, and what not and why"),
+    "checkpoint": Command("axsparse.cli.checkpoint", "look at what a run saved"),
+    "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),
+    "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),
+    "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
+    "submit": Command("axsparse.cli.submit", "give a training run to SLURM or LSF"),
+    "launch": Command("axsparse.cli.launch", "train on this machine, and go on after failures"),
+    "doctor": Command("axsparse.cli.doctor", "check whether this machine is fit for training"),
+    "completion": Command("axsparse.cli.completion", "let a shell complete commands"),
+}
+
+
+def all_parsers() -> dict[str, CommandParser]:
+    """The command line of every command, by the words after `axsparse`; none loads torch."""
+    found: dict[str, CommandParser] = {}
+    for word, command in COMMANDS.items():
+        parser = import_module(command.module).parser()
+        members = {f"{word} {name}": member for name, member in parser.members.items()}
+        found.update(members or {word: parser})
+    return found

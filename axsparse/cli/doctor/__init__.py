@@ -1,1 +1,0 @@
-"""`axsparse doctor`: whether a machine, or all ranks of a launcher, can train."""

@@ -1,0 +1,76 @@
+"""`axsparse prune --dry-run`: says what a run would prune, what would stay dense, and why."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+
+from axsparse.cli.parser import CommandParser, add_configuration, say
+from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.validate import check_config
+from axsparse.runtime.errors import ConfigError
+
+PRUNE = """\
+Say which tensors a run prunes and how many of their entries stay in the end, which tensors stay
+dense, and why. No weights are read, and nothing is trained.
+
+  axsparse prune --dry-run --config quickstart.yaml
+  axsparse prune --dry-run --set model.name=vgg19 --set 'pruning.exclude=[classifier.*]'
+"""
+PRUNE_END = """\
+Training prunes (axsparse train). A run of a model of your own says the same in short as it starts.
+
+exit codes:
+  0 done   65, 66 a ticket that cannot be taken   78 settings that cannot be run
+"""
+
+
+def parser() -> CommandParser:
+    """The command line."""
+    arguments = CommandParser(_prune, prog="axsparse prune", description=PRUNE, epilog=PRUNE_END)
+    arguments.add_argument("--dry-run", action="store_true", help="prune nothing; needed")
+    add_configuration(arguments.add_argument)
+    return arguments
+
+
+def _prune(arguments: argparse.Namespace) -> None:
+    if not arguments.dry_run:
+        raise ConfigError(
+            "--dry-run: left out, but only training prunes (axsparse train); add it to see what "
+            "would be pruned"
+        )
+    loaded = load_config(arguments.config, arguments.overrides)
+    check_config(loaded)
+    say("\n".join(lines(loaded)))
+
+
+def lines(loaded: LoadedConfig) -> Iterator[str]:
+    """A table of the pruned tensors, then the dense ones by the reason why."""
+    # Imported late, so that --help does not load torch.
+    from axsparse.models.survey import survey
+    from axsparse.models.zoo.model_registry import model_without_weights
+    from axsparse.pruning.targets import left_dense, what_is_pruned
+
+    surveyed = survey(model_without_weights(loaded))
+    targets, ticket = what_is_pruned(loaded.config, surveyed)
+    if targets is None:
+        yield "nothing is pruned: samo.enabled is false, or pruning.sparsity is 0"
+        return
+    kept = targets.kept() if ticket is None else ticket.kept
+    yield f"pruned by {loaded.config.pruning.method if ticket is None else ticket.path}:"
+    rows = [
+        (name, " × ".join(map(str, shape)), math.prod(shape), kept[name])
+        for name, shape in targets.shapes.items()
+    ]
+    rows.append(("total", "", sum(row[2] for row in rows), sum(row[3] for row in rows)))
+    texts = [("tensor", "shape", "entries", "stay")]
+    texts += [(name, shape, f"{numel:,}", f"{stay:,}") for name, shape, numel, stay in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for name, *cells in texts:
+        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        yield "  ".join([name.ljust(widths[0]), *right])
+    for why, parameters in left_dense(surveyed, targets, loaded.config.pruning).items():
+        yield ""
+        yield f"dense, {sum(one.numel for one in parameters):,} entries: {why}"
+        yield from (f"  {one.name}  {' × '.join(map(str, one.shape))}" for one in parameters)

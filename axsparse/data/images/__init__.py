@@ -1,1 +1,0 @@
-"""Image folders as data sets: files are decoded, cropped and flipped."""

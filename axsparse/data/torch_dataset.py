@@ -1,0 +1,163 @@
+"""Takes a data set of torch (`torch.utils.data.Dataset`) as samples of axsparse."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import default_collate
+
+from axsparse.data.dataset import digest_of_tensors
+from axsparse.runtime.errors import DataError
+from axsparse.runtime.seeds import keyed_generator
+
+COMPARED = 4
+"""Samples, evenly spread, that are read twice when a data set is taken."""
+DRAWS = frozenset(
+    (
+        *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"),
+        *("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_"),
+        *("cauchy_", "log_normal_"),
+    )
+)
+"""The functions and methods of torch that draw random numbers and take a generator."""
+
+
+def from_torch(
+    dataset: Any,
+    collate_fn: Callable[[list[Any]], Any] = default_collate,
+    *,
+    name: str | None = None,
+    vocab_size: int | None = None,
+    count_targets: Callable[[Tensor], int] | None = None,
+    seed: int = 0,
+) -> TorchSamples:
+    """A data set of torch as a `Dataset`.
+
+    `dataset` has a length and gives a sample for each number; `collate_fn` makes the inputs and the
+    targets of a list of samples: a pair, whose first is a tensor or a tuple of tensors and whose
+    second is a tensor, all with the samples first. `default_collate` does so for samples that are
+    pairs themselves.
+
+    What `dataset` draws by torch for a sample (crops, flips and noise of torchvision, for example)
+    comes from a generator that is keyed by `seed`, epoch and sample: it changes from epoch to
+    epoch, and is the same in every layout and after a resumption. Evaluations draw as in epoch 0.
+    Random numbers of Python, of numpy and of generators of one's own are refused, since several
+    threads read, and so is what `collate_fn` draws.
+
+    `name` is what the banner and messages say. `vocab_size` is for samples of tokens, whose ids are
+    all below it. `count_targets` says how many targets of a microbatch count in the loss; by
+    default all of them do.
+
+    Raises DataError for a data set that has no length or no sample, one whose samples are no such
+    pairs, and one that gives other values when a sample is read again. Its `fingerprint` is a
+    digest of its length and of some samples.
+    """
+    name = type(dataset).__name__ if name is None else name
+    try:
+        length = len(dataset)
+    except TypeError:
+        length = 0
+    if not length or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"from_torch ({name}): it has no length, or no sample; give a data set with __len__ "
+            "and __getitem__, such as a list of what an iterable one yields"
+        )
+    samples = TorchSamples(
+        name, "", vocab_size, None, dataset, length, collate_fn, count_targets, seed
+    )
+    some = np.unique(np.linspace(0, length - 1, COMPARED).astype(np.int64))
+    # The states are compared as well: a coin may fall twice on the same side.
+    states = _global_states()
+    reads = [samples.read(some) for _ in range(2)]
+    digests = [digest_of_tensors((torch.tensor(length), *of, to)) for of, to in reads]
+    if digests[0] != digests[1] or _global_states() != states:
+        raise DataError(
+            f"from_torch ({name}): its samples differ when they are read again, or draw random "
+            "numbers of Python or numpy; draw by torch.rand, torch.randint and their like, in "
+            "__getitem__, where seed, epoch and sample seed them"
+        )
+    per_sample = reads[0][1].numel() // len(some) if count_targets is None else None
+    return replace(samples, fingerprint=digests[0], targets_per_sample=per_sample)
+
+
+@dataclass(frozen=True, eq=False)
+class TorchSamples:
+    """The samples of a data set of torch, as `from_torch` makes it: a `Dataset`."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int | None
+    targets_per_sample: int | None
+    dataset: Any
+    length: int
+    collate_fn: Callable[[list[Any]], Any]
+    counts: Callable[[Tensor], int] | None
+    seed: int
+    reads_epochs = True
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(
+        self, indices: NDArray[np.int64], epochs: NDArray[np.int64] | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The inputs and the targets of the samples with these numbers, as in these epochs; in
+        epoch 0 without any."""
+        epochs = np.zeros_like(indices) if epochs is None else epochs
+        samples = []
+        for sample, epoch in zip(indices.tolist(), epochs.tolist(), strict=True):
+            with _DrawnFrom(self.seed, epoch, sample):
+                samples.append(self.dataset[sample])
+        collated = self.collate_fn(samples)
+        if not isinstance(collated, (tuple, list)) or len(collated) != 2:
+            raise DataError(
+                f"from_torch ({self.name}): samples are collated to {type(collated).__name__}; "
+                "give a collate_fn that returns two things, the inputs (a tensor or a tuple of "
+                "tensors) and the targets"
+            )
+        inputs, targets = collated
+        if not isinstance(targets, Tensor):
+            raise DataError(
+                f"from_torch ({self.name}): targets are collated to {type(targets).__name__}; give "
+                "a collate_fn that returns them as a tensor, samples first"
+            )
+        if self.targets_per_sample not in (None, targets.numel() / len(samples)):
+            raise DataError(
+                f"from_torch ({self.name}): {len(samples)} samples have {targets.numel()} targets, "
+                f"where others have {self.targets_per_sample} each; give count_targets, which says "
+                "how many of a microbatch count in the loss"
+            )
+        return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), targets
+
+    def count_targets(self, targets: Tensor) -> int:
+        return targets.numel() if self.counts is None else self.counts(targets)
+
+
+class _DrawnFrom(TorchFunctionMode):
+    """Lets torch draw from a generator of a key, in this thread and within the block."""
+
+    def __init__(self, *key: int) -> None:
+        super().__init__()
+        self._generator = keyed_generator("from_torch", *key)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in DRAWS and kwargs.get("generator") is None:
+            kwargs = {**kwargs, "generator": self._generator}
+        return func(*args, **kwargs)
+
+
+def _global_states() -> tuple[object, ...]:
+    """Where Python's and numpy's generators are, which all threads share."""
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(keys).tobytes(), position

@@ -1,0 +1,395 @@
+"""The loops of `sparse_products.py`, which only the process that compiles them imports.
+
+AVX-512 multiplies 32 pairs of bf16 at once and adds the exact products, two and two, to 16 sums in
+fp32 (`vdpbf16ps`). So that the numbers of one column lie side by side, matrices are transposed
+first, in blocks of 16 × 16 that are exchanged between registers.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from axsparse.samo.host.compiled_loops import LENGTHS, Array
+from axsparse.samo.host.compiled_loops import TILE as TOKENS
+from axsparse.samo.host.loop_parts import (
+    BFLOAT,
+    FLOAT,
+    INT16,
+    INT32,
+    INT64,
+    alike,
+    alloca_once,
+    compiled,
+    fetch,
+    for_range,
+    intrinsic,
+    outside,
+    picks,
+    place,
+)
+
+BLOCK = 16
+"""Rows and columns that are transposed at once."""
+PAIRS = 32
+"""Products of one instruction, and numbers of a vector."""
+SUMS = 16
+"""Sums of one instruction."""
+CHAINS = 2
+"""Sums of one entry that are made side by side, so that instructions wait less for each other."""
+AT_ONCE = 4
+"""Weights that are multiplied in one round of the innermost loop, two by one instruction."""
+QUARTER = 8
+"""Of two vectors of numbers, an instruction takes turns with so many of both at a time."""
+MAGNITUDE = 0x7FFF
+"""The bits of a number in bf16, less its sign."""
+
+_NUMBERS, _WORDS = ir.VectorType(INT16, PAIRS), ir.VectorType(INT32, SUMS)
+_FACTORS, _SUMS = ir.VectorType(BFLOAT, PAIRS), ir.VectorType(FLOAT, SUMS)
+_HALVES = [
+    [
+        side + begin + half + number
+        for begin in range(0, PAIRS, QUARTER)
+        for number in range(QUARTER // 2)
+        for side in (0, PAIRS)
+    ]
+    for half in (0, QUARTER // 2)
+]
+"""Which numbers of two vectors form the pairs of the first and the second half of the tokens; a
+processor has such shuffles for quarters of a vector."""
+_ORDER = [
+    half * SUMS + begin // 2 + number
+    for begin in range(0, PAIRS, QUARTER)
+    for half in (0, 1)
+    for number in range(QUARTER // 2)
+]
+"""Where the sums of tokens stand in those two halves."""
+
+
+def _numbers(value: int) -> ir.Constant:
+    return ir.Constant(_NUMBERS, [value] * PAIRS)
+
+
+def _words(value: int) -> ir.Constant:
+    return ir.Constant(_WORDS, [value] * SUMS)
+
+
+def _multiply_add(builder: Any, sums: Any, one: Any, other: Any) -> Any:
+    """`sums` and the products of two vectors of PAIRS numbers, two and two."""
+    return outside(builder, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, [sums, one, other])
+
+
+# -- transposing --------------------------------------------------------------------------------
+
+
+# Reason: two arrays, where to begin in each, and how far rows are apart in each.
+@intrinsic
+def turn(_: Any, source: Any, at: Any, apart: Any, target: Any, to: Any, target_apart: Any) -> Any:
+    """Transpose one block: rows at `at`, `at + apart`, … become columns of the rows at `to`, …"""
+
+    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, at, apart, target, to, target_apart = arguments
+        vector = ir.VectorType(INT16, BLOCK)
+
+        def row_of(kind: Any, array: Any, first: Any, stride: Any, row: int) -> Any:
+            begin = builder.add(first, builder.mul(stride, INT64(row)))
+            return place(context, builder, kind, array, begin, vector)
+
+        rows = [
+            builder.load(row_of(signature.args[0], source, at, apart, row), align=2)
+            for row in range(BLOCK)
+        ]
+        # The next block of the same columns is on its way meanwhile.
+        for row in range(BLOCK, 2 * BLOCK):
+            fetch(builder, row_of(signature.args[0], source, at, apart, row))
+        # Quarters of ever smaller squares change places, those off the diagonal.
+        half = BLOCK // 2
+        while half:
+            low = picks(k if not k & half else BLOCK + (k ^ half) for k in range(BLOCK))
+            high = picks(k | half if not k & half else BLOCK + k for k in range(BLOCK))
+            for row in range(BLOCK):
+                if not row & half:
+                    pair = rows[row], rows[row + half]
+                    rows[row] = builder.shuffle_vector(*pair, low)
+                    rows[row + half] = builder.shuffle_vector(*pair, high)
+            half //= 2
+        for row in range(BLOCK):
+            where = row_of(signature.args[3], target, to, target_apart, row)
+            builder.store(rows[row], where, align=2)
+        return context.get_dummy_value()
+
+    return types.void(source, at, apart, target, to, target_apart), call
+
+
+@compiled
+def transpose(source: Array, target: Array, begin: int, end: int, first: int) -> None:
+    """Write rows [begin, end) of a matrix, `(rows, columns)`, from column `first` on, to the
+    columns of `target`, `(columns, length)`, whose further columns become zero."""
+    columns, length = target.shape
+    apart = source.shape[1]
+    whole_rows = (end - begin) // BLOCK * BLOCK
+    whole_columns = columns // BLOCK * BLOCK
+    for row in range(0, whole_rows, BLOCK):
+        for column in range(0, whole_columns, BLOCK):
+            at = (begin + row) * apart + first + column
+            turn(source, at, apart, target, column * length + row, length)
+    for column in range(columns):
+        for row in range(0 if column >= whole_columns else whole_rows, length):
+            target[column, row] = source[begin + row, first + column] if begin + row < end else 0
+
+
+# -- the kept entries of a product ----------------------------------------------------------------
+
+
+def _dot_of(instructions: int) -> Any:
+    """What makes the sum of PAIRS · `instructions` products of two vectors, as fp32."""
+
+    def dot(_: Any, one: Any, at_one: Any, other: Any, at_other: Any) -> Any:
+        def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            totals = [ir.Constant(_SUMS, [0.0] * SUMS)] * CHAINS
+            for number in range(instructions):
+                read = []
+                for side in (0, 2):
+                    at = builder.add(arguments[side + 1], INT64(number * PAIRS))
+                    where = place(
+                        context, builder, signature.args[side], arguments[side], at, _FACTORS
+                    )
+                    read.append(builder.load(where, align=2))
+                chain = number % CHAINS
+                totals[chain] = _multiply_add(builder, totals[chain], *read)
+            vector, lanes = builder.fadd(*totals), SUMS
+            while lanes > 1:  # halves are added until one number is left
+                nothing = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
+                halves = [
+                    builder.shuffle_vector(vector, nothing, picks(range(begin, begin + lanes // 2)))
+                    for begin in (0, lanes // 2)
+                ]
+                vector, lanes = builder.fadd(*halves), lanes // 2
+            return builder.extract_element(vector, INT32(0))
+
+        return types.float32(one, at_one, other, at_other), call
+
+    return intrinsic(dot)
+
+
+_dot_of_64, _dot_of_128, _dot_of_256 = (_dot_of(length // PAIRS) for length in LENGTHS)
+
+
+@compiled
+def sample(
+    panels: tuple[Array, Array],
+    first: int,
+    where: tuple[Array, Array, Array],
+    sums: Array,
+    adds: int,
+) -> None:
+    """The kept entries of a product, as far as the columns of the inner panel go.
+
+    Both `panels`, the outer `(rows, length)` and the inner `(columns, length)`, are transposed; the
+    inner one begins with column `first`. `where` has the columns of all kept entries, row by row,
+    the number of each row's next entry, which is moved on, and that of its end. An entry goes to
+    `sums`, or is added to what is there if `adds`.
+    """
+    outer, inner = panels
+    columns, cursors, ends = where
+    length = outer.shape[1]
+    limit = first + inner.shape[0]
+    for row in range(outer.shape[0]):
+        at, number, end = row * length, cursors[row], ends[row]
+        while number < end and columns[number] < limit:
+            place = (columns[number] - first) * length
+            if length == 256:
+                value = _dot_of_256(inner, place, outer, at)
+            elif length == 128:
+                value = _dot_of_128(inner, place, outer, at)
+            else:
+                value = _dot_of_64(inner, place, outer, at)
+            sums[number] = sums[number] + value if adds else value
+            number += 1
+        cursors[row] = number
+
+
+# -- products with the kept entries of a weight ---------------------------------------------------
+
+
+# Reason: a line and two lists, with where to begin in each, and the first input's number.
+@intrinsic
+def _list_vector(
+    _: Any, line: Any, at: Any, input_number: Any, inputs: Any, weights: Any, listed: Any
+) -> Any:
+    """Add the weights other than zero among PAIRS, from `line[at]` on, to the end of a list.
+
+    The first of them is that of input `input_number`. Returns how many are listed then. Of the
+    lists, PAIRS entries behind the last one may get any numbers.
+    """
+
+    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        line, at, input_number, inputs, weights, listed = arguments
+        kinds = signature.args
+        read = builder.load(place(context, builder, kinds[0], line, at, _NUMBERS), align=2)
+        is_kept = builder.icmp_unsigned("!=", builder.and_(read, _numbers(MAGNITUDE)), _numbers(0))
+        first = alike(builder, builder.trunc(input_number, INT16), PAIRS)
+        names = builder.add(first, ir.Constant(_NUMBERS, list(range(PAIRS))))
+        for numbers, kind, array in ((names, kinds[3], inputs), (read, kinds[4], weights)):
+            name = "llvm.x86.avx512.mask.compress.v32i16"
+            chosen = outside(builder, name, _NUMBERS, [numbers, _numbers(0), is_kept])
+            builder.store(chosen, place(context, builder, kind, array, listed, _NUMBERS), align=2)
+        more = outside(builder, "llvm.ctpop.i32", INT32, [builder.bitcast(is_kept, INT32)])
+        return builder.add(listed, builder.zext(more, INT64))
+
+    return types.int64(line, at, input_number, inputs, weights, listed), call
+
+
+# Reason: the factors, two lists and the sums; their vectors are made by the same few lines.
+@intrinsic
+def _add_pairs(
+    _: Any, panel: Any, inputs: Any, weights: Any, rounds: Any, sums: Any, to: Any
+) -> Any:
+    """Add weights times inputs to the sums of TOKENS tokens, AT_ONCE weights in each round.
+
+    `panel` has TOKENS numbers of each input side by side; `inputs` and `weights` are lists, and the
+    sums begin at `sums[to]`.
+    """
+
+    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        arrays = dict(zip(names, zip(signature.args, arguments, strict=True), strict=True))
+
+        def at(name: str, number: Any, kind: Any) -> Any:
+            return place(context, builder, *arrays[name], number, kind)
+
+        totals = {
+            (chain, vector, half): alloca_once(builder, _SUMS)
+            for chain in range(AT_ONCE // 2)
+            for vector in range(TOKENS // PAIRS)
+            for half in (0, 1)
+        }
+        places = {
+            (vector, half): at(
+                "sums", builder.add(arguments[-1], INT64(vector * PAIRS + half * SUMS)), _SUMS
+            )
+            for chain, vector, half in totals
+            if chain == 0
+        }
+        for (chain, vector, half), total in totals.items():
+            nothing = ir.Constant(_SUMS, [0.0] * SUMS)
+            first = nothing if chain else builder.load(places[vector, half], align=4)
+            builder.store(first, total)
+        with for_range(builder, arguments[3], intp=INT64) as loop:
+            begin = builder.mul(loop.index, INT64(AT_ONCE))
+            for chain in range(AT_ONCE // 2):
+                pair = builder.add(begin, INT64(2 * chain))
+                two_inputs = builder.load(at("inputs", pair, INT32), align=2)
+                two_weights = builder.load(at("weights", pair, INT32), align=2)
+                factors = builder.bitcast(alike(builder, two_weights, SUMS), _FACTORS)
+                one = builder.and_(two_inputs, INT32(0xFFFF))
+                other = builder.lshr(two_inputs, INT32(16))
+                for vector in range(TOKENS // PAIRS):
+                    read = []
+                    for row in (one, other):
+                        source = builder.mul(builder.zext(row, INT64), INT64(TOKENS))
+                        source = builder.add(source, INT64(vector * PAIRS))
+                        read.append(builder.load(at("panel", source, _NUMBERS), align=2))
+                    for half in (0, 1):
+                        mixed = builder.shuffle_vector(*read, picks(_HALVES[half]))
+                        total = totals[chain, vector, half]
+                        products = builder.bitcast(mixed, _FACTORS)
+                        added = _multiply_add(builder, builder.load(total), products, factors)
+                        builder.store(added, total)
+        for (vector, half), where in places.items():
+            found = [builder.load(totals[chain, vector, half]) for chain in range(AT_ONCE // 2)]
+            builder.store(reduce(builder.fadd, found), where, align=4)
+        return context.get_dummy_value()
+
+    names = ("panel", "inputs", "weights", "rounds", "sums", "to")
+    return types.void(panel, inputs, weights, rounds, sums, to), call
+
+
+@intrinsic
+def _round_vector(_: Any, sums: Any, at: Any, target: Any, to: Any) -> Any:
+    """Round the sums of PAIRS tokens to the nearest numbers of bf16, ties to even, as torch does,
+    and write them in the order of the tokens."""
+
+    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, at, target, to = arguments
+        half_way = []
+        for half in (0, 1):
+            begin = builder.add(at, INT64(half * SUMS))
+            address = place(context, builder, signature.args[0], sums, begin, _SUMS)
+            bits = builder.bitcast(builder.load(address, align=4), _WORDS)
+            odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
+            # The lower half of a NaN is zero here, so that it stays one.
+            rounded = builder.add(builder.add(bits, odd), _words(0x7FFF))
+            upper = builder.lshr(rounded, _words(16))
+            half_way.append(builder.trunc(upper, ir.VectorType(INT16, SUMS)))
+        address = place(context, builder, signature.args[2], target, to, _NUMBERS)
+        builder.store(builder.shuffle_vector(*half_way, picks(_ORDER)), address, align=2)
+        return context.get_dummy_value()
+
+    return types.void(sums, at, target, to), call
+
+
+@compiled
+def _list_line(line: Array, at: int, count: int, inputs: Array, weights: Array) -> int:
+    """List the weights other than zero of a line, with their inputs; returns in how many rounds
+    they are multiplied. What the last round lacks is filled up with zeros."""
+    listed = 0
+    whole = count // PAIRS * PAIRS
+    for number in range(0, whole, PAIRS):
+        listed = _list_vector(line, at + number, number, inputs, weights, listed)
+    for number in range(whole, count):
+        if line[at + number] & MAGNITUDE:
+            inputs[listed], weights[listed] = number, line[at + number]
+            listed += 1
+    rounds = (listed + AT_ONCE - 1) // AT_ONCE
+    for number in range(listed, rounds * AT_ONCE):
+        inputs[number], weights[number] = 0, 0
+    return rounds
+
+
+@compiled
+def add_products(
+    panels: Array, lines: tuple[Array, int, int], lists: tuple[Array, Array, Array], sums: Array
+) -> None:
+    """Add to `sums`, `(tiles, count, TOKENS)`, the products of inputs with lines of the weight.
+
+    `panels` is `(tiles, inputs, TOKENS)`. `lines` is an array, where in it the first line begins,
+    and how far lines are apart. `lists` is room for inputs and weights of each line, and for
+    the rounds in which they are multiplied.
+    """
+    numbers, begin, apart = lines
+    inputs, weights, rounds = lists
+    tiles, depth, _ = panels.shape
+    count = sums.shape[1]
+    for line in range(count):
+        at = begin + line * apart
+        rounds[line] = _list_line(numbers, at, depth, inputs[line], weights[line])
+    for tile in range(tiles):
+        panel = panels[tile]
+        for line in range(count):
+            to = (tile * count + line) * TOKENS
+            _add_pairs(panel, inputs[line], weights[line], rounds[line], sums, to)
+
+
+@compiled
+def put(sums: Array, rounded: Array, outputs: Array, begin: int, first: int) -> None:
+    """Round sums, `(tiles, count, TOKENS)`, and write them to columns from `first` on of the
+    outputs' rows from `begin` on."""
+    tiles, count, _ = sums.shape
+    apart = outputs.shape[1]
+    whole_lines = count // BLOCK * BLOCK
+    for tile in range(tiles):
+        for at in range(0, count * TOKENS, PAIRS):
+            _round_vector(sums, tile * count * TOKENS + at, rounded, at)
+        row = begin + tile * TOKENS
+        tokens = min(TOKENS, outputs.shape[0] - row)
+        whole_tokens = tokens // BLOCK * BLOCK
+        for token in range(0, whole_tokens, BLOCK):
+            for line in range(0, whole_lines, BLOCK):
+                to = (row + token) * apart + first + line
+                turn(rounded, line * TOKENS + token, TOKENS, outputs, to, apart)
+        for token in range(tokens):
+            for line in range(whole_lines if token < whole_tokens else 0, count):
+                outputs[row + token, first + line] = rounded[line, token]

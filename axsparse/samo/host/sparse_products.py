@@ -1,0 +1,222 @@
+"""The three products of a linear layer, computed from the kept entries of its weight alone.
+
+They are the output, y = x Wᵀ + b, the gradient of the input, ∂x = ∂y W, and that of the weight,
+∂W = ∂yᵀ x. Of a weight that is mostly pruned only a few entries of ∂W are kept, and each is a sum
+of its own: over the tokens of a microbatch, an output's gradient times an input. On a CPU that
+multiplies bf16 it is quicker to compute just these than to have the dense product and pick them
+out; the literature calls it a sampled dense-dense matrix product (SDDMM). For the other two
+products the weight stays dense: on the way its entries other than zero are listed, line by line,
+which costs little beside what they are multiplied with (docs/decisions/043-sparse-products.md).
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from axsparse.samo.host.compiled_loops import (
+    FEW,
+    LENGTHS,
+    TILE,
+    Array,
+    Loop,
+    has_bf16_loops,
+    multiplies_matrices,
+)
+from axsparse.samo.index.base import Index, Int32Index, MaskIndex
+from axsparse.samo.tensor_state import TensorState
+
+TRANSPOSE, SAMPLE, ADD_PRODUCTS, PUT = (
+    Loop("axsparse.samo.host.sparse_product_loops", name)
+    for name in ("transpose", "sample", "add_products", "put")
+)
+SPARSE = (Int32Index, MaskIndex)
+DENSEST_SAMPLED = 0.2
+"""The density up to which kept entries of a weight's gradient are computed one by one."""
+DENSEST = 0.3
+"""The density up to which a layer's output and the gradient of its input are computed from kept
+entries."""
+DENSEST_WITH_AMX = 0.05
+"""The same of processors that multiply whole matrices at once."""
+FEWEST_TOKENS = 64
+"""Of fewer tokens the dense product is nearly as quick."""
+MOST_THREADS = 2
+"""Kept entries are computed by one thread; by more than so many the dense product is as quick."""
+TOKENS = 256
+"""Tokens of which both factors of a sampled product are laid out at a time."""
+COLUMNS = 512
+"""Inputs that are laid out at a time: with so many tokens, 256 KiB that stay in the cache."""
+LINES = 256
+"""Lines of the weight whose entries are listed at a time."""
+DEPTH = 512
+"""Inputs of which they are listed at a time: what 64 tokens have there stays in the cache."""
+STRETCH = 1024
+"""Tokens that are laid out for the list at a time."""
+SPARE = 36
+"""Entries of a list that may be written behind its end."""
+
+
+def may_be_sparse(weight: Tensor) -> bool:
+    """Whether products with this weight may be sparse once enough of it is pruned."""
+    return weight.dtype == torch.bfloat16 and weight.dim() == 2 and weight.numel() > FEW
+
+
+def can_sample(tensor: TensorState) -> bool:
+    """Whether gradients of this weight are to be sampled, with its present index."""
+    return _is_sparse(tensor, DENSEST_SAMPLED)
+
+
+def can_multiply(tensor: TensorState) -> bool:
+    """Whether products with this weight are to be computed from what is kept of it at present."""
+    return _is_sparse(tensor, DENSEST_WITH_AMX if multiplies_matrices() else DENSEST)
+
+
+def _is_sparse(tensor: TensorState, densest: float) -> bool:
+    """Whether a weight has this density or less at present, and there is code that makes use of it.
+
+    Compiled loops are loaded for the first weight that everything else speaks for.
+    """
+    weight = tensor.parameter
+    return (
+        may_be_sparse(weight)
+        and isinstance(tensor.index, SPARSE)
+        and tensor.kept <= densest * weight.numel()
+        and torch.get_num_threads() <= MOST_THREADS
+        and has_bf16_loops()
+    )
+
+
+def _bits_of(matrix: Tensor) -> Array:
+    """The bits of a matrix of bf16, row by row."""
+    assert matrix.dtype == torch.bfloat16, f"{matrix.dtype}"
+    bits: Array = matrix.detach().contiguous().view(torch.int16).numpy()
+    return bits
+
+
+def _int16(*shape: int) -> Array:
+    """Memory for numbers; torch's begins where a vector may begin."""
+    bits: Array = torch.empty(shape, dtype=torch.int16).numpy()
+    return bits
+
+
+# -- the weight's gradient --------------------------------------------------------------------
+
+
+def sampled_product(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
+    """The entries of `outerᵀ inner` that an index keeps, `(kept,)`, in bf16.
+
+    `outer`, `(tokens, rows)`, and `inner`, `(tokens, columns)`, are in bf16; the index is of a
+    `(rows, columns)` matrix. Products are added in fp32, in an order that only depends on the
+    number of tokens, and rounded once.
+    """
+    assert isinstance(index, SPARSE), f"{type(index).__name__}"
+    tokens, rows = outer.shape
+    width = inner.shape[1]
+    columns, ends = index.csr(width)
+    assert inner.shape[0] == tokens, f"{inner.shape[0]} inputs for {tokens} output gradients"
+    assert ends.size == rows, f"an index of {ends.size} rows for {rows}"
+    outer_bits, inner_bits = _bits_of(outer), _bits_of(inner)
+    sums = torch.zeros(index.kept) if tokens == 0 else torch.empty(index.kept)
+    starts = np.zeros_like(ends)
+    starts[1:] = ends[:-1]
+    for begin in range(0, tokens, TOKENS):
+        end = min(begin + TOKENS, tokens)
+        length = next(length for length in LENGTHS if length >= end - begin)
+        outer_panel, inner_panel = _int16(rows, length), _int16(min(width, COLUMNS), length)
+        TRANSPOSE(outer_bits, outer_panel, begin, end, 0)
+        cursors = starts.copy()
+        for first in range(0, width, COLUMNS):
+            part = inner_panel[: min(COLUMNS, width - first)]
+            TRANSPOSE(inner_bits, part, begin, end, first)
+            where = (columns, cursors, ends)
+            SAMPLE((outer_panel, part), first, where, sums.numpy(), int(begin > 0))
+    return sums.to(torch.bfloat16)
+
+
+# -- the output and the input's gradient ------------------------------------------------------
+
+
+def sparse_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`rows weightᵀ + bias`, `(tokens, outputs)`, of rows `(tokens, inputs)`, all in bf16.
+
+    Each entry is the sum of what weights other than zero contribute, in the order of the inputs,
+    in fp32, rounded once. Entries below bf16's normal numbers count as zero.
+    """
+    return _product(rows, weight, bias, is_transposed=False)
+
+
+def sparse_input_gradient(outer: Tensor, weight: Tensor) -> Tensor:
+    """`outer weight`, `(tokens, inputs)`, of output gradients `(tokens, outputs)`; see
+    `sparse_linear`."""
+    return _product(outer, weight, None, is_transposed=True)
+
+
+def _product(matrix: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
+    """`matrix weightᵀ + bias`, or if `is_transposed`, `matrix weight + bias`.
+
+    The lines of a weight are its rows, or if it is transposed its columns. Each gives one output.
+    """
+    num_outputs, width = weight.shape[::-1] if is_transposed else weight.shape
+    tokens = matrix.shape[0]
+    assert matrix.shape == (tokens, width), f"{tuple(matrix.shape)} for {width} inputs"
+    assert bias is None or bias.shape == (num_outputs,), f"{tuple(bias.shape)} for {num_outputs}"
+    added = torch.zeros(num_outputs) if bias is None else bias.detach().to(torch.float32)
+    outputs = torch.empty(tokens, num_outputs, dtype=torch.bfloat16)
+    weights = _bits_of(weight), is_transposed
+    for begin in range(0, tokens, STRETCH):
+        rows = matrix[begin : begin + STRETCH]
+        _multiply(_bits_of(rows), weights, added.numpy(), _bits_of(outputs), begin)
+    return outputs
+
+
+def _multiply(
+    rows: Array, weights: tuple[Array, bool], bias: Array, outputs: Array, begin: int
+) -> None:
+    """Write the outputs of some rows, from row `begin` of the outputs on."""
+    matrix, is_transposed = weights
+    scratch = _scratch()
+    tokens, width = rows.shape
+    tiles = range(0, tokens, TILE)
+    panels = []
+    for at in range(0, width, DEPTH):
+        panel = _int16(len(tiles), min(DEPTH, width - at), TILE)
+        for number, first in enumerate(tiles):
+            end = min(first + TILE, tokens)
+            TRANSPOSE(rows, panel[number], first, end, at)
+        panels.append(panel)
+    for first in range(0, len(bias), LINES):
+        count = min(LINES, len(bias) - first)
+        sums = torch.empty(len(tiles), count, TILE).numpy()
+        sums[:] = bias[first : first + count, None]
+        for number, panel in enumerate(panels):
+            at, depth = number * DEPTH, panel.shape[1]
+            if is_transposed:
+                turned = scratch.lines[: count * depth]
+                TRANSPOSE(matrix, turned.reshape(count, depth), at, at + depth, first)
+                lines = turned, 0, depth
+            else:
+                lines = matrix.reshape(-1), first * width + at, width
+            ADD_PRODUCTS(panel, lines, scratch.lists, sums)
+        PUT(sums, scratch.rounded, outputs, begin, first)
+
+
+class _Scratch(threading.local):
+    """Memory that all products of one thread use, one after the other: 0.9 MB."""
+
+    def __init__(self) -> None:
+        size = LINES, DEPTH + SPARE
+        self.lines = _int16(LINES * DEPTH)
+        """Lines of a weight that is transposed."""
+        rounds: Array = torch.empty(LINES, dtype=torch.int64).numpy()
+        self.lists = _int16(*size), _int16(*size), rounds
+        """Inputs and weights of each line, and the rounds in which they are multiplied."""
+        self.rounded = _int16(LINES, TILE)
+
+
+@cache
+def _scratch() -> _Scratch:
+    return _Scratch()

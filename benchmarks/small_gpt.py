@@ -1,0 +1,75 @@
+"""The small GPTs that benchmarks train, on one rank or several, on drawn tokens or given ones."""
+
+from __future__ import annotations
+
+import torch
+
+from axsparse.config.load import LoadedConfig
+from axsparse.config.model_config import GptConfig, of_family
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Datasets, TokenDataset
+from axsparse.models.layer import Model
+from axsparse.models.zoo.gpt import gpt
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.build import build
+from axsparse.training.trainer import Trainer
+
+
+def config_of(
+    layers: int, hidden: int, tokens: int, words: int = 512, **sections: object
+) -> Config:
+    """Settings of a GPT in bf16 whose microbatches are one sequence, without evaluations.
+
+    `heads` and `microbatches` may be among the sections; whole sections take the place of these.
+    """
+    heads = sections.pop("heads", max(1, hidden // 64))
+    return Config.model_validate(
+        {
+            "model": {
+                "num_layers": layers,
+                "hidden_size": hidden,
+                "num_heads": heads,
+                "sequence_length": tokens,
+                "vocab_size": words,
+            },
+            "batch": {
+                "global_batch_size": sections.pop("microbatches", 2),
+                "microbatch_size": 1,
+            },
+            "precision": "bf16",
+            "pruning": {"sparsity": 0.9, "method": "random"},
+            "train": {"steps": 10**6, "eval_every": 0, "eval_steps": 0, "peak_flops": 1e9},
+            **sections,
+        }
+    )
+
+
+def model_of(config: Config) -> Model:
+    """The GPT of these settings."""
+    settings = of_family(config.model, GptConfig)
+    return gpt(settings, settings.sequence_length)
+
+
+def trainer_of(
+    config: Config, data: TokenDataset | None = None, transport: Transport | None = None
+) -> Trainer:
+    """A trainer that stays silent, with one stage a rank; tokens are drawn where none are given."""
+    settings = of_family(config.model, GptConfig)
+    if data is None:
+        generator = torch.Generator().manual_seed(1)
+        words, tokens = settings.vocab_size, settings.sequence_length
+        drawn = torch.randint(words, (64 * tokens + 1,), generator=generator).numpy()
+        data = TokenDataset("random", "0", words, drawn.astype("uint16"), tokens)
+    transport = transport or LocalTransport(LocalWorld(1), 0)
+    return build(
+        Job(transport),
+        model_of(config),
+        lambda: Datasets(data, None),
+        LoadedConfig(config, "benchmarks", {}),
+        grid=Grid(transport.size, 1),
+        quiet=transport.size == 1,
+    )

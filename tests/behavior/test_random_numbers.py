@@ -1,0 +1,175 @@
+"""Random numbers of every global source follow from seed, step and sample: in layers, in the loss
+and its metrics, in evaluations and recomputations, in every layout, from the first draw on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.cases import judge_everywhere
+from support.resuming import ran, same
+from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
+from torch import Tensor, nn
+
+from axsparse.data_parallel.agreement import Verdict
+from axsparse.models.layer import Layer, Model
+from axsparse.models.survey import survey
+from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.pipeline.stage import Key, Stage
+from axsparse.runtime.errors import ConfigError
+from axsparse.training.trainer import Trainer
+
+WIDTH = 16
+Draw = Callable[[Tensor], Tensor]
+SOURCES: dict[str, Draw] = {
+    "torch": torch.rand_like,
+    "python": lambda x: torch.full_like(x, random.random()),  # noqa: S311 - noise
+    "numpy": lambda x: torch.from_numpy(np.random.rand(*x.shape)).to(x.dtype),
+}
+SETTINGS: dict[str, Any] = {
+    "batch": {"global_batch_size": 12, "microbatch_size": 3},
+    "train": {"steps": 3, "eval_every": 2, "eval_steps": 2},
+}
+
+
+class Noisy(nn.Module):
+    """Adds noise, in training as in evaluation, once it is told to."""
+
+    def __init__(self, draw: Draw, *, is_noisy: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.0)
+        self.is_noisy = is_noisy
+        self._draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.dropout(self.linear(x)))
+        return out + self._draw(out) if self.is_noisy else out
+
+
+def noisy_model(draw: Draw, *, is_noisy: bool = True, in_loss: bool = False) -> Model:
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return summed_loss(logits + draw(logits) if in_loss else logits, targets)
+
+    def metric(logits: Tensor, targets: Tensor) -> Tensor:
+        return (draw(logits).mean(dim=-1) > 0.5).sum()
+
+    noisy = [
+        Layer(f"l{n}", lambda: Noisy(draw, is_noisy=is_noisy and not in_loss), init=random_init)
+        for n in range(2)
+    ]
+    out = Layer("out", lambda: nn.Linear(WIDTH, 5), kind="head", init=random_init)
+    return Model([*noisy, out], loss, metrics={"lucky": metric} if in_loss else {})
+
+
+@pytest.mark.parametrize("in_loss", [False, True], ids=["layer", "loss"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_layout_changes_what_is_drawn(source: str, in_loss: bool) -> None:
+    model, data = noisy_model(SOURCES[source], in_loss=in_loss), vector_data()
+
+    judge_everywhere(model, data, SETTINGS)
+
+    config = tiny_config(**SETTINGS)
+    traces = [
+        train_in_process(1, replicas, model, config, data, validation=data)[0][1]
+        for replicas in (1, 2)
+    ]
+    assert traces[1].losses == pytest.approx(traces[0].losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("way", ["raised dropout", "first draw"])
+def test_draws_that_begin_later_are_seeded_as_well(
+    layout: tuple[int, int], every: int, way: str
+) -> None:
+    """In one stage without recomputation, the backward is that of plain torch."""
+
+    def begin(trainer: Trainer) -> None:
+        step = trainer.step
+
+        def noisy_step() -> Verdict:
+            if trainer.steps_done == 1:
+                for built in trainer.parts.layers:
+                    if isinstance(built.module, Noisy):
+                        built.module.is_noisy = way == "first draw"
+                        built.module.dropout.p = 0.5 if way == "raised dropout" else 0.0
+            return step()
+
+        trainer.step = noisy_step  # type: ignore[method-assign]
+
+    model, data = noisy_model(torch.rand_like, is_noisy=False), vector_data()
+    config = tiny_config(**SETTINGS, pipeline={"checkpoint_activations": every})
+    plain = tiny_config(**SETTINGS)
+
+    [(_, expected)] = train_in_process(1, 1, model, plain, data, validation=data, before=begin)
+    ranks = train_in_process(*layout, model, config, data, validation=data, before=begin)
+
+    [(_, calm)] = train_in_process(1, 1, model, plain, data, validation=data)
+    assert {tuple(trace.losses) for _, trace in ranks} == {tuple(expected.losses)}
+    assert expected.losses[0] == calm.losses[0]
+    assert expected.losses[1:] != calm.losses[1:]
+
+
+def test_a_run_that_resumes_draws_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    model = noisy_model(torch.rand_like, in_loss=True)
+    config = tiny_config(**SETTINGS, checkpoint={"every": 0})
+    given: dict[str, Any] = {"model": lambda _: model, "data": vector_data()}
+    whole = ran((1, 1), config, tmp_path / "whole", **given)
+    ran((1, 1), config, tmp_path / "run", stop_after=2, **given)
+
+    resumed = ran((1, 1), config, tmp_path / "run", resume="auto", **given)
+
+    assert resumed.losses == {3: whole.losses[3]}
+    same(resumed, whole)
+
+
+@pytest.mark.parametrize("draw", SOURCES.values(), ids=SOURCES)
+def test_what_is_drawn_follows_from_seed_step_and_sample_and_leaves_the_users_numbers(
+    draw: Draw,
+) -> None:
+    def loss(x: Tensor, targets: Tensor) -> Tensor:
+        return (x * draw(x)).sum()
+
+    def drawn(seed: int, step: int, sample: int, *, is_training: bool = True) -> float:
+        layers = [LayerRunner("l", Noisy(draw), is_recomputed=False)]
+        stage = Stage(layers, loss=loss, metrics={}, input_dtype=None, seed=seed)
+        inputs, key = (torch.ones(2, WIDTH),), Key(step, sample)
+        torch.manual_seed(0)
+        for parameter in layers[0]._parameters:
+            nn.init.constant_(parameter[1], 0.1)
+        if not is_training:
+            return float(stage.evaluate(inputs, key, torch.zeros(2))[0])
+        return float(stage.forward(0, inputs, key, torch.zeros(2), 1.0)[0].detach())
+
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    keys = [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 8)]
+    first, again = ([drawn(*key) for key in keys] for _ in range(2))
+    evaluated = [drawn(*key, is_training=False) for key in keys]
+
+    assert first == again
+    assert len({*first, *evaluated}) == 8
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "make", [torch.Generator, random.Random, np.random.default_rng, np.random.RandomState]
+)
+def test_a_generator_of_ones_own_is_refused_by_name(make: Callable[[], object]) -> None:
+    class Owning(Noisy):
+        def __init__(self) -> None:
+            super().__init__(torch.rand_like)
+            self.chance = make()
+
+    model = noisy_model(torch.rand_like)
+    inner = Layer("own", lambda: nn.Sequential(Owning()))
+    with pytest.raises(
+        ConfigError, match=r"^layer own: '0.chance' is a generator of its own, .*; draw from the"
+    ):
+        survey(replace(model, layers=[*model.layers[:2], inner, model.layers[2]]))

@@ -1,0 +1,54 @@
+"""`axsparse prune --dry-run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.tickets import small_ticket
+
+from axsparse.__main__ import main
+from axsparse.cli.prune import lines
+from axsparse.config.load import load_config
+from axsparse.runtime.errors import ConfigError
+
+SMALL = ["model.num_layers=1", "model.hidden_size=8", "model.num_heads=2", "model.vocab_size=16"]
+
+
+def test_a_dry_run_names_every_tensor_and_why_it_is_dense() -> None:
+    settings = [*SMALL, "pruning.exclude=['*.proj.weight']", "pruning.layers=['*.fc1.weight=0.5']"]
+
+    said = list(lines(load_config(None, settings)))
+
+    assert said[:6] == [
+        "pruned by magnitude:",
+        "tensor                        shape  entries  stay",
+        "block0.attention.qkv.weight  24 × 8      192    19",
+        "block0.fc1.weight            32 × 8      256   128",
+        "block0.fc2.weight            8 × 32      256    26",
+        "total                                    704   173",
+    ]
+    assert "dense, 64 entries: named in pruning.exclude" in said
+    assert "  embed.token.weight  16 × 8" in said
+    assert any(line.endswith(" entries: vectors") for line in said)
+
+
+def test_a_run_that_prunes_nothing_says_so() -> None:
+    [said] = lines(load_config(None, [*SMALL, "samo.enabled=false"]))
+
+    assert said.startswith("nothing is pruned")
+
+
+def test_a_ticket_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="drawn from another model"):
+        list(lines(load_config(None, [*SMALL, f"pruning.ticket={small_ticket(tmp_path)}"])))
+
+
+def test_only_training_prunes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["prune", "--set", SMALL[0]])
+
+    assert ended.value.code == 78
+    assert (
+        "--dry-run: left out, but only training prunes (axsparse train)" in capsys.readouterr().err
+    )

@@ -1,0 +1,193 @@
+"""Data sets of torch: read as they are, augmented by seed, epoch and sample, or refused by name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.runs import mlp, tiny_config, train_in_process
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+import axsparse as ax
+from axsparse.data.batches import Batches
+from axsparse.runtime.errors import DataError
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Sample i is i plus noise; `draw` gives the noise."""
+
+    def __init__(self, draw: Callable[[], Tensor], length: int = 10) -> None:
+        self.draw = draw
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        return number + self.draw(), torch.tensor(number)
+
+
+DRAWS = {
+    "rand": lambda: torch.rand(3),
+    "randn": lambda: torch.randn(3),
+    "randint": lambda: torch.randint(10**9, (3,)),
+    "randperm": lambda: torch.randperm(9),
+    "normal": lambda: torch.normal(0.0, 1.0, (3,)),
+    "bernoulli": lambda: torch.bernoulli(torch.full((64,), 0.5)),
+    "multinomial": lambda: torch.multinomial(torch.ones(64), 9),
+    "uniform_": lambda: torch.empty(3).uniform_(-1, 1),
+    "init": lambda: nn.init.trunc_normal_(torch.empty(3)),
+}
+
+
+def read(data: Any, samples: list[int], epochs: list[int]) -> Tensor:
+    inputs, _ = data.read(np.array(samples), np.array(epochs))
+    return inputs[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_what_torch_draws_depends_on_seed_epoch_and_sample_alone(draw: str) -> None:
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    data = ax.from_torch(Noisy(DRAWS[draw]))
+
+    there = read(data, [3, 4, 3], [0, 0, 1])
+    torch.rand(5)
+    back = read(data, [3, 4], [1, 0])
+
+    assert torch.equal(there[2], back[0]) and torch.equal(there[1], back[1])
+    assert not torch.equal(there[0], there[2]), "another epoch"
+    assert not torch.equal(there[0], there[1] - 1), "another sample"
+    assert not torch.equal(read(ax.from_torch(Noisy(DRAWS[draw]), seed=1), [3], [0])[0], there[0])
+    torch.set_rng_state(state)
+    ax.from_torch(Noisy(DRAWS[draw]))
+    assert torch.equal(torch.get_rng_state(), state), "nobody else's numbers are drawn"
+
+
+OWN = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.zeros(2) + random.choice([0, 0, 0]),  # noqa: S311
+        lambda: torch.zeros(2) + np.random.rand(),
+        lambda: torch.from_numpy(OWN.random(2)),
+        lambda: F.dropout(torch.ones(64)),
+    ],
+    ids=["random", "numpy", "a generator of its own", "dropout"],
+)
+def test_other_random_numbers_are_refused(draw: Callable[[], Tensor]) -> None:
+    with pytest.raises(
+        DataError, match=r"\(Noisy\): its samples differ .* draw by torch.rand, tor"
+    ):
+        ax.from_torch(Noisy(draw))
+
+
+def drawing_collate(samples: list[Any]) -> Any:
+    inputs, targets = default_collate(samples)
+    return inputs + torch.rand(1), targets
+
+
+class Stream(IterableDataset[int]):
+    """It has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate", "message"),
+    [
+        (Stream(), default_collate, r"\(Stream\): it has no length, or no sample; give a data set"),
+        (Noisy(lambda: torch.ones(1), 0), default_collate, r"it has no length, or no sample"),
+        ([{"x": 1}], default_collate, r"\(list\): samples are collated to dict; give a collate_fn"),
+        ([(torch.ones(1), "a")], default_collate, r"targets are collated to \w+; give a collate"),
+        (Noisy(lambda: torch.ones(1)), drawing_collate, r"its samples differ when they are read"),
+    ],
+)
+def test_what_is_no_pair_of_inputs_and_targets_is_refused(
+    dataset: Any, collate: Callable[[list[Any]], Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        ax.from_torch(dataset, collate)
+
+
+def test_targets_that_differ_in_number_need_to_be_counted() -> None:
+    ragged = [(torch.ones(1), torch.arange(1 + number // 9)) for number in range(10)]
+
+    def padded(samples: list[Any]) -> Any:
+        inputs, targets = zip(*samples, strict=True)
+        return torch.stack(inputs), nn.utils.rnn.pad_sequence([*targets], True, -1.0)
+
+    whole = ax.from_torch(ragged, padded, count_targets=lambda y: int((y >= 0).sum()))
+    assert whole.targets_per_sample is None
+    assert whole.count_targets(whole.read(np.arange(10), np.zeros(10, int))[1]) == 11
+    with pytest.raises(
+        DataError, match=r"9 samples have 9 targets, where others have 2 each; give"
+    ):
+        ax.from_torch(ragged, padded).read(np.arange(9), np.zeros(9, int))
+
+
+def test_the_fingerprint_is_that_of_contents_and_augmentation() -> None:
+    plain = Noisy(lambda: torch.ones(1))
+    made = [
+        ax.from_torch(plain),
+        ax.from_torch(Noisy(lambda: torch.ones(1))),
+        ax.from_torch(Noisy(lambda: torch.ones(1), 11)),
+        ax.from_torch(Noisy(lambda: torch.zeros(1))),
+        ax.from_torch(Noisy(DRAWS["rand"])),
+        ax.from_torch(Noisy(DRAWS["rand"]), seed=1),
+    ]
+
+    assert len({data.fingerprint for data in made}) == len(made) - 1
+
+
+def test_epochs_reach_the_data_set_and_evaluations_are_in_epoch_0() -> None:
+    data = ax.from_torch(Noisy(DRAWS["rand"]))
+    batches = Batches(
+        data,
+        num_samples=10,
+        global_batch_size=10,
+        microbatch_size=5,
+        replica=0,
+        g_data=1,
+        seed=3,
+    )
+
+    for step in range(2):
+        for microbatch in batches.training(step).microbatches:
+            assert microbatch.targets is not None
+            samples = microbatch.targets.tolist()
+            assert torch.equal(microbatch.inputs[0], read(data, samples, [step] * 5))
+    first, _ = batches.evaluation(0).microbatches
+    assert torch.equal(first.inputs[0], read(data, [0, 1, 2, 3, 4], [0] * 5))
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+def test_it_trains_alike_in_every_layout(layout: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(24, 16, generator=generator), torch.arange(24) % 5
+    pairs = TensorDataset(x, y)
+
+    class Augmented(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(pairs)
+
+        def __getitem__(self, number: int) -> Any:
+            inputs, targets = pairs[number]
+            return inputs + 0.1 * torch.randn(16), targets
+
+    config = tiny_config(train={"steps": 4})
+    traces = [
+        train_in_process(*grid, mlp(), config, ax.from_torch(Augmented()))[-1][1].losses
+        for grid in ((1, 1), layout)
+    ]
+
+    assert traces[0] == pytest.approx(traces[1], rel=1e-6)

@@ -1,0 +1,110 @@
+"""One layer as it runs: what it keeps for its backward, and how torch.compile fuses it."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.cuda_on_cpu import compiler
+from support.runs import mlp, tiny_config, train_in_process, vector_data
+from torch import Tensor, nn
+
+from axsparse.pipeline.layer_runner import LayerRunner
+
+FUSED_TOLERANCE = 1e-5
+"""Of an fp32 loss: operations are fused, in another order (2e-7 seen)."""
+
+
+class Watched(nn.Module):
+    """Has an activation whose end can be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.activations: list[weakref.ref[object]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        activation = np.ones(x.shape, dtype=np.float32)
+        self.activations.append(weakref.ref(activation))
+        return x * self.weight * torch.from_numpy(activation)
+
+
+@pytest.mark.parametrize("is_recomputed", [True, False])
+def test_activations_are_recomputed_from_the_first_forward_on(is_recomputed: bool) -> None:
+    module = Watched()
+    layer = LayerRunner("layer", module, is_recomputed=is_recomputed)
+    outputs = [layer.train((torch.ones(3),), (0, "layer", step, 0)) for step in range(2)]
+
+    held = [activation() is not None for activation in module.activations]
+
+    assert held == [not is_recomputed] * 2
+    for (output,) in outputs:
+        output.sum().backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.item() == 6
+
+
+# -- fused layers ---------------------------------------------------------------------------
+
+
+# Half a minute of torch's compiler.
+@pytest.mark.exhaustive
+# Of torch itself, while it loads its compiler and looks at weights.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
+@pytest.mark.skipif(compiler() is None, reason="torch.compile needs a C++ compiler")
+def test_fused_layers_train_as_others_do() -> None:
+    sections = {"batch": {"global_batch_size": 12, "microbatch_size": 3}, "train": {"steps": 3}}
+    settings = tiny_config(**sections)
+    fused = tiny_config(**sections, pipeline={"compile": True, "checkpoint_activations": 2})
+    [(_, expected)] = train_in_process(1, 1, mlp(), settings, vector_data())
+
+    [(trainer, trace)] = train_in_process(1, 1, mlp(), fused, vector_data())
+
+    assert trace.losses == pytest.approx(expected.losses, rel=FUSED_TOLERANCE)
+    assert trace.norms == pytest.approx(expected.norms, rel=FUSED_TOLERANCE)
+    calls = trainer.parts.engine._stage._layers
+    # A bound method is a new object whenever it is asked for.
+    assert all(call._run != call._call for call in calls)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")
+def test_more_kinds_of_layers_than_torch_compiles_of_one_function_are_all_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All layers run one function, of which torch by itself fuses eight, and says so in a warning
+    only."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note))
+    config: Any = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    monkeypatch.setattr(config, limit, 8)
+    widths = range(3, 3 + 14)
+    runners = [
+        LayerRunner(
+            f"layer {width}",
+            nn.Linear(width, 2),
+            is_recomputed=False,
+            is_compiled=True,
+        )
+        for width in widths
+    ]
+
+    for width, runner in zip(widths, runners, strict=True):
+        for rows in (4, 1):
+            runner.train((torch.ones(rows, width),), ("step", 0))
+            with torch.no_grad():
+                runner.evaluate((torch.ones(rows, width),), ("step", 0))
+
+    assert len(graphs) == 4 * 14

@@ -1,0 +1,33 @@
+"""Commands of axsparse in this process, which spares a test the start of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from axsparse.__main__ import main
+
+Axsparse = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def axsparse(capsys: pytest.CaptureFixture[str]) -> Axsparse:
+    """`axsparse("plan", "--gpus", 4)`: exit code, screen and errors of that command line."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out, said.err
+
+    return run
+
+
+def assert_one_line(said: tuple[int, str, str], code: int, text: str) -> None:
+    """Whether a command was refused with this exit code, in one line that has this text."""
+    ended, screen, errors = said
+    assert (ended, screen) == (code, "")
+    assert errors.startswith("axsparse: error: ") and errors.count("\n") == 1
+    assert text in errors
