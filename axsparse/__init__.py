@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from axsparse.samo.optim.optimizer import Optimizer as Optimizer
     from axsparse.training.build import build as build
     from axsparse.training.build import run_training as run_training
-    from axsparse.training.export.checkpoint_export import export as export
-    from axsparse.training.export.checkpoint_export import load as load
+    from axsparse.training.export import export as export
+    from axsparse.training.export import load as load
     from axsparse.training.trainer import Trainer as Trainer
 
 # The module that defines each public name.
@@ -62,10 +62,10 @@ _HOMES = {
     "build": "axsparse.training.build",
     "configure": "axsparse.config.load",
     "count_top1": "axsparse.models.layer",
-    "export": "axsparse.training.export.checkpoint_export",
+    "export": "axsparse.training.export",
     "from_sequential": "axsparse.models.sequential",
     "from_torch": "axsparse.data.torch_dataset",
-    "load": "axsparse.training.export.checkpoint_export",
+    "load": "axsparse.training.export",
     "named_model": "axsparse.models.zoo.model_registry",
     "open_weights": "axsparse.models.start_weights",
     "plan_for": "axsparse.planner.plan_model",

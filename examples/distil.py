@@ -27,7 +27,7 @@ from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.zoo.hf_models import hf_model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.files.safetensors import TensorHeader
-from axsparse.training.export.hf_folder import HfFolder
+from axsparse.training.export import HfFolder
 
 ALPHA, TEMPERATURE = 0.5, 2.0
 """The teacher's part in the loss, and what logits are divided by to compare the two."""

@@ -91,12 +91,12 @@ def _failure(path: Path) -> AxsparseError | None:
 
 def show(path: Path) -> None:
     """Print what the manifests say, without reading the files that they name."""
-    from axsparse.training.checkpoint import compatibility, verification
+    from axsparse.training.checkpoint import verification
 
     for checkpoint in _checkpoints(path):
         manifest = verification.open_checkpoint(checkpoint).manifest
         progress = manifest.progress
-        said = {**compatibility.flat(manifest.config), **manifest.versions}
+        said = {**verification.flat(manifest.config), **manifest.versions}
         parameters = [p for layer in manifest.layers.values() for p in layer.parameters.values()]
         kept = sum(entry.kept for entry in parameters)
         numel = sum(math.prod(entry.shape) for entry in parameters)

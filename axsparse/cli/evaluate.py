@@ -59,8 +59,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     from axsparse.data.sources import open_datasets
     from axsparse.observe.metrics import perplexity
-    from axsparse.training.saved_evaluation import evaluate_saved
-    from axsparse.training.saved_model import open_saved_model
+    from axsparse.training.saved_model import evaluate_saved, open_saved_model
 
     saved = open_saved_model(arguments.run, arguments.step, trained=True)
     config = saved.loaded.config

@@ -58,7 +58,7 @@ def parser() -> CommandParser:
 def _export(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.runtime.console import format_bytes
-    from axsparse.training.export.checkpoint_export import export
+    from axsparse.training.export import export
 
     done = export(
         arguments.run,

@@ -56,8 +56,12 @@ def _generate(arguments: argparse.Namespace) -> None:
     _check(arguments)
     # Imported late, so that --help does not load torch.
     from axsparse.data.run_tokenizer import run_tokenizer
-    from axsparse.training.saved_model import open_saved_model
-    from axsparse.training.text_generation import Sampling, continuation, refuse_textless
+    from axsparse.training.saved_model import (
+        Sampling,
+        continuation,
+        open_saved_model,
+        refuse_textless,
+    )
 
     saved = open_saved_model(arguments.run, arguments.step, trained=False)
     refuse_textless(saved)

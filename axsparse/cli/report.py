@@ -195,7 +195,7 @@ def _settings(text: str) -> dict[str, str]:
     """
     import yaml
 
-    from axsparse.training.checkpoint.compatibility import flat
+    from axsparse.training.checkpoint.verification import flat
 
     try:
         # Every scalar stays the text that it is.

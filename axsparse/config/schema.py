@@ -461,7 +461,8 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints; the last step is saved as well. 0 saves only when the run is
     told to stop (SIGUSR1, SIGTERM)."""
     keep_last: Count = 3
-    """Newest checkpoints that are kept; incomplete ones do not count."""
+    """Newest checkpoints that are kept; incomplete ones do not count. The newest one whose weights
+    a later step has trained on stays as well."""
     keep_every: Natural = 0
     """Checkpoints at multiples of so many steps are kept for good; 0 keeps `keep_last` only."""
     keep_best: bool = False

@@ -191,9 +191,22 @@ class Batches:
     def _count_targets(self, microbatch: Microbatch) -> int:
         if self.dataset is None or microbatch.targets is None:
             return 0
-        if self.dataset.targets_per_sample is None:
-            return self.dataset.count_targets(microbatch.targets)
-        return self.dataset.targets_per_sample * microbatch.size
+        if self.dataset.targets_per_sample is not None:
+            return self.dataset.targets_per_sample * microbatch.size
+        return whole_number(
+            self.dataset.count_targets(microbatch.targets), f"{self.dataset.name}: count_targets"
+        )
+
+
+def whole_number(count: object, what: str, least: int = 0) -> int:
+    """A number of targets, by which losses are divided; DataError for what is no such number."""
+    try:
+        whole: int = int(count)  # type: ignore[call-overload]  # what it refuses is told
+        if whole == count and whole >= least:
+            return whole
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise DataError(f"data: {what} is {count!r}; it must be a whole number, at least {least}")
 
 
 def _pair(

@@ -144,6 +144,9 @@ class Model:
     vocab_size: int | None = None
     """The number of token ids that the model knows; data with more is refused. None checks
     nothing."""
+    container: nn.Sequential | None = None
+    """A module of the user's own class that has the layers' modules as its children, by the names
+    of the layers; `Trainer.model` gives one of its kind. None: it gives a `PlainModel`."""
 
 
 def odd_values(tensor: Tensor, *, trained: bool) -> str:

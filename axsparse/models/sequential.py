@@ -62,7 +62,22 @@ def from_sequential(
         by_type: Kind = "embedding" if isinstance(module, nn.Embedding) else by_place
         made.append(Layer(layer, partial(build, module), kind=kinds.get(layer, by_type)))
     start = None if starts_itself else OwnValues(layers)
-    return Model(made, loss, name=name, metrics=metrics, start=start, example=example)
+    return Model(
+        made,
+        loss,
+        name=name,
+        metrics=metrics,
+        start=start,
+        example=example,
+        container=_container(modules),
+    )
+
+
+def _container(modules: object) -> nn.Sequential | None:
+    """The modules if they are in a class of the user's."""
+    if isinstance(modules, nn.Sequential) and type(modules) not in (nn.Sequential, PlainModel):
+        return modules
+    return None
 
 
 class OwnValues:
@@ -206,8 +221,11 @@ def refuse_dotted_names(model: Model) -> None:
             )
 
 
-def plain_model(model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]) -> PlainModel:
-    """The model with these parameters and buffers, in evaluation mode.
+def plain_model(
+    model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> nn.Sequential:
+    """The model with these parameters and buffers, in evaluation mode; a `PlainModel`, or a copy of
+    the model's container with other children.
 
     `tensors` has all of them by global name, a tied weight under the name of its first use, which
     both uses then share. `ties` maps second uses to first ones.
@@ -230,4 +248,8 @@ def plain_model(model: Model, ties: Mapping[str, str], tensors: Mapping[str, Ten
                 if parameter is not None:
                     child._parameters[key] = filled[id(parameter)]
         made.add_module(layer.name, module)
-    return made.eval()
+    if model.container is None:
+        return made.eval()
+    own = copy.copy(model.container)
+    vars(own)["_modules"] = made._modules
+    return own.eval()

@@ -58,6 +58,11 @@ class LayerRunner:
             _allow_graphs(GRAPHS)
         self._run = torch.compile(self._call, dynamic=False) if is_compiled else self._call
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the layer, both trained and frozen."""
+        return [parameter for _, parameter in self._parameters]
+
     def train(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """The outputs of a training forward, whose random numbers follow from `key`.
 

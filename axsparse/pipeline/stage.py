@@ -85,6 +85,7 @@ class Stage:
         self._layers = layers
         self._loss = loss
         self._loss_is_known = False
+        self._leaves_are_known = False
         self._metrics = metrics
         self._input_dtype = input_dtype
         self._seed = seed
@@ -127,6 +128,8 @@ class Stage:
                 outputs = layer.train(outputs, key.of(self._seed, layer.name))
             if self._loss is not None:
                 outputs = (self._summed_loss(outputs, targets, key) / divisor,)
+        if not self._leaves_are_known:
+            self._refuse_foreign(outputs)
         versions = [output._version for output in outputs]
         self._live[microbatch] = _InFlight(inputs, outputs, versions)
         return outputs
@@ -213,7 +216,7 @@ class Stage:
             raise ConfigError("loss: it does not depend on any trained weight; do not detach it")
         return loss.float()
 
-    @torch.no_grad()
+    @torch.enable_grad()  # an evaluation may come first
     def _refuse_mean(self, outputs: Tensors, targets: Tensor | None) -> None:
         """ConfigError if the loss is a mean: if one sample given twice costs as much as once.
 
@@ -222,25 +225,76 @@ class Stage:
         """
         self._loss_is_known = True
         assert self._loss is not None
-        # A weight among the outputs is no sample's, though it may have as many rows by chance.
-        if targets is None or any(
-            isinstance(output, nn.Parameter) or output.shape[:1] != targets.shape[:1]
-            for output in outputs
-        ):
-            return  # one sample cannot be cut out of these outputs
+        if targets is None or targets.dim() == 0 or not len(targets):
+            return
+        # The first sample's rows of an output; other outputs, such as a weight or a scalar, are
+        # everybody's. Rows may be tokens.
+        each = {len(targets): 1, targets.numel(): targets[0].numel()}
+        common, sample = dict[int, Tensor](), dict[int, Tensor]()
+        for number, output in enumerate(outputs):
+            rows = each.get(len(output)) if output.dim() else None
+            if isinstance(output, nn.Parameter):
+                common[number] = output.detach()
+            elif rows is None:
+                common[number] = output.detach().clone()
+            else:
+                part = output.detach()[:rows].clone()
+                sample[number] = part.requires_grad_(part.is_floating_point())
         try:
             once, twice = (
-                self._loss(*(torch.cat([tensor[:1]] * times) for tensor in (*outputs, targets)))
+                self._loss(
+                    *(
+                        common[number] if number in common else torch.cat([sample[number]] * times)
+                        for number in range(len(outputs))
+                    ),
+                    torch.cat([targets[:1]] * times),
+                )
                 for times in (1, 2)
             )
+            parts = [part for part in sample.values() if part.requires_grad]
+            found = torch.autograd.grad(once, parts, allow_unused=True)
+            costs = [loss.detach().item() for loss in (once, twice)]
         except Exception:  # the loss may work for microbatches of one size only
             return
-        scalars = all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in (once, twice))
-        if scalars and math.isfinite(once) and float(once) == float(twice) != 0:
+        # A sample that costs nothing tells nothing.
+        tells = any(gradient is not None and bool(gradient.any()) for gradient in found)
+        if tells and math.isfinite(costs[0]) and costs[0] == costs[1]:
             raise ConfigError(
                 "loss: the same sample twice costs as much as once, so it is a mean; make it the "
                 'sum of a microbatch\'s losses (reduction="sum"), which the trainer divides'
             )
+
+    def _refuse_foreign(self, outputs: Tensors) -> None:
+        """ConfigError if a parameter that no layer has gets a gradient: nobody would train it.
+
+        `outputs` are those of a forward. Other leaves of autograd's graph may be a forward's own,
+        as in a gradient penalty.
+        """
+        self._leaves_are_known = True
+        known = {id(weight) for layer in self._layers for weight in layer.parameters}
+        nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+                raise ConfigError(
+                    f"{self._named(leaf)} gets a gradient and would never be trained, since no "
+                    "layer has it; make it a parameter of a layer's module, or freeze it "
+                    "(requires_grad_(False))"
+                )
+            further = {other for other, _ in node.next_functions if other is not None} - seen
+            seen |= further
+            nodes.extend(further)
+
+    def _named(self, leaf: Tensor) -> str:
+        """A tensor in an error: by its name in the loss, if that is a module which has it."""
+        if isinstance(self._loss, nn.Module):
+            for name, parameter in self._loss.named_parameters():
+                if parameter is leaf:
+                    return f"loss: its parameter {name!r}"
+        first, last, shape = self._layers[0].name, self._layers[-1].name, tuple(leaf.shape)
+        return f"layers {first} to {last}: a parameter of shape {shape} that a forward or loss uses"
 
     def _cast(self, inputs: Tensors) -> Tensors:
         """The inputs in canonical form; floating-point samples in the precision of the run."""

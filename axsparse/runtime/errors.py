@@ -34,6 +34,10 @@ class AxsparseError(Exception):
     on_all_ranks = False
     """Whether every rank raises it at the same point, so that each can leave by itself."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in place of a traceback (a protocol of IPython): one line."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(AxsparseError):
     """A configuration that cannot be run."""

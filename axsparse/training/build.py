@@ -45,22 +45,21 @@ from axsparse.samo.optim.update import prepare_loops
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.training.checkpoint.compatibility import (
+from axsparse.training.checkpoint.layer_files import CheckpointFiles, CheckpointMasks, load_layers
+from axsparse.training.checkpoint.manifest import DataEntry
+from axsparse.training.checkpoint.saver import Saver
+from axsparse.training.checkpoint.verification import (
+    Checkpoint,
     refuse_other_data,
     refuse_other_model,
     refuse_other_settings,
 )
-from axsparse.training.checkpoint.layer_files import CheckpointFiles, CheckpointMasks, load_layers
-from axsparse.training.checkpoint.manifest import DataEntry
-from axsparse.training.checkpoint.saver import Saver
-from axsparse.training.checkpoint.verification import Checkpoint
-from axsparse.training.parts import Parts, StageState, assemble
+from axsparse.training.parts import Parts, assemble
 from axsparse.training.placement import Placement, bind_rank, found_memory
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 from axsparse.training.run_checks import facts_of, refuse_odd_rank
 from axsparse.training.run_data import Data, open_data
-from axsparse.training.run_directory import ResumePoint, RunDir, find_run, open_run_dir
-from axsparse.training.run_recorder import make_recorder
+from axsparse.training.run_directory import RunDir, find_run, open_run_dir
 from axsparse.training.trainer import OnCheckpoint, OnEvaluation, OnStep, Trainer
 
 SILENT_SECONDS = 2.0
@@ -78,6 +77,7 @@ def run_training(
     optimizer: Optimizer | None = None,
     learning_rate: LearningRate | None = None,
     resume: str | None = None,
+    overwrite: bool = False,
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
     on_checkpoint: OnCheckpoint | None = None,
@@ -91,23 +91,23 @@ def run_training(
     """
     while True:
         trainer = build(
-            job,
-            model,
-            open_datasets,
-            config,
+            *(job, model, open_datasets, config),
             score=score,
             optimizer=optimizer,
             learning_rate=learning_rate,
             resume=resume,
+            overwrite=overwrite,
         )
         trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
         if not trainer.hands_over:
             return
-        resume = str(job.run_dir)
+        resume, overwrite = str(job.run_dir), False
         del trainer  # the next one needs its memory
 
 
 # Reason: these are the arguments of the Python API, all but the first four optional.
+@torch.inference_mode(mode=False)
+@torch.enable_grad()  # whoever calls may have switched gradients off
 def build(
     job: Job,
     model: Model,
@@ -120,6 +120,7 @@ def build(
     learning_rate: LearningRate | None = None,
     quiet: bool = False,
     resume: str | None = None,
+    overwrite: bool = False,
 ) -> Trainer:
     """A trainer on every rank of the job; all ranks call this together with equal arguments.
 
@@ -132,6 +133,8 @@ def build(
     again, since no checkpoint contains functions.
     `quiet` neither prints nor writes anything. `resume` is "auto", which goes on from the newest
     whole checkpoint of the run directory if there is one, or the path of a run or checkpoint.
+    `overwrite` begins anew in the `run_dir` of the configuration, and removes what another run has
+    recorded and saved there.
 
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
     TrainingError where a GPU has no room for the state.
@@ -140,12 +143,15 @@ def build(
     loaded = _check_settings(job, model, open_datasets, config, grid)
     if quiet:
         together(job.transport, lambda: _refuse_quiet(loaded, resume))
+    if overwrite:
+        together(job.transport, lambda: _refuse_overwriting(loaded, resume))
     placement = _place(job, loaded)
     transport = placement.transport
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
 
-    point = ResumePoint() if quiet else find_run(loaded, transport, resume)
-    settings = _settings_from(point, loaded)
+    found = RunDir() if quiet else find_run(loaded, transport, resume)
+    found = replace(found, overwrites=overwrite)
+    settings = _settings_from(found, loaded)
     inputs = RunInputs(
         model,
         surveyed,
@@ -153,7 +159,7 @@ def build(
         grid,
         score,
         found_memory(settings.config, transport, placement.room),
-        None if point.checkpoint is None else point.checkpoint.manifest.pruned,
+        None if found.checkpoint is None else found.checkpoint.manifest.pruned,
         on_host=placement.gpu is None,
         optimizer=optimizer,
         learning_rate=learning_rate,
@@ -162,17 +168,16 @@ def build(
     loops = _prepare_process(job, run, transport)
 
     data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
-    directory = None if quiet else _open_run_directory(job, run, settings, data.entry, point)
+    directory = None if quiet else _open_run_directory(job, run, settings, data.entry, found)
     _wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
-    state = _build_state(run, placement, data, point.checkpoint, job.run_dir)
-    recorder = make_recorder(run, state.layers, data, placement, job.run_dir)
-    parts = assemble(run, state, data, placement, recorder, job.run_dir)
+    layers, options = _build_state(run, placement, data, found.checkpoint, job.run_dir)
+    parts = assemble(run, layers, options, data, placement, job.run_dir)
     job.keep_branch(parts)
-    if point.checkpoint is not None:
-        together(transport, partial(_load, point.checkpoint, parts))
+    if found.checkpoint is not None:
+        together(transport, partial(_load, found.checkpoint, parts))
     if run.on_host and not run.memory_is_tight:
         keep_freed_blocks()
-    return _make_trainer(job, run, parts, directory, data.entry)
+    return _make_trainer(job, parts, directory)
 
 
 # -- settings -----------------------------------------------------------------------------
@@ -235,11 +240,20 @@ def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
         )
 
 
-def _settings_from(point: ResumePoint, loaded: LoadedConfig) -> LoadedConfig:
+def _refuse_overwriting(loaded: LoadedConfig, resume: str | None) -> None:
+    """ConfigError where there is nothing to overwrite, or where it would be gone on with."""
+    if resume is not None or loaded.config.run_dir == "auto":
+        why = "resume goes on with a run" if resume is not None else "run_dir is auto, a new one"
+        raise ConfigError(
+            f"build: overwrite begins a run_dir anew, and {why}; leave one of them out"
+        )
+
+
+def _settings_from(found: RunDir, loaded: LoadedConfig) -> LoadedConfig:
     """The configuration; once the masks are final, with the layout of `layout.g_inter_pruned`."""
-    if loaded.config.layout.g_inter_pruned is None or point.checkpoint is None:
+    if loaded.config.layout.g_inter_pruned is None or found.checkpoint is None:
         return loaded
-    return pruned_layout(loaded) if point.checkpoint.manifest.standing.is_done else loaded
+    return pruned_layout(loaded) if found.checkpoint.manifest.standing.is_done else loaded
 
 
 # -- this process among the others --------------------------------------------------------
@@ -307,7 +321,7 @@ def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
 
 
 def _open_run_directory(
-    job: Job, run: RunSpec, loaded: LoadedConfig, data: DataEntry, point: ResumePoint
+    job: Job, run: RunSpec, loaded: LoadedConfig, data: DataEntry, found: RunDir
 ) -> RunDir:
     """Open the run directory and write what is known at the start; from now on signals save.
 
@@ -316,17 +330,17 @@ def _open_run_directory(
     transport = job.transport
 
     def fits() -> list[str]:
-        if point.checkpoint is None:
+        if found.checkpoint is None:
             return []
-        refuse_other_model(point.checkpoint, run.survey)
-        refuse_other_data(point.checkpoint, data)
-        return refuse_other_settings(point.checkpoint, run.config, loaded)
+        refuse_other_model(found.checkpoint, run.survey)
+        refuse_other_data(found.checkpoint, data)
+        return refuse_other_settings(found.checkpoint, run.config, loaded)
 
     changes = together(transport, fits)
-    opened = open_run_dir(loaded, transport, point)
+    opened = open_run_dir(loaded, transport, found)
     together(transport, lambda: opened.begin(run.config) if transport.rank == 0 else None)
     if transport.rank == 0:
-        for line in (*point.notes, *changes):
+        for line in (*found.notes, *changes):
             print(f"axsparse: {line}", flush=True)
     job.run_dir = opened.path
     job.stop.listen()
@@ -342,8 +356,9 @@ def _build_state(
     data: Data,
     checkpoint: Checkpoint | None,
     run_dir: Path | None,
-) -> StageState:
-    """The layers of this rank's stage, compressed if the run has masks from the start.
+) -> tuple[list[BuiltLayer], StateOptions]:
+    """The layers of this rank's stage, compressed if the run has masks from the start, and how
+    their state is stored.
 
     TrainingError on all ranks where a GPU has no room for them.
     """
@@ -372,7 +387,7 @@ def _build_state(
 
     built = together(transport, construct)
     _compare_draws(options.draws if place.replica == 0 else {}, transport)
-    return StageState(built, options)
+    return built, options
 
 
 def _loss_of_first(run: RunSpec, data: Data, outputs: tuple[Tensor, ...]) -> float:
@@ -484,24 +499,21 @@ def _load(checkpoint: Checkpoint, parts: Parts) -> None:
 # -- the trainer --------------------------------------------------------------------------
 
 
-def _make_trainer(
-    job: Job, run: RunSpec, parts: Parts, directory: RunDir | None, data: DataEntry
-) -> Trainer:
+def _make_trainer(job: Job, parts: Parts, directory: RunDir | None) -> Trainer:
     """The trainer; with a run directory it also gets a saver and a watchdog."""
     if directory is None:
-        return Trainer(run.config, parts)
+        return Trainer(parts)
     watchdog = open_watchdog(
-        run.config.watchdog,
+        parts.run.config.watchdog,
         directory.path,
-        place=run.place,
+        place=parts.place,
         activity=parts.activity,
         transport=parts.transport,
     )
     return Trainer(
-        run.config,
         parts,
-        saver=Saver(directory, run.config, data, parts),
+        saver=Saver(directory, parts),
         stop=job.stop,
         watchdog=watchdog,
-        progress=directory.point.progress,
+        progress=directory.progress,
     )

@@ -11,6 +11,7 @@ from axsparse.data.batches import Batches
 from axsparse.data.prefetch import Prefetcher
 from axsparse.pipeline.engine import Engine
 from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import DataError, everywhere
 from axsparse.runtime.exchange import sum_by_owner
 from axsparse.runtime.grid import Place
 from axsparse.samo.backend import to_host
@@ -47,7 +48,7 @@ def evaluate(
 
     All ranks call this together. Only forward passes are run. Losses of whole microbatches,
     which no layout divides, are added exactly and rounded once, so that their order does not
-    matter. `metrics` names the model's metrics.
+    matter. `metrics` names the model's metrics. DataError on all ranks if no target counts.
     """
     whole = batches.num_evaluation_batches
     wanted = whole if number == "all" else min(number, whole)
@@ -65,7 +66,9 @@ def evaluate(
             after_batch(step + 1, wanted)
     rows = sum_by_owner(transport.world, transport.backoff, [*exact_sum(losses), targets, *counts])
     sums, remainders, *columns = (list(column) for column in zip(*rows, strict=True))
-    total_targets, *totals = (max(1.0, sum(columns[0])), *map(sum, columns[1:]))
+    total_targets, *totals = map(sum, columns)
+    if not total_targets:
+        raise everywhere(DataError("data: none of the samples of an evaluation has a target"))
     loss, _ = exact_sum([*sums, *remainders])
     return Evaluation(
         loss / total_targets,

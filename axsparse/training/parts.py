@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
-from axsparse.config.schema import Config
-from axsparse.data.batches import Batches
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
-from axsparse.models.layer import Model
 from axsparse.models.survey import Survey
 from axsparse.observe.gpu_phases import make_phases
 from axsparse.observe.phases import Phases
@@ -33,28 +30,24 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
-from axsparse.samo.layer_state import LayerState, StageTie, Use
+from axsparse.samo.layer_state import StageTie, Use
 from axsparse.samo.offload import Offload
 from axsparse.samo.optim.gradient_norm import LossScale
-from axsparse.samo.optim.optimizer import LearningRate, Optimizer
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.training.parameter_groups import ParameterGroups
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import RunSpec, loss_scale
 from axsparse.training.run_data import Data
+from axsparse.training.run_recorder import make_recorder
 
 
 @dataclass(frozen=True)
 class Parts:
     """All that a trainer works with on one rank; `assemble` puts it together."""
 
-    transport: Transport
-    place: Place
-    model: Model
-    survey: Survey
-    stage_of: Callable[[str], int]
-    """Gives the stage that holds a parameter, by the parameter's global name."""
+    run: RunSpec
+    placement: Placement
+    data: Data
     layers: Sequence[BuiltLayer]
     engine: Engine
     link: Link
@@ -64,11 +57,6 @@ class Parts:
     statistics: RunningStatistics
     replicas: Replicas
     """The replicas of this stage, by which they agree and exchange state."""
-    optimizer: Optimizer
-    learning_rate: LearningRate | None
-    """A schedule of the user's own; None for that of the configuration."""
-    groups: ParameterGroups
-    """The parameters that have learning rates and weight decays of their own."""
     offload: Offload | None
     """Brings masters and moments from the host for their update; None if they stay here."""
     loss_scale: LossScale
@@ -76,18 +64,27 @@ class Parts:
     """What is pruned of this rank's layers; None where nothing ever is."""
     masking: Masking | None
     """Draws and changes masks between steps; None leaves them as they are."""
-    training: Batches
-    validation: Batches | None
-    metrics: Sequence[str]
-    """Names of the model's metrics, which the last stage counts."""
     phases: Phases
     activity: Activity
     """Tells the watchdog what this rank is doing."""
     recorder: Recorder
-    peak_memory_bytes: Callable[[], int]
-    """Gives the most memory, in bytes, that this rank has held where it computes."""
     run_dir: Path | None
     """The directory that the run writes to; None if it writes nothing."""
+
+    @property
+    def place(self) -> Place:
+        """The stage and replica of this rank."""
+        return self.run.place
+
+    @property
+    def survey(self) -> Survey:
+        """What the layers of the whole model contain."""
+        return self.run.survey
+
+    @property
+    def transport(self) -> Transport:
+        """Reaches the other ranks."""
+        return self.placement.transport
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state."""
@@ -95,29 +92,25 @@ class Parts:
         return state if self.offload is None else state + StateBytes(visiting=self.offload.nbytes)
 
 
-@dataclass(frozen=True)
-class StageState:
-    """The layers of this rank's stage, and how their state is stored."""
-
-    layers: list[BuiltLayer]
-    options: StateOptions
-
-
 def assemble(
     run: RunSpec,
-    state: StageState,
+    layers: list[BuiltLayer],
+    options: StateOptions,
     data: Data,
     placement: Placement,
-    recorder: Recorder,
     run_dir: Path | None,
 ) -> Parts:
-    """The parts of this rank. All ranks call this together, since they open their links."""
+    """The parts of this rank; `options` say how the state of its layers is stored.
+
+    All ranks call this together, since they open their links.
+    """
     place, config, transport = run.place, run.config, placement.transport
+    recorder = make_recorder(run, layers, data, placement, run_dir)
     phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
-    states = [layer.state for layer in state.layers]
+    states, backoff = [layer.state for layer in layers], transport.backoff
     column = place.grid.column(place.stage)
     gradients = transport.collective(f"gradients of stage {place.stage}", column)
-    ties, backoff = _stage_ties(run, state.layers, transport), transport.backoff
+    ties = _stage_ties(run, layers, transport)
     sync = GradientSync(
         states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
     )
@@ -125,51 +118,54 @@ def assemble(
     link = transport.link(place)
     engine = Engine(
         Rank(place, backoff, phases, placement.gpu),
-        _stage(run, state.layers, collector),
+        _stage(run, layers, collector),
         link,
         schedule=_schedule(run),
         while_idle=sync.advance,
     )
-    live = _live_masks(run, state, transport)
+    live = _live_masks(run, layers, options, transport)
+    offload = None
+    if config.samo.offload and placement.gpu is not None:
+        offload = Offload(placement.gpu, states, backoff)
     return Parts(
-        transport=transport,
-        place=place,
-        model=run.model,
-        survey=run.survey,
-        stage_of=run.stage_of,
-        layers=state.layers,
+        run=run,
+        placement=placement,
+        data=data,
+        layers=layers,
         engine=engine,
         link=link,
         collector=collector,
         sync=sync,
-        replicas=state.options.replicas,
         weights=WeightGather(gradients, backoff, phases),
-        statistics=RunningStatistics(
-            [layer.module for layer in state.layers], state.options.replicas
-        ),
-        optimizer=run.optimizer,
-        learning_rate=run.learning_rate,
-        groups=run.groups,
-        offload=_offload(config, placement, states),
+        statistics=RunningStatistics([layer.module for layer in layers], options.replicas),
+        replicas=options.replicas,
+        offload=offload,
         loss_scale=loss_scale(config),
         live=live,
         masking=None if live is None else _masking(run, live, collector, ties),
-        training=data.training,
-        validation=data.validation,
-        metrics=tuple(run.model.metrics),
         phases=phases,
         activity=Activity(phases, backoff, engine.awaited),
         recorder=recorder,
-        peak_memory_bytes=placement.peak_memory_bytes,
         run_dir=run_dir,
     )
 
 
-def _offload(config: Config, placement: Placement, states: Sequence[LayerState]) -> Offload | None:
-    """Brings masters and moments to the GPU for their update; None if they stay on one device."""
-    if not config.samo.offload or placement.gpu is None:
+def _live_masks(
+    run: RunSpec, layers: list[BuiltLayer], options: StateOptions, transport: Transport
+) -> LiveMasks | None:
+    """The pruned tensors of these layers; None if nothing is ever pruned."""
+    if run.targets is None:
         return None
-    return Offload(placement.gpu, states, placement.transport.backoff)
+    pattern, ties = run.criterion.pattern, run.survey.ties
+    return LiveMasks(layers, ties, run.targets, pattern, options, run.place, transport)
+
+
+def _masking(
+    run: RunSpec, live: LiveMasks, collector: GradientCollector, ties: list[StageTie]
+) -> Masking | None:
+    """The pruning method; None if the masks never change."""
+    starts = run.starts_pruned
+    return choose_masking(run.config, run.criterion, live, collector, ties, starts_pruned=starts)
 
 
 def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector) -> Stage:
@@ -231,25 +227,8 @@ def _schedule(run: RunSpec) -> Schedule:
         return schedule
     every = run.config.pipeline.checkpoint_activations
     layers = run.survey.layers
-    held = (held_activations([layers[number] for number in stage], every) for stage in run.stages)
-    return replace(schedule, deferred_sizes=tuple(each.deferred_size for each in held))
-
-
-def _live_masks(run: RunSpec, state: StageState, transport: Transport) -> LiveMasks | None:
-    """The pruned tensors of these layers; None if nothing is ever pruned."""
-    if run.targets is None:
-        return None
-    pattern, ties = run.criterion.pattern, run.survey.ties
-    return LiveMasks(state.layers, ties, run.targets, pattern, state.options, run.place, transport)
-
-
-def _masking(
-    run: RunSpec, live: LiveMasks, collector: GradientCollector, ties: list[StageTie]
-) -> Masking | None:
-    """The pruning method; None if the masks never change."""
-    return choose_masking(
-        run.config, run.criterion, live, collector, ties, starts_pruned=run.starts_pruned
-    )
+    kept = (held_activations([layers[number] for number in stage], every) for stage in run.stages)
+    return replace(schedule, deferred_sizes=tuple(each.deferred_size for each in kept))
 
 
 def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport) -> list[StageTie]:
@@ -259,7 +238,7 @@ def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport
         tensor.name: Use(layer.state, tensor) for layer in layers for tensor in layer.state.tensors
     }
     pairs: dict[tuple[int, int], Collective] = {}
-    found = []
+    stage_ties = []
     for second, first in run.survey.ties.items():
         uses = tuple(tensors[name] for name in (first, second) if name in tensors)
         if not uses:  # on other stages, or frozen
@@ -268,5 +247,5 @@ def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport
         if stages[0] != stages[1] and stages not in pairs:
             ranks = [place.grid.rank(stage, place.replica) for stage in stages]
             pairs[stages] = transport.collective(f"tie {first}", ranks)
-        found.append(StageTie(uses, pairs.get(stages)))
-    return found
+        stage_ties.append(StageTie(uses, pairs.get(stages)))
+    return stage_ties

@@ -83,27 +83,20 @@ def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
     All ranks call this together. Raises ConfigError on all of them if the setting
     `transport` cannot be had, and on one that cannot reach the first.
     """
-    wanted, where = loaded.config.transport, loaded.where("transport")
+    asked, where = loaded.config.transport, loaded.where("transport")
     local = transport.local_rank() if isinstance(transport, MpiTransport) else 0
-    nccl = dist.is_available() and dist.is_nccl_available()
-    own = rank_gpu(
-        transport.rank,
-        socket.gethostname(),
-        local,
-        visible_gpus(),
-        nccl=nccl,
-        environ=os.environ,
-    )
+    nccl, host = dist.is_available() and dist.is_nccl_available(), socket.gethostname()
+    own = rank_gpu(transport.rank, host, local, visible_gpus(), nccl=nccl, environ=os.environ)
     rank_gpus: list[RankGpu] = []  # needed only if there is a GPU
     if sum_of(transport, [float(own.gpu is not None)]) != [0.0]:
         texts = gather_texts(transport.world, transport.backoff, json.dumps(asdict(own)))
         rank_gpus = [_read(text) for text in texts]
-    carrier = together(transport, lambda: choose_gpu_transport(wanted, where, rank_gpus))
+    carrier = together(transport, lambda: choose_gpu_transport(asked, where, rank_gpus))
     number = own.number
     if carrier is None or number is None or own.gpu is None:
         return Placement(transport, HOST)
     uuid, table = own.gpu.uuid, describe(rank_gpus)
-    if wanted == "auto" and carrier == "mpi" and len(rank_gpus) > 1:
+    if asked == "auto" and carrier == "mpi" and len(rank_gpus) > 1:
         table.append(
             f"warning: by way of the hosts, since NCCL cannot: {problem_of_nccl(rank_gpus)}"
         )
@@ -118,13 +111,8 @@ def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
         connections = NcclConnections(rendezvous, gpu, transport.backoff)
         if _is_memory_found(loaded.config):
             room = _room_beside_nccl(room, transport, connections, gpu)
-    return Placement(
-        GpuTransport(transport, gpu, connections=connections),
-        backend,
-        gpu,
-        table,
-        room,
-    )
+    reaching = GpuTransport(transport, gpu, connections=connections)
+    return Placement(reaching, backend, gpu, table, room)
 
 
 def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, MemoryRoom]:

@@ -17,7 +17,7 @@ from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
-from axsparse.models.survey import LayerInfo, Survey
+from axsparse.models.survey import LayerInfo, Survey, match
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     Choice,
@@ -56,13 +56,22 @@ from axsparse.samo.optim.gradient_norm import LossScale
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.state_bytes import StateFormat, master_kind, stage_bytes
-from axsparse.training.parameter_groups import ParameterGroups, parameter_groups
+from axsparse.training.checkpoint.verification import flat
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
 HOLES = 0.3
 """The part of a process's memory that glibc may keep of freed blocks."""
 UNTIL = {"set": 0.75, "rigl": 0.75}
 """The part of all steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """The settings of a parameter that `optimizer.learning_rates` or `weight_decays` name."""
+
+    peak: float
+    """Its peak learning rate."""
+    weight_decay: float
 
 
 @dataclass(frozen=True)
@@ -109,8 +118,8 @@ class RunSpec:
     optimizer: Optimizer
     learning_rate: LearningRate | None
     """A schedule of the user's own; None for that of the configuration."""
-    groups: ParameterGroups
-    """The parameters that have learning rates and weight decays of their own."""
+    groups: Mapping[str, ParameterGroup]
+    """The parameters that have settings of their own, by name; both uses of a tied weight."""
     kept_at_start: Mapping[str, int]
     """The number of entries of each pruned tensor that state is built with.
 
@@ -228,10 +237,13 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     sizes = tuple(len(stage) for stage in stages)
     run = replace(run, config=_with(run.config, {"layout.split": sizes}), stages=stages)
     run = replace(run, config=_with(run.config, {"samo.shard_optimizer": _shards(run)}))
-    prediction = _predicted(run, replace(subject, config=run.config), cluster, choice)
-    if prediction is not None:
-        prediction = replace(prediction, trades=trades)
-    return replace(run, prediction=prediction)
+    if not has_costs(survey):
+        return run
+    slack, reason = run.config.pipeline.slack, None if choice is None else choice.reason
+    assert slack != "auto", "the configuration is resolved"
+    subject = replace(subject, config=run.config)
+    prediction = predict(subject, cluster, run.config, grid, slack, reason)
+    return replace(run, prediction=replace(prediction, trades=trades))
 
 
 def _layout(
@@ -269,7 +281,8 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence
     }
     if schedule is not None and schedule.held is not None:
         automatic["pipeline.held"] = schedule.held
-    asked = {key: value for key, value in automatic.items() if _value(config, key) == "auto"}
+    written = flat(config.model_dump())
+    asked = {key: value for key, value in automatic.items() if written[key] == "auto"}
     layout = {"layout.g_inter": grid.g_inter, "layout.g_data": grid.g_data}
     return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})
 
@@ -285,18 +298,6 @@ def _shards(run: RunSpec) -> bool:
     whole = replace(run, config=_with(run.config, {"samo.shard_optimizer": False}))
     layers, kept = [run.layers_of(stage) for stage in range(len(run.stages))], run.kept_at_start
     return any(run.state_bytes(s, kept) < whole.state_bytes(s, kept) for s in layers)
-
-
-def _predicted(
-    run: RunSpec, subject: SurveyedModel, cluster: Cluster | None, choice: Choice | None
-) -> Prediction | None:
-    """What the planner says of the settled run; None for a model without an example."""
-    if not has_costs(run.survey):
-        return None
-    slack = run.config.pipeline.slack
-    assert slack != "auto", "the configuration is resolved"
-    reason = None if choice is None else choice.reason
-    return predict(subject, cluster, run.config, run.place.grid, slack, reason)
 
 
 def _check_pruned_layout(loaded: LoadedConfig, run: RunSpec, ranks: int) -> None:
@@ -338,7 +339,9 @@ def _gradient(config: Config, grid: Grid) -> str:
         return "fp32"
     if config.samo.gradient != "auto":
         return config.samo.gradient
-    return "half" if accumulates_in_half(_microbatches(config, grid)) else "fp32"
+    batch = config.batch
+    microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
+    return "half" if accumulates_in_half(microbatches) else "fp32"
 
 
 def _trades(
@@ -374,18 +377,6 @@ def _splits_backward(config: Config, choice: Choice | None, trades: Sequence[Tra
     return any(trade.is_taken for trade in trades)
 
 
-def _microbatches(config: Config, grid: Grid) -> int:
-    """The microbatches of a replica's step."""
-    batch = config.batch
-    return batch.global_batch_size // (grid.g_data * batch.microbatch_size)
-
-
-def _value(config: Config, key: str) -> Any:
-    """The value of the setting "section.key"."""
-    section, _, leaf = key.partition(".")
-    return getattr(getattr(config, section), leaf)
-
-
 def _with(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy with some leaves "section.key" set."""
     sections: dict[str, dict[str, Any]] = {}
@@ -398,3 +389,37 @@ def _with(config: Config, values: Mapping[str, Any]) -> Config:
             for section, leaves in sections.items()
         }
     )
+
+
+def parameter_groups(config: Config, survey: Survey) -> dict[str, ParameterGroup]:
+    """The settings that some parameters have of their own; ConfigError for an entry or pattern that
+    cannot be meant."""
+    settings, names, shapes = config.optimizer, survey.counted, survey.shapes
+    rates = _own_values("optimizer.learning_rates", settings.learning_rates, names)
+    decays = _own_values("optimizer.weight_decays", settings.weight_decays, names)
+    groups = {}
+    for name in names:
+        if name in rates or name in decays:
+            decay = settings.weight_decay if len(shapes[name]) >= 2 else 0.0
+            peak = rates.get(name, settings.learning_rate)
+            groups[name] = ParameterGroup(peak, decays.get(name, decay))
+    return groups | {second: groups[of] for second, of in survey.ties.items() if of in groups}
+
+
+def _own_values(key: str, entries: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """The value of each parameter that an entry `pattern=value` names; the last one counts."""
+    values: dict[str, float] = {}
+    for entry in entries:
+        pattern, _, number = entry.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = -1.0
+        if not pattern or not 0 <= value < float("inf"):
+            raise ConfigError(
+                f"{key}: {entry!r} is not pattern=value with a value of at least 0; write it like "
+                "head.*=0.01"
+            )
+        named = match([pattern.strip()], names, key, "no trained parameter")
+        values.update(dict.fromkeys(named, value))
+    return values

@@ -18,7 +18,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first
 from axsparse.runtime.provenance import versions
-from axsparse.training.checkpoint.compatibility import flat
+from axsparse.training.checkpoint.verification import flat
 
 
 def check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: bool) -> None:
@@ -83,25 +83,37 @@ def facts_of(config: Config, survey: Survey) -> dict[str, str]:
 
 def refuse_odd_rank(transport: Transport, facts: Mapping[str, str]) -> None:
     """ConfigError if a fact differs between ranks; names the odd rank and its host."""
-    own = json.dumps({"host": socket.gethostname(), **facts})
+    odd = odd_rank(transport, facts)
+    if odd is not None:
+        fact, text = odd
+        mend = "start all ranks with the same command, configuration and environment"
+        raise ConfigError(f"{text}; {MENDS.get(fact, mend)}")
+
+
+def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> tuple[str, str] | None:
+    """A fact that differs between ranks, and on which rank and host; None if all are equal.
+
+    Rank 0 has facts. All ranks call this together; those whose facts are None are not compared.
+    """
+    own = json.dumps(None if facts is None else {"host": socket.gethostname(), **facts})
     # Facts of a large model are 40 kB, so that all ranks' are only gathered to name the odd one.
-    digest = hashlib.sha256(json.dumps(dict(facts)).encode()).hexdigest()
-    if sum_of(transport, [float(digest != text_of_first(transport, digest))]) == [0.0]:
-        return
-    everyone = [json.loads(text) for text in gather_texts(transport.world, transport.backoff, own)]
-    for fact in facts:
-        values = Counter(rank.get(fact, "nothing") for rank in everyone)
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    is_other = digest != text_of_first(transport, digest) and facts is not None
+    if sum_of(transport, [float(is_other)]) == [0.0]:
+        return None
+    texts = gather_texts(transport.world, transport.backoff, own)
+    everyone = {rank: json.loads(text) for rank, text in enumerate(texts) if text != "null"}
+    for fact in everyone[0]:
+        values = Counter(there.get(fact, "nothing") for there in everyone.values())
         common = values.most_common(1)[0][0]
-        most = "the others have" if len(everyone) > 2 else "rank 0 has"
-        mend = MENDS.get(
-            fact, "start all ranks with the same command, configuration and environment"
-        )
-        for number, rank in enumerate(everyone):
-            if (has := rank.get(fact, "nothing")) != common:
-                raise ConfigError(
-                    f"{fact}: rank {number} on host {rank['host']} has {_short(has)}, {most} "
-                    f"{_short(common)}; {mend}"
+        for rank, there in everyone.items():
+            if fact != "host" and (has := there.get(fact, "nothing")) != common:
+                others = "the others have" if len(everyone) > 2 else "rank 0 has"
+                return fact, (
+                    f"{fact}: rank {rank} on host {there['host']} has {_short(has)}, {others} "
+                    f"{_short(common)}"
                 )
+    return None
 
 
 def _short(text: str) -> str:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.validate import check_data
-from axsparse.data.batches import Batches
-from axsparse.data.dataset import Dataset, Datasets, PartedDataset
+from axsparse.data.batches import Batches, whole_number
+from axsparse.data.dataset import Datasets, PartedDataset
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
 from axsparse.runtime.errors import DataError
-from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first, together
+from axsparse.runtime.exchange import text_of_first, together
 from axsparse.training.checkpoint.manifest import DataEntry
 from axsparse.training.resolution import RunSpec
+from axsparse.training.run_checks import odd_rank
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ def open_data(
     reads = run.place.is_first or run.place.is_last
     separate = loaded.config.data.separate_documents
     datasets = together(transport, lambda: _open(open_datasets, separate) if reads else None)
-    own = "" if datasets is None else json.dumps(_facts_of(datasets))
-    facts = together(transport, lambda: _common_facts(transport, own))
+    own = None if datasets is None else _facts_of(datasets)
+    together(transport, lambda: _refuse_other_data(transport, own))
+    # Rank 0 is a first stage, which reads.
+    facts = json.loads(text_of_first(transport, json.dumps(own)))
     together(
         transport,
         lambda: check_data(
@@ -77,25 +80,24 @@ def open_data(
         ),
     )
 
-    def batches(dataset: Dataset | PartedDataset | None, num_samples: int) -> Batches:
-        return Batches(
-            dataset,
-            num_samples=num_samples,
-            global_batch_size=run.config.batch.global_batch_size,
-            microbatch_size=run.config.batch.microbatch_size,
-            replica=run.place.replica,
-            g_data=run.place.grid.g_data,
-            seed=run.config.seed,
-            reads_inputs=run.place.is_first,
-            reads_targets=run.place.is_last,
-            pinned=pinned,
-        )
-
-    training = batches(None if datasets is None else datasets.training, facts["samples"])
+    batches = partial(
+        Batches,
+        global_batch_size=run.config.batch.global_batch_size,
+        microbatch_size=run.config.batch.microbatch_size,
+        replica=run.place.replica,
+        g_data=run.place.grid.g_data,
+        seed=run.config.seed,
+        reads_inputs=run.place.is_first,
+        reads_targets=run.place.is_last,
+        pinned=pinned,
+    )
+    training = batches(
+        None if datasets is None else datasets.training, num_samples=facts["samples"]
+    )
     validation = None
     if facts["validation_samples"]:
         dataset = None if datasets is None else datasets.validation
-        validation = batches(dataset, facts["validation_samples"])
+        validation = batches(dataset, num_samples=facts["validation_samples"])
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
     return Data(facts["name"], training, validation, unit, facts["fingerprint"])
 
@@ -122,6 +124,9 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
                 f"data: {type(dataset).__name__} has no {', '.join(missing)}; give an ArrayDataset "
                 "or a class with the members of axsparse.Dataset"
             )
+        if dataset.targets_per_sample is not None:
+            per_sample = f"{dataset.name}: targets_per_sample"
+            whole_number(dataset.targets_per_sample, per_sample, least=1)
         if separate and getattr(dataset, "separator", None) is None:
             raise DataError(
                 f"data.separate_documents: {dataset.name} has no ends of documents; choose false, "
@@ -134,7 +139,6 @@ def _facts_of(datasets: Datasets) -> dict[str, Any]:
     """What the other ranks need to know of the data, and what reading ranks compare."""
     training, validation = datasets.training, datasets.validation
     return {
-        "host": socket.gethostname(),
         "name": training.name,
         "fingerprint": training.fingerprint,
         "vocab_size": training.vocab_size or 0,
@@ -144,21 +148,11 @@ def _facts_of(datasets: Datasets) -> dict[str, Any]:
     }
 
 
-def _common_facts(transport: Transport, own: str) -> dict[str, Any]:
-    """The facts of the ranks that read data; DataError if two of them differ."""
-    # Rank 0 is a first stage, which reads.
-    first: dict[str, Any] = json.loads(text_of_first(transport, own))
-    differs = bool(own) and {**json.loads(own), "host": first["host"]} != first
-    if sum_of(transport, [float(differs)]) == [0.0]:
-        return first
-    texts = gather_texts(transport.world, transport.backoff, own)
-    said = [(rank, json.loads(text)) for rank, text in enumerate(texts) if text]
-    for rank, facts in said:
-        for key in [key for key in first if key != "host"]:
-            if facts[key] != first[key]:
-                raise DataError(
-                    f"data: {key} is {facts[key]!r} for rank {rank} on host {facts['host']} and "
-                    f"{first[key]!r} for rank 0 on host {first['host']}; give all hosts "
-                    "the same data, and what is drawn the same seed (torch.manual_seed)"
-                )
-    return first
+def _refuse_other_data(transport: Transport, facts: Mapping[str, Any] | None) -> None:
+    """DataError if two ranks that read data differ in a fact; None on the other ranks."""
+    odd = odd_rank(transport, facts and {key: str(value) for key, value in facts.items()})
+    if odd is not None:
+        raise DataError(
+            f"data: {odd[1]}; give all hosts the same data, and what is drawn the same seed "
+            "(torch.manual_seed)"
+        )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from axsparse.config.load import LoadedConfig, to_yaml
 from axsparse.config.schema import Config
+from axsparse.observe.trace_file import TRACES
+from axsparse.pruning.ticket.ticket_reader import TICKET_FILE
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import text_of_first, together
@@ -27,32 +30,6 @@ from axsparse.training.checkpoint.verification import (
     verify_together,
 )
 
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """The run directory and the checkpoint that a run goes on from, if it has any."""
-
-    path: Path | None = None
-    """The directory of the run; None makes a new one."""
-    checkpoint: Checkpoint | None = None
-    """The checkpoint that all ranks have verified; None starts from the beginning."""
-    notes: tuple[str, ...] = ()
-    """Lines that tell the user what was found and chosen."""
-    lock: RunLock | None = None
-    """Keeps other jobs out of `path`; None on ranks other than 0, and without a directory."""
-
-    @property
-    def progress(self) -> Progress | None:
-        """Where training stands at this point; None at its beginning.
-
-        In another run directory than the checkpoint's, there is no best checkpoint yet.
-        """
-        if self.checkpoint is None:
-            return None
-        progress = self.checkpoint.manifest.progress
-        return progress if self.path else progress.model_copy(update={"best": None})
-
-
 AUTO = "auto"
 """The value of `resume` that means the newest whole checkpoint of the run, if there is one."""
 METRICS_FILE = "metrics.jsonl"
@@ -61,13 +38,39 @@ CONFIG_FILE = "config.yaml"
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory that a run writes to."""
+    """The directory that a run writes to, and the checkpoint that it goes on from, if any."""
 
-    path: Path
-    lock: RunLock | None
-    """Keeps other jobs out of `path`; None on ranks other than 0."""
-    point: ResumePoint
-    """Where the run goes on from; its checkpoint may be in another run's directory."""
+    found: Path | None = None
+    """The directory of the run that is gone on with; None if the run gets a new one."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint that all ranks have verified, which may be in another run's directory; None
+    starts from the beginning."""
+    notes: tuple[str, ...] = ()
+    """Lines that tell the user what there was and what was chosen."""
+    lock: RunLock | None = None
+    """Keeps other jobs out of the directory; None on ranks other than 0, and without one."""
+    overwrites: bool = False
+    """Whether a new run removes what another has recorded and saved in its directory."""
+    made: Path | None = None
+    """The new directory, once `open_run_dir` has made it."""
+
+    @property
+    def path(self) -> Path:
+        """The directory, once it is open."""
+        path = self.found or self.made
+        assert path is not None, "`open_run_dir` comes first"
+        return path
+
+    @property
+    def progress(self) -> Progress | None:
+        """Where training stands; None at its beginning.
+
+        In another run directory than the checkpoint's, there is no best checkpoint yet.
+        """
+        if self.checkpoint is None:
+            return None
+        progress = self.checkpoint.manifest.progress
+        return progress if self.found else progress.model_copy(update={"best": None})
 
     def begin(self, config: Config) -> None:
         """Write the configuration, and remove the records of later steps than the run resumes at.
@@ -78,10 +81,10 @@ class RunDir:
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         with writing(f"{metrics}:", OTHER_RUN_DIR):
             checkpoints.mkdir(exist_ok=True)
-            rewind_metrics(metrics, self.point.progress)
+            rewind_metrics(metrics, self.progress)
 
 
-def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> ResumePoint:
+def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> RunDir:
     """Find the run that `resume` means, lock its directory on rank 0, and choose its checkpoint.
 
     `resume` is None for a new run, `AUTO`, or the path of a checkpoint or of a run. Of a run the
@@ -126,29 +129,33 @@ def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> 
     elif resume is not None:
         notes = [*notes, "there is no run to go on with; starts from the beginning"]
     there = None if path is None else Path(path)
-    return ResumePoint(there, checkpoint, tuple(notes), locks[0] if locks else None)
+    return RunDir(there, checkpoint, tuple(notes), locks[0] if locks else None)
 
 
-def open_run_dir(loaded: LoadedConfig, transport: Transport, found: ResumePoint) -> RunDir:
+def open_run_dir(loaded: LoadedConfig, transport: Transport, run: RunDir) -> RunDir:
     """The directory of the run that was found, or a new one, which rank 0 makes and locks.
 
-    Nothing in a directory that exists is changed. All ranks call this together; OutputError is
-    raised on all of them.
+    Nothing in a directory that exists is changed, unless the run overwrites it. All ranks call this
+    together; OutputError is raised on all of them.
     """
-    path, lock = found.path, found.lock
-    if path is None:
-        made = together(transport, lambda: make_run_dir(loaded) if transport.rank == 0 else None)
-        text = "" if made is None else str(made[0])
-        path = Path(text_of_first(transport, text))
-        lock = None if made is None else made[1]
-    return RunDir(path, lock, found)
+    if run.found is not None:
+        return run
+
+    def make() -> tuple[Path, RunLock] | None:
+        return make_run_dir(loaded, overwrite=run.overwrites) if transport.rank == 0 else None
+
+    made = together(transport, make)
+    path = Path(text_of_first(transport, "" if made is None else str(made[0])))
+    return replace(run, made=path, lock=None if made is None else made[1])
 
 
 # -- a new directory ------------------------------------------------------------------------
 
 
-def make_run_dir(loaded: LoadedConfig) -> tuple[Path, RunLock]:
+def make_run_dir(loaded: LoadedConfig, *, overwrite: bool = False) -> tuple[Path, RunLock]:
     """Make the directory of a new run, and lock it.
+
+    With `overwrite`, what another run has recorded and saved there is removed.
 
     A directory whose metrics.jsonl is empty is free: the run that made it ended before its first
     step. Under `run_dir: auto` that holds for the last directory of the name only, since a later
@@ -158,7 +165,7 @@ def make_run_dir(loaded: LoadedConfig) -> tuple[Path, RunLock]:
     """
     wanted, where = loaded.config.run_dir, loaded.where("run_dir")
     if wanted != "auto":
-        return Path(wanted), _claim(Path(wanted), where)
+        return Path(wanted), _claim(Path(wanted), where, overwrite=overwrite)
     for path, following in itertools.pairwise(automatic_run_dirs(loaded.name)):
         if not (following / METRICS_FILE).exists():
             with contextlib.suppress(_TakenError, InUseError):
@@ -170,7 +177,7 @@ class _TakenError(OutputError):
     """The directory holds another run."""
 
 
-def _claim(path: Path, where: str) -> RunLock:
+def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
     """Make a directory and its metrics.jsonl, and lock it; one job only can have it.
 
     Of two jobs that find a directory free at the same time, only one gets its lock. If the other
@@ -183,16 +190,27 @@ def _claim(path: Path, where: str) -> RunLock:
             raise OutputError(
                 f"{where}: {path} is not a directory; choose another --run-dir"
             ) from reason
-        if not _holds_run(path):  # otherwise not even a lock file is left there
+        if overwrite or not _holds_run(path):  # otherwise not even a lock file is left there
             lock = RunLock(path)
+            if overwrite:
+                _clear(path)
             if _take(path, lock):
                 return lock
             lock.release()
     raise _TakenError(
         f"{where}: {path} holds another run's {METRICS_FILE}, which would be mixed up; choose "
         "another --run-dir (in Python run_dir=), or go on with that run by --resume auto "
-        '(in Python resume="auto")'
+        '(in Python resume="auto", or overwrite=True to begin it anew)'
     )
+
+
+def _clear(path: Path) -> None:
+    """Remove what a run has recorded and saved in its directory, and no other files."""
+    for name in (CHECKPOINTS, TRACES):
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+    for name in (METRICS_FILE, TICKET_FILE):
+        (path / name).unlink(missing_ok=True)
 
 
 def _take(path: Path, lock: RunLock) -> bool:

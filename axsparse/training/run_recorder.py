@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,6 @@ from axsparse.observe.banner import ModelLayout, banner
 from axsparse.observe.recorder import Recorder, RunFigures, StepForecast
 from axsparse.observe.sinks import open_records
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
-from axsparse.planner.run_workload import Prediction
 from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.pruning.targets import pruning_lines
 from axsparse.runtime.communication import Transport
@@ -48,6 +47,11 @@ def make_recorder(
     beside = max(0, resident_memory_bytes() - live) + SMALL_BLOCKS if placement.gpu is None else 0.0
     own.append(beside)
     rows = sum_by_owner(transport.world, transport.backoff, own)
+    # What the fullest process holds beside its model state, most of it libraries.
+    overhead, predicted, peak_bytes = max(row[2] for row in rows), None, None
+    if run.prediction is not None:
+        peak_bytes = run.prediction.memory_bytes + overhead
+        predicted = StepForecast(peak_bytes, run.prediction.step_seconds)
     sequences = config.batch.global_batch_size
     figures = RunFigures(
         steps=config.train.steps,
@@ -57,38 +61,52 @@ def make_recorder(
         peak_flops=sum(row[1] for row in rows),
         unit=data.unit,
         places=[str(run.place.grid.place(rank)) for rank in range(transport.size)],
-        predicted=_predicted(run.prediction, max(row[2] for row in rows)),
+        predicted=predicted,
     )
-    slow = None if run_dir is None else _slow_ranks(run, transport)
-    if run_dir is None or transport.rank != 0:
+    if run_dir is None:
+        return Recorder(transport.world, transport.backoff, figures, None, None)
+    slow = _slow_ranks(run, transport)
+    if transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
     console = make_console(sys.stdout)
-    metrics = run_dir / METRICS_FILE
-    lines = banner(
-        config,
-        ModelLayout(
-            run.model.name,
-            survey,
-            run.stages,
-            run.place.grid,
-            transport.name,
-            dense_bytes=max(
-                run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
-            ),
-            live_bytes=int(max(row[0] for row in rows)),
-            arithmetic="multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
-        ),
-        data=f"{data.name}: {format_count(data.training.num_samples)} samples",
-        metrics=metrics,
-        planned=_planned(run.prediction, figures.predicted, is_tight=run.memory_is_tight),
-    )
+    lines = _banner(run, data, transport, run_dir, int(max(row[0] for row in rows)), peak_bytes)
     start = run.model.start
     note = start.note() if isinstance(start, FromFile) else ""
     notes = (*filter(None, [note]), *remarks(config, data.training.num_samples))
     for line in (*placement.table, *lines, *notes, *_pruned(run)):
         console.line(line)
-    file = open_records(config, run_dir, metrics)
+    file = open_records(config, run_dir, run_dir / METRICS_FILE)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
+
+
+def _banner(
+    run: RunSpec,
+    data: Data,
+    transport: Transport,
+    run_dir: Path,
+    state_bytes: int,
+    predicted_bytes: float | None,
+) -> Iterator[str]:
+    """The lines of the banner; `state_bytes` are those of the fullest rank."""
+    layout = ModelLayout(
+        run.model.name,
+        run.survey,
+        run.stages,
+        run.place.grid,
+        transport.name,
+        dense_bytes=max(
+            run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
+        ),
+        live_bytes=state_bytes,
+        arithmetic="multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
+    )
+    return banner(
+        run.config,
+        layout,
+        data=f"{data.name}: {format_count(data.training.num_samples)} samples",
+        metrics=run_dir / METRICS_FILE,
+        planned="" if predicted_bytes is None else _planned(run, predicted_bytes),
+    )
 
 
 def _pruned(run: RunSpec) -> list[str]:
@@ -113,28 +131,14 @@ def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:
     )
 
 
-def _predicted(prediction: Prediction | None, overhead: float) -> StepForecast | None:
-    """The planner's prediction with what the process holds beside it.
-
-    `overhead` is in bytes: what the fullest process holds beside its model state, most of it
-    libraries.
-    """
-    if prediction is None:
-        return None
-    memory = prediction.memory_bytes + overhead
-    return StepForecast(memory, prediction.step_seconds)
-
-
-def _planned(
-    prediction: Prediction | None, predicted: StepForecast | None, *, is_tight: bool
-) -> str:
-    """What the banner says of the prediction."""
-    if prediction is None or predicted is None:
-        return ""
-    text = f"peak of a rank ~{format_bytes(predicted.memory_bytes)}"
-    if predicted.step_seconds is not None:
-        text += f" · step ~{predicted.step_seconds:.3g} s"
-    if is_tight:
+def _planned(run: RunSpec, memory_bytes: float) -> str:
+    """What the banner says of the prediction; `memory_bytes` is the predicted peak of a rank."""
+    prediction = run.prediction
+    assert prediction is not None, "it has a peak"
+    text = f"peak of a rank ~{format_bytes(memory_bytes)}"
+    if prediction.step_seconds is not None:
+        text += f" · step ~{prediction.step_seconds:.3g} s"
+    if run.memory_is_tight:
         text += ", which is tight: freed memory goes back at once, at some 8 % of the time"
     text += "".join(f" · {trade}" for trade in prediction.trades)
     if prediction.reason is not None:

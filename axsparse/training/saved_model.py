@@ -1,20 +1,45 @@
-"""The model of a checkpoint, built in one process as plain modules: nothing of it is trained."""
+"""The model of a checkpoint in one process: opened as plain modules, evaluated, and continuing a
+text. Nothing of it is trained."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from axsparse.config.load import LoadedConfig
-from axsparse.models.layer import Model, on_meta
+from axsparse.config.model_config import TextFamily
+from axsparse.config.schema import sample_length
+from axsparse.config.validate import check_data
+from axsparse.data.batches import Batches
+from axsparse.data.dataset import Dataset, Datasets, PartedDataset
+from axsparse.models.layer import Model, as_tuple, on_meta
 from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import model_without_weights
+from axsparse.observe.phases import Phases
+from axsparse.pipeline.engine import Engine, Rank
+from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.stage import Stage
 from axsparse.runtime.errors import ConfigError
-from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of
-from axsparse.training.export.checkpoint_export import Weights
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.half_products import multiply_in_fp32
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.precision import DTYPES
+from axsparse.training.checkpoint.manifest import DataEntry
+from axsparse.training.checkpoint.verification import (
+    Checkpoint,
+    checkpoint_of,
+    refuse_other_data,
+)
+from axsparse.training.evaluation import Evaluation, evaluate
+from axsparse.training.export import Weights
 
 
 @dataclass(frozen=True)
@@ -62,3 +87,149 @@ def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: 
         module.load_state_dict(local, assign=True)
         modules.append(module.eval().requires_grad_(requires_grad=False))
     return SavedModel(weights.checkpoint, loaded, model, modules)
+
+
+# -- evaluation ---------------------------------------------------------------------------
+
+
+def evaluate_saved(
+    saved: SavedModel,
+    datasets: Datasets,
+    number: int | Literal["all"],
+    after_batch: Callable[[int, int], object] = lambda _done, _wanted: None,
+) -> Evaluation:
+    """Evaluate on the first `number` global batches of the validation data, or on all.
+
+    `after_batch` is called with how many are done and how many are wanted. The model must have its
+    trained weights. Microbatches, precision and the number of threads are those of the run, so
+    that on the same kind of machine the result is the same.
+
+    Raises ConfigError if there are no validation data, DataError if the data are not the run's.
+    """
+    config, model = saved.loaded.config, saved.model
+    validation = _validation_data(saved, datasets)
+    torch.set_num_threads(config.train.threads)
+    multiply_in_fp32(DTYPES[config.precision])
+    transport = LocalTransport(LocalWorld[object](1), 0)
+    place = Grid(1, 1).place(0)
+    stage = Stage(
+        [
+            LayerRunner(layer.name, module, is_recomputed=False)
+            for layer, module in zip(model.layers, saved.modules, strict=True)
+        ],
+        loss=model.loss,
+        metrics=model.metrics,
+        input_dtype=DTYPES[config.precision],
+        seed=config.seed,
+    )
+    engine = Engine(
+        Rank(place, transport.backoff, Phases()),
+        stage,
+        transport.link(place),
+        schedule=Schedule("message-driven", 0, "alternate"),
+        while_idle=lambda: None,
+    )
+    batches = Batches(
+        validation,
+        num_samples=len(validation),
+        global_batch_size=config.batch.global_batch_size,
+        microbatch_size=config.batch.microbatch_size,
+        replica=0,
+        g_data=1,
+        seed=config.seed,
+    )
+    try:
+        return evaluate(
+            engine,
+            batches,
+            number,
+            tuple(model.metrics),
+            transport=transport,
+            place=place,
+            after_batch=after_batch,
+        )
+    finally:
+        batches.close()
+
+
+def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset | PartedDataset:
+    """The validation data, after a check that the data are those of the run."""
+    training, validation = datasets.training, datasets.validation
+    data = DataEntry(
+        name=training.name, fingerprint=training.fingerprint, samples=len(training), position=0
+    )
+    refuse_other_data(saved.checkpoint, data)
+    if validation is None:
+        raise ConfigError(f"evaluate: {training.name} has no validation data; nothing to do")
+    check_data(
+        saved.loaded,
+        source=training.name,
+        words=saved.model.vocab_size,
+        vocab_size=training.vocab_size or 0,
+        num_samples=len(training),
+    )
+    return validation
+
+
+# -- texts --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen among those that the model thinks likely."""
+
+    temperature: float = 0.0
+    """Logits are divided by it before a token is drawn; 0 takes the most likely one."""
+    top_k: int | None = None
+    """Only so many of the most likely tokens may be drawn; None: all."""
+    seed: int = 0
+
+
+def refuse_textless(saved: SavedModel) -> None:
+    """ConfigError if the model does not predict tokens."""
+    family = saved.loaded.config.model
+    if not isinstance(family, TextFamily):
+        raise ConfigError(
+            f"generate: {saved.checkpoint.path} is of model.name {family.name}, which writes no "
+            "text; name a run of a gpt or a llama"
+        )
+
+
+def continuation(
+    saved: SavedModel, prompt: Sequence[int], tokens: int, end: int, sampling: Sampling
+) -> Iterator[int]:
+    """At most `tokens` tokens that follow the prompt, up to and without the token `end`.
+
+    The prompt has at least one token. The model sees no more of the text than the last tokens
+    that fit into one sample of its training. Equal arguments give equal tokens.
+    """
+    window = sample_length(saved.loaded.config)
+    generator = torch.Generator().manual_seed(sampling.seed)
+    text = list(prompt)
+    for _ in range(tokens):
+        token = _chosen(_next_logits(saved, text[-window:]), sampling, generator)
+        if token == end:
+            return
+        text.append(token)
+        yield token
+
+
+@torch.no_grad()
+def _next_logits(saved: SavedModel, text: Sequence[int]) -> Tensor:
+    """The logits of the token that follows, (V,) in fp32."""
+    outputs: tuple[Tensor, ...] = (torch.tensor([text]),)
+    for layer, module in zip(saved.model.layers, saved.modules, strict=True):
+        outputs = as_tuple(layer.name, module(*outputs))
+    hidden, weight = outputs  # The head leaves this product to the loss.
+    return F.linear(hidden[0, -1], weight).float()
+
+
+def _chosen(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    if sampling.top_k is not None and sampling.top_k < logits.numel():
+        least = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    # In fp64 the largest difference over a small temperature is no overflow.
+    shares = ((logits.double() - logits.max()) / sampling.temperature).softmax(dim=0)
+    return int(torch.multinomial(shares, 1, generator=generator))

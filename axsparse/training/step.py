@@ -1,36 +1,46 @@
 """One training step: microbatches in, weights out. `Step.train_step` is the step on one screen.
 
-Behind it are the counters of a run (`Position`), and the checks that replicas have the same weights
-and masks.
+Behind it are the counters of a run (`Position`), the checks that replicas have the same weights and
+masks, and the steps that update nothing: why, how often, and when that ends the run.
+
+A step is skipped if its loss or a gradient is not finite, or if its loss is a number that is too
+large to believe, a spike. All ranks have heard the same verdict and judge alike, so that an error
+of such steps is raised on all of them.
+
+A step spikes if its mean loss L exceeds the median M of the last `window` good steps by more
+than ln(ratio), that is if exp(L) > ratio · exp(M). A difference in nats means the same at a
+loss of 10 and at one of 0.1; a ratio of losses would miss spikes at first and see too many at
+the end. The median is hardly moved by a single bad step.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, SpikesConfig
 from axsparse.data.batches import Batch
 from axsparse.data.prefetch import Prefetcher
 from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Verdict
 from axsparse.pruning.methods.masking import Change
 from axsparse.runtime.communication import Op
-from axsparse.runtime.errors import TrainingError, everywhere
-from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere
+from axsparse.runtime.grid import Grid
 from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
 from axsparse.samo.masks import masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
 from axsparse.samo.optim.optimizer import Hyper, LearningRate, learning_rate, own_learning_rate
 from axsparse.samo.optim.update import update
-from axsparse.samo.shards import Replicas
-from axsparse.training.checkpoint.manifest import Progress
+from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
+from axsparse.training.checkpoint.manifest import FirstBad, Progress, SpikeHistory
 from axsparse.training.parts import Parts
-from axsparse.training.skipped_steps import SkippedSteps
 
 MOST_NAMED = 4
 """A warning names at most this many parameters or buffers."""
@@ -39,26 +49,30 @@ MOST_NAMED = 4
 class Step:
     """Runs training steps, one after the other, on the parts of one rank."""
 
-    def __init__(self, config: Config, parts: Parts) -> None:
-        """`config` has every `auto` resolved. All ranks call this together.
-
-        TrainingError if replicas have other weights or masks than replica 0.
-        """
-        self.position = Position(config, parts.learning_rate)
+    def __init__(self, parts: Parts) -> None:
+        """All ranks call this together; TrainingError if replicas have other weights or masks than
+        replica 0."""
+        config = parts.run.config
+        self.position = Position(config, parts.run.learning_rate)
         """Where in its schedule the run stands."""
-        self.skips = SkippedSteps(config.spikes, parts)
+        self.skips = SkippedSteps(parts)
         """The steps that updated nothing."""
         self._config = config
         self._parts = parts
-        self._warned: set[str] = set()
-        self._unsplit: set[str] = set()
+        self._parameters = [
+            (f"{layer.spec.name}.{name}", parameter, parameter.requires_grad)
+            for layer in parts.layers
+            for name, parameter in layer.module.named_parameters()
+        ]
+        self._named: dict[str, set[str]] = {}
         self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
-        digest = weights_digest(parts.layers)
-        refuse_unequal_weights(digest, parts.replicas, parts.place)
+        _refuse_unequal(weights_digest(parts.layers), parts, UNEQUAL_WEIGHTS)
         self._agreement = self._make_agreement()
 
+    @torch.inference_mode(mode=False)
+    @torch.enable_grad()  # whoever calls may have switched gradients off
     def train_step(self, notice: Callable[[], Notice] = lambda: NOTHING) -> Verdict:
         """Train on the next batch; the loss and norm returned were measured before the update.
 
@@ -92,11 +106,24 @@ class Step:
             return batch
         with self._parts.phases("data"):
             if self._prefetcher is None:
-                self._prefetcher = Prefetcher(self._parts.training.training, self.position.batch)
+                self._prefetcher = Prefetcher(
+                    self._parts.data.training.training, self.position.batch
+                )
             return self._prefetcher.get(self.position.batch)
 
     def _begin_step(self) -> None:
-        """Open a step, whose first gradient of each parameter overwrites that of the last step."""
+        """Open a step, whose first gradient of each parameter overwrites that of the last step.
+
+        ConfigError if a callback has frozen a parameter, or has made one train: what the optimizer
+        has of it would not follow.
+        """
+        for name, parameter, trains in self._parameters:
+            if parameter.requires_grad is not trains:
+                raise ConfigError(
+                    f"{name}: requires_grad was set to {parameter.requires_grad} after build, "
+                    "which the optimizer does not follow (momentum and weight decay go on); set it "
+                    "in the layer's build, or give it a rate in optimizer.learning_rates"
+                )
         self._parts.collector.begin()
         self._parts.sync.begin()
         self._parts.statistics.begin()
@@ -113,8 +140,16 @@ class Step:
             parts.loss_scale.scale,
             lambda is_last: parts.collector.microbatch(is_last=is_last),
         )
-        self._warn_of_unused(parts.collector.finish())
-        self._warn_of_unsplit(parts.engine.unsplit)
+        self._name_once(
+            f"warning: {parts.place}: its microbatches of step {self.position.steps_done + 1} gave "
+            "no gradient to {}; it counts as zero (freeze what no sample ever uses)",
+            parts.collector.finish(),
+        )
+        self._name_once(
+            f"{parts.place}: pipeline.split_backward leaves unsplit, since they have gradients "
+            "besides that of one call of their layer: {}",
+            parts.engine.unsplit,
+        )
         return losses
 
     def _all_reduce_gradients(self) -> None:
@@ -167,10 +202,17 @@ class Step:
             factor = clip_factor(verdict.grad_norm, settings.clip_norm)
             update(
                 [layer.state for layer in parts.layers],
-                parts.optimizer,
+                parts.run.optimizer,
                 hyper,
                 factor / parts.loss_scale.scale,
-                own=parts.groups.hypers(hyper, self.position.rate_of),
+                own={
+                    name: replace(
+                        hyper,
+                        learning_rate=self.position.rate_of(group.peak),
+                        weight_decay=group.weight_decay,
+                    )
+                    for name, group in parts.run.groups.items()
+                },
                 updated=parts.weights.updated,
                 visits=iter if parts.offload is None else parts.offload.visits,
             )
@@ -207,39 +249,31 @@ class Step:
         `evaluated` says that the evaluation after the last step is done, `masked` that the masks
         have been changed for the coming step.
         """
-        position, skips, scale = self.position, self.skips, self._parts.loss_scale
         return Progress(
-            step=position.steps_done,
-            updates=position.updates,
-            schedule_start=position.schedule_start,
-            masks_changed=position.masks_changed,
+            step=self.position.steps_done,
             evaluated=evaluated,
             masked=masked,
-            loss_scale=scale.scale,
-            good_steps=scale.good_steps,
-            skipped_at_floor=scale.skipped_at_floor,
-            jumped=position.jumped,
-            not_finite=skips.not_finite,
-            spiked=skips.spiked,
-            first_bad=skips.first_bad,
-            spikes=skips.spikes.history(),
+            loss_scale=self._parts.loss_scale.scale,
+            spikes=self.skips.spikes.history(),
+            **{name: getattr(owner, name) for name, owner in self._counters().items()},
         )
 
     def restore(self, progress: Progress) -> None:
         """Go on from where a checkpoint stood; called before the first step."""
+        self.position.steps_done = progress.step
+        self._parts.loss_scale.scale = progress.loss_scale
+        self.skips.spikes.restore(progress.spikes)
+        for name, owner in self._counters().items():
+            setattr(owner, name, getattr(progress, name))
+
+    def _counters(self) -> dict[str, object]:
+        """What has each counter that a checkpoint keeps under the same name."""
         position, skips, scale = self.position, self.skips, self._parts.loss_scale
-        position.steps_done = progress.step
-        position.updates = progress.updates
-        position.schedule_start = progress.schedule_start
-        position.masks_changed = progress.masks_changed
-        position.jumped = progress.jumped
-        skips.not_finite = progress.not_finite
-        skips.spiked = progress.spiked
-        skips.first_bad = progress.first_bad
-        skips.spikes.restore(progress.spikes)
-        scale.scale = progress.loss_scale
-        scale.good_steps = progress.good_steps
-        scale.skipped_at_floor = progress.skipped_at_floor
+        return {
+            **dict.fromkeys(("updates", "schedule_start", "masks_changed", "jumped"), position),
+            **dict.fromkeys(("not_finite", "spiked", "last_good", "first_bad"), skips),
+            **dict.fromkeys(("good_steps", "skipped_at_floor"), scale),
+        }
 
     def close(self) -> None:
         """End the thread that reads ahead; safe to call twice."""
@@ -252,23 +286,28 @@ class Step:
     def _count_targets(self, batch: Batch) -> float:
         """The step's global number of targets, by which the last stage divides its losses.
 
-        Other stages divide nothing and get 1.
+        Other stages divide nothing and get 1. DataError if the step has no target.
         """
         parts = self._parts
         if not parts.place.is_last:
             return 1.0
-        each = parts.training.targets_per_sample
+        each = parts.data.training.targets_per_sample
         if each is not None:
             return float(each * self._config.batch.global_batch_size)
         with parts.phases("collective"):
             count = torch.tensor([batch.num_targets], dtype=torch.float64)
             parts.replicas.exchange(Op.ALL_REDUCE, count)
-        return max(1.0, count.item())
+        if not count:
+            raise DataError(
+                f"data: none of the samples of step {self.position.steps_done + 1} has a target "
+                "that counts; raise batch.global_batch_size, or leave such samples out"
+            )
+        return count.item()
 
     def _make_agreement(self) -> Agreement:
         """Check that replicas keep the same entries, and lay out the vector of the agreement."""
         parts, transport = self._parts, self._parts.transport
-        refuse_unequal_masks(masks_digest(parts.layers), parts.replicas, parts.place)
+        _refuse_unequal(masks_digest(parts.layers), parts, UNEQUAL_MASKS)
         kept = {tensor.name: tensor.kept for layer in parts.layers for tensor in layer.state.owned}
         names = parts.survey.counted
         self._counted = [name for name in names if name in kept]
@@ -287,41 +326,23 @@ class Step:
             f"{parts.layers[number].spec.name}.{name}"
             for number, name in parts.statistics.different()
         ]
-        if names and parts.place.replica == 0:
-            write_line(
-                f"warning: {parts.place}: each replica has its own {_listed(names)}; checkpoints "
-                "hold the first replica's, so that a run that resumes goes on otherwise if "
-                "training depends on them"
-            )
+        self._name_once(
+            f"warning: {parts.place}: each replica has its own {{}}; checkpoints hold the first "
+            "replica's, so that a run that resumes goes on otherwise if training depends on them",
+            names,
+        )
 
-    def _warn_of_unused(self, names: Sequence[str]) -> None:
-        """Warn once of each parameter that no microbatch of a step gave a gradient to."""
-        if self._parts.place.replica:
-            return
-        new = [name for name in names if name not in self._warned]
-        if new:
-            self._warned.update(new)
-            write_line(
-                f"warning: {self._parts.place}: its microbatches of step "
-                f"{self.position.steps_done + 1} gave no gradient to {_listed(new)}; it counts as "
-                "zero (freeze what no sample ever uses)"
-            )
+    def _name_once(self, text: str, names: Sequence[str]) -> None:
+        """Print a text, in which "{}" stands for names, unless it has told of all of them before.
 
-    def _warn_of_unsplit(self, weights: Sequence[str]) -> None:
-        """Warn once of each weight whose gradients a split backward leaves to autograd."""
-        new = [name for name in weights if name not in self._unsplit]
-        if new:
-            self._unsplit.update(new)
-            if self._parts.place.replica == 0:
-                write_line(
-                    f"{self._parts.place}: pipeline.split_backward leaves unsplit, since they have "
-                    f"gradients besides that of one call of their layer: {_listed(new)}"
-                )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"{', '.join(names[:MOST_NAMED])}{more}"
+        Of the replicas of a stage, the first one prints it.
+        """
+        known = self._named.setdefault(text.rpartition("{}")[2], set())
+        new = [name for name in names if name not in known]
+        known.update(new)
+        if new and self._parts.place.replica == 0:
+            more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
+            write_line(text.format(f"{', '.join(new[:MOST_NAMED])}{more}"))
 
 
 class Position:
@@ -385,31 +406,30 @@ class Position:
             self.masks_changed = self.steps_done
 
 
-def refuse_unequal_weights(digest: int, replicas: Replicas, place: Place) -> None:
-    """TrainingError if a replica of this stage starts at other weights than replica 0.
+UNEQUAL_WEIGHTS = (
+    "weights: replica {replica} starts at others than replica 0 on stage {stage}; draw them from "
+    "torch's generator, which has the same seed everywhere, or in `init` from the one that is "
+    "given, on hosts of one kind"
+)
+UNEQUAL_MASKS = (
+    "masks: replica {replica} keeps other entries than replica 0 on stage {stage}; masks must "
+    "depend on seed, names and weights only"
+)
 
-    `digest` is this rank's, from `weights_digest`. All replicas call this together.
+
+def _refuse_unequal(digest: int, parts: Parts, text: str) -> None:
+    """TrainingError if a replica of this stage has another digest than replica 0.
+
+    All replicas call this together. `text` names {replica} and {stage}.
     """
-    odd = _odd_replica(digest, replicas)
-    if odd is not None:
-        raise TrainingError(
-            f"weights: replica {odd} starts at others than replica 0 on stage {place.stage}; draw "
-            "them from torch's generator, which has the same seed everywhere, or in `init` from "
-            "the one that is given, on hosts of one kind"
-        )
-
-
-def refuse_unequal_masks(digest: int, replicas: Replicas, place: Place) -> None:
-    """TrainingError if a replica of this stage keeps other entries than replica 0.
-
-    `digest` is this rank's, from `masks_digest`. All replicas call this together.
-    """
-    odd = _odd_replica(digest, replicas)
-    if odd is not None:
-        raise TrainingError(
-            f"masks: replica {odd} keeps other entries than replica 0 on stage {place.stage}; "
-            "masks must depend on seed, names and weights only"
-        )
+    replicas = parts.replicas
+    digests = torch.zeros(replicas.size, dtype=torch.float64)
+    digests[replicas.rank] = digest
+    replicas.exchange(Op.ALL_REDUCE, digests)
+    first, *others = digests.tolist()
+    for replica, other in enumerate(others, 1):
+        if other != first:
+            raise TrainingError(text.format(replica=replica, stage=parts.place.stage))
 
 
 def refuse_drifted_weights(verdict: Verdict, step: int, grid: Grid) -> None:
@@ -426,10 +446,174 @@ def refuse_drifted_weights(verdict: Verdict, step: int, grid: Grid) -> None:
         )
 
 
-def _odd_replica(digest: int, replicas: Replicas) -> int | None:
-    """The first replica with another digest than replica 0; None if all are equal."""
-    digests = torch.zeros(replicas.size, dtype=torch.float64)
-    digests[replicas.rank] = digest
-    replicas.exchange(Op.ALL_REDUCE, digests)
-    found: list[float] = digests.tolist()
-    return next((replica for replica, own in enumerate(found) if own != found[0]), None)
+# -- steps that update nothing ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step whose loss is too large."""
+
+    step: int
+    """The number of the step, from 1."""
+    loss: float
+    usual: float
+    """The median loss of the good steps before it."""
+
+    def __str__(self) -> str:
+        return f"spike: the loss is {self.loss:.4g}, the usual one {self.usual:.4g}"
+
+
+class SpikeRule:
+    """Judges each loss by the losses before it, alike on every rank."""
+
+    def __init__(self, settings: SpikesConfig) -> None:
+        self.in_a_row = 0
+        """Number of spikes since the last good step."""
+        self._settings = settings
+        self._losses: deque[float] = deque(maxlen=settings.window)
+
+    def judge(self, step: int, loss: float) -> Spike | None:
+        """The spike that a finite loss is; None if the loss is good, which is then remembered."""
+        if self._settings.rule == "none":
+            return None
+        if len(self._losses) == self._settings.window:
+            usual = median(self._losses)
+            if loss - usual > math.log(self._settings.ratio):
+                self.in_a_row += 1
+                return Spike(step, loss, usual)
+        self._losses.append(loss)
+        self.in_a_row = 0
+        return None
+
+    def forget(self) -> None:
+        """Forget the losses so far, since they say nothing about a network with other masks."""
+        self._losses.clear()
+
+    def history(self) -> SpikeHistory:
+        """The state of the rule, which `restore` reads."""
+        return SpikeHistory(losses=tuple(self._losses), in_a_row=self.in_a_row)
+
+    def restore(self, history: SpikeHistory) -> None:
+        """Continue with the history of a checkpoint."""
+        self._losses.extend(history.losses)
+        self.in_a_row = history.in_a_row
+
+
+LONGEST_REASON = 1000
+"""Letters of a reason that a checkpoint keeps."""
+
+
+class SkippedSteps:
+    """Counts skipped steps and gives up once there are too many in a row."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.not_finite = 0
+        """Steps that were skipped because loss or gradients were not finite."""
+        self.spiked = 0
+        """Steps that were skipped because the loss spiked."""
+        self.reason: str | None = None
+        """Why the last step updated nothing; None if it did update."""
+        self.last_good = 0
+        """The last step that updated the weights; 0 before the first."""
+        self.first_bad: FirstBad | None = None
+        """The first of the steps in a row that were skipped at the smallest loss scale."""
+        self._settings = parts.run.config.spikes
+        self.spikes = SpikeRule(self._settings)
+        self._parts = parts
+
+    def spike_of(self, step: int, verdict: Verdict) -> Spike | None:
+        """The spike of step number `step`; None if its loss is usual or not finite."""
+        return self.spikes.judge(step, verdict.loss) if verdict.finite else None
+
+    def record(self, step: int, verdict: Verdict, spike: Spike | None) -> None:
+        """Take note of step number `step`, and let the loss scale follow it.
+
+        TrainingError on all ranks once too many steps in a row could not update.
+        """
+        self.reason = None
+        if spike is not None:
+            self._record_spike(spike)
+            return
+        if verdict.finite:
+            self.last_good = step
+        else:
+            self.not_finite += 1
+            self.reason = self._culprit(verdict)
+        self.rescale(step, verdict)
+
+    def rescale(self, step: int, verdict: Verdict) -> None:
+        """Let the loss scale follow the verdict of step number `step`.
+
+        TrainingError on all ranks once the smallest scale has failed too often.
+        """
+        scale = self._parts.loss_scale
+        scale.update(finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss))
+        if scale.skipped_at_floor == 0:
+            self.first_bad = None
+        elif self.first_bad is None:
+            self.first_bad = FirstBad(step=step, what=self._culprit(verdict))
+        if not scale.exhausted:
+            return
+        first = self.first_bad
+        assert first is not None, "patience is 1 or more"
+        raise self._given_up(
+            f"step {first.step}: {first.what}, and no step could update for {scale.patience} in a "
+            f"row, up to step {step} (loss_scale.patience)"
+        )
+
+    def _record_spike(self, spike: Spike) -> None:
+        """Count a step that is skipped for a spike; TrainingError after too many in a row."""
+        patience = self._settings.patience
+        if self.spikes.in_a_row >= patience:
+            raise self._given_up(
+                f"step {spike.step}: {spike}, and {patience} steps in a row were skipped for that "
+                "(spikes.patience)"
+            )
+        self.reason = str(spike)
+        self.spiked += 1
+
+    def _given_up(self, why: str) -> TrainingError:
+        """The error of a run whose steps do not update any more.
+
+        It names the newest checkpoint whose weights a step has trained on, if there is one: a later
+        one may hold ruined weights, so that a run that goes on from it would end again at once.
+        """
+        mend, run = "lower optimizer.learning_rate, or look at the data", self._parts.run_dir
+        steps = [] if run is None else saved_steps(run / CHECKPOINTS)
+        before = next((step for step in steps if step < self.last_good), None)
+        if before is not None:
+            mend += (
+                f"; weights were good up to step {before}: axsparse checkpoint prune {run} --after "
+                f"{before}, then --resume auto"
+            )
+        return everywhere(TrainingError(f"{why}; {mend}"))
+
+    def _culprit(self, verdict: Verdict) -> str:
+        """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.
+
+        A loss that is not finite spoils all gradients, so gradients are named only where every
+        loss is finite. Where the gradients of each replica are finite by themselves, their sum
+        is too large for its type, and the stage is named instead of a rank.
+        """
+        parts = self._parts
+        grid = parts.place.grid
+        if verdict.bad_loss is not None:
+            rank = grid.rank(grid.g_inter - 1, verdict.bad_loss)
+            return f"{grid.place(rank)}: the loss is not finite"
+        assert verdict.culprit is not None, "a loss or a gradient is not finite"
+        stage = parts.run.stage_of(verdict.culprit)
+        column = grid.column(stage)
+        # A single replica sums nothing, so that its gradients are looked at only once.
+        bad = [rank for rank in column if rank in verdict.bad_ranks or len(column) == 1]
+        where = str(grid.place(bad[0])) if bad else f"stage {stage}, summed"
+        text = f"{where}: the gradient of {verdict.culprit} is not finite"
+        return "".join(letter if letter.isprintable() else "?" for letter in text)[:LONGEST_REASON]
+
+    def summary(self) -> list[str]:
+        """What the end of a run says of its skipped steps; empty if there were none."""
+        said = []
+        if self.not_finite:
+            said.append(f"{self.not_finite} skipped with numbers that were not finite")
+        if self.spiked:
+            said.append(f"{self.spiked} skipped for a spike of the loss")
+        return said

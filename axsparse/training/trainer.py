@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data_parallel.agreement import Notice, Verdict
-from axsparse.models.sequential import PlainModel, plain_model, refuse_dotted_names
+from axsparse.models.sequential import plain_model, refuse_dotted_names
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_file import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Watchdog
-from axsparse.pruning.methods.masking import Change, Masking, Moment
+from axsparse.pruning.methods.masking import Masking, Moment
 from axsparse.pruning.ticket.ticket_reader import TICKET_FILE
 from axsparse.pruning.ticket.ticket_writer import save_live
 from axsparse.runtime.errors import (
@@ -49,7 +50,6 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
         parts: Parts,
         *,
         saver: Saver | None = None,
@@ -57,16 +57,14 @@ class Trainer:
         watchdog: Watchdog | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`config` has every `auto` resolved.
-
-        Without `saver` nothing is saved, without `stop` no signal ends training, and without
+        """Without `saver` nothing is saved, without `stop` no signal ends training, and without
         `watchdog` a hang lasts for ever. `progress` says where the resumed run stood; it is None
         for a new one.
         """
-        self.config = config
+        self.config = config = parts.run.config
         self.parts = parts
         self.last_evaluation: Evaluation | None = None
-        self._step = Step(config, parts)
+        self._step = Step(parts)
         self._evaluated_at: int | None = None
         self._masked_at: int | None = None
         self._saver = saver
@@ -76,19 +74,26 @@ class Trainer:
         self.hands_over = False
         """Whether the run is to continue in the layout of `layout.g_inter_pruned`."""
         self._closed = False
-        self._callbacks = Callbacks()
+        self._is_ended = False
+        """Whether a callback has asked to end the run."""
+        self._callbacks: dict[str, Callable[[int, Any], object] | None] = {}
         self._live_weights = LiveWeights(parts)
         if progress is not None:
             self._step.restore(progress)
             self._evaluated_at = progress.step if progress.evaluated else None
             self._masked_at = progress.step if progress.masked else None
-        self._tracing = make_tracing(config, parts, self.steps_done)
+        self._tracing = make_tracing(parts, self.steps_done)
         self._best = BestEvaluation(config, progress)
 
     @property
     def steps_done(self) -> int:
         """Steps since the run began, including those before it was resumed."""
         return self._step.position.steps_done
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no step follows, but for the layout of `layout.g_inter_pruned`."""
+        return self._is_ended or self.steps_done >= self.config.train.steps
 
     @property
     def learning_rate(self) -> float:
@@ -109,6 +114,8 @@ class Trainer:
 
     # -- the loop -----------------------------------------------------------------------
 
+    @torch.inference_mode(mode=False)
+    @torch.enable_grad()  # whoever calls may have switched gradients off
     def train(
         self,
         on_step: OnStep | None = None,
@@ -123,13 +130,18 @@ class Trainer:
         The callbacks are called on every rank, between two steps: `on_step(steps done, verdict)`
         after each; then `on_checkpoint(step, folder)` for each checkpoint that has become whole,
         which are written beside the steps; then `on_evaluation(steps done, evaluation)`. An
-        exception in one of them ends the run. StoppedError on all ranks once a signal ends it
-        before the last step and all is saved.
+        exception in one of them ends the run. If one returns True, on any rank, the run ends there
+        as it ends after its last step. StoppedError on all ranks once a signal ends it before the
+        last step and all is saved.
         """
         if self._closed:
             raise ConfigError("trainer: it has trained and is closed; build another one")
         parts = self.parts
-        self._callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
+        self._callbacks = {
+            "on_step": on_step,
+            "on_evaluation": on_evaluation,
+            "on_checkpoint": on_checkpoint,
+        }
         if self._watchdog is not None:
             self._watchdog.start()
         try:
@@ -142,7 +154,7 @@ class Trainer:
                 parts.recorder.predicted_memory_bytes,
                 parts.run_dir,
             ):
-                self._leave_if_told()
+                self._heed_signal()
                 while self._between_steps():
                     self._recorded_step()
             parts.recorder.flush()
@@ -163,13 +175,13 @@ class Trainer:
 
     def _between_steps(self) -> bool:
         """Do all that stands between two steps; True if another step follows."""
-        is_over = self.steps_done >= self.config.train.steps
         # Evaluate even if a signal asked to stop, since what is saved may have new masks.
         if self._evaluation_is_due() and (
-            is_over or not self._is_stopped or self.parts.masking is not None
+            self._is_over or not self._is_stopped or self.parts.masking is not None
         ):
             self._recorded_evaluation()
-            self._leave_if_told()
+            self._heed_signal()
+        is_over = self._is_over
         stops = self._is_stopped and not is_over
         if not is_over and self._masked_at != self.steps_done:
             self._change_masks()
@@ -184,7 +196,7 @@ class Trainer:
             self.parts.activity.at("checkpoint", self.steps_done)
             saver.start(self._progress())
         if stops:
-            self._leave()
+            self._end_stopped()
         return not is_over and not self.hands_over
 
     def _evaluation_is_due(self) -> bool:
@@ -194,7 +206,7 @@ class Trainer:
         if step == 0:
             return settings.eval_first
         every = settings.eval_every
-        return step >= settings.steps or (every > 0 and step % every == 0)
+        return self._is_over or (every > 0 and step % every == 0)
 
     def evaluate(self) -> Evaluation | None:
         """Loss and metrics over `train.eval_steps` global batches of validation data.
@@ -204,15 +216,16 @@ class Trainer:
         trains meanwhile; replicas that wait for each other are named by the watchdog.
         """
         parts = self.parts
-        if parts.validation is None or self.config.train.eval_steps == 0:
+        validation = parts.data.validation
+        if validation is None or self.config.train.eval_steps == 0:
             return None
         parts.activity.at("evaluation", self.steps_done)
         with parts.statistics.of_first_replica():
             self.last_evaluation = evaluate(
                 parts.engine,
-                parts.validation,
+                validation,
                 self.config.train.eval_steps,
-                parts.metrics,
+                tuple(parts.run.model.metrics),
                 transport=parts.transport,
                 place=parts.place,
             )
@@ -250,15 +263,18 @@ class Trainer:
         the others. All ranks call this together, before, between or after steps."""
         return self._live_weights.collect(trained=trained, caches=False)
 
-    def model(self, *, trained: bool = False) -> PlainModel | None:
+    def model(self, *, trained: bool = False) -> nn.Sequential | None:
         """The model as a module of plain torch on the CPU, on rank 0; None on the others.
+
+        What `from_sequential` made of an `nn.Sequential` of a class of the user's is one of that
+        class, with all attributes of the user's.
 
         Its weights are copies of the fp32 masters, zero where pruned, or with `trained` of the
         weights in the training precision. It is in evaluation mode, and its state dict has the
         global names. All ranks call this together, before, between or after steps; rank 0 needs
         memory for the whole model. ConfigError for a layer that has a dot in its name.
         """
-        model = self.parts.model
+        model = self.parts.run.model
         refuse_dotted_names(model)
         tensors = self._live_weights.collect(trained=trained, caches=True)
         return None if tensors is None else plain_model(model, self.parts.survey.ties, tensors)
@@ -278,7 +294,7 @@ class Trainer:
         if self._stop is not None and not self.hands_over:
             self._stop.release()
         self._step.close()
-        for batches in (self.parts.training, self.parts.validation):
+        for batches in (self.parts.data.training, self.parts.data.validation):
             if batches is not None:
                 batches.close()
         self.parts.collector.close()
@@ -300,34 +316,52 @@ class Trainer:
         gradient_bytes, p2p_bytes = (
             after - start for after, start in zip(self._bytes_sent(), before, strict=True)
         )
+        skips = self._step.skips
         figures = StepFigures(
             step=self.steps_done,
             loss=verdict.loss,
             learning_rate=rate,
             grad_norm=verdict.grad_norm,
             loss_scale=scale,
-            skip_reason=self._step.skips.reason,
-            skipped_steps=self._step.skips.not_finite + self._step.skips.spiked,
+            skip_reason=skips.reason,
+            skipped_steps=skips.not_finite + skips.spiked,
         )
         maxima = {
             "model_state_bytes": self.state_bytes().total,
             "gradient_bytes_sent": gradient_bytes,
             "p2p_bytes_sent": p2p_bytes,
-            "peak_memory_bytes": parts.peak_memory_bytes(),
+            "peak_memory_bytes": parts.placement.peak_memory_bytes(),
         }
         seconds = parts.phases.end_step()
         if self._tracing is not None:
             self._tracing.end(self.steps_done)
         parts.recorder.step(figures, seconds, maxima)
-        self._callbacks.step(self.steps_done, verdict)
+        self._call_back("on_step", "after step", self.steps_done, verdict)
         self._tell_of_checkpoints()
         parts.activity.steps += 1
 
+    def _call_back(self, name: str, when: str, step: int, value: object) -> None:
+        """Call a callback, if there is one; the line of an exception in it names the callback.
+
+        All ranks call each callback at the same points with equal arguments, so that a callback may
+        do what ranks do together. The run ends if one of them returns True.
+        """
+        callback = self._callbacks.get(name)
+        if callback is not None:
+            # A callback may switch gradients off: the end of the block switches them on again.
+            with noted(f"{name} {when} {step}"), torch.enable_grad():
+                ends = callback(step, value) is True
+            if sum_of(self.parts.transport, [float(ends)]) != [0.0] and not self._is_over:
+                self._is_ended = True
+                total = self.config.train.steps
+                self.parts.recorder.say(f"{name} ends the run after step {self.steps_done}/{total}")
+
     def _tell_of_checkpoints(self) -> None:
-        """Call `on_checkpoint` for those that have become whole."""
+        """Call `on_checkpoint` for the checkpoints that have become whole."""
         if self._saver is not None:
             for step in self._saver.take_whole():
-                self._callbacks.checkpoint(step, path_of(self._saver.folder, step))
+                folder = path_of(self._saver.folder, step)
+                self._call_back("on_checkpoint", "of step", step, folder)
 
     def _recorded_evaluation(self) -> None:
         found = self.evaluate()
@@ -337,7 +371,7 @@ class Trainer:
             part = found.samples < found.available
             said = f"{found.samples} of {found.available} samples" if part else ""
             self.parts.recorder.evaluation(self.steps_done, found.loss, found.metrics, said)
-            self._callbacks.evaluation(self.steps_done, found)
+            self._call_back("on_evaluation", "after step", self.steps_done, found)
 
     def _change_masks(self) -> None:
         """Let the pruning method change the masks, and adapt all that depends on them."""
@@ -355,19 +389,15 @@ class Trainer:
         self._step.follow_masks(change)
         if change.changed:
             self._best.forget(self.steps_done)
-        self._record_masks(change, before)
-        if change.is_ticket and self.parts.run_dir is not None:
-            self.save_ticket(self.parts.run_dir / TICKET_FILE)
-            self.hands_over = self.config.layout.g_inter_pruned is not None
-
-    def _record_masks(self, change: Change, before: int) -> None:
-        transport = self.parts.transport
-        sizes = [before, self.state_bytes().total]
+        transport, sizes = self.parts.transport, [before, self.state_bytes().total]
         rows = sum_by_owner(transport.world, transport.backoff, sizes)
         old, new = (int(max(column)) for column in zip(*rows, strict=True))
         self.parts.recorder.masks(
             MaskRecord(self.steps_done, change.text, dict(change.figures), new, old)
         )
+        if change.is_ticket and self.parts.run_dir is not None:
+            self.save_ticket(self.parts.run_dir / TICKET_FILE)
+            self.hands_over = self.config.layout.g_inter_pruned is not None
 
     def _bytes_sent(self) -> tuple[int, int]:
         """Bytes that were sent so far to other replicas, and to other stages."""
@@ -381,21 +411,21 @@ class Trainer:
         )
         return progress.model_copy(update={"best": self._best.entry})
 
-    def _leave_if_told(self) -> None:
+    def _heed_signal(self) -> None:
         """Learn on all ranks, outside of a step, whether any of them was told to stop.
 
         StoppedError if so, and if nothing has been done yet that had to be saved.
         """
         stop, saver, transport = self._stop, self._saver, self.parts.transport
-        if stop is None or saver is None or self.steps_done >= self.config.train.steps:
+        if stop is None or saver is None or self._is_over:
             return
         if sum_of(transport, [float(stop.is_set)]) == [0.0]:
             return
         if self.steps_done in (0, saver.resumed_step):
-            self._leave()
+            self._end_stopped()
         self._is_stopped = True
 
-    def _leave(self) -> None:
+    def _end_stopped(self) -> None:
         """Wait for the checkpoint under way, then raise StoppedError on all ranks."""
         saver = self._saver
         assert saver is not None, "signals are taken where there is a place to save"
@@ -410,43 +440,12 @@ class Trainer:
         )
 
 
-OnStep = Callable[[int, Verdict], None]
-"""`on_step(steps done, verdict)`, after each step."""
-OnEvaluation = Callable[[int, Evaluation], None]
-"""`on_evaluation(steps done, evaluation)`, after each evaluation."""
-OnCheckpoint = Callable[[int, Path], None]
-"""`on_checkpoint(step, folder)`, once the checkpoint of a step is whole."""
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """The callbacks of one training, each None if there is none.
-
-    All ranks call each of them at the same points with equal arguments, so that a callback may do
-    what ranks do together. An exception in one ends the run; its line names the callback.
-    """
-
-    on_step: OnStep | None = None
-    on_evaluation: OnEvaluation | None = None
-    on_checkpoint: OnCheckpoint | None = None
-
-    def step(self, steps_done: int, verdict: Verdict) -> None:
-        """Call `on_step`, if there is one."""
-        if self.on_step is not None:
-            with noted(f"on_step after step {steps_done}"):
-                self.on_step(steps_done, verdict)
-
-    def evaluation(self, steps_done: int, found: Evaluation) -> None:
-        """Call `on_evaluation`, if there is one."""
-        if self.on_evaluation is not None:
-            with noted(f"on_evaluation after step {steps_done}"):
-                self.on_evaluation(steps_done, found)
-
-    def checkpoint(self, step: int, folder: Path) -> None:
-        """Call `on_checkpoint`, if there is one."""
-        if self.on_checkpoint is not None:
-            with noted(f"on_checkpoint of step {step}"):
-                self.on_checkpoint(step, folder)
+OnStep = Callable[[int, Verdict], object]
+"""`on_step(steps done, verdict)`, after each step; True ends the run."""
+OnEvaluation = Callable[[int, Evaluation], object]
+"""`on_evaluation(steps done, evaluation)`, after each evaluation; True ends the run."""
+OnCheckpoint = Callable[[int, Path], object]
+"""`on_checkpoint(step, folder)`, once the checkpoint of a step is whole; True ends the run."""
 
 
 MOVING = ("set", "rigl")
@@ -522,13 +521,13 @@ def last_lines(progress: Progress, skipped: list[str], saver: Saver | None) -> I
         )
 
 
-def make_tracing(config: Config, parts: Parts, steps_done: int) -> TraceRecorder | None:
+def make_tracing(parts: Parts, steps_done: int) -> TraceRecorder | None:
     """Traces some steps, but not this run's first, which allocates and compiles; None if no step
     is to be traced, or there is no run directory."""
-    wanted, folder = config.train.trace, parts.run_dir
-    if wanted == 0 or folder is None:
+    train, folder = parts.run.config.train, parts.run_dir
+    if train.trace == 0 or folder is None:
         return None
-    last = min(steps_done + 1 + wanted, config.train.steps)
+    last = min(steps_done + 1 + train.trace, train.steps)
     first = min(steps_done + 2, last)
     steps = range(first, last + 1)
     return TraceRecorder(parts.transport, parts.place, parts.phases, folder, steps)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +32,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from axsparse.config.schema import Config
-from axsparse.data.dataset import ArrayDataset, Datasets, TokenDataset
+from axsparse.data.dataset import ArrayDataset, Datasets
+from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Layer, LossFunction, Model
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError
 from axsparse.runtime.job import Job, _describe
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.build import build
+from axsparse.training.trainer import Trainer
 
 WIDTH = 16
 
@@ -74,19 +78,6 @@ class End(nn.Module):
         return out
 
 
-ENDS: list[tuple[str, type[nn.Module]]] = [("begin", Begin), ("end", End)]
-
-
-def tuple_model() -> Model:
-    middles = [Layer(f"middle{i}", Middle, init=random_init) for i in range(2)]
-    layers = [
-        Layer("begin", Begin, init=random_init),
-        *middles,
-        Layer("end", End, init=random_init),
-    ]
-    return Model(layers, summed_loss)
-
-
 def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> Layer:
     return Layer(f"linear{inputs}x{outputs}", partial(nn.Linear, inputs, outputs))
 
@@ -106,24 +97,17 @@ def assert_same_in_all_pipelines(model: Model) -> Trace:
 
 
 def test_tuples_integers_and_tensors_without_gradient_cross_stages() -> None:
-    trace = assert_same_in_all_pipelines(tuple_model())
+    middles = [Layer(f"middle{i}", Middle, init=random_init) for i in range(2)]
+    ends = [Layer(name, build, init=random_init) for name, build in (("in", Begin), ("out", End))]
+
+    trace = assert_same_in_all_pipelines(Model([ends[0], *middles, ends[1]], summed_loss))
 
     assert len(set(trace.losses)) == 4
 
 
-def test_stages_without_parameters_work() -> None:
-    layers = [
-        Layer("scale", nn.Tanh),
-        Layer("first", partial(nn.Linear, WIDTH, WIDTH)),
-        Layer("squash", nn.Tanh),
-        Layer("last", partial(nn.Linear, WIDTH, 5)),
-    ]
-
-    assert_same_in_all_pipelines(Model(layers, summed_loss))
-
-
 def test_modules_that_start_by_themselves_do_not_depend_on_the_layout() -> None:
-    layers = [Layer(f"l{i}", partial(nn.Linear, WIDTH, WIDTH)) for i in range(3)]
+    """Nor do stages without parameters."""
+    layers = [Layer("tanh", nn.Tanh), linear(), Layer("again", nn.Tanh)]
     model = Model([*layers, Layer("out", partial(nn.Linear, WIDTH, 5))], summed_loss)
     torch.manual_seed(1)
     one = assert_same_in_all_pipelines(model)
@@ -140,7 +124,7 @@ class PartlyFrozen(nn.Module):
         super().__init__()
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.frozen.requires_grad_(False)
-        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.ModuleList(nn.Linear(WIDTH, 5) for _ in range(9))
         self.used = nn.Linear(WIDTH, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,11 +141,12 @@ def test_frozen_parameters_stay_and_unused_ones_wait_for_nobody(
 
     names = {name for _, trace in ranks for name in trace.weights}
     assert "partly.frozen.weight" not in names
-    assert "partly.unused.weight" in names
+    assert "partly.unused.0.weight" in names
     warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
     (warning,) = warnings  # once, from one replica
-    told = "its microbatches of step 1 gave no gradient to partly.unused.weight, partly.unused.bias"
-    assert f"rank 1 (stage 1, replica 0): {told}; it counts as zero" in warning
+    told = "its microbatches of step 1 gave no gradient to partly.unused.0.weight, partly.unused.0"
+    assert f"rank 1 (stage 1, replica 0): {told}.bias, " in warning
+    assert " and 14 more; it counts as zero" in warning
     for trainer, _ in ranks:
         for layer in trainer.parts.layers:
             if layer.spec.name == "partly":
@@ -239,127 +224,146 @@ def test_a_random_layer_is_keyed_whether_or_not_it_says_so(is_declared: bool) ->
     assert_same_in_all_pipelines(Model([noisy, linear(WIDTH, 5)], summed_loss))
 
 
-def test_a_layer_that_returns_no_tensor_is_refused_by_name() -> None:
-    class Wrong(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
 
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"out": self.linear(x)}
-
-    model = Model([Layer("wrong", Wrong), linear(WIDTH, 5)], summed_loss)
-
-    with pytest.raises(ConfigError, match="layer wrong: its forward returned dict"):
-        train_in_process(1, 1, model, small_config(), vector_data())
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), x
 
 
-def test_a_loss_that_is_no_scalar_is_refused() -> None:
-    def each(logits: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits, targets, reduction="none")
+class Named(Both):
+    """Returns no tensor."""
 
-    model = Model([linear(), linear(WIDTH, 5)], each)
+    def forward(self, x: Tensor) -> Any:
+        return {"out": self.linear(x)}
 
-    with pytest.raises(ConfigError, match=r"loss: a tensor of shape \(3,\)"):
-        train_in_process(2, 1, model, small_config(), vector_data())
+
+def each(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def mean_of_both(logits: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets) + hidden.square().mean()
+
+
+class Flat(Both):
+    """Tokens of all samples in one dimension, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x.view(-1, 4)), x.square().mean()
+
+
+def tokens_and_scalar(reduction: str) -> LossFunction:
+    def loss(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
+        return F.cross_entropy(logits, words.flatten(), reduction=reduction) + scalar
+
+    return loss
+
+
+class Weighing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return summed_loss(logits * self.scale, targets)
+
+
+FOREIGN = nn.Parameter(torch.ones(5))
+IS_MEAN = "loss: the same sample twice costs as much as once"
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"),
+    ("last", "loss", "text"),
     [
-        (lambda out, target: 1.5, "loss: float; it must be a scalar tensor"),
-        (lambda out, target: target.sum(), "loss: torch.int64; it must be a scalar tensor"),
-        (lambda out, target: out.detach().sum(), "loss: it does not depend on any trained weight"),
+        (Noisy, summed_loss, r"layer last: .*declare it with Layer"),
+        (Named, summed_loss, "layer last: its forward returned dict"),
+        (Both, each, r"loss: a tensor of shape \(3,\)"),
+        (Both, lambda out, target: 1.5, "loss: float; it must be a scalar tensor"),
+        (Both, lambda out, target: target.sum(), "loss: torch.int64; it must be a scalar tensor"),
+        (Both, lambda out, target: out.detach().sum(), "loss: it does not depend on any trained w"),
+        (Both, F.cross_entropy, IS_MEAN),
+        (Both, mean_of_both, IS_MEAN),
+        (None, Weighing(), r"^loss: its parameter 'scale' gets a gradient and would never be trai"),
+        (
+            None,
+            lambda out, target: summed_loss(out * FOREIGN, target),
+            r"^layers last to last: a parameter of shape \(5,\) that a forward or loss uses gets a",
+        ),
     ],
 )
-def test_a_loss_that_cannot_train_is_refused(loss: LossFunction, told: str) -> None:
-    model = Model([linear(), linear(WIDTH, 5)], loss)
+def test_a_layer_or_loss_that_cannot_train_is_refused(
+    last: type[nn.Module] | None, loss: LossFunction, text: str
+) -> None:
+    def only_logits(logits: Tensor, *others: Tensor) -> Tensor:
+        return loss(logits, others[-1])
 
-    with pytest.raises(ConfigError, match=told):
+    takes_all = last is None or loss is mean_of_both
+    build = last or partial(nn.Linear, WIDTH, 5)
+    model = Model([linear(), Layer("last", build)], loss if takes_all else only_logits)
+
+    with pytest.raises(ConfigError, match=text):
         train_in_process(2, 1, model, small_config(), vector_data())
 
 
-def test_a_run_that_ends_with_a_bad_validation_loss_fails() -> None:
+def test_numbers_that_stay_bad_or_a_bad_last_validation_loss_end_the_run() -> None:
     (inputs,), targets = vector_data().read(np.arange(30))
     bad = ArrayDataset(inputs * float("nan"), targets)
-    config = small_config(train={"steps": 1, "eval_steps": 1})
     model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+    config = small_config(train={"steps": 1, "eval_steps": 1})
 
     with pytest.raises(TrainingError, match="step 1: the validation loss is nan; lower"):
         train_in_process(2, 1, model, config, vector_data(), validation=bad)
-
-
-def test_numbers_that_stay_bad_end_the_run() -> None:
-    (inputs,), targets = vector_data().read(np.arange(30))
-    bad = ArrayDataset(inputs * float("nan"), targets)
-    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
-    config = small_config(train={"steps": 30})
-
-    with pytest.raises(TrainingError, match=r"^step 1: rank 1 \(stage 1, replica 0\): ") as told:
-        train_in_process(2, 1, model, config, bad)
-    assert "the loss is not finite, and no step could update for 10 in a row" in str(told.value)
+    with pytest.raises(
+        TrainingError,
+        match=r"^step 1: rank 1 \(stage 1, replica 0\): the loss is not finite, and no step could "
+        "update for 10 in a row",
+    ):
+        train_in_process(2, 1, model, small_config(train={"steps": 30}), bad)
 
 
 @pytest.mark.parametrize("ranks", by_default([1], [1, 4]))
-def test_the_example_trains_under_mpirun(ranks: int, tmp_path: Path) -> None:
+def test_the_example_trains(ranks: int, tmp_path: Path) -> None:
+    """One rank needs no mpirun."""
     example = Path(__file__).parents[2] / "examples" / "custom_model.py"
+    settings: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True}
 
-    done = run_mpirun(ranks, [str(example)], cwd=tmp_path)
+    done: Any = (
+        run_mpirun(ranks, [str(example)], cwd=tmp_path)
+        if ranks > 1
+        else subprocess.run([sys.executable, str(example)], timeout=LONGEST_SECONDS, **settings)
+    )
 
     assert done.returncode == 0, done.stderr
+    assert ranks > 1 or "1 rank = 1 stage × 1 replica" in done.stdout
     final = [line for line in done.stdout.splitlines() if "step 60/60  validation loss" in line]
     assert float(final[0].split()[4]) < 1.3 < 1.386  # ln 4: guessing
 
 
-def test_the_example_trains_without_mpirun(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "custom_model.py"
-
-    done = subprocess.run(
-        [sys.executable, str(example)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-    )
-
-    assert done.returncode == 0, done.stderr
-    assert "1 rank = 1 stage × 1 replica" in done.stdout
+def for_three(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(12, 5), words.flatten(), reduction="sum") + scalar
 
 
-def test_a_loss_that_is_a_mean_is_refused() -> None:
-    model = Model([linear(), linear(WIDTH, 5)], F.cross_entropy)
+def test_a_mean_over_flattened_tokens_is_refused_and_sums_train() -> None:
+    (inputs,), classes = vector_data().read(np.arange(30))
+    words = ArrayDataset(inputs, classes.unsqueeze(1).repeat(1, 4))
+    layers = [linear(), Layer("flat", Flat)]
 
-    with pytest.raises(ConfigError, match="loss: the same sample twice costs as much as once"):
-        train_in_process(1, 1, model, small_config(), vector_data())
+    mean = Model(layers, tokens_and_scalar("mean"))
 
-
-def test_a_mean_over_outputs_in_a_tuple_is_refused() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, 5)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.linear(x), x
-
-    def loss(logits: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits, targets) + hidden.square().mean()
-
-    model = Model([linear(), Layer("both", Both)], loss)
-
-    with pytest.raises(ConfigError, match="loss: the same sample twice costs as much as once"):
-        train_in_process(1, 1, model, small_config(), vector_data())
-
-
-def test_a_loss_for_microbatches_of_one_size_is_not_tried_on_a_sample() -> None:
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.view(3, 5), targets, reduction="sum")
-
-    model = Model([linear(), linear(WIDTH, 5)], loss)
-
-    [(_, trace)] = train_in_process(1, 1, model, small_config(), vector_data())
-
-    assert len(trace.losses) == 4
+    first = small_config(train={"steps": 1, "eval_first": True, "eval_steps": 1})
+    for config in (small_config(), first):
+        with pytest.raises(ConfigError, match=IS_MEAN):
+            train_in_process(2, 1, mean, config, words, validation=words)
+    for loss in (tokens_and_scalar("sum"), for_three):  # which cannot be tried on one sample
+        [(_, trace)] = train_in_process(1, 1, Model(layers, loss), small_config(), words)
+        assert len(trace.losses) == 4
 
 
 def test_replicas_that_start_at_other_weights_are_told_apart() -> None:
@@ -459,16 +463,83 @@ def test_ranks_with_other_numbers_of_layers_are_told_apart() -> None:
         world.run(on_rank)
 
 
-def test_the_words_of_a_model_of_ones_own_are_its_own_business() -> None:
-    words = TokenDataset("words", "0", 1000, np.arange(2000, dtype=np.uint16) % 1000, 4)
-    model = Model(
-        [Layer("in", lambda: nn.Embedding(1000, WIDTH)), linear(WIDTH, 1000)],
-        lambda out, y: F.cross_entropy(out.flatten(0, 1).float(), y.flatten(), reduction="sum"),
-    )
+def freeze(trainer: Trainer) -> None:
+    trainer.parts.layers[-1].module.requires_grad_(requires_grad=False)
 
-    [(_, trace)] = train_in_process(1, 1, model, small_config(), words)
 
-    assert len(trace.losses) == 4
+def thaw(trainer: Trainer) -> None:
+    trainer.parts.layers[-1].module.get_parameter("frozen.weight").requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("last", "change", "name"),
+    [
+        (partial(nn.Linear, WIDTH, 5), freeze, "last.weight: requires_grad was set to False after"),
+        (PartlyFrozen, thaw, "last.frozen.weight: requires_grad was set to True after build, whi"),
+    ],
+)
+def test_a_parameter_that_a_callback_freezes_or_thaws_is_refused(
+    last: Callable[[], nn.Module], change: Callable[[Trainer], None], name: str
+) -> None:
+    model = Model([linear(), Layer("last", last)], summed_loss)
+
+    with pytest.raises(ConfigError, match=f"^{name}"):
+        train_in_process(1, 1, model, small_config(), vector_data(), before=change)
+
+
+@pytest.mark.parametrize(
+    ("by_a_callback", "off"),
+    [(True, torch.no_grad), (False, torch.no_grad), (False, torch.inference_mode)],
+)
+def test_a_run_has_gradients_though_they_were_switched_off(
+    by_a_callback: bool, off: type[torch.no_grad | torch.inference_mode]
+) -> None:
+    def losses(*, is_off: bool) -> list[float]:
+        found: list[float] = []
+        config, job = small_config(), Job(LocalTransport(LocalWorld[None](1), 0))
+        model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+
+        def on_step(step: int, verdict: Verdict) -> None:
+            found.append(verdict.loss)
+            if is_off and by_a_callback:
+                torch.set_grad_enabled(False)
+
+        with off() if is_off and not by_a_callback else nullcontext():
+            trainer = build(job, model, lambda: Datasets(vector_data()), config, quiet=True)
+            trainer.train(on_step)
+        return found
+
+    expected = losses(is_off=False)
+
+    assert losses(is_off=True) == expected
+    assert len(set(expected)) == 4 and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        *(
+            (count, rf"^data: arrays: count_targets is {count}; it must be a whole number, at lea")
+            for count in (-1, 0.5, math.nan)
+        ),
+        (0, "^data: none of the samples of step 1 has a target that counts; raise batch.global"),
+    ],
+)
+def test_numbers_of_targets_that_cannot_be_are_refused(count: float, text: str) -> None:
+    class Counting(PaddedDataset):
+        def count_targets(self, targets: Tensor) -> int:
+            return count  # type: ignore[return-value]
+
+    (inputs,), targets = vector_data().read(np.arange(30))
+    model, data = Model([linear(), linear(WIDTH, 5)], summed_loss), Counting(inputs, targets)
+
+    with pytest.raises(DataError, match=text):
+        train_in_process(2, 1, model, small_config(), data)
+    data.targets_per_sample = count  # type: ignore[assignment]
+    with pytest.raises(
+        DataError, match=rf"^data: arrays: targets_per_sample is {count}; it must b"
+    ):
+        train_in_process(2, 1, model, small_config(), data)
 
 
 def test_a_trainer_trains_once() -> None:
@@ -477,23 +548,3 @@ def test_a_trainer_trains_once() -> None:
 
     with pytest.raises(ConfigError, match="trainer: it has trained and is closed; build another"):
         trainer.train()
-
-
-def test_many_parameters_without_a_gradient_are_told_in_one_line(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(WIDTH, 5) for _ in range(9))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.experts[0](x)
-            return out
-
-    model = Model([linear(), Layer("moe", Experts)], summed_loss)
-    train_in_process(1, 1, model, small_config(), vector_data())
-
-    (warning,) = (line for line in capfd.readouterr().err.splitlines() if "warning" in line)
-    assert "moe.experts.1.weight, moe.experts.1.bias, " in warning
-    assert " and 12 more; it counts as zero" in warning

@@ -110,22 +110,14 @@ def specified_scales(overflows: Collection[int], interval: int, steps: int) -> l
     return scales
 
 
-@pytest.mark.parametrize(
-    ("every", "interval", "samo"),
-    [
-        pytest.param(50, 20, {}, marks=pytest.mark.exhaustive),
-        (10, 4, {}),
-        (10, 4, {"gradient": "fp32"}),
-        (10, 4, {"shard_optimizer": True}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("samo", [{}, {"gradient": "fp32"}, {"shard_optimizer": True}], ids=str)
 def test_an_overflow_on_any_one_rank_is_skipped_by_all_and_replicas_never_differ(
-    every: int, interval: int, samo: Mapping[str, object]
+    samo: Mapping[str, object],
 ) -> None:
     # On another rank each time: every stage and every replica has its turn.
+    every, interval = 6, 4
     overflows = {every * (rank + 1): rank for rank in range(4)}
-    steps = 4 * every + 5
+    steps = 4 * every + 3
     scale = {"initial": INITIAL, "growth_interval": interval}
     config = config_of(samo=samo, loss_scale=scale, train={"steps": steps})
     seen: dict[int, Seen] = defaultdict(Seen)

@@ -73,9 +73,10 @@ def config(**train: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize("recomputed", [0, 1])
-@pytest.mark.parametrize("middle", [Clamping, ClampingFrozen])
-@pytest.mark.parametrize("g_inter", [1, 2])
+@pytest.mark.parametrize(
+    ("g_inter", "middle", "recomputed"),
+    [(1, Clamping, 1), (2, Clamping, 0), (2, ClampingFrozen, 1)],
+)
 def test_a_forward_that_writes_to_weights_is_refused(
     g_inter: int, middle: type[nn.Module], recomputed: int
 ) -> None:
@@ -101,8 +102,7 @@ def test_an_evaluation_that_writes_to_weights_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize(("g_inter", "stage"), [(1, 0), (3, 1)])
-@pytest.mark.parametrize(("every", "step"), [(1, 1), (3, 3)])
+@pytest.mark.parametrize(("g_inter", "stage", "every", "step"), [(1, 0, 1, 1), (3, 1, 3, 3)])
 def test_replicas_that_drift_apart_are_found_out(
     g_inter: int, stage: int, every: int, step: int
 ) -> None:
@@ -127,8 +127,7 @@ def test_replicas_are_compared_when_it_is_asked_for(every: int) -> None:
     assert len(trace.losses) == 4
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "sharded"), [("fp32", True), ("bf16", False)])
 def test_replicas_that_stay_together_are_let_be(precision: str, sharded: bool) -> None:
     settings = tiny_config(
         batch={"global_batch_size": 12, "microbatch_size": 2},

@@ -108,7 +108,7 @@ def test_an_interrupted_export_ends_quietly(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("axsparse.training.export.hf_folder.write_safetensors", interrupt)
+    monkeypatch.setattr("axsparse.training.export.write_safetensors", interrupt)
 
     found = axsparse("export", run, "--to", "hf", "--out", tmp_path / "out")
 

@@ -242,7 +242,7 @@ def check_bytes(trainer: Trainer, model: Model) -> None:
         StateFormat(
             half=DTYPES[config.precision] != torch.float32,
             gradient_bytes=trained[0].gradient.itemsize if trained else 4,
-            moments=len(parts.optimizer.moments),
+            moments=len(parts.run.optimizer.moments),
             index=config.samo.index,
             split_master=config.samo.split_master,
             replicas=parts.place.grid.g_data if sharded else 1,

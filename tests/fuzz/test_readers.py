@@ -47,9 +47,8 @@ from axsparse.planner.cluster import bundled_clusters, load_cluster
 from axsparse.pruning.ticket.ticket_reader import hash_of, open_ticket
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, SafetensorsIndex
-from axsparse.training.checkpoint.compatibility import refuse_other_settings
-from axsparse.training.checkpoint.verification import open_checkpoint, verify
-from axsparse.training.export.checkpoint_export import export
+from axsparse.training.checkpoint.verification import open_checkpoint, refuse_other_settings, verify
+from axsparse.training.export import export
 
 INPUTS = int(os.environ.get("AXSPARSE_FUZZ", "600"))
 PACKAGE = Path(axsparse.__file__).parent

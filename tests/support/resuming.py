@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -164,6 +165,12 @@ def same_state(ours: Ran, reference: Ran) -> None:
 
 def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
+
+
+def records_of(run: Path, key: str = "step") -> list[dict[str, Any]]:
+    """The records in the metrics of a run that have a key, such as "loss" or "eval_loss"."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if key in record]
 
 
 def settings(config: Config, **sections: Any) -> Config:

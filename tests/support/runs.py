@@ -61,6 +61,10 @@ def tiny_config(**sections: Any) -> Config:
     return Config.model_validate(settings)
 
 
+FEW_MICROBATCHES = {"global_batch_size": 12, "microbatch_size": 3}
+"""A step of a third of the microbatches of `tiny_config`, for runs that do not look at them."""
+
+
 def token_data(samples: int = 40, length: int = 12) -> TokenDataset:
     tokens = np.random.default_rng(3).integers(0, VOCABULARY, samples * length + 1, dtype=np.uint8)
     return TokenDataset("random", "0", VOCABULARY, tokens, length)

@@ -12,7 +12,7 @@ from torch import Tensor
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.survey import survey
-from axsparse.training.export.checkpoint_export import export
+from axsparse.training.export import export
 
 
 def train_and_save(

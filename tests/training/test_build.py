@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from support.late_device import LateDevice
-from support.resuming import Ran, note_state, ran, same_state
+from support.resuming import Ran, note_state, ran, records_of, same_state, settings
 from support.runs import tiny_config, tiny_gpt, token_data
 
 import axsparse.training.build
+import axsparse.training.parts
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
@@ -51,58 +52,60 @@ def job_of_one(*, has_gpu: bool) -> Job:
     return job
 
 
+def build_quietly(config: Config, job: Job, datasets: Datasets | None = None) -> Trainer:
+    def open_datasets() -> Datasets:
+        assert datasets is not None, "too early"
+        return datasets
+
+    return build(job, tiny_gpt(config), open_datasets, config, quiet=True)
+
+
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_a_gpu_copies_from_pinned_batches_and_its_blocks_are_written_down(
+def test_gpus_copy_from_pinned_batches_and_cpus_alone_ask_for_products_in_fp32(
     has_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[str] = []
-    monkeypatch.setitem(
-        vars(axsparse.training.build), "record_history", lambda: heard.append("blocks")
-    )
-    monkeypatch.setitem(vars(axsparse.training.build), "open_data", opening)
-    config = tiny_config(train={"memory_history": has_gpu})
-    job = job_of_one(has_gpu=has_gpu)
+    heard: list[object] = []
+    parts = vars(axsparse.training.build)
+    monkeypatch.setitem(parts, "record_history", lambda: heard.append("blocks"))
+    monkeypatch.setitem(parts, "multiply_in_fp32", heard.append)
+    monkeypatch.setitem(parts, "open_data", opening)
+    train = {"memory_history": has_gpu}
+    config = tiny_config(train=train, precision="bf16", samo={"enabled": False})
 
     with pytest.raises(OpenedError) as asked:
-        build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
+        build_quietly(config, job_of_one(has_gpu=has_gpu))
 
     assert asked.value.args == (has_gpu,)
-    assert heard == ["blocks"] * has_gpu
+    assert heard == (["blocks"] if has_gpu else [torch.bfloat16])
 
 
 @pytest.mark.parametrize(("gigabytes", "is_tight"), [(6e-4, True), (1.0, False), ("auto", False)])
-def test_freed_memory_goes_back_at_once_while_building_and_on_where_there_is_little(
+def test_the_order_in_which_memory_is_given_back_loops_are_loaded_and_memory_is_measured(
     gigabytes: float | str, is_tight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Freed memory goes back at once while building, and for good where there is little. Compiled
+    loops are loaded before the memory beside the state is measured."""
     heard: list[str] = []
-    parts = vars(axsparse.training.build)
-    monkeypatch.setitem(parts, "give_back_at_once", lambda: heard.append("back"))
-    monkeypatch.setitem(parts, "keep_freed_blocks", lambda: heard.append("kept"))
-    monkeypatch.setitem(parts, "_wait_for_loops", lambda *_, **__: heard.append("built"))
+
+    def note(module: ModuleType, name: str) -> None:
+        real = vars(module)[name]
+
+        def noting(*arguments: Any, **how: Any) -> Any:
+            heard.append(name)
+            return real(*arguments, **how)
+
+        monkeypatch.setitem(vars(module), name, noting)
+
+    for name in ("give_back_at_once", "_wait_for_loops", "keep_freed_blocks"):
+        note(axsparse.training.build, name)
+    note(axsparse.training.parts, "make_recorder")
     layout = {"g_inter": 1, "memory_per_rank": gigabytes}
     config = tiny_config(samo={"enabled": False}, layout=layout)
-    job = Job(LocalTransport(LocalWorld(1), 0))
 
-    build(job, tiny_gpt(config), lambda: Datasets(token_data(), None), config, quiet=True)
+    build_quietly(config, job_of_one(has_gpu=False), Datasets(token_data(), None))
 
-    assert heard == ["back", "built"] + ["kept"] * (not is_tight)
-
-
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_products_in_half_precision_are_asked_for_on_cpus_alone(
-    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heard: list[torch.dtype] = []
-    parts = vars(axsparse.training.build)
-    monkeypatch.setitem(parts, "multiply_in_fp32", heard.append)
-    monkeypatch.setitem(parts, "open_data", opening)
-    config = tiny_config(precision="bf16", samo={"enabled": False})
-    job = job_of_one(has_gpu=has_gpu)
-
-    with pytest.raises(OpenedError):
-        build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
-
-    assert heard == [torch.bfloat16] * (not has_gpu)
+    kept = [] if is_tight else ["keep_freed_blocks"]
+    assert heard == ["give_back_at_once", "_wait_for_loops", "make_recorder", *kept]
 
 
 class Loops:
@@ -139,12 +142,12 @@ def test_loops_are_compiled_while_data_are_read_and_before_memory_is_measured(
     monkeypatch.setitem(parts, "FEW", 0)
     monkeypatch.setitem(parts, "prepare_loops", prepare)
     monkeypatch.setitem(parts, "open_data", opened)
-    monkeypatch.setitem(parts, "make_recorder", measure)
+    monkeypatch.setitem(vars(axsparse.training.parts), "make_recorder", measure)
     config = tiny_config()
     job = Job(LocalTransport(LocalWorld(1), 0))
 
     with pytest.raises(OpenedError) as seen:
-        build(job, tiny_gpt(config), lambda: Datasets(token_data(), None), config, quiet=True)
+        build_quietly(config, job, Datasets(token_data(), None))
 
     assert seen.value.args == ("prepare 2 moments", "open data", False)
 
@@ -163,7 +166,6 @@ DRAWN = 4
 """Steps done when the last masks are drawn."""
 METHODS: dict[str, dict[str, Any]] = {
     "once": {"method": "magnitude", "at_step": DRAWN},
-    "gradual": {"method": "gradual", "interval": 2, "until_step": DRAWN},
     "rewound": {"method": "iterative", "interval": 2, "until_step": DRAWN},
     "early-bird": {"method": "early-bird", "interval": 1, "until_step": 6, "threshold": 0.9},
 }
@@ -235,14 +237,6 @@ def run_here(
     return found
 
 
-def records_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def masks_of(run: Path) -> list[dict[str, Any]]:
-    return [record for record in records_of(run) if "masks" in record]
-
-
 def grids(seen: list[str]) -> Callable[[Trainer], None]:
     def look(trainer: Trainer) -> None:
         if trainer.parts.place.rank == 0:
@@ -252,43 +246,34 @@ def grids(seen: list[str]) -> Callable[[Trainer], None]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_one_command_is_the_two_jobs_that_stop_and_resume(method: str, tmp_path: Path) -> None:
+def test_one_command_is_the_two_jobs_that_stop_and_resume(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was dense is freed before the second layout connects: `run_here` sees to it that a rank
+    never has two trainers, and what torch keeps of freed memory is of no use to NCCL."""
     seen: list[str] = []
+    happened: list[str] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: happened.append("given back"))
 
-    whole = run_here(config_of(method), tmp_path / "whole", look=grids(seen))
+    def look(trainer: Trainer) -> None:
+        happened.append("built")
+        grids(seen)(trainer)
 
-    drawn = masks_of(tmp_path / "whole")[-1]["step"]
+    whole = run_here(config_of(method), tmp_path / "whole", look=look)
+
+    assert happened == ["built"] * 4 + ["given back"] * 4 + ["built"] * 4
+    change = records_of(tmp_path / "whole", "masks")[-1]
+    assert change["model_state_bytes"] < change["model_state_bytes_before"]
+    assert (tmp_path / "whole" / "ticket.safetensors").is_file()
+    steps = [record["step"] for record in records_of(tmp_path / "whole", "loss")]
+    assert steps == list(range(1, 9))
     config = config_of(method, layout={}, checkpoint={"every": 5})
-    first = ran((4, 1), config, tmp_path / "jobs", stop_after=drawn)
+    first = ran((4, 1), config, tmp_path / "jobs", stop_after=change["step"])
     second = ran((2, 2), config, tmp_path / "jobs", resume="auto")
     assert first.stopped is not None
     assert whole.losses == {**first.losses, **second.losses}
     same_state(whole, second)
     assert seen == ["4 stages × 1 replica", "2 stages × 2 replicas"]
-
-
-def test_what_was_dense_is_freed_and_every_step_is_recorded_once(tmp_path: Path) -> None:
-    # `run_here` sees to it that a rank never has two trainers.
-    run_here(config_of(), tmp_path)
-
-    steps = [record["step"] for record in records_of(tmp_path) if "loss" in record]
-    [change] = masks_of(tmp_path)
-    assert steps == list(range(1, 9))
-    assert change["step"] == DRAWN
-    assert change["model_state_bytes"] < change["model_state_bytes_before"]
-    assert (tmp_path / "ticket.safetensors").is_file()
-
-
-def test_the_gpu_has_its_memory_back_before_the_second_layout_connects(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What torch keeps of freed memory is of no use to NCCL."""
-    happened: list[str] = []
-    monkeypatch.setattr("torch.cuda.empty_cache", lambda: happened.append("given back"))
-
-    run_here(config_of(), tmp_path, look=lambda trainer: happened.append("built"))
-
-    assert happened == ["built"] * 4 + ["given back"] * 4 + ["built"] * 4
 
 
 def test_a_run_that_broke_off_goes_on_under_the_layout_it_had_reached(tmp_path: Path) -> None:
@@ -320,7 +305,6 @@ def test_the_first_layout_is_planned_dense_and_the_second_with_what_is_kept(
     ("sections", "text"),
     [
         ({"pruning": {"sparsity": 0.0}}, r"2, but nothing is pruned; leave it out, or set prun"),
-        ({"samo": {"enabled": False}}, "2, but nothing is pruned"),
         ({"pruning": {"at_step": 0}}, r"2, but this run is pruned from the start .*magnitude"),
         ({"pruning": {"method": "rigl", "at_step": 0}}, "pruned from the start .*method rigl"),
         ({"layout": {"g_inter": 4, "g_inter_pruned": 3}}, r"by layout.g_inter_pruned, --set\): 3"),
@@ -330,29 +314,16 @@ def test_the_first_layout_is_planned_dense_and_the_second_with_what_is_kept(
 def test_a_second_layout_that_cannot_be_is_refused_before_the_first_step(
     sections: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
-    config = config_of()
-    for name, values in sections.items():
-        section = getattr(config, name).model_copy(update=values)
-        config = config.model_copy(update={name: section})
-    loaded = LoadedConfig(config, "tiny", {"layout.g_inter_pruned": "--set"})
+    origins = {"layout.g_inter_pruned": "--set"}
 
     with pytest.raises(ConfigError, match=text):
-        run_here(config, tmp_path / "run", origins=loaded.origins)
+        run_here(settings(config_of(), **sections), tmp_path / "run", origins=origins)
 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_quiet_run_has_no_place_to_save_what_goes_on(tmp_path: Path) -> None:
-    world: LocalWorld[Trainer] = LocalWorld(1)
+def test_a_quiet_run_has_no_place_to_save_what_goes_on() -> None:
     config = config_of(layout={"g_inter": 1, "g_inter_pruned": 1})
 
     with pytest.raises(ConfigError, match=r"g_inter_pruned .*goes on from a checkpoint, and quiet"):
-        world.run(
-            lambda rank: build(
-                Job(LocalTransport(world, rank)),
-                tiny_gpt(config),
-                lambda: Datasets(token_data(), None),
-                config,
-                quiet=True,
-            )
-        )
+        build_quietly(config, job_of_one(has_gpu=False))

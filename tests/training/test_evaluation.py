@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.resuming import records_of
 from support.runs import assert_bitwise, mlp, tiny_config, train_in_process, vector_data
 from torch import Tensor
 
@@ -45,6 +45,20 @@ def settings_of(**train: object) -> Config:
         batch={"global_batch_size": 12, "microbatch_size": 2},
         train={"steps": 4, "eval_every": 2, "eval_steps": 9, **train},
     )
+
+
+@pytest.mark.parametrize(("steps", "samples"), [(1, 12), (2, 24), (9, 29), ("all", 29)])
+def test_an_evaluation_says_how_much_it_has_seen_and_can_be_repeated(
+    steps: object, samples: int
+) -> None:
+    config = settings_of(eval_steps=steps, steps=1)
+    ranks = train_in_process(1, 1, classifier(), config, TRAINING, validation=VALIDATION)
+    trainer = ranks[0][0]
+    last = trainer.last_evaluation
+
+    assert last is not None
+    assert (last.samples, last.available) == (samples, 29)
+    assert trainer.evaluate() == last
 
 
 def before_training(g_inter: int, g_data: int, model: Model) -> Evaluation:
@@ -88,9 +102,11 @@ def test_metrics_and_loss_are_means_over_the_targets() -> None:
     assert found.loss == pytest.approx(float(F.cross_entropy(outputs.double(), targets)), rel=1e-6)
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2)])
-def test_an_evaluation_is_bitwise_the_same_in_every_layout(layout: tuple[int, int]) -> None:
-    assert before_training(*layout, classifier()) == before_training(1, 1, classifier())
+def test_an_evaluation_is_bitwise_the_same_in_every_layout() -> None:
+    alone = before_training(1, 1, classifier())
+
+    for layout in ((3, 1), (1, 3), (2, 2)):
+        assert before_training(*layout, classifier()) == alone
 
 
 def test_several_metrics_keep_their_names() -> None:
@@ -106,8 +122,8 @@ def test_several_metrics_keep_their_names() -> None:
     assert (found.metrics["none"], found.metrics["all"]) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
-def test_evaluations_leave_training_as_it_was(layout: tuple[int, int]) -> None:
+def test_evaluations_leave_training_as_it_was() -> None:
+    layout = (2, 2)
     often = settings_of(eval_first=True, eval_every=1)
     never = settings_of(eval_steps=0)
     model = classifier()
@@ -117,26 +133,6 @@ def test_evaluations_leave_training_as_it_was(layout: tuple[int, int]) -> None:
 
     for (_, ours), (_, reference) in zip(evaluated, plain, strict=True):
         assert_bitwise(ours, reference)
-
-
-@pytest.mark.parametrize(("steps", "samples"), [(1, 12), (2, 24), (9, 29), ("all", 29)])
-def test_an_evaluation_says_how_much_it_has_seen(steps: object, samples: int) -> None:
-    config = settings_of(eval_steps=steps, steps=1)
-    ranks = train_in_process(1, 1, classifier(), config, TRAINING, validation=VALIDATION)
-    found = ranks[0][0].last_evaluation
-
-    assert found is not None
-    assert (found.samples, found.available) == (samples, 29)
-
-
-def test_a_trained_trainer_still_evaluates() -> None:
-    config = settings_of()
-    ranks = train_in_process(1, 1, classifier(), config, TRAINING, validation=VALIDATION)
-    trainer = ranks[0][0]
-    last = trainer.last_evaluation
-
-    assert last is not None
-    assert trainer.evaluate() == last
 
 
 @pytest.mark.parametrize(
@@ -158,30 +154,31 @@ def test_rank_0_writes_down_what_the_last_stage_found(
 
     last = world.run(train)[0]
 
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if "eval_loss" in record]
+    records = records_of(tmp_path / "run", "eval_loss")
     assert [record["step"] for record in records] == steps
     assert last is not None
     assert records[-1] == {"step": 4, "eval_loss": last.loss, "top1": last.metrics["top1"]}
 
 
-def test_a_metric_that_counts_nothing_is_refused() -> None:
-    def per_sample(logits: Tensor, targets: Tensor) -> Tensor:
-        return logits.argmax(dim=1) == targets
-
-    with pytest.raises(
-        ConfigError, match=r"metric hits: \(2,\); it must be a count of a microbatch's targets"
-    ):
-        before_training(1, 1, classifier({"hits": per_sample}))
+def per_sample(logits: Tensor, targets: Tensor) -> Tensor:
+    return logits.argmax(dim=1) == targets
 
 
-@pytest.mark.parametrize("name", ["step", "eval_loss", "perplexity", ""])
-def test_a_metric_that_would_hide_another_figure_is_refused(name: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=rf"metric '{name}': evaluations have a figure of this name, or it has none",
-    ):
-        before_training(1, 1, classifier({name: count_top1}))
+@pytest.mark.parametrize(
+    ("name", "metric", "text"),
+    [
+        ("hits", per_sample, r"metric hits: \(2,\); it must be a count of a microbatch's targets"),
+        *(
+            (name, count_top1, f"metric '{name}': evaluations have a figure of this name, or it h")
+            for name in ("step", "")
+        ),
+    ],
+)
+def test_a_metric_that_counts_nothing_or_hides_another_figure_is_refused(
+    name: str, metric: MetricFunction, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        before_training(1, 1, classifier({name: metric}))
 
 
 def test_top1_counts_samples_whose_class_has_the_largest_logit() -> None:
@@ -223,17 +220,16 @@ def test_a_sum_of_what_is_not_finite_is_not(values: list[float]) -> None:
     assert remainder == 0
 
 
-@pytest.mark.parametrize("moment", [0, 2])
 @pytest.mark.parametrize(
-    ("g_inter", "alone", "what"),
+    ("g_inter", "alone", "moment", "what"),
     [
-        (2, 0, "this rank trains while a neighbouring stage evaluates"),
-        (2, 1, "this rank evaluates while a neighbouring stage trains"),
-        (3, 1, "this rank (trains|evaluates) while a neighbouring stage (trains|evaluates)"),
+        (2, 0, 0, "this rank trains while a neighbouring stage evaluates"),
+        (2, 1, 2, "this rank evaluates while a neighbouring stage trains"),
+        (3, 1, 2, "this rank (trains|evaluates) while a neighbouring stage (trains|evaluates)"),
     ],
 )
 def test_a_stage_that_evaluates_alone_is_told_that_all_do(
-    g_inter: int, alone: int, what: str, moment: int
+    g_inter: int, alone: int, moment: int, what: str
 ) -> None:
     world: LocalWorld[None] = LocalWorld(g_inter)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,22 +75,12 @@ def test_auto_shares_the_optimizer_state_where_a_rank_has_less_by_it(
     assert (there < alone) is shared
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_what_is_asked_of_the_optimizer_state_is_done(asked: bool) -> None:
-    config = tiny_config(samo={"shard_optimizer": asked}, layout={"g_inter": 1})
-
-    assert resolved(config, 2).config.samo.shard_optimizer is asked
-
-
-def test_fp32_training_accumulates_in_fp32_whatever_is_asked() -> None:
-    run = resolved(tiny_config(samo={"gradient": "half"}))
-
-    assert run.gradient_dtype is torch.float32
-
-
-def test_an_explicit_grid_comes_before_the_layout() -> None:
-    config = tiny_config(layout={"g_inter": 1})
-
+def test_what_is_asked_for_is_done() -> None:
+    """But fp32 training accumulates in fp32, and an explicit grid comes before the layout."""
+    for shard in (False, True):
+        config = tiny_config(samo={"shard_optimizer": shard}, layout={"g_inter": 1})
+        assert resolved(config, 2).config.samo.shard_optimizer is shard
+    assert resolved(tiny_config(samo={"gradient": "half"})).gradient_dtype is torch.float32
     assert resolved(config, 4, Grid(4, 1)).config.layout.g_inter == 4
 
 
@@ -119,31 +111,20 @@ def test_what_does_not_fit_the_ranks_is_refused(
         resolved(tiny_config(**sections), ranks, grid)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ("local", "local is for one process, but 2 ranks are running"),
-        ("nccl", "nccl is for ranks that compute on GPUs, and these"),
-    ],
-)
-def test_what_mpi_ranks_on_cpus_cannot_talk_by_is_refused(wanted: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        decided(tiny_config(transport=wanted), transport(2, "mpi (some)"))
-
-
-def test_a_single_process_may_ask_for_local_although_it_has_mpi() -> None:
-    config = tiny_config(transport="local")
-
-    assert decided(config, transport(1, "mpi (some)")).config.transport == "local"
-
-
-def test_a_single_rank_on_a_gpu_may_ask_for_nccl() -> None:
+def test_what_mpi_ranks_cannot_talk_by_is_refused_but_a_single_one_on_a_gpu_may_ask_for_nccl() -> (
+    None
+):
     config = tiny_config(transport="nccl")
-    one = transport(1, "mpi (some)")
+    one, two = (transport(ranks, "mpi (some)") for ranks in (1, 2))
 
     assert decided(config, one, on_host=False).config.transport == "nccl"
-    with pytest.raises(ConfigError, match="and these compute on CPUs"):
-        decided(config, one)
+    for ranks in (one, two):
+        with pytest.raises(ConfigError, match="nccl is for ranks that compute on GPUs, and these"):
+            decided(config, ranks)
+    local = tiny_config(transport="local")
+    assert decided(local, one).config.transport == "local"
+    with pytest.raises(ConfigError, match="local is for one process, but 2 ranks are running"):
+        decided(local, two)
 
 
 def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:
@@ -196,11 +177,6 @@ def test_memory_that_was_found_asks_for_more_stages_than_usual_but_never_for_few
     assert stages(auto(3, found=1e9)) == 1
 
 
-def test_a_machine_that_is_too_small_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"auto finds no number of stages of 4 ranks that fits"):
-        auto(found=1e4)
-
-
 def test_a_layout_that_is_given_is_kept_and_predicted() -> None:
     run = auto(layout={"g_inter": 4}, limit=1.0)
 
@@ -208,9 +184,26 @@ def test_a_layout_that_is_given_is_kept_and_predicted() -> None:
     assert run.prediction is not None and run.prediction.reason is None
 
 
-def test_a_batch_that_no_replicas_divide_is_still_told_of() -> None:
-    with pytest.raises(ConfigError, match="does not divide evenly over"):
-        auto(5, limit=1.0, batch={"global_batch_size": 12, "microbatch_size": 5})
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (partial(auto, found=1e4), r"auto finds no number of stages of 4 ranks that fits"),
+        (
+            partial(auto, 5, 1.0, batch={"global_batch_size": 12, "microbatch_size": 5}),
+            "does not divide evenly over",
+        ),
+        (
+            partial(limited, 5e-5),
+            r"layout.memory_per_rank.*: no split of 10 layers into 4 stages fits 50.0 kB; with the "
+            r"work balanced, stage 0 needs \d+ kB; take more stages \(layout.g_inter\)",
+        ),
+        # Fixed orders hold every microbatch.
+        (partial(limited, 3e-4, pipeline={"schedule": "gpipe"}), "no split of 10 layers"),
+    ],
+)
+def test_a_machine_that_is_too_small_is_refused(ask: Callable[[], RunSpec], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ask()
 
 
 def test_memory_for_calibration_is_predicted_until_a_run_has_its_masks() -> None:
@@ -242,42 +235,25 @@ def test_with_a_cluster_time_is_predicted_and_slack_is_what_pays() -> None:
     assert (timed.config.pipeline.slack, without.config.pipeline.slack) == (0, 1)
 
 
-def test_without_a_limit_the_work_is_balanced_whatever_it_takes() -> None:
-    run = limited("auto")
-
-    assert [len(stage) for stage in run.stages] == [3, 2, 2, 3]
-
-
-def test_a_limit_moves_layers_to_stages_with_room() -> None:
-    # Stage 0 holds most activations, the last stage those of one microbatch.
-    assert [len(stage) for stage in limited(3e-4).stages] == [2, 2, 2, 4]
-
-
-def test_a_limit_that_no_split_meets_is_refused_with_what_is_needed() -> None:
-    said = (
-        r"layout.memory_per_rank.*: no split of 10 layers into 4 stages fits 50.0 kB; with the "
-        r"work balanced, stage 0 needs \d+ kB; take more stages \(layout.g_inter\)"
-    )
-    with pytest.raises(ConfigError, match=said):
-        limited(5e-5)
-
-
 @pytest.mark.parametrize(
     ("limit", "sections"),
     [
+        ("auto", {}),
         (2.5e-4, {"pipeline": {"checkpoint_activations": 1}}),
         (2.5e-4, {"batch": {"global_batch_size": 1}}),
         (3.2e-4, {"pipeline": {"slack": 0}}),
     ],
     ids=str,
 )
-def test_fewer_activations_leave_the_work_balanced(limit: str, sections: dict[str, Any]) -> None:
+def test_the_work_is_balanced_without_a_limit_or_with_few_activations(
+    limit: float | str, sections: dict[str, Any]
+) -> None:
     assert [len(stage) for stage in limited(limit, **sections).stages] == [3, 2, 2, 3]
 
 
-def test_fixed_orders_that_hold_every_microbatch_need_more() -> None:
-    with pytest.raises(ConfigError, match="no split of 10 layers"):
-        limited(3e-4, pipeline={"schedule": "gpipe"})
+def test_a_limit_moves_layers_to_stages_with_room() -> None:
+    # Stage 0 holds most activations, the last stage those of one microbatch.
+    assert [len(stage) for stage in limited(3e-4).stages] == [2, 2, 2, 4]
 
 
 # -- split backwards ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import ran, settings
+from support.resuming import ran, records_of, settings
 from support.runs import on_ranks, tiny_config
 
 from axsparse.config.load import LoadedConfig, load_config
@@ -82,9 +82,9 @@ def test_rank_0_makes_the_directory_and_all_ranks_know_it(
     monkeypatch.chdir(tmp_path)
     makers = []
 
-    def make(wanted: LoadedConfig) -> tuple[Path, RunLock]:
+    def make(wanted: LoadedConfig, **how: bool) -> tuple[Path, RunLock]:
         makers.append(wanted.name)
-        return make_run_dir(wanted)
+        return make_run_dir(wanted, **how)
 
     monkeypatch.setattr("axsparse.training.run_directory.make_run_dir", make)
 
@@ -118,12 +118,8 @@ def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_pat
         *("checkpoints", "config.yaml", "metrics.jsonl", "run.lock")
     ]
     assert f"run_dir: {tmp_path / 'new'}" in (found.path / "config.yaml").read_text()
-
-
-def test_a_place_that_takes_no_records_is_an_output_error(tmp_path: Path) -> None:
-    found = opened(loaded(tmp_path / "new"), None)
+    (found.path / "checkpoints").rmdir()
     (found.path / "checkpoints").write_text("in the way")
-
     with pytest.raises(OutputError, match=r"metrics.jsonl: cannot be written \(File exists\)"):
         found.begin(tiny_config())
 
@@ -141,47 +137,54 @@ def test_runs_are_named_after_their_configuration_and_numbered(
     assert all(path.is_dir() for path in paths)
 
 
-def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(OutputError, match=r"file is not a directory; choose another --run-dir$"):
-        make_run_dir(loaded(tmp_path / "file"))
+def records_and_checkpoints(path: Path) -> None:
+    (path / "checkpoints" / "step-2").mkdir(parents=True)
+    (path / "metrics.jsonl").touch()
 
 
-def test_an_existing_empty_directory_is_used(tmp_path: Path) -> None:
-    assert make_run_dir(loaded(tmp_path))[0] == tmp_path
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.lock"]
+def records(path: Path) -> None:
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "within", "text"),
+    [
+        (Path.touch, "", "{path} is not a directory; choose another --run-dir"),
+        (
+            Path.touch,
+            "x",
+            "{path} cannot be written (Not a directory); choose another --run-dir",
+        ),
+        *(
+            (
+                prepare,
+                "",
+                "{path} holds another run's metrics.jsonl, which would be mixed up; choose another "
+                "--run-dir (in Python run_dir=), or go on with that run by --resume auto (in "
+                'Python resume="auto", or overwrite=True to begin it anew)',
+            )
+            for prepare in (records, records_and_checkpoints)
+        ),
+    ],
+)
+def test_a_place_that_is_not_free_is_refused_and_left_as_it_is(
+    prepare: Callable[[Path], None], within: str, text: str, tmp_path: Path
+) -> None:
+    prepare(tmp_path / "run")
+    before, path = sorted(tmp_path.rglob("*")), tmp_path / "run" / within
+
+    with pytest.raises(OutputError) as caught:
+        make_run_dir(loaded(path))
+
+    assert str(caught.value) == f"run_dir (--run-dir): {text.format(path=path)}"
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_named_directory_is_made_with_its_parents(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
 
     assert make_run_dir(loaded(path))[0] == path
-
-
-def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("{}")
-
-    with pytest.raises(
-        OutputError,
-        match=rf"^run_dir \(--run-dir\): {tmp_path} holds another run's metrics.jsonl, which would "
-        r"be mixed up; choose another --run-dir \(in Python run_dir=\), or go on with that run by "
-        r"--resume auto \(in Python resume=\"auto\"\)$",
-    ):
-        make_run_dir(loaded(tmp_path))
-
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(
-        OutputError,
-        match=rf"^run_dir \(--run-dir\): {tmp_path}/file/x cannot be written \(Not a directory\); "
-        r"choose another --run-dir$",
-    ):
-        make_run_dir(loaded(tmp_path / "file" / "x"))
 
 
 def test_the_saved_configuration_loads_back_as_it_ran(tmp_path: Path) -> None:
@@ -195,37 +198,36 @@ def test_the_saved_configuration_loads_back_as_it_ran(tmp_path: Path) -> None:
     assert "# git " in text
 
 
-def test_a_configuration_that_cannot_be_saved_is_an_output_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        OutputError,
-        match=r"gone/config.yaml: cannot be written \(No such file or directory\); choose another "
-        r"--run-dir$",
-    ):
-        save_config(tiny_config(), tmp_path / "gone")
-
-
 # -- a directory whose run recorded nothing -------------------------------------------------
 
 
-def test_the_directory_of_a_run_that_ended_before_its_first_step_is_free(tmp_path: Path) -> None:
+def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(tmp_path: Path) -> None:
+    records_and_checkpoints(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    lock = RunLock(tmp_path)
+    with pytest.raises(OutputError, match="is in use by process"):
+        make_run_dir(loaded(tmp_path), overwrite=True)
+    lock.release()
+
+    path, lock = make_run_dir(loaded(tmp_path), overwrite=True)
+
+    left = {one.name for one in path.iterdir()}
+    assert left == {"metrics.jsonl", "notes.txt", "run.lock"}
+    lock.release()
+
+
+def test_a_directory_is_free_again_once_its_run_ended_before_its_first_step(
+    tmp_path: Path,
+) -> None:
     _, lock = make_run_dir(loaded(tmp_path))
+    with pytest.raises(OutputError, match=rf"^{tmp_path}: is in use by process {os.getpid()} on"):
+        make_run_dir(loaded(tmp_path))
     lock.release()
 
     path, lock = make_run_dir(loaded(tmp_path))
 
     assert (path, lock.is_exclusive) == (tmp_path, True)
     assert (path / "metrics.jsonl").read_text() == ""
-
-
-def test_a_directory_is_not_free_while_its_run_has_not_recorded_anything_yet(
-    tmp_path: Path,
-) -> None:
-    _, lock = make_run_dir(loaded(tmp_path))
-
-    with pytest.raises(OutputError, match=rf"^{tmp_path}: is in use by process {os.getpid()} on"):
-        make_run_dir(loaded(tmp_path))
-
-    lock.release()
 
 
 def test_a_run_without_a_directory_of_its_own_gets_the_last_one_if_it_is_free(
@@ -243,12 +245,9 @@ def test_a_run_without_a_directory_of_its_own_gets_the_last_one_if_it_is_free(
     assert (first, second) == (Path("runs/quick-2"), Path("runs/quick-3"))
 
 
-@pytest.mark.parametrize("is_new", [True, False])
 def test_of_two_jobs_that_find_a_directory_free_one_gets_it(
-    is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_new:
-        (tmp_path / "metrics.jsonl").touch()
     both_have_looked = threading.Barrier(2)
 
     def lock(path: Path) -> RunLock:
@@ -270,12 +269,10 @@ def test_of_two_jobs_that_find_a_directory_free_one_gets_it(
     assert "is in use by" in message
 
 
-@pytest.mark.parametrize("is_new", [True, False])
 def test_a_job_that_comes_and_ends_between_look_and_lock_keeps_its_directory(
-    is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_new:
-        (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").touch()
 
     def lock(path: Path) -> RunLock:
         other = RunLock(path)
@@ -304,48 +301,30 @@ def test_without_locks_an_empty_record_may_be_that_of_a_run_under_way(
         make_run_dir(loaded(tmp_path))
 
 
-def test_checkpoints_are_not_mixed_up_either(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
-
-    with pytest.raises(OutputError, match="holds another run's"):
-        make_run_dir(loaded(tmp_path))
-
-
 # -- which one is gone on with --------------------------------------------------------------
 
 
-def test_auto_starts_where_there_is_nothing_yet_and_says_so(tmp_path: Path) -> None:
-    found = opened(loaded(tmp_path / "new"))
-
-    assert found.point.checkpoint is None
-    assert found.path == tmp_path / "new"
-    assert found.point.notes == ("there is no run to go on with; starts from the beginning",)
-
-
-def test_auto_says_that_a_run_without_checkpoints_starts_again(run: Path) -> None:
+def test_auto_starts_where_there_is_nothing_yet_and_says_so(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(run / "checkpoints")
 
-    found = opened(loaded(run))
+    new, begun = opened(loaded(tmp_path / "new")), opened(loaded(run))
 
-    assert found.point.checkpoint is None
-    assert found.point.notes == (f"{run} has no checkpoint; starts from the beginning",)
-
-
-def test_a_run_that_is_over_is_told_so(run: Path) -> None:
-    found = opened(loaded(run, steps=5))
-
-    told = f"goes on from {run}/checkpoints/step-5, after step 5; train.steps 5 asks for no more"
-    assert found.point.notes == (told,)
+    assert new.checkpoint is None and begun.checkpoint is None
+    assert new.path == tmp_path / "new"
+    assert new.notes == ("there is no run to go on with; starts from the beginning",)
+    assert begun.notes == (f"{run} has no checkpoint; starts from the beginning",)
 
 
-def test_auto_takes_the_newest_step_whatever_the_clock_says(run: Path) -> None:
+@pytest.mark.parametrize(("steps", "more"), [(9, ""), (5, "; train.steps 5 asks for no more")])
+def test_auto_takes_the_newest_step_whatever_the_clock_says(
+    steps: int, more: str, run: Path
+) -> None:
     os.utime(checkpoint(run, 2), (2**31, 2**31))
 
-    found = opened(loaded(run))
+    found = opened(loaded(run, steps))
 
-    assert found.point.checkpoint is not None and found.point.checkpoint.step == 5
-    assert found.point.notes == (f"goes on from {run}/checkpoints/step-5, after step 5",)
+    assert found.checkpoint is not None and found.checkpoint.step == 5
+    assert found.notes == (f"goes on from {run}/checkpoints/step-5, after step 5{more}",)
 
 
 def test_auto_without_a_directory_means_the_last_run_of_the_name(
@@ -359,7 +338,7 @@ def test_auto_without_a_directory_means_the_last_run_of_the_name(
     found = opened(loaded())
 
     assert found.path == Path("runs/quick-2")
-    assert found.point.checkpoint is not None and found.point.checkpoint.step == 5
+    assert found.checkpoint is not None and found.checkpoint.step == 5
 
 
 @pytest.mark.parametrize(
@@ -380,59 +359,55 @@ def test_auto_passes_over_what_is_damaged_and_says_which_and_why(
 
     found = opened(loaded(run))
 
-    assert found.point.checkpoint is not None and found.point.checkpoint.step == 4
-    why, chosen = found.point.notes
+    assert found.checkpoint is not None and found.checkpoint.step == 4
+    why, chosen = found.notes
     assert why.startswith(f"passed over: checkpoint {run}/checkpoints/step-")
     assert what in why
     assert chosen == f"goes on from {run}/checkpoints/step-4, after step 4"
 
 
-def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path) -> None:
+def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path, tmp_path: Path) -> None:
     (checkpoint(run, 5) / "0003-head.safetensors").unlink()
     os.truncate(checkpoint(run, 4) / "0000-embed.safetensors", 8)
     (run / "checkpoints" / "step-6.tmp").mkdir()
 
     found = on_ranks(3, lambda transport: opened_here(transport, loaded(run), "auto"))
 
-    assert {one.point.checkpoint.step for one in found if one.point.checkpoint} == {2}
-    assert len({one.point.notes for one in found}) == 1
-    unfinished, fifth, fourth, _ = found[0].point.notes
+    assert {one.checkpoint.step for one in found if one.checkpoint} == {2}
+    assert len({one.notes for one in found}) == 1
+    unfinished, fifth, fourth, _ = found[0].notes
     assert unfinished == (
         f"passed over: checkpoint {run}/checkpoints/step-6.tmp: was not finished when the run was "
         "killed"
     )
     assert "step-5: 0003-head.safetensors cannot be read" in fifth
     assert "step-4: 0000-embed.safetensors has 8 bytes" in fourth
-
-
-def test_a_run_that_has_only_damaged_ones_does_not_start_over(run: Path) -> None:
-    for step in (2, 4, 5):
-        os.truncate(checkpoint(run, step) / "0000-embed.safetensors", 8)
+    for lock in (one.lock for one in found if one.lock is not None):
+        lock.release()
+    # A run that has only damaged ones does not start over.
+    os.truncate(checkpoint(run, 2) / "0000-embed.safetensors", 8)
     before = (run / "metrics.jsonl").read_text()
-
-    with pytest.raises(DataError, match=r"none of its 3 checkpoints is whole .*step-5: 0000-embed"):
+    with pytest.raises(DataError, match=r"none of its 3 checkpoints is whole .*step-5: 0003-head"):
         opened(loaded(run))
-
+    with pytest.raises(DataError, match=r"step-2: 0000-embed\.safetensors has 8 bytes"):
+        opened(loaded(tmp_path / "other"), str(checkpoint(run, 2)))
     assert (run / "metrics.jsonl").read_text() == before
     RunLock(run).release()
 
 
 @pytest.mark.parametrize("named", ["run", "step"])
-def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path) -> None:
+def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path, tmp_path: Path) -> None:
     path = run if named == "run" else checkpoint(run, 5)
 
     for source in (loaded(), loaded(run)):
         found = opened(source, str(path))
 
         assert found.path.resolve() == run.resolve()
-        assert found.point.checkpoint is not None and found.point.checkpoint.step == 5
-
-
-def test_a_checkpoint_begins_a_run_of_its_own_elsewhere(run: Path, tmp_path: Path) -> None:
-    found = opened(loaded(tmp_path / "other"), str(checkpoint(run, 2)))
-
-    assert found.path == tmp_path / "other"
-    assert found.point.checkpoint is not None and found.point.checkpoint.step == 2
+        assert found.checkpoint is not None and found.checkpoint.step == 5
+    # A checkpoint begins a run of its own elsewhere.
+    elsewhere = opened(loaded(tmp_path / "other"), str(checkpoint(run, 2)))
+    assert elsewhere.path == tmp_path / "other"
+    assert elsewhere.checkpoint is not None and elsewhere.checkpoint.step == 2
 
 
 @pytest.mark.parametrize(
@@ -460,17 +435,7 @@ def test_what_cannot_be_gone_on_with_is_refused(
         opened(loaded(), str(tmp_path / resume))
 
 
-def test_a_named_checkpoint_that_is_damaged_is_refused(run: Path) -> None:
-    os.truncate(checkpoint(run, 5) / "0000-embed.safetensors", 8)
-
-    with pytest.raises(DataError, match=r"step-5: 0000-embed\.safetensors has 8 bytes"):
-        opened(loaded(), str(checkpoint(run, 5)))
-
-
-# -- one job at a time ----------------------------------------------------------------------
-
-
-def test_a_directory_in_use_is_refused_until_it_is_free(run: Path) -> None:
+def test_a_directory_in_use_is_refused(run: Path) -> None:
     lock = RunLock(run)
 
     with pytest.raises(
@@ -479,7 +444,6 @@ def test_a_directory_in_use_is_refused_until_it_is_free(run: Path) -> None:
         opened(loaded(run))
 
     lock.release()
-    opened(loaded(run))
 
 
 # -- records --------------------------------------------------------------------------------
@@ -518,17 +482,10 @@ def test_records_after_the_checkpoint_are_taken_back(
 
     rewind_metrics(path, progress(**changes))
 
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [f"{list(record)[1]} {record['step']}" for record in records] == kept
+    left = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [f"{list(record)[1]} {record['step']}" for record in left] == kept
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_run_without_a_checkpoint_takes_all_back(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps(RECORDS[0]) + "\n")
-
     rewind_metrics(path, None)
-
     assert path.read_text() == ""
 
 
@@ -538,5 +495,4 @@ def test_the_file_of_a_run_that_went_on_has_every_step_once(run: Path) -> None:
 
     ran((2, 1), settings(config, train={"steps": 8}), run, resume="auto")
 
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 9))
+    assert [record["step"] for record in records_of(run)] == list(range(1, 9))

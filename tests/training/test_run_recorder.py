@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from support.late_device import LateDevice
+from support.resuming import records_of
 from support.runs import tiny_config, tiny_gpt, token_data
 
 import axsparse.training.run_recorder
@@ -41,14 +41,10 @@ def test_the_predicted_peak_has_10_mb_for_what_comes_with_the_first_steps(
     trainer.train()
     trainer.close()
 
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    [told] = [
-        record["predicted_peak_memory_bytes"]
-        for record in map(json.loads, lines)
-        if "predicted_peak_memory_bytes" in record
-    ]
+    key = "predicted_peak_memory_bytes"
+    [record] = records_of(tmp_path, key)
     subject = SurveyedModel(config, survey(model), "tiny", {}, optimizer_of(config.optimizer))
-    assert told == predict(subject, None, config, Grid(1, 1), 1, None).memory_bytes + 10e6
+    assert record[key] == predict(subject, None, config, Grid(1, 1), 1, None).memory_bytes + 10e6
 
 
 @pytest.mark.parametrize(

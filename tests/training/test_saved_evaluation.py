@@ -10,7 +10,7 @@ from support.resuming import ran
 from support.runs import VOCABULARY, mlp, tiny_config, tiny_gpt, token_data, vector_data
 
 import axsparse as ax
-import axsparse.training.saved_evaluation
+import axsparse.training.saved_model
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
@@ -22,8 +22,7 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.evaluation import Evaluation
-from axsparse.training.saved_evaluation import evaluate_saved
-from axsparse.training.saved_model import open_saved_model
+from axsparse.training.saved_model import evaluate_saved, open_saved_model
 from axsparse.training.trainer import Trainer
 
 TRAIN = {"steps": 3, "eval_every": 3, "eval_steps": "all"}
@@ -97,7 +96,7 @@ def test_products_are_made_as_the_run_made_them(
     precision: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[torch.dtype] = []
-    monkeypatch.setitem(vars(axsparse.training.saved_evaluation), "multiply_in_fp32", heard.append)
+    monkeypatch.setitem(vars(axsparse.training.saved_model), "multiply_in_fp32", heard.append)
     datasets = Datasets(token_data(), token_data(samples=31))
     reported((1, 1), tiny_config(train=TRAIN, precision=precision), tmp_path / "run", datasets)
 

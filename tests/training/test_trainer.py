@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import ran
-from support.runs import mlp, tiny_config, token_data, vector_data
+from support.runs import FEW_MICROBATCHES, mlp, tiny_config, token_data, vector_data
 
 import axsparse as ax
 from axsparse.cli import checkpoint
@@ -19,22 +21,18 @@ from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.data.dataset import Datasets
-from axsparse.data_parallel.agreement import Verdict
 from axsparse.runtime.errors import ConfigError, MissingInputError
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, _describe
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.build import build, run_training
+from axsparse.training.build import run_training
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
+from axsparse.training.checkpoint.manifest import BestEntry
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import BestEvaluation, OnCheckpoint, OnEvaluation, OnStep, Trainer
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
-def test_a_signal_while_a_step_computes_ends_the_run_after_that_step(
-    layout: tuple[int, int], tmp_path: Path
-) -> None:
+def test_a_signal_while_a_step_computes_ends_the_run_after_that_step(tmp_path: Path) -> None:
     """It does not wait for another whole step, which may take minutes."""
 
     def hear_in_third_step(trainer: Trainer) -> None:
@@ -47,7 +45,7 @@ def test_a_signal_while_a_step_computes_ends_the_run_after_that_step(
 
         trainer.parts.layers[0].module.register_forward_hook(hear)
 
-    found = ran(layout, tiny_config(train={"steps": 6}), tmp_path / "run", look=hear_in_third_step)
+    found = ran((2, 2), tiny_config(train={"steps": 6}), tmp_path / "run", look=hear_in_third_step)
 
     assert max(found.losses) == 3
     assert found.stopped is not None and found.stopped.startswith("stopped after step 3, saved in ")
@@ -57,48 +55,48 @@ Heard = tuple[str, int, object]
 
 
 def train_heard(
-    run_dir: Path,
-    ranks: int,
-    callbacks: Callable[[int], tuple[OnStep, OnEvaluation, OnCheckpoint]],
+    run_dir: Path, ranks: int, on_step: OnStep, on_evaluation: OnEvaluation, on_saved: OnCheckpoint
 ) -> None:
-    """Train four steps on so many stages, with the callbacks that each rank is given."""
+    """`run_training` for four steps on so many stages, each a thread."""
     world: LocalWorld[None] = LocalWorld(ranks)
     config = tiny_config(
         train={"steps": 4, "eval_every": 2, "eval_steps": 1},
         checkpoint={"every": 2},
+        layout={"g_inter": ranks},
     ).model_copy(update={"run_dir": str(run_dir)})
-    loaded = LoadedConfig(config, "tiny", {})
     data = Datasets(vector_data(), vector_data())
 
     def body(rank: int) -> None:
-        job, grid = Job(LocalTransport(world, rank)), Grid(ranks, 1)
-        trainer = build(job, mlp(), lambda: data, loaded, grid=grid)
-        on_step, on_evaluation, on_checkpoint = callbacks(rank)
-        trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
+        run_training(
+            Job(LocalTransport(world, rank)),
+            mlp(),
+            lambda: data,
+            LoadedConfig(config, "tiny", {}),
+            on_step=on_step,
+            on_evaluation=on_evaluation,
+            on_checkpoint=on_saved,
+        )
 
     world.run(body)
 
 
 def test_every_rank_hears_the_same_in_the_same_order(tmp_path: Path) -> None:
-    heard: list[list[Heard]] = [[], []]
+    heard: dict[int, list[Heard]] = defaultdict(list)
 
-    def callbacks(rank: int) -> tuple[OnStep, OnEvaluation, OnCheckpoint]:
-        def on_step(step: int, verdict: Verdict) -> None:
-            heard[rank].append(("step", step, verdict.loss))
+    def note(what: str) -> Callable[[int, Any], None]:
+        def noting(step: int, value: Any) -> None:
+            if isinstance(value, Path):
+                assert (value / "manifest.json").is_file()
+            told = value.name if isinstance(value, Path) else value.loss
+            heard[threading.get_ident()].append((what, step, told))
 
-        def on_evaluation(step: int, found: Evaluation) -> None:
-            heard[rank].append(("evaluation", step, found.loss))
+        return noting
 
-        def on_checkpoint(step: int, folder: Path) -> None:
-            assert (folder / "manifest.json").is_file()
-            heard[rank].append(("checkpoint", step, folder.name))
+    train_heard(tmp_path / "run", 2, note("step"), note("evaluation"), note("checkpoint"))
 
-        return on_step, on_evaluation, on_checkpoint
-
-    train_heard(tmp_path / "run", 2, callbacks)
-
-    assert heard[0] == heard[1]
-    told = [(what, step) for what, step, _ in heard[0]]
+    first, second = heard.values()
+    assert first == second
+    told = [(what, step) for what, step, _ in first]
     assert [one for one in told if one[0] != "checkpoint"] == [
         ("step", 1),
         ("step", 2),
@@ -111,31 +109,7 @@ def test_every_rank_hears_the_same_in_the_same_order(tmp_path: Path) -> None:
     assert [one for one in told if one[0] == "checkpoint"] == [("checkpoint", 2), ("checkpoint", 4)]
     assert told.index(("checkpoint", 2)) > told.index(("evaluation", 2))
     assert told[-1] == ("checkpoint", 4)
-    assert ("checkpoint", 2, "step-2") in heard[0]
-
-
-def test_a_whole_run_passes_them_on(tmp_path: Path) -> None:
-    config = tiny_config(train={"steps": 2, "eval_steps": 1}, checkpoint={"every": 1})
-    loaded = LoadedConfig(config.model_copy(update={"run_dir": str(tmp_path / "run")}), "tiny", {})
-    heard: list[tuple[str, int]] = []
-
-    run_training(
-        Job(LocalTransport(LocalWorld(1), 0)),
-        mlp(),
-        lambda: Datasets(vector_data(), vector_data()),
-        loaded,
-        on_step=lambda step, verdict: heard.append(("step", step)),
-        on_evaluation=lambda step, found: heard.append(("evaluation", step)),
-        on_checkpoint=lambda step, folder: heard.append(("checkpoint", step)),
-    )
-
-    assert sorted(heard) == [
-        ("checkpoint", 1),
-        ("checkpoint", 2),
-        ("evaluation", 2),
-        ("step", 1),
-        ("step", 2),
-    ]
+    assert ("checkpoint", 2, "step-2") in first
 
 
 @pytest.mark.parametrize(
@@ -149,19 +123,48 @@ def test_a_whole_run_passes_them_on(tmp_path: Path) -> None:
 def test_the_line_of_a_callback_that_fails_names_it(
     failing: int, where: str, tmp_path: Path
 ) -> None:
-    def fail(step: int, found: object) -> None:
+    def fail(step: int, value: object) -> None:
         raise ValueError("my own mistake")
 
-    def callbacks(rank: int) -> tuple[OnStep, OnEvaluation, OnCheckpoint]:
-        del rank
-        quiet: list[Callable[[int, object], None]] = [lambda step, found: None] * 3
-        quiet[failing] = fail
-        return quiet[0], quiet[1], quiet[2]
+    callbacks: list[Callable[[int, Any], None]] = [lambda step, value: None] * 3
+    callbacks[failing] = fail
 
     with pytest.raises(ValueError, match="my own mistake") as failure:
-        train_heard(tmp_path / "run", 1, callbacks)
+        train_heard(tmp_path / "run", 1, callbacks[0], callbacks[1], callbacks[2])
 
     assert _describe(failure.value) == (70, f"{where}: ValueError: my own mistake")
+
+
+@pytest.mark.parametrize(
+    ("ending", "step", "evaluations"), [("step", 3, [2, 3]), ("evaluation", 2, [2])]
+)
+def test_a_callback_that_returns_true_on_one_rank_ends_the_run_as_its_last_step_does(
+    ending: str,
+    step: int,
+    evaluations: list[int],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    heard: dict[str, list[int]] = defaultdict(list)
+    first: list[int] = []
+
+    def note(what: str) -> Callable[[int, Any], object]:
+        def noting(at: int, value: Any) -> object:
+            del value
+            first.append(threading.get_ident())
+            if threading.get_ident() != first[0]:
+                return "not True"
+            heard[what].append(at)
+            return what == ending and at == step
+
+        return noting
+
+    train_heard(tmp_path / "run", 2, note("step"), note("evaluation"), note("checkpoint"))
+
+    assert heard["step"] == list(range(1, step + 1))
+    assert heard["evaluation"] == evaluations
+    assert saved_steps(tmp_path / "run" / "checkpoints") == ([3, 2] if step == 3 else [2])
+    assert f"on_{ending} ends the run after step {step}/4" in capfd.readouterr().out
 
 
 LOSSES = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: 0.5, 6: 0.7}
@@ -171,7 +174,7 @@ def config_of(steps: int = 6, **sections: Any) -> Config:
     keeping = {"every": 2, "keep_last": 1, "keep_best": True}
     checkpoint = {**keeping, **sections.pop("checkpoint", {})}
     train = {"steps": steps, "eval_every": 1, "eval_steps": 1}
-    return tiny_config(train=train, checkpoint=checkpoint, **sections)
+    return tiny_config(train=train, batch=FEW_MICROBATCHES, checkpoint=checkpoint, **sections)
 
 
 def train(
@@ -195,12 +198,12 @@ def train(
     return there
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
-def test_the_best_stays_until_another_is_better(layout: tuple[int, int], tmp_path: Path) -> None:
-    there = train(tmp_path, config_of(), layout=layout)
+def test_the_best_stays_until_another_is_better(tmp_path: Path) -> None:
+    there = train(tmp_path, config_of(), layout=(2, 2))
 
-    # An evaluation sees what was saved up to the step before.
-    assert there == {1: [], 2: [1], 3: [2], 4: [2], 5: [4, 2], 6: [5], 7: [6, 5]}
+    # An evaluation sees what was saved up to the step before. Beside the newest and the best one
+    # stays the newest that a step has trained on.
+    assert there == {1: [], 2: [1], 3: [2, 1], 4: [2, 1], 5: [4, 2], 6: [5, 4], 7: [6, 5]}
 
 
 def test_the_best_is_found_without_other_checkpoints_and_has_the_weights_of_then(
@@ -211,7 +214,7 @@ def test_the_best_is_found_without_other_checkpoints_and_has_the_weights_of_then
     losses = {**LOSSES, 5: 9.0}
     train(tmp_path / "c", config_of(5, checkpoint={"every": 1}), losses)
 
-    assert saved_steps(tmp_path / "a" / "checkpoints") == [5]
+    assert saved_steps(tmp_path / "a" / "checkpoints") == [5, 2]
     best, newest = ax.load(tmp_path / "c", step="best"), ax.load(tmp_path / "c")
     second = ax.load(tmp_path / "c", step=2)
     assert all(torch.equal(best[name], second[name]) for name in best)
@@ -224,7 +227,7 @@ def test_the_best_survives_a_stop_and_what_comes_after(tmp_path: Path) -> None:
 
     there = train(tmp_path, config_of(), {**LOSSES, 5: 1.5, 6: 1.2}, resume="auto")
 
-    assert there[7] == [6, 2]
+    assert there[7] == [6, 4, 2]
 
 
 def test_another_run_directory_does_not_have_the_best_of_the_first(tmp_path: Path) -> None:
@@ -244,50 +247,36 @@ def test_what_was_found_before_a_pruning_counts_no_more(tmp_path: Path) -> None:
 
     there = train(tmp_path, config_of(pruning={"at_step": 2}), losses)
 
-    assert there[3] == [2]  # every second step is saved
+    assert there[3] == [2, 1]  # every second step is saved
     assert there[7] == [6, 4]
 
 
 def test_of_masks_that_move_only_evaluations_of_what_is_saved_count() -> None:
     best = BestEvaluation(config_of(pruning={"method": "rigl"}), None)
 
+    best.look(1, math.nan)
+    best.look(0, 0.1)
+    nothing = best.entry
     best.look(2, 2.0)
     best.look(4, 1.0)
     best.forget(4)
 
-    assert best.entry is not None
-    assert best.entry.step == 2
-
-
-def test_no_number_is_best(tmp_path: Path) -> None:
-    best = BestEvaluation(config_of(), None)
-
-    best.look(1, math.nan)
-    best.look(2, math.inf)
-    best.look(0, 0.1)
-
-    assert best.entry is None
+    assert nothing is None
+    assert best.entry == BestEntry(step=2, loss=2.0)
 
 
 def test_pruning_checkpoints_by_hand_leaves_the_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, config_of(checkpoint={"every": 1, "keep_last": 9}))
+    said = f"lowest validation loss 0.5000 after step 5, kept in {tmp_path}/checkpoints/step-5"
+    assert said in capsys.readouterr().out
 
     checkpoint.prune(tmp_path, 1, None)
     checkpoint.show(tmp_path)
 
     assert saved_steps(tmp_path / "checkpoints") == [6, 5]
     assert "lowest validation loss so far 0.5000, after step 5" in capsys.readouterr().out
-
-
-def test_a_run_says_at_its_end_which_was_best(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(tmp_path, config_of())
-
-    said = f"lowest validation loss 0.5000 after step 5, kept in {tmp_path}/checkpoints/step-5"
-    assert said in capsys.readouterr().out
 
 
 def test_without_evaluations_nothing_is_best() -> None:

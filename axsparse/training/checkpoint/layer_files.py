@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -102,8 +101,9 @@ def contents_of(
     for slot in slots(layer.module):
         if slot.persists:
             # The slot is read when the value is asked for: it has the first replica's tensor then.
+            value = partial(_buffer_value, slot)
             own[f"{BUFFER}/{layer.spec.name}.{slot.name}"] = TensorCopy(
-                header_of(slot.tensor), partial(_buffer_value, slot)
+                header_of(slot.tensor), value
             )
     of_method = {
         f"{kind}/{name}": replace(_plain_tensor(tensor), is_fixed=True)
@@ -185,7 +185,7 @@ class CheckpointMasks:
         assert within is None, "state is built with these masks"
         numel = torch.Size(shape).numel()
         wanted = TensorHeader(torch.uint8, (-(-numel // 8),))
-        packed = self._files.of(name).read(f"{MASK}/{name}", wanted)
+        packed = self._files.read(MASK, name, wanted)
         mask_D = Bits(packed.numpy(), numel).mask()
         kept = int(mask_D.count_nonzero())  # sum() would first make an int64 of each entry
         if kept != self.kept[name]:
@@ -211,77 +211,44 @@ def load_layers(
             saved = ties.get(name, name)
             if name not in trained:
                 wanted = TensorHeader(parameter.dtype, tuple(parameter.shape))
-                parameter.detach().copy_(files.of(saved).read(f"{VALUE}/{saved}", wanted))
+                parameter.detach().copy_(files.read(VALUE, saved, wanted))
             elif trained[name].alias_of is None:
-                _load_tensor(files.of(saved), saved, layer.state, trained[name])
+                _load_tensor(files, saved, layer.state, trained[name])
         for slot in slots(layer.module):
             if slot.persists:
-                key = f"{BUFFER}/{layer.spec.name}.{slot.name}"
-                stored = files.of_layer(layer.spec.name).read(key, header_of(slot.tensor))
+                name = f"{layer.spec.name}.{slot.name}"
+                stored = files.read_buffer(layer.spec.name, name, header_of(slot.tensor))
                 read = as_read(stored, slot.tensor.dtype)
                 slot.put(canonical(read.to(slot.tensor.device)))
 
 
-def _load_tensor(file: LayerFile, saved: str, state: LayerState, tensor: TensorState) -> None:
+def _load_tensor(
+    files: CheckpointFiles, saved: str, state: LayerState, tensor: TensorState
+) -> None:
     """Read the masters, which also sets the dense weight, and the moments that this rank holds."""
     optimizer_state = state.optimizer_state
     wanted = TensorHeader(torch.float32, (tensor.kept,))
-    master = file.entries(f"{MASTER}/{saved}", wanted)
+    master = files.entries(MASTER, saved, wanted)
     for start in range(0, tensor.kept, PIECE):
         stop = min(start + PIECE, tensor.kept)
         values_K = master(start, stop).to(state.backend.device)
         optimizer_state.write_master(tensor, start, values_K)
     for kind in optimizer_state.moments_K:
-        values = file.entries(f"{kind}/{saved}", wanted, "go on with the optimizer that it has")
+        values = files.entries(kind, saved, wanted, "go on with the optimizer that it has")
         for start, stop in state.shares.blocks(tensor, state.shares.held):
             optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values(start, stop))
 
 
-class LayerFile:
-    """One file, whose tensors are read only if they are as expected."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        """MissingInputError if it cannot be opened, DataError if it is no safetensors file."""
-        self._where = f"checkpoint {folder}: {name}"
-        try:
-            self._file = SafetensorsFile(folder / name)
-        except OSError as reason:
-            raise MissingInputError(
-                f"{self._where} cannot be opened ({reason.strerror}); resume from another one"
-            ) from reason
-
-    @property
-    def headers(self) -> Mapping[str, TensorHeader]:
-        """The headers of all tensors of the file."""
-        return {key: self._file.described(key) for key in self._file.shapes}
-
-    def read(self, key: str, wanted: TensorHeader | None = None) -> Tensor:
-        """A whole tensor; DataError if it is missing, or its header is not the wanted one."""
-        self._check(key, wanted)
-        return self._file.read(key)
-
-    def entries(
-        self, key: str, wanted: TensorHeader, mend: str = "resume from another one"
-    ) -> Callable[[int, int], Tensor]:
-        """A function that reads the entries [start, stop) of a flat tensor; DataError as `read`."""
-        self._check(key, wanted, mend)
-        return partial(self._file.read_part, key)
-
-    def _check(
-        self, key: str, wanted: TensorHeader | None, mend: str = "resume from another one"
-    ) -> None:
-        if key not in self._file.shapes:
-            raise DataError(f"{self._where} lacks {key!r}; {mend}")
-        found = self._file.described(key)
-        if wanted is not None and found != wanted:
-            raise DataError(
-                f"{self._where}: {key!r} is {_shown(found)}, this run has {_shown(wanted)}; resume "
-                "from another one"
-            )
+ANOTHER = "resume from another one"
+"""What helps where a checkpoint is damaged."""
 
 
 class CheckpointFiles:
-    """The files of layers of a checkpoint; the one that was read last stays open."""
+    """The files of layers of a checkpoint; the one that was read last stays open.
+
+    Its methods raise MissingInputError for a file that cannot be opened, DataError for a file that
+    is no safetensors file, and for a tensor that is missing or whose header is not the wanted one.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -290,30 +257,68 @@ class CheckpointFiles:
             for layer, entry in checkpoint.manifest.layers.items()
             for name in entry.parameters
         }
-        self._open: tuple[str, LayerFile] | None = None
+        self._name = ""
+        self._file: SafetensorsFile | None = None
 
-    def of(self, name: str) -> LayerFile:
-        """The file of the layer that has this parameter."""
-        return self.of_layer(self._layer_of[name])
+    def headers(self, layer: str) -> dict[str, TensorHeader]:
+        """The headers of all tensors in the file of a layer, by KIND/NAME."""
+        file = self._opened(self.checkpoint.manifest.layers[layer].file)
+        return {key: file.described(key) for key in file.shapes}
 
-    def of_layer(self, layer: str) -> LayerFile:
-        """The file of a layer."""
-        return self._named(self.checkpoint.manifest.layers[layer].file)
+    def read(self, kind: str, name: str, wanted: TensorHeader) -> Tensor:
+        """What was saved of a parameter."""
+        return self.read_buffer(self._layer_of[name], name, wanted, kind)
+
+    def read_buffer(
+        self, layer: str, name: str, wanted: TensorHeader, kind: str = BUFFER
+    ) -> Tensor:
+        """A buffer of a layer."""
+        key = f"{kind}/{name}"
+        return self._checked(self.checkpoint.manifest.layers[layer].file, key, wanted).read(key)
+
+    def entries(
+        self, kind: str, name: str, wanted: TensorHeader, mend: str = ANOTHER
+    ) -> Callable[[int, int], Tensor]:
+        """A function that reads the entries [start, stop) of what was saved of a parameter; `mend`
+        says what to do if nothing of the kind was."""
+        key, layer = f"{kind}/{name}", self.checkpoint.manifest.layers[self._layer_of[name]]
+        return partial(self._checked(layer.file, key, wanted, mend).read_part, key)
 
     def read_masking(self, kind: str, name: str) -> Tensor:
         """A tensor that the pruning method saved of a parameter; DataError if there is none."""
-        masking = self.checkpoint.manifest.layers[self._layer_of[name]].masking
-        if masking is None:
+        key, layer = f"{kind}/{name}", self.checkpoint.manifest.layers[self._layer_of[name]]
+        if layer.masking is None:
             raise DataError(
                 f"checkpoint {self.checkpoint.path}: has nothing for the pruning of {name}; resume "
                 "from another one"
             )
-        return self._named(masking).read(f"{kind}/{name}")
+        return self._checked(layer.masking, key).read(key)
 
-    def _named(self, name: str) -> LayerFile:
-        if self._open is None or self._open[0] != name:
-            self._open = (name, LayerFile(self.checkpoint.path, name))
-        return self._open[1]
+    def _opened(self, name: str) -> SafetensorsFile:
+        if self._file is None or self._name != name:
+            try:
+                self._name, self._file = name, SafetensorsFile(self.checkpoint.path / name)
+            except OSError as reason:
+                raise MissingInputError(
+                    f"checkpoint {self.checkpoint.path}: {name} cannot be opened "
+                    f"({reason.strerror}); resume from another one"
+                ) from reason
+        return self._file
+
+    def _checked(
+        self, name: str, key: str, wanted: TensorHeader | None = None, mend: str = ANOTHER
+    ) -> SafetensorsFile:
+        """The file of this name, which has this tensor."""
+        file, where = self._opened(name), f"checkpoint {self.checkpoint.path}: {name}"
+        if key not in file.shapes:
+            raise DataError(f"{where} lacks {key!r}; {mend}")
+        there = file.described(key)
+        if wanted is not None and there != wanted:
+            raise DataError(
+                f"{where}: {key!r} is {_shown(there)}, this run has {_shown(wanted)}; resume from "
+                "another one"
+            )
+        return file
 
 
 def _shown(header: TensorHeader) -> str:

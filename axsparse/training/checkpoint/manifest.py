@@ -63,7 +63,7 @@ class LayerEntry(_Strict):
 
 
 class SpikeHistory(_Strict):
-    """The state of the rule for spikes of the loss (`axsparse.training.skipped_steps`)."""
+    """The state of the rule for spikes of the loss (`axsparse.training.step`)."""
 
     losses: Annotated[tuple[float, ...], Field(max_length=10_000)] = ()
     """The losses of the last good steps, oldest first."""
@@ -116,6 +116,10 @@ class Progress(_Strict):
     """Number of steps skipped because loss or gradient was not finite."""
     spiked: Count = 0
     """Number of steps skipped for a spike of the loss."""
+    last_good: Count = 0
+    """The last step that updated the weights; 0 before the first, and in files of earlier versions.
+    Its loss was computed with the weights of the step before: weights that were saved before this
+    step are known to train, those that were saved after it are not yet."""
     first_bad: FirstBad | None = None
     spikes: SpikeHistory = SpikeHistory()
     best: BestEntry | None = None

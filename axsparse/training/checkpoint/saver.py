@@ -14,15 +14,15 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 from torch import Tensor
 
-from axsparse.config.schema import Config
 from axsparse.pruning.methods.masking import MaskingState, MethodState
 from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import gather_texts, together
@@ -34,7 +34,6 @@ from axsparse.training.checkpoint.layer_files import LayerContents, TensorCopy, 
 from axsparse.training.checkpoint.manifest import (
     FORMAT,
     CheckpointManifest,
-    DataEntry,
     FileEntry,
     LayerEntry,
     Progress,
@@ -48,6 +47,7 @@ THREAD = "axsparse checkpoint"
 """The name of the threads that write and commit."""
 FileEntries = Mapping[str, FileEntry]
 """Files by name."""
+T = TypeVar("T")
 
 
 @dataclass
@@ -62,40 +62,36 @@ class _PendingCheckpoint:
     """The layers that this rank writes."""
     queue: CopyQueue
     """The copies that are on their way to the thread that writes."""
-    writing: BackgroundWork[FileEntries]
-    committing: BackgroundWork[None] | None = None
+    writing: Future[FileEntries]
+    committing: Future[None] | None = None
     """The commit, which rank 0 begins once all ranks have written; None until then."""
     is_written: bool = False
     """Whether all ranks have written."""
 
     @property
-    def threads(self) -> list[BackgroundWork[Any]]:
-        """The work that this rank has begun."""
-        return [self.writing] if self.committing is None else [self.writing, self.committing]
+    def work(self) -> list[Future[Any]]:
+        """The work that this rank's threads have begun."""
+        return [work for work in (self.writing, self.committing) if work is not None]
 
 
 class Saver:
     """Saves one rank's part of the state; all ranks call the same methods at the same steps."""
 
-    def __init__(self, run_dir: RunDir, config: Config, data: DataEntry, parts: Parts) -> None:
+    def __init__(self, run_dir: RunDir, parts: Parts) -> None:
         """Saves to a run directory, whose lock is released when this closes.
-
-        `config` has every `auto` resolved. `data` are the training data; each checkpoint adds the
-        position in them.
 
         The activity of `parts` is told of every piece that a thread writes or reads back.
         """
         self.folder = run_dir.path / folders.CHECKPOINTS
-        checkpoint = run_dir.point.checkpoint
+        checkpoint = run_dir.checkpoint
         resumed_at = None if checkpoint is None else checkpoint.step
         is_own = checkpoint is not None and _is_in(checkpoint.path, self.folder)
         self.resumed_step = resumed_at if is_own else None
         """The step of the checkpoint of this folder that the run went on from; None without."""
-        self._config = config
-        self._data = data
+        self._config = parts.run.config
         # Only rank 0, which writes manifests, asks git.
         self._git = checkout_commit() if parts.place.rank == 0 else None
-        self._settings = config.checkpoint
+        self._settings = self._config.checkpoint
         self._parts = parts
         self._transport = parts.transport
         self._lock = run_dir.lock
@@ -116,7 +112,7 @@ class Saver:
     def is_writing(self) -> bool:
         """Whether a thread of this rank is still writing or committing."""
         pending = self._pending
-        return pending is not None and any(work.is_busy for work in pending.threads)
+        return pending is not None and not all(work.done() for work in pending.work)
 
     def start(self, progress: Progress) -> None:
         """Copy this rank's part of the state, and begin to write it in a thread.
@@ -130,7 +126,13 @@ class Saver:
         layers = self._dealt_layers(masking)
         own = [layer for layer, is_own in layers if is_own]
         step = progress.step
-        together(self._transport, lambda: self._make_folder(step))
+
+        def make_folder() -> None:
+            if self._transport.rank == 0:
+                with self._writing(self.folder):
+                    folders.begin(self.folder, step)
+
+        together(self._transport, make_folder)
         folder = folders.unfinished_path_of(self.folder, step)
         files = {name: file for layer in own for name, file in layer.files.items()}
         queue = CopyQueue(self._settings.buffer * 1e9)
@@ -141,7 +143,7 @@ class Saver:
             folder,
             {layer.name: layer.entry for layer in own},
             queue,
-            BackgroundWork(lambda: _write(folder, files, queue, beat), THREAD),
+            in_background(lambda: _write(folder, files, queue, beat)),
         )
         self.last_step = step
         with self._parts.statistics.of_first_replica():
@@ -165,7 +167,8 @@ class Saver:
             self._collect(pending)
             return
         try:
-            together(self._transport, lambda: self._refuse_failed_commit(pending))
+            commit = pending.committing
+            together(self._transport, lambda: commit and self._result(commit, self.folder))
             self._appeared.append(pending.progress.step)
         finally:
             self._pending = None
@@ -178,8 +181,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until no checkpoint is under way; raises what `advance` raises."""
         while (pending := self._pending) is not None:
-            for work in pending.threads:
-                work.wait()
+            wait(pending.work)
             self.advance(any_writing=False)
 
     def close(self) -> None:
@@ -191,8 +193,7 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.queue.close()
-            for work in pending.threads:
-                work.wait()
+            wait(pending.work)
         if self._lock is not None:
             self._lock.release()
 
@@ -212,22 +213,15 @@ class Saver:
 
     # -- what all ranks do together -----------------------------------------------------
 
-    def _make_folder(self, step: int) -> None:
-        if self._transport.rank != 0:
-            return
-        with self._writing(self.folder):
-            folders.begin(self.folder, step)
-
     def _collect(self, pending: _PendingCheckpoint) -> None:
         """Gather what all ranks have written, and let rank 0 begin to commit it."""
         try:
-            together(self._transport, lambda: self._refuse_failed_write(pending))
+            files = together(self._transport, lambda: self._result(pending.writing, pending.folder))
         except OutputError:
             self._pending = None
             if self._transport.rank == 0:
                 shutil.rmtree(pending.folder, ignore_errors=True)
             raise
-        files = pending.writing.result()
         own = {
             "layers": {name: entry.model_dump() for name, entry in pending.layers.items()},
             "files": {name: entry.model_dump() for name, entry in files.items()},
@@ -237,22 +231,15 @@ class Saver:
         pending.is_written = True
         if self._transport.rank == 0:
             manifest = self._manifest(pending, [json.loads(text) for text in texts])
-            pending.committing = BackgroundWork(
-                lambda: self._commit(pending.folder, manifest), THREAD
-            )
+            pending.committing = in_background(lambda: self._commit(pending.folder, manifest))
 
-    def _refuse_failed_write(self, pending: _PendingCheckpoint) -> None:
+    def _result(self, work: Future[T], path: Path) -> T:
+        """What a thread's work at a path made; OutputError if it failed."""
         try:
-            with self._writing(pending.folder):
-                pending.writing.result()
+            with self._writing(path):
+                return work.result()
         except MissingInputError as reason:
             raise OutputError(f"{reason}; it was written a moment ago") from reason
-
-    def _refuse_failed_commit(self, pending: _PendingCheckpoint) -> None:
-        if pending.committing is None:
-            return
-        with self._writing(self.folder):
-            pending.committing.result()
 
     def _writing(self, path: Path) -> AbstractContextManager[None]:
         return writing(
@@ -274,7 +261,7 @@ class Saver:
             format=FORMAT,
             progress=pending.progress,
             standing=pending.standing,
-            data=self._data.model_copy(update={"position": position}),
+            data=self._parts.data.entry.model_copy(update={"position": position}),
             config=self._config.model_dump(mode="json"),
             versions=dict(versions()),
             git=self._git,
@@ -297,11 +284,18 @@ class Saver:
         folders.commit(folder, manifest_bytes(manifest))
         self._whole.add(manifest.progress.step)
         settings, progress = self._settings, manifest.progress
-        best = progress.best and progress.best.step
+        # Weights that no later step has trained on may be ruined already, so that the newest of
+        # those that a step has trained on stay.
+        trained_on = (
+            step for step in folders.saved_steps(self.folder) if step < progress.last_good
+        )
+        kept = {next(filter(self._is_whole, trained_on), None)}
+        if progress.best is not None:
+            kept.add(progress.best.step)
         for step in folders.outdated(
             self.folder, settings.keep_last, settings.keep_every, self._is_whole
         ):
-            if step != best:
+            if step not in kept:
                 folders.remove(folders.path_of(self.folder, step))
                 self._parts.activity.beat()
 
@@ -365,45 +359,22 @@ def _write(
     return entries
 
 
-T = TypeVar("T")
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Do some work in a thread that starts at once; its result, or the error that it raised.
 
+    As a daemon the thread does not keep a rank that failed elsewhere waiting for the disk.
+    """
+    future: Future[T] = Future()
 
-class BackgroundWork(Generic[T]):
-    """Work in a thread that starts at once; its result, or the error it raised, is kept."""
-
-    def __init__(self, work: Callable[[], T], name: str) -> None:
-        self._work = work
-        self._results: list[T] = []
-        self._failure: BaseException | None = None
-        self._done = threading.Event()
-        # As a daemon it does not keep a rank that failed elsewhere waiting for the disk.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the work is not over yet."""
-        return not self._done.is_set()
-
-    def wait(self) -> None:
-        """Wait until the work is over, whether it succeeded or failed."""
-        self._thread.join()
-
-    def result(self) -> T:
-        """Wait for the result; raises what the work raised."""
-        self.wait()
-        if self._failure is not None:
-            raise self._failure
-        return self._results[0]
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._results.append(self._work())
+            future.set_result(work())
         except BaseException as failure:
             # Errors of every class are raised again in the thread that asks for the result.
-            self._failure = failure
-        finally:
-            self._done.set()
+            future.set_exception(failure)
+
+    threading.Thread(target=run, name=THREAD, daemon=True).start()
+    return future
 
 
 class CopyQueue:
@@ -421,13 +392,13 @@ class CopyQueue:
         self._taken = 0
         self._changed = threading.Condition()
         self._is_closed = False
-        self._is_open = False
+        self._may_read = False
 
     def put(self, tensor: Tensor) -> None:
         """Add a tensor that nobody will change any more; after `close` it is dropped."""
         with self._changed:
             while self._held and self._held + tensor.nbytes > self._limit and not self._is_closed:
-                self._open()
+                self.all_put()
                 self._changed.wait()
             if not self._is_closed:
                 self._tensors.append(tensor)
@@ -435,13 +406,10 @@ class CopyQueue:
                 self._changed.notify_all()
 
     def all_put(self) -> None:
-        """Say that there will be no more tensors."""
+        """Let the reader read what there is, since no more fits or no more will come."""
         with self._changed:
-            self._open()
-
-    def _open(self) -> None:
-        self._is_open = True
-        self._changed.notify_all()
+            self._may_read = True
+            self._changed.notify_all()
 
     def __iter__(self) -> CopyQueue:
         return self
@@ -455,8 +423,7 @@ class CopyQueue:
             self._held -= self._taken
             self._taken = 0
             self._changed.notify_all()
-            while not (self._tensors and self._is_open) and not self._is_closed:
-                self._changed.wait()
+            self._changed.wait_for(lambda: (self._tensors and self._may_read) or self._is_closed)
             if not self._tensors:
                 raise ConnectionAbortedError("training ended")
             tensor = self._tensors.popleft()

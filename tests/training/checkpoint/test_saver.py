@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import Ran, note_state, ran, same_state
-from support.runs import mlp, tiny_config, vector_data
+from support.resuming import Ran, note_state, ran, same_state, settings
+from support.runs import FEW_MICROBATCHES, mlp, tiny_config, vector_data
 from torch import Tensor
 
 from axsparse.config.schema import Config
@@ -26,7 +26,7 @@ from axsparse.training.checkpoint import saver as save
 from axsparse.training.checkpoint.checkpoint_folder import commit, saved_steps, unfinished
 from axsparse.training.checkpoint.layer_files import deal
 from axsparse.training.checkpoint.manifest import FileEntry, Progress
-from axsparse.training.checkpoint.saver import BackgroundWork, CopyQueue
+from axsparse.training.checkpoint.saver import CopyQueue
 from axsparse.training.checkpoint.verification import is_whole, open_checkpoint, read_entry
 from axsparse.training.trainer import Trainer
 
@@ -34,7 +34,8 @@ Write = Callable[[Path], object]
 
 
 def config_of(**checkpoint: Any) -> Config:
-    return tiny_config(train={"steps": 6}, checkpoint={"every": 2, **checkpoint})
+    checkpoint = {"every": 2, **checkpoint}
+    return tiny_config(train={"steps": 6}, batch=FEW_MICROBATCHES, checkpoint=checkpoint)
 
 
 def saved(run: Path) -> list[int]:
@@ -61,12 +62,9 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Write], None]:
 @pytest.mark.parametrize(
     ("checkpoint", "steps"),
     [
-        ({"every": 2, "keep_last": 9}, [6, 4, 2]),
         ({"every": 4, "keep_last": 9}, [6, 4]),
-        ({"every": 50}, [6]),
         ({"every": 0}, []),
-        ({"every": 1, "keep_last": 2}, [6, 5]),
-        ({"every": 1, "keep_last": 1, "keep_every": 2}, [6, 4, 2]),
+        ({"every": 1, "keep_last": 1, "keep_every": 2}, [6, 5, 4, 2]),
     ],
 )
 def test_a_run_saves_at_intervals_and_at_its_end(
@@ -97,13 +95,13 @@ def test_what_a_thread_writes_is_told_of_piece_by_piece(
 
 
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
-    ran((1, 1), config_of(every=1), tmp_path, stop_after=5)
-    assert saved(tmp_path) == [5, 4, 3]
-    (tmp_path / "checkpoints" / "step-4" / "0000-embed.safetensors").write_bytes(b"damaged")
+    ran((1, 1), config_of(every=1, keep_last=2), tmp_path, stop_after=5)
+    assert saved(tmp_path) == [5, 4]
+    (tmp_path / "checkpoints" / "step-5" / "0000-embed.safetensors").write_bytes(b"damaged")
 
-    ran((1, 1), config_of(every=1), tmp_path, resume="auto")
+    ran((1, 1), config_of(every=6, keep_last=2), tmp_path, resume="auto")
 
-    assert saved(tmp_path) == [6, 5, 4, 3]
+    assert saved(tmp_path) == [6, 5, 4]
 
 
 def test_what_a_run_goes_on_from_is_not_saved_again(tmp_path: Path) -> None:
@@ -186,16 +184,13 @@ def test_there_are_never_two_checkpoints_under_way(
     assert saved(tmp_path) == [6, 5, 4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(("layout", "shard"), [((1, 2), True), ((2, 2), False)])
 def test_replicas_write_a_part_each(
-    shard: bool, layout: tuple[int, int], tmp_path: Path, hooked: Callable[[Write], None]
+    layout: tuple[int, int], shard: bool, tmp_path: Path, hooked: Callable[[Write], None]
 ) -> None:
-    writers: dict[str, set[str]] = {}
-    hooked(lambda path: writers.setdefault(path.name, set()).add(threading.current_thread().name))
-    config = config_of(every=50).model_copy(
-        update={"samo": tiny_config(samo={"shard_optimizer": shard}).samo}
-    )
+    written: list[str] = []
+    hooked(lambda path: written.append(path.name))
+    config = settings(config_of(every=50), samo={"shard_optimizer": shard})
     parts: list[int] = []
 
     def count(trainer: Trainer) -> None:
@@ -211,7 +206,7 @@ def test_replicas_write_a_part_each(
 
     ran(layout, config, tmp_path, look=count)
 
-    assert len(writers) == 4
+    assert len(written) == len(set(written)) == 4
     assert sum(parts) == 4 and min(parts) >= 1 and len(parts) == layout[0] * layout[1]
 
 
@@ -251,9 +246,8 @@ def test_memory_for_what_is_on_its_way_is_bounded(
 # -- failures -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
 def test_a_disk_that_is_full_ends_the_run_and_leaves_what_was_saved(
-    layout: tuple[int, int], tmp_path: Path, hooked: Callable[[Write], None]
+    tmp_path: Path, hooked: Callable[[Write], None]
 ) -> None:
     def fail(path: Path) -> None:
         if path.parent.name == "step-4.tmp" and "block1" in path.name:
@@ -267,95 +261,91 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_what_was_saved(
         r"cannot be written \(No space left on device\); free space there, or choose another "
         r"--run-dir; checkpoints before it are still there$",
     ) as caught:
-        ran(layout, config_of(), tmp_path)
+        ran((2, 2), config_of(), tmp_path)
 
     assert caught.value.on_all_ranks
     assert saved(tmp_path) == [2] and is_whole(tmp_path / "checkpoints" / "step-2")
     assert unfinished(tmp_path / "checkpoints") == []
 
 
-def test_a_folder_that_cannot_be_made_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(folder: Path, step: int) -> Path:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr("axsparse.training.checkpoint.checkpoint_folder.begin", fail)
-
-    with pytest.raises(OutputError, match=r"checkpoints: cannot be written \(Read-only file sys"):
-        ran((2, 1), config_of(), tmp_path)
+def no_folder(folder: Path, step: int) -> Path:
+    raise OSError(errno.EROFS, "Read-only file system")
 
 
-def test_a_commit_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(partial: Path, manifest: bytes) -> Path:
-        if partial.name == "step-4.tmp":
-            raise OSError(errno.EIO, "Input/output error")
-        return commit(partial, manifest)
-
-    monkeypatch.setattr("axsparse.training.checkpoint.checkpoint_folder.commit", fail)
-
-    with pytest.raises(OutputError, match=r"cannot be written \(Input/output error\)"):
-        ran((2, 1), config_of(), tmp_path)
-
-    assert saved(tmp_path) == [2]
+def no_second_commit(partial: Path, manifest: bytes) -> Path:
+    if partial.name == "step-4.tmp":
+        raise OSError(errno.EIO, "Input/output error")
+    return commit(partial, manifest)
 
 
-def test_what_reads_otherwise_than_it_was_written_is_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(folder: Path, name: str) -> FileEntry:
-        entry = read_entry(folder, name)
-        return entry.model_copy(update={"xxh3": "0" * 32}) if "block0" in name else entry
-
-    monkeypatch.setattr(save, "read_entry", read)
-
-    with pytest.raises(
-        OutputError, match=r"\(0001-block0.safetensors reads otherwise than it was written\)"
-    ):
-        ran((2, 1), config_of(), tmp_path)
-
-    assert saved(tmp_path) == []
+def other_bytes(folder: Path, name: str) -> FileEntry:
+    entry = read_entry(folder, name)
+    return entry.model_copy(update={"xxh3": "0" * 32}) if "block0" in name else entry
 
 
-def test_what_is_gone_when_it_is_read_back_is_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(folder: Path, name: str) -> FileEntry:
+def nothing(folder: Path, name: str) -> FileEntry:
+    (folder / name).unlink()
+    return read_entry(folder, name)
+
+
+def elsewhere(folder: Path, name: str) -> FileEntry:
+    entry = read_entry(folder, name)
+    if "head" in name:
         (folder / name).unlink()
-        return read_entry(folder, name)
-
-    monkeypatch.setattr(save, "read_entry", read)
-
-    with pytest.raises(OutputError, match="resume from another one; it was written a moment ago"):
-        ran((1, 1), config_of(), tmp_path)
+    return entry
 
 
-def test_a_disk_that_ranks_do_not_share_is_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("function", "instead", "text", "left"),
+    [
+        ("checkpoint_folder.begin", no_folder, r"checkpoints: cannot be written \(Read-only f", []),
+        (
+            "checkpoint_folder.commit",
+            no_second_commit,
+            r"cannot be written \(Input/output error\)",
+            [2],
+        ),
+        (
+            "saver.read_entry",
+            other_bytes,
+            r"\(0001-block0.safetensors reads otherwise than it was written\)",
+            [],
+        ),
+        (
+            "saver.read_entry",
+            nothing,
+            "resume from another one; it was written a moment ago",
+            [],
+        ),
+        (
+            "saver.read_entry",
+            elsewhere,
+            "rank 0 does not see 0003-head.safetensors as it was written; choose a --run-dir that "
+            "all hosts share",
+            [],
+        ),
+    ],
+)
+def test_what_cannot_be_saved_ends_the_run(
+    function: str,
+    instead: Callable[..., object],
+    text: str,
+    left: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def read(folder: Path, name: str) -> FileEntry:
-        entry = read_entry(folder, name)
-        if "head" in name:
-            (folder / name).unlink()
-        return entry
+    monkeypatch.setattr(f"axsparse.training.checkpoint.{function}", instead)
 
-    monkeypatch.setattr(save, "read_entry", read)
-
-    with pytest.raises(
-        OutputError,
-        match=r"rank 0 does not see 0003-head.safetensors as it was written; choose a --run-dir "
-        "that all hosts share",
-    ):
+    with pytest.raises(OutputError, match=text):
         ran((2, 1), config_of(), tmp_path)
 
-    assert saved(tmp_path) == []
+    assert saved(tmp_path) == left
 
 
 def test_a_run_that_loses_its_way_keeps_what_it_was_saving(tmp_path: Path) -> None:
     """The third step of the first epoch meets a sample that is no number."""
     data = vector_data(infinite=int(samples_of_step(30, 12, 2, 11)[0]))
-    patience = tiny_config(loss_scale={"patience": 1}).loss_scale
-    config = config_of().model_copy(update={"loss_scale": patience})
+    config = settings(config_of(), loss_scale={"patience": 1})
 
     with pytest.raises(TrainingError, match="no step could update"):
         ran((2, 1), config, tmp_path, model=lambda config: mlp(), data=data)
@@ -409,106 +399,60 @@ def test_what_appears_when_a_rank_fails_has_appeared_when_it_is_told(
     assert saved(tmp_path) == [4]
 
 
-def test_it_is_busy_until_the_work_is_done() -> None:
-    may_end = threading.Event()
-    work = BackgroundWork(lambda: may_end.wait(60), "test")
-
-    assert work.is_busy
-    may_end.set()
-
-    assert work.result() is True
-    assert not work.is_busy
+# -- the queue ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failure", [OSError("full"), KeyboardInterrupt()])
-def test_whoever_asks_for_the_result_hears_of_the_failure(failure: BaseException) -> None:
-    def fail() -> None:
-        raise failure
+def test_tensors_come_out_in_the_order_they_went_in_once_all_has_been_put() -> None:
+    queue, taken = CopyQueue(1e9), list[int]()
+    reader = threading.Thread(target=lambda: taken.extend(int(next(queue)) for _ in range(3)))
+    reader.start()
 
-    work = BackgroundWork(fail, "test")
-    work.wait()
-
-    with pytest.raises(type(failure)):
-        work.result()
-
-
-def test_tensors_come_out_in_the_order_they_went_in() -> None:
-    stream = CopyQueue(1e9)
     for number in range(3):
-        stream.put(torch.tensor([number]))
-    stream.all_put()
+        queue.put(torch.tensor(number))
+    reader.join(0.1)
+    came_early = bool(taken)
+    queue.all_put()
+    reader.join()
 
-    assert [next(stream).item() for _ in range(3)] == [0, 1, 2]
+    assert not came_early
+    assert taken == [0, 1, 2]
 
 
 def test_who_puts_waits_while_it_is_full_and_no_longer() -> None:
-    """Of five tensors of 8 bytes, no more than two are ever between the threads."""
-    stream = CopyQueue(16)
-    alive: list[int] = []
-    most = 0
+    """Of five tensors of 8 bytes, no more than two are ever between the threads; one that is
+    larger than the limit passes alone."""
+    queue, alive, most = CopyQueue(16), list[int](), 0
 
     def put() -> None:
         nonlocal most
         for number in range(5):
-            stream.put(torch.tensor([number]))
+            queue.put(torch.tensor([number]))
             alive.append(number)
             most = max(most, len(alive))
-        stream.all_put()
+        queue.put(torch.zeros(10))
+        queue.all_put()
 
-    thread = threading.Thread(target=put)
-    thread.start()
+    writer = threading.Thread(target=put)
+    writer.start()
     for _ in range(5):
-        next(stream)
-        # What was taken is held until the next is asked for, and one may be on its way in.
+        next(queue)
+        # What was taken counts until the next is asked for, and one may be on its way in.
         while len(alive) == 0:
             pass
         alive.pop(0)
-    thread.join()
+    assert next(queue).numel() == 10
+    writer.join()
 
     assert most <= 3
 
 
-def test_nothing_is_taken_before_all_has_been_put() -> None:
-    stream = CopyQueue(1e9)
-    taken = threading.Event()
+def test_a_closed_queue_takes_nothing_and_lets_nobody_wait() -> None:
+    queue = CopyQueue(1)
+    queue.put(torch.zeros(10))
 
-    def take() -> None:
-        next(stream)
-        taken.set()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-
-    stream.put(torch.zeros(1))
-    came_early = taken.wait(0.2)
-    stream.all_put()
-    thread.join()
-
-    assert not came_early
-    assert taken.is_set()
-
-
-def test_a_tensor_larger_than_the_limit_passes_alone() -> None:
-    stream = CopyQueue(1)
-    taken: list[int] = []
-    thread = threading.Thread(target=lambda: taken.extend(next(stream).numel() for _ in range(2)))
-    thread.start()
-
-    stream.put(torch.zeros(10))
-    stream.put(torch.zeros(20))
-    stream.all_put()
-
-    thread.join()
-    assert taken == [10, 20]
-
-
-def test_a_closed_stream_takes_nothing_and_lets_nobody_wait() -> None:
-    stream = CopyQueue(1)
-    stream.put(torch.zeros(10))
-
-    stream.close()
-    stream.put(torch.zeros(10))
-    stream.put(torch.zeros(10))
+    queue.close()
+    queue.put(torch.zeros(10))
+    queue.put(torch.zeros(10))
 
     with pytest.raises(ConnectionAbortedError):
-        next(stream)
+        next(queue)

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.resuming import Layout, Ran, ran, same_state
-from support.runs import mlp, tiny_config, vector_data
+from support.resuming import Layout, Ran, ran, records_of, same_state
+from support.runs import FEW_MICROBATCHES, mlp, tiny_config, vector_data
 from torch import Tensor
 
+from axsparse.cli import checkpoint
 from axsparse.config.load import configure
 from axsparse.config.schema import Config, SpikesConfig
 from axsparse.data.dataset import ArrayDataset
 from axsparse.data.order import samples_of_step
+from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Model
 from axsparse.runtime.errors import ConfigError, TrainingError
 from axsparse.training.checkpoint.manifest import manifest_bytes, read_manifest
 from axsparse.training.checkpoint.verification import Checkpoint
-from axsparse.training.export.checkpoint_export import Weights
-from axsparse.training.skipped_steps import Spike, SpikeRule
+from axsparse.training.export import Weights
+from axsparse.training.step import Spike, SpikeRule
+from axsparse.training.trainer import Trainer
 
 # -- the rule -------------------------------------------------------------------------------
 
@@ -59,15 +62,9 @@ def test_the_usual_loss_is_the_median_of_the_last_good_steps() -> None:
     assert watching.judge(7, 3.0) == Spike(7, 3.0, 2.0)
 
 
-def test_nothing_is_a_spike_before_the_window_is_full() -> None:
+def test_a_spike_does_not_become_usual_and_none_is_seen_before_the_window_is_full() -> None:
     watching = rule([1.0, 1.0, 1.0])
-
-    assert watching.judge(4, 100.0) is None
-    assert watching.judge(5, 100.0) is not None
-
-
-def test_a_spike_does_not_become_usual() -> None:
-    watching = rule([1.0] * 4)
+    assert watching.judge(4, 1.0) is None
 
     assert all(watching.judge(step, 5.0) is not None for step in range(20))
     assert watching.in_a_row == 20
@@ -75,15 +72,12 @@ def test_a_spike_does_not_become_usual() -> None:
     assert watching.in_a_row == 0
 
 
-def test_without_a_rule_nothing_is_a_spike() -> None:
-    assert rule([1.0] * 4, rule="none").judge(5, 100.0) is None
-
-
-def test_what_was_usual_is_forgotten_with_the_masks() -> None:
+def test_nothing_is_a_spike_without_a_rule_or_once_the_masks_are_others() -> None:
     watching = rule([1.0] * 4)
     watching.forget()
 
     assert [watching.judge(step, 5.0) for step in range(4)] == [None] * 4
+    assert rule([1.0] * 4, rule="none").judge(5, 100.0) is None
 
 
 def test_a_rule_goes_on_from_its_history() -> None:
@@ -131,6 +125,7 @@ def config_of(rule: str = "skip", **sections: Any) -> Config:
         spikes={"rule": rule, "window": 3, **sections.pop("spikes", {})},
         **{
             "train": {"steps": STEPS, "log_every": 1},
+            "batch": FEW_MICROBATCHES,
             "checkpoint": {"every": EVERY, "keep_last": 1},
             **sections,
         },
@@ -144,14 +139,6 @@ def run_here(
     return ran(layout, config, run_dir, model=lambda _: model(), data=data(*spikes), **how)
 
 
-def records_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    return [record for record in records_of(run) if "loss" in record]
-
-
 def test_a_spike_is_skipped_by_all_ranks_counted_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +146,7 @@ def test_a_spike_is_skipped_by_all_ranks_counted_and_told(
 
     ours = run_here(config_of("skip"), tmp_path / "run", SPIKE, layout=(2, 2))
 
-    steps = steps_of(tmp_path / "run")
+    steps = records_of(tmp_path / "run", "loss")
     bad = SPIKE + 1
     assert [record["step"] for record in steps if record["skipped"]] == [bad]
     assert [record["skipped_steps"] for record in steps] == [0] * SPIKE + [1] * (STEPS - SPIKE)
@@ -175,32 +162,20 @@ def test_a_spike_is_skipped_by_all_ranks_counted_and_told(
     assert shown[-1].startswith("saved in ")
 
 
-@pytest.mark.parametrize(
-    ("layout", "stops"),
-    [
-        pytest.param((1, 1), [SPIKE, SPIKE + 1], marks=pytest.mark.exhaustive),
-        ((2, 2), [SPIKE]),
-    ],
-    ids=str,
-)
-def test_stopped_and_resumed_it_is_the_uninterrupted_run(
-    tmp_path: Path, layout: tuple[int, int], stops: Sequence[int]
-) -> None:
-    config = config_of()
+def test_stopped_and_resumed_it_is_the_uninterrupted_run(tmp_path: Path) -> None:
+    config, layout, run = config_of(), (2, 2), tmp_path / "run"
     whole = run_here(config, tmp_path / "whole", SPIKE, layout=layout)
 
-    for stop in stops:
-        run = tmp_path / f"stop-{stop}"
-        first = run_here(config, run, SPIKE, layout=layout, stop_after=stop)
-        second = run_here(config, run, SPIKE, layout=layout, resume="auto")
+    first = run_here(config, run, SPIKE, layout=layout, stop_after=SPIKE)
+    second = run_here(config, run, SPIKE, layout=layout, resume="auto")
 
-        assert first.stopped is not None
-        assert {**first.losses, **second.losses} == whole.losses
-        assert second.progress == whole.progress
-        same_state(second, whole)
-        for name in ("loss", "skip_reason", "skipped_steps"):
-            expected = [record[name] for record in steps_of(tmp_path / "whole")]
-            assert [record[name] for record in steps_of(run)] == expected
+    assert first.stopped is not None
+    assert {**first.losses, **second.losses} == whole.losses
+    assert second.progress == whole.progress
+    same_state(second, whole)
+    for name in ("loss", "skip_reason", "skipped_steps"):
+        expected = [record[name] for record in records_of(tmp_path / "whole", "loss")]
+        assert [record[name] for record in records_of(run, "loss")] == expected
 
 
 def test_the_usual_loss_begins_anew_with_new_masks(tmp_path: Path) -> None:
@@ -212,7 +187,7 @@ def test_the_usual_loss_begins_anew_with_new_masks(tmp_path: Path) -> None:
 
     saved = read_manifest(tmp_path / "checkpoints" / f"step-{SPIKE + 1}").progress
     assert saved.masks_changed == SPIKE
-    assert saved.spikes.losses == (steps_of(tmp_path)[SPIKE]["loss"],)
+    assert saved.spikes.losses == (records_of(tmp_path, "loss")[SPIKE]["loss"],)
 
 
 # -- where it ends --------------------------------------------------------------------------
@@ -238,16 +213,6 @@ def test_the_rule_that_went_back_says_what_to_do_instead() -> None:
         configure({"spikes": {"rule": "back"}})
 
 
-def test_going_back_by_hand_begins_another_run_at_the_checkpoint(tmp_path: Path) -> None:
-    whole = run_here(config_of(checkpoint={"every": EVERY, "keep_last": 9}), tmp_path / "a", SPIKE)
-    there = tmp_path / "a" / "checkpoints" / f"step-{EVERY}"
-
-    again = run_here(config_of(), tmp_path / "b", SPIKE, resume=str(there))
-
-    assert again.losses == {step: loss for step, loss in whole.losses.items() if step > EVERY}
-    same_state(again, whole)
-
-
 def test_a_checkpoint_of_a_run_that_went_back_by_itself_still_goes_on(tmp_path: Path) -> None:
     run_here(config_of(), tmp_path, EVERY + 3, stop_after=EVERY)
     folder = tmp_path / "checkpoints" / f"step-{EVERY}"
@@ -266,6 +231,47 @@ def test_a_checkpoint_of_a_run_that_went_back_by_itself_still_goes_on(tmp_path: 
 
     assert config.spikes.rule == "none"
     assert ours.progress is not None and (ours.progress.jumped, ours.progress.spiked) == (3, 1)
-    assert steps_of(tmp_path)[EVERY]["skip_reason"].startswith("spike")
+    assert records_of(tmp_path, "loss")[EVERY]["skip_reason"].startswith("spike")
     saved = read_manifest(tmp_path / "checkpoints" / f"step-{STEPS}")
     assert saved.data.position == (STEPS + 3) * BATCH
+
+
+def ruined_after(step: int) -> Callable[[Trainer], None]:
+    """The update of this step leaves a weight that is no number, as one of too large a rate may."""
+
+    def look(trainer: Trainer) -> None:
+        clean = trainer.step
+
+        def stepping() -> Verdict:
+            verdict = clean()
+            if trainer.steps_done == step:
+                layer = trainer.parts.layers[-1].state
+                tensor = layer.owned[0]
+                layer.optimizer_state.write_master(tensor, 0, torch.full((1,), math.inf))
+            return verdict
+
+        vars(trainer)["step"] = stepping
+
+    return look
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_steps_that_are_skipped_leave_a_checkpoint_from_before_which_the_error_names(
+    every: int, tmp_path: Path
+) -> None:
+    config = config_of(checkpoint={"every": every, "keep_last": 1}, loss_scale={"patience": 5})
+    with pytest.raises(TrainingError) as first:
+        run_here(config, tmp_path, layout=(2, 1), look=ruined_after(4))
+    with pytest.raises(TrainingError) as again:
+        run_here(config, tmp_path, layout=(2, 1), resume="auto")
+
+    good = 3 if every == 1 else 2
+    assert str(again.value).endswith(
+        f"or look at the data; weights were good up to step {good}: axsparse checkpoint prune "
+        f"{tmp_path} --after {good}, then --resume auto"
+    )
+    assert str(first.value).startswith("step 5: ")
+    checkpoint.prune(tmp_path, None, after=good)
+    assert list(run_here(config, tmp_path, resume="auto").losses) == list(
+        range(good + 1, STEPS + 1)
+    )

@@ -8,6 +8,10 @@
                 NAME.values   kept     its value, which training may have made zero
                 NAME.shape    int64    (R, …)
 
+The folder of `hf` is what `from_pretrained` loads, with the files of a tokenizer: copies of what
+`model.from` had beside its weights, else that of the data. `axsparse.models.zoo.hf_models` knows
+the names and shapes of transformers.
+
 Pruned entries are zero in dense tensors. A tied weight is written once, under the name of its
 first use. Buffers are written after the parameters of their layer.
 """
@@ -15,9 +19,10 @@ first use. Buffers are written after the parameters of their layer.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +31,14 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from axsparse.config.hf_config import CONFIG_FILE
+from axsparse.config.hf_config import (
+    CONFIG_FILE,
+    config_json,
+    model_settings,
+    read_json,
+    refuse_other_sizes,
+)
+from axsparse.config.model_config import Family, TextFamily
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.models.start_weights import WHOLE_FILE
@@ -38,7 +50,7 @@ from axsparse.runtime.errors import (
     OutputError,
     writing,
 )
-from axsparse.runtime.files.atomic import new_path
+from axsparse.runtime.files.atomic import new_path, sync_folder, write_new
 from axsparse.runtime.files.safetensors import (
     SUFFIX,
     SafetensorsFile,
@@ -56,9 +68,15 @@ from axsparse.training.checkpoint.layer_files import (
 )
 from axsparse.training.checkpoint.manifest import ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
-from axsparse.training.export.hf_folder import COMPANIONS, HfFolder
 
 Form = Literal["hf", "torch", "sparse"]
+COMPANIONS = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    "generation_config.json",
+)
+"""Files of a Hugging Face folder that training does not change: its tokenizer's files, and the
+settings of how it generates."""
 _FOLDER_FILES = {WHOLE_FILE, CONFIG_FILE}
 _OF_WEIGHTS = ("model", "data", "batch", "precision")
 """The sections and settings that say what the weights are, and what they are good for."""
@@ -119,7 +137,7 @@ def export(
                 unfinished, weights.config().model, family, weights.dtype, headers, tokenizer
             )
             folder.settings()  # refuses what transformers has not
-            notes = folder.notes or ([] if folder.source is not None else untold)
+            notes = folder.notes or ([] if folder.source else untold)
             unfinished.mkdir()
             folder.write(weights.values(groups), metadata)
         else:
@@ -159,7 +177,7 @@ class Group:
 
     headers: Mapping[str, TensorHeader]
     """By output name."""
-    values: Callable[[], Iterator[Tensor]]
+    values: Callable[[], Iterable[Tensor]]
     """Reads the tensors, in the order of `headers`."""
 
 
@@ -182,7 +200,7 @@ class Weights:
         for name, layer in layers.items():
             self.parameters.update(layer.parameters)
             self.buffers[name] = {}
-            for key, header in self._files.of_layer(name).headers.items():
+            for key, header in self._files.headers(name).items():
                 kind, _, tensor = key.partition("/")
                 if kind == VALUE:
                     self._untrained[tensor] = header
@@ -233,12 +251,11 @@ class Weights:
 
     def kept(self, name: str) -> Tensor:
         """The kept entries of a parameter, flat."""
-        entry, file = self.parameters[name], self._files.of(name)
+        entry = self.parameters[name]
         if name in self._untrained:
             wanted = TensorHeader(self._untrained[name].dtype, entry.shape)
-            value = file.read(f"{VALUE}/{name}", wanted)
-            return value.to(self.dtype_of(name)).view(-1)
-        master = file.read(f"{MASTER}/{name}", TensorHeader(torch.float32, (entry.kept,)))
+            return self._files.read(VALUE, name, wanted).to(self.dtype_of(name)).view(-1)
+        master = self._files.read(MASTER, name, TensorHeader(torch.float32, (entry.kept,)))
         return round_to(master, self.dtype)
 
     def mask(self, name: str) -> Tensor:
@@ -247,24 +264,18 @@ class Weights:
 
     def buffer(self, layer: str, name: str) -> Tensor:
         """A buffer in the type in which it was saved."""
-        file = self._files.of_layer(layer)
-        return file.read(f"{BUFFER}/{name}", self.buffers[layer][name])
+        return self._files.read_buffer(layer, name, self.buffers[layer][name])
 
     def values(self, groups: Sequence[Group]) -> Iterator[Tensor]:
         """The tensors of all groups in turn; MissingInputError if the checkpoint is removed."""
-        for group in groups:
-            tensors = group.values()
-            while True:
-                try:
-                    tensor = next(tensors, None)
-                except OSError as reason:
-                    raise MissingInputError(
-                        f"checkpoint {self.checkpoint.path}: cannot be read any more "
-                        f"({reason.strerror}); export another one, or one that the run keeps"
-                    ) from reason
-                if tensor is None:
-                    break
-                yield tensor
+        try:
+            for group in groups:
+                yield from group.values()
+        except OSError as reason:
+            raise MissingInputError(
+                f"checkpoint {self.checkpoint.path}: cannot be read any more ({reason.strerror}); "
+                "export another one, or one that the run keeps"
+            ) from reason
 
 
 def _misunderstood(settings: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -314,14 +325,18 @@ def _by_global_name(weights: Weights, *, is_csr: bool) -> list[Group]:
         for parameter in layer.parameters:
             is_sparse = is_csr and weights.is_pruned(parameter)
             groups.append((_csr if is_sparse else _dense)(weights, parameter))
-        for buffer, header in weights.buffers[name].items():
-            groups.append(Group({buffer: header}, _one(weights.buffer, name, buffer)))
+        groups.extend(_buffer(weights, name, buffer) for buffer in weights.buffers[name])
     return groups
 
 
 def _dense(weights: Weights, name: str) -> Group:
     header = TensorHeader(weights.dtype_of(name), weights.parameters[name].shape)
-    return Group({name: header}, _one(weights.dense, name))
+    return Group({name: header}, lambda: [weights.dense(name)])
+
+
+def _buffer(weights: Weights, layer: str, name: str) -> Group:
+    header = weights.buffers[layer][name]
+    return Group({name: header}, lambda: [weights.buffer(layer, name)])
 
 
 def _csr(weights: Weights, name: str) -> Group:
@@ -349,11 +364,6 @@ def _csr(weights: Weights, name: str) -> Group:
         f"{name}.shape": TensorHeader(torch.int64, (len(shape),)),
     }
     return Group(headers, values)
-
-
-def _one(read: Callable[..., Tensor], *names: str) -> Callable[[], Iterator[Tensor]]:
-    """The `values` of a group of one tensor, which `read` reads when it is asked for."""
-    return lambda: (read(*names) for _ in (None,))
 
 
 # -- where it appears -----------------------------------------------------------------------
@@ -403,3 +413,85 @@ def _new(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_path(path) as unfinished:
             yield unfinished
+
+
+# -- folders of transformers ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """A folder of transformers, which exists and gets the files of one model; `write` raises
+    OSError.
+
+    `settings` is called first, since it may refuse the model.
+    """
+
+    path: Path
+    config: Family
+    family: HfFamily
+    dtype: torch.dtype
+    """The type that config.json names."""
+    headers: Mapping[str, TensorHeader]
+    """All parameters by global name and in the model's shapes; a tied weight once."""
+    tokenizer: ExportedTokenizer | None = None
+    """The tokenizer of the training data, if it is known; it is written unless `model.from` has
+    another."""
+
+    @property
+    def source(self) -> Path | None:
+        """The folder of `model.from`; None if nothing is named or it is there no more."""
+        if self.config.from_ is None or not (Path(self.config.from_) / CONFIG_FILE).is_file():
+            return None
+        return Path(self.config.from_)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the folder."""
+        if self.config.from_ is None or self.source is not None or self.tokenizer is not None:
+            return []
+        return [
+            f"model.from {self.config.from_} is there no more: config.json says nothing of the "
+            "first and last tokens of a text, and there are no files of a tokenizer; copy them"
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        """What config.json holds: that of `model.from`, or one made of the settings.
+
+        ConfigError if no model of transformers has these settings, or if the folder of
+        `model.from` has others meanwhile; DataError if its config.json cannot be read.
+        """
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.source is None:
+            ids = {} if self.tokenizer is None else self.tokenizer.ids
+            return config_json(self.config, dtype) | ids
+        path = self.source / CONFIG_FILE
+        refuse_other_sizes(path, model_settings(path), self.config)
+        theirs = {key: value for key, value in read_json(path).items() if key != "torch_dtype"}
+        return theirs | {"dtype": dtype}
+
+    def write(self, tensors: Iterator[Tensor], metadata: Mapping[str, str]) -> None:
+        """Write all files; then all of the folder is on the disk.
+
+        `tensors` yields the parameters in the order of `headers` and in the model's shapes; none
+        is kept while the next is made. `metadata` are added to those of the safetensors format.
+        """
+        named, turned = self.family.named, self.family.turned
+        headers = {named(name): self._turned_header(name) for name in self.headers}
+        turned_tensors = (turned(name, next(tensors)) for name in self.headers)
+        write_safetensors(self.path / WHOLE_FILE, headers, turned_tensors, metadata)
+        texts = {CONFIG_FILE: json.dumps(self.settings(), indent=2)}
+        if self.source is None and self.tokenizer is not None:
+            assert isinstance(self.config, TextFamily), "transformers has these models only"
+            files_of_text = self.tokenizer.files(self.config.sequence_length)
+            texts |= {name: json.dumps(text, indent=2) for name, text in files_of_text.items()}
+        for name, text in texts.items():
+            write_new(self.path / name, f"{text}\n".encode())
+        for name in COMPANIONS:
+            if self.source is not None and (self.source / name).is_file():
+                write_new(self.path / name, (self.source / name).read_bytes())
+        sync_folder(self.path)
+
+    def _turned_header(self, name: str) -> TensorHeader:
+        header = self.headers[name]
+        as_stored = self.family.turned(name, torch.empty(header.shape, device="meta"))
+        return replace(header, shape=tuple(as_stored.shape))

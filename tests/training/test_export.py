@@ -17,11 +17,20 @@ import torch
 from support.allocated import peak_of
 from support.hf import SMALL_LLAMA, write_llama
 from support.images import assert_equal_tensors, image_config, image_data, small_wide_resnet
-from support.resuming import ran
-from support.runs import mlp, tiny_config, tiny_gpt, token_data, train_in_process, vector_data
+from support.resuming import ran, settings
+from support.runs import (
+    FEW_MICROBATCHES,
+    mlp,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
 from support.saved import dense_state, train_and_save
 from torch import Tensor, nn
 
+import axsparse as ax
 from axsparse.config.load import configure, made_in_python
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
@@ -38,11 +47,10 @@ from axsparse.runtime.errors import (
     OutputError,
 )
 from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensors
+from axsparse.training import export as exporting
 from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.verification import PIECE, Checkpoint, open_checkpoint
-from axsparse.training.export import checkpoint_export as exporting
-from axsparse.training.export import hf_folder
-from axsparse.training.export.checkpoint_export import ExportSummary, Form
+from axsparse.training.export import ExportSummary, Form
 from axsparse.training.trainer import Trainer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -50,7 +58,7 @@ STEPS = 3
 
 
 def config_of(**sections: Any) -> Config:
-    return tiny_config(train={"steps": STEPS}, **sections)
+    return tiny_config(**{"train": {"steps": STEPS}, "batch": FEW_MICROBATCHES, **sections})
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
@@ -69,7 +77,7 @@ def newest(run: Path, step: int = STEPS) -> Checkpoint:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("original") / "run"
-    ran((1, 1), config_of(), run)
+    ran((1, 1), config_of(checkpoint={"every": 2}), run)
     return run
 
 
@@ -80,6 +88,7 @@ def run(original: Path, tmp_path: Path) -> Path:
 
 # -- the bits -------------------------------------------------------------------------------
 
+FORMS: tuple[Form, ...] = ("torch", "sparse")
 LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "plain": ((1, 1), {}),
     "dense": ((1, 1), {"samo": {"enabled": False}}),
@@ -89,35 +98,29 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["torch", "sparse"])
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_masters_come_out_bit_by_bit_however_they_were_stored(
-    case: str, form: Form, tmp_path: Path
-) -> None:
+def test_masters_come_out_bit_by_bit_however_they_were_stored(case: str, tmp_path: Path) -> None:
     layout, sections = LAYOUTS[case]
-    config = config_of(**sections)
+    config, out = config_of(**sections), tmp_path / "out.safetensors"
     found = ran(layout, config, tmp_path / "run")
 
-    done = export(newest(tmp_path / "run"), form, tmp_path / "out.safetensors")
+    for form in FORMS:
+        done = export(newest(tmp_path / "run"), form, out, force=True)
 
-    written = tensors_of(tmp_path / "out.safetensors")
-    assert done.tensors == len(written)
-    assert done.nbytes == sum(tensor.nbytes for tensor in written.values())
-    dense = from_csr(written) if form == "sparse" else written
-    assert (dense is not written and len(dense) < len(written)) == (
-        form == "sparse" and case != "dense"
-    )
-    assert_equal_tensors(dense, dense_state(found, tiny_gpt(config)))
+        written = tensors_of(out)
+        assert done.tensors == len(written)
+        assert done.nbytes == sum(tensor.nbytes for tensor in written.values())
+        dense = from_csr(written) if form == "sparse" else written
+        assert (len(dense) < len(written)) == (form == "sparse" and case != "dense")
+        assert_equal_tensors(dense, dense_state(found, tiny_gpt(config)))
 
 
-def test_csr_is_not_read_back_and_said_to_be_csr(tmp_path: Path) -> None:
-    config = config_of()
-    ran((1, 1), config, tmp_path / "run")
+def test_csr_is_not_read_back_and_said_to_be_csr(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
-    export(newest(tmp_path / "run"), "sparse", out)
+    export(newest(run), "sparse", out)
 
     with pytest.raises(DataError) as told:
-        start_from(tiny_gpt(config), open_weights(out))
+        start_from(tiny_gpt(config_of()), open_weights(out))
 
     assert str(told.value) == (
         f"{out}: has 'block0.attention.qkv.weight' in CSR, which is not read back; export the "
@@ -148,20 +151,21 @@ def from_csr(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return dense
 
 
-@pytest.mark.parametrize("form", ["torch", "sparse"])
-def test_kernels_of_convolutions_and_buffers_come_out(form: Form, tmp_path: Path) -> None:
+def test_kernels_of_convolutions_and_buffers_come_out(tmp_path: Path) -> None:
     data = image_data(33)
     config = image_config(train={"steps": 1})
     model = small_wide_resnet()
     found = ran((2, 1), config, tmp_path / "run", model=lambda _: model, data=data)
 
-    export(newest(tmp_path / "run", 1), form, tmp_path / "out.safetensors")
+    for form in FORMS:
+        out = tmp_path / f"{form}.safetensors"
+        export(newest(tmp_path / "run", 1), form, out)
 
-    written = from_csr(tensors_of(tmp_path / "out.safetensors"))
-    assert written["stem.bn1.running_mean"].abs().sum() > 0
-    assert written["stem.bn1.num_batches_tracked"].dtype == torch.int64
-    assert_equal_tensors(written, dense_state(found, model))
-    start_from(model, open_weights(tmp_path / "out.safetensors")) if form == "torch" else None
+        written = from_csr(tensors_of(out))
+        assert written["stem.bn1.running_mean"].abs().sum() > 0
+        assert written["stem.bn1.num_batches_tracked"].dtype == torch.int64
+        assert_equal_tensors(written, dense_state(found, model))
+    start_from(model, open_weights(tmp_path / "torch.safetensors"))
 
 
 def half_frozen(config: Config) -> Model:
@@ -175,10 +179,7 @@ def half_frozen(config: Config) -> Model:
     return replace(mlp(), layers=layers)
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_untrained_parameters_come_out_and_trained_ones_as_they_multiply(
-    trained: bool, tmp_path: Path
-) -> None:
+def test_untrained_parameters_come_out_and_trained_ones_as_they_multiply(tmp_path: Path) -> None:
     frozen: dict[str, Tensor] = {}
 
     def look(trainer: Any) -> None:
@@ -190,15 +191,16 @@ def test_untrained_parameters_come_out_and_trained_ones_as_they_multiply(
     how: dict[str, Any] = {"model": half_frozen, "data": vector_data()}
     found = ran((1, 1), config, tmp_path / "run", look=look, **how)
 
-    export(newest(tmp_path / "run"), "torch", tmp_path / "out.safetensors", trained=trained)
+    out = tmp_path / "out.safetensors"
+    for kind, dtype in (("master", torch.float32), ("weight", torch.bfloat16)):
+        export(newest(tmp_path / "run"), "torch", out, trained=kind == "weight", force=True)
 
-    written = tensors_of(tmp_path / "out.safetensors")
-    expected = dense_state(found, half_frozen(config), "weight" if trained else "master")
-    assert "hidden1.0.weight" not in expected
-    dtype = torch.bfloat16 if trained else torch.float32
-    expected["hidden1.0.weight"] = frozen["hidden1.0.weight"].to(dtype)
-    assert {tensor.dtype for tensor in written.values()} == {dtype}
-    assert_equal_tensors(written, expected)
+        written = tensors_of(out)
+        expected = dense_state(found, half_frozen(config), kind)
+        assert "hidden1.0.weight" not in expected
+        expected["hidden1.0.weight"] = frozen["hidden1.0.weight"].to(dtype)
+        assert {tensor.dtype for tensor in written.values()} == {dtype}
+        assert_equal_tensors(written, expected)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -305,13 +307,7 @@ def test_a_run_that_starts_from_it_starts_where_the_other_ended(form: Form, tmp_
             tiny_gpt(config), open_weights(out), of_family(config.model, GptConfig)
         )
 
-    still = config.model_copy(
-        update={
-            "optimizer": config.optimizer.model_copy(
-                update={"learning_rate": 1e-30, "weight_decay": 0.0}
-            )
-        }
-    )
+    still = settings(config, optimizer={"learning_rate": 1e-30, "weight_decay": 0.0})
     second = ran((2, 1), still, tmp_path / "second", model=model, **how)
 
     # Before the first step, after the last, and of the second run before its first one.
@@ -349,23 +345,6 @@ def refused(kind: type[AxsparseError], checkpoint: Checkpoint, form: Form, path:
     return str(caught.value)
 
 
-def test_a_file_of_another_ending_is_refused(run: Path, tmp_path: Path) -> None:
-    assert refused(ConfigError, newest(run), "torch", tmp_path / "out.pt") == (
-        f"--out: '{tmp_path}/out.pt' does not end in .safetensors; add that"
-    )
-
-
-def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:
-    file = run / "checkpoints" / f"step-{STEPS}" / "0002-block1.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-    told = refused(DataError, newest(run), "sparse", tmp_path / "out.safetensors")
-
-    assert "0002-block1.safetensors has another hash than its manifest says" in told
-
-
 @pytest.mark.parametrize("form", ["torch", "hf"])
 def test_a_checkpoint_that_goes_away_leaves_nothing(
     form: Form, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -376,7 +355,7 @@ def test_a_checkpoint_that_goes_away_leaves_nothing(
         (checkpoint.path / "0003-head.safetensors").unlink()
         write_safetensors(*arguments)
 
-    monkeypatch.setattr(exporting if form == "torch" else hf_folder, "write_safetensors", write)
+    monkeypatch.setattr(exporting, "write_safetensors", write)
     (tmp_path / "new").mkdir()
 
     with pytest.raises(MissingInputError) as caught:
@@ -401,32 +380,40 @@ def test_a_file_that_goes_away_while_it_is_read_is_told(
     )
 
 
-def test_other_models_have_no_place_in_transformers(tmp_path: Path) -> None:
-    config = configure(
-        {
-            "model": {"name": "cnn", "channels": 1},
-            "data": {"source": "digits"},
-            "train": {"steps": 1, "eval_steps": 0},
-        }
-    )
-    data = image_data(33, samples=48)
-    ran((1, 1), config, tmp_path / "run", model=lambda _: small_wide_resnet(), data=data)
-    checkpoint = newest(tmp_path / "run", 1)
-
-    assert refused(ConfigError, checkpoint, "hf", tmp_path / "out") == (
-        f"--to hf: {checkpoint.path} is of model.name cnn, and only a gpt or a llama has a place "
-        "in Hugging Face's transformers; choose --to torch"
-    )
-
-
-def test_models_of_ones_own_have_no_place_in_transformers(tmp_path: Path) -> None:
-    ran((1, 1), config_of(), tmp_path / "run", model=lambda _: mlp(), data=vector_data())
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (
+            "cnn",
+            "model.name cnn, and only a gpt or a llama has a place in Hugging Face's transformers",
+        ),
+        ("gpt", "a model of your own, not of the gpt of its configuration"),
+    ],
+)
+def test_other_models_have_no_place_in_transformers(name: str, why: str, tmp_path: Path) -> None:
+    """An own model has the configuration of a GPT, or of whatever it names."""
+    config = config_of()
+    if name == "cnn":
+        asked = configure({"model": {"name": name, "channels": 1}, "data": {"source": "digits"}})
+        config = settings(config, model=asked.model, data=asked.data)
+    ran((1, 1), config, tmp_path / "run", model=lambda _: mlp(), data=vector_data())
     checkpoint = newest(tmp_path / "run")
 
     assert refused(ConfigError, checkpoint, "hf", tmp_path / "out") == (
-        f"--to hf: {checkpoint.path} is of a model of your own, not of the gpt of its "
-        "configuration; choose --to torch"
+        f"--to hf: {checkpoint.path} is of {why}; choose --to torch"
     )
+
+
+def test_another_ending_and_a_damaged_checkpoint_are_refused(run: Path, tmp_path: Path) -> None:
+    assert refused(ConfigError, newest(run), "torch", tmp_path / "out.pt") == (
+        f"--out: '{tmp_path}/out.pt' does not end in .safetensors; add that"
+    )
+    file = newest(run).path / "0002-block1.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xaa")
+
+    text = refused(DataError, newest(run), "sparse", tmp_path / "out.safetensors")
+
+    assert "0002-block1.safetensors has another hash than its manifest says" in text
 
 
 def test_a_configuration_of_another_version_is_told(run: Path, tmp_path: Path) -> None:
@@ -611,3 +598,29 @@ def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:
         f"{settings}: the checkpoint is not of model.norm_eps 1e-05; set model.norm_eps to 0.5"
     )
     assert not (tmp_path / "out").exists()
+
+
+# -- in memory ------------------------------------------------------------------------------
+
+
+def test_the_weights_of_a_step_or_of_a_checkpoint_can_be_asked_for(run: Path) -> None:
+    newest_weights, earlier = ax.load(str(run)), ax.load(run, step=2)
+    named = ax.load(run / "checkpoints" / "step-2")
+
+    name = "block0.fc1.weight"
+    assert not torch.equal(newest_weights[name], earlier[name])
+    assert_equal_tensors(named, earlier)
+    assert (named[name] == 0).sum() == round(0.8 * named[name].numel())
+
+
+def test_weights_that_are_not_there_or_damaged_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(MissingInputError, match="holds no checkpoint"):
+        ax.load(tmp_path)
+    with pytest.raises(MissingInputError, match="has no checkpoint of step 1; choose one of 3, 2"):
+        ax.load(run, step=1)
+    with pytest.raises(ConfigError, match="is a checkpoint already"):
+        ax.load(run / "checkpoints" / "step-2", step=2)
+    file = next(newest(run).path.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\xaa")
+    with pytest.raises(DataError, match="step-3"):
+        ax.load(run)

@@ -1,1 +1,0 @@
-"""Exports trained weights in the formats of other libraries."""
