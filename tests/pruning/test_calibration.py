@@ -206,7 +206,8 @@ class Attention(nn.Module):
         self.inner = nn.MultiheadAttention(16, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x, x)[0]
+        outputs: Tensor = self.inner(x, x, x)[0]
+        return outputs
 
 
 def test_a_linear_layer_that_nobody_calls_is_refused_by_name() -> None:
