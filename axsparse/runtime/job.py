@@ -35,7 +35,7 @@ from axsparse.runtime.errors import (
 from axsparse.runtime.exchange import leave_together
 from axsparse.runtime.launcher import speaks, write_line
 from axsparse.runtime.process_exit import exit_process
-from axsparse.runtime.seeds import preserved_rng
+from axsparse.runtime.seeds import preserved_rng, seed_main
 from axsparse.runtime.stop_signal import StopRequest
 
 T = TypeVar("T")
@@ -113,9 +113,10 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
     `axsparse.runtime.errors`), 130 if the job is interrupted, the code of `sys.exit(code)`, and 70
     for any other exception and for `sys.exit(0)`. All ranks have to call the same things: if `main`
     returns on one rank before it has built a trainer, and others build one, all end with
-    ConfigError; if it returns while others train, they wait until the watchdog ends them. torch's
-    generator has the same seed on every rank when `main` begins, so that modules made there start
-    alike. A caller that listens to signals already passes its `stop`.
+    ConfigError; if it returns while others train, they wait until the watchdog ends them. The
+    generators of torch, Python and numpy have the same seed on every rank when `main` begins, so
+    that modules and data made there are alike. A caller that listens to signals already passes its
+    `stop`.
     """
     _mend_streams()
     if stop is None or not stop.is_listening:
@@ -127,7 +128,7 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
         exit_process(error.exit_code, f"error: {error}" if speaks() else None)
     job = Job(transport, stop)
     threading.excepthook = lambda hook: _last_words(job, hook.exc_value or hook.exc_type())
-    torch.manual_seed(0)
+    seed_main()
     try:
         main(job)
         if not job.has_built:
@@ -146,14 +147,14 @@ def run_here(main: Callable[[Job], T]) -> T:
 
     Nothing ends the process: errors are raised, StoppedError after an interrupt that saved (a
     second interrupt within `main` does end it, as does the watchdog). Trainers can be used
-    afterwards. torch's generator has the same seed as in `run`, and is restored with the number
-    of torch's threads. ConfigError if a launcher started several processes.
+    afterwards. The generators have the seed that they have in `run`, and are restored with the
+    number of torch's threads. ConfigError if a launcher started several processes.
     """
     job = Job(connect_alone())
     threads = torch.get_num_threads()
     try:
         with preserved_rng():
-            torch.manual_seed(0)
+            seed_main()
             return main(job)
     finally:
         job.stop.release()

@@ -51,6 +51,14 @@ def seed_all(*key: int | str) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+def seed_main() -> None:
+    """Start these generators as on every other rank, for what `main` of a job draws."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if isinstance(_NUMPY.get_bit_generator(), np.random.MT19937):  # others take no seed
+        np.random.seed(0)
+
+
 def _seed_torch(seed: int) -> None:
     if torch.cuda.is_initialized():
         torch.manual_seed(seed)
