@@ -99,8 +99,8 @@ class Dataset(Samples, Protocol):
         """The inputs and the targets of the samples with these numbers, in this order.
 
         `indices` is (b,), with values in [0, len(self)). Every tensor that is returned, each
-        input of the first layer and the targets, has b as its first dimension and lies in CPU
-        memory; other types and lengths are refused with a DataError. Whatever `read` raises ends
+        input of the first layer and the targets, is dense and real, has b as its first dimension
+        and lies in CPU memory; others are refused with a DataError. Whatever `read` raises ends
         the run: raise DataError for samples that cannot be read.
         """
         ...
@@ -111,9 +111,9 @@ class PartedDataset(Samples, Protocol):
     """Samples whose inputs are expensive to make, so that each stage reads only its own part.
 
     The first stage reads the inputs, the last stage the targets. `start` begins to read, so
-    that several threads may work on a batch at once. Unlike those of a `Dataset`, inputs may
-    change from epoch to epoch (random crops), as long as they are a pure function of sample
-    and epoch. Two threads may read at once: one ahead of the steps, one for an evaluation.
+    that several threads may work on a batch at once. Inputs may change from epoch to epoch
+    (random crops), as long as they are a pure function of sample and epoch. Two threads may read at
+    once: one ahead of the steps, one for an evaluation.
 
     A class that has all of these members is used as a `PartedDataset`; it needs no `read`.
     `axsparse.data.images.ImageFolder` is one.

@@ -248,9 +248,9 @@ class _Stretch(NamedTuple):
         if total == 0:
             yield phase, phase, seconds
             return
-        for phase, own in zip(PHASES, self.waited, strict=True):
-            if own > 0:
-                yield phase, phase, seconds * (own / total)
+        for phase, waited in zip(PHASES, self.waited, strict=True):
+            if waited > 0:
+                yield phase, phase, seconds * (waited / total)
 
 
 class LateSeconds(Mapping[str, float]):

@@ -47,11 +47,11 @@ def eval_line(
 
     `part` says how much of the validation data it was made on, if that was not all.
     """
-    found = "".join(
+    shown = "".join(
         f"  {name} {value:.3f}" if name == "perplexity" else f"  {name} {100 * value:.2f} %"
         for name, value in metrics.items()
     )
-    return f"step {step}/{steps}  validation loss {loss:.4f}{found}{part and f'  ({part})'}"
+    return f"step {step}/{steps}  validation loss {loss:.4f}{shown}{part and f'  ({part})'}"
 
 
 class LiveView:
@@ -102,9 +102,9 @@ class LiveView:
     def _phases(self) -> list[str]:
         """The parts of the last steps that phases took, the longest first."""
         records = [asdict(record) for record in self._records]
-        whole = sum(record["step_seconds"] for record in records)
+        total = sum(record["step_seconds"] for record in records)
         shares = {
-            name: sum(record[f"{name}_seconds"] for record in records) / whole for name in PHASES
+            name: sum(record[f"{name}_seconds"] for record in records) / total for name in PHASES
         }
         longest = sorted(shares, key=lambda name: -shares[name])
         return [

@@ -39,8 +39,8 @@ def explained(
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:  # torch 2.4 has no other name for it
-        wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-        asked = "" if wanted is None else f" ({wanted[1]} more were wanted)"
+        request = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        asked = "" if request is None else f" ({request[1]} more were wanted)"
         planned = ""
         if predicted_bytes is not None:
             planned = f", predicted peak {format_bytes(predicted_bytes)}"
@@ -53,10 +53,10 @@ def explained(
 
 
 def _device_memory() -> str:
-    held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     free, total = torch.cuda.mem_get_info()
     return (
-        f"{format_bytes(held)} held and {format_bytes(reserved)} reserved by torch, "
+        f"{format_bytes(allocated)} held and {format_bytes(reserved)} reserved by torch, "
         f"{format_bytes(free)} free of the device's {format_bytes(total)}"
     )
 

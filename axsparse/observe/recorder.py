@@ -256,7 +256,7 @@ class Recorder:
 
     def _compare(self, predicted: StepForecast, record: StepRecord) -> None:
         """Record and say how far the prediction was off; the first step does not count."""
-        own = PlanRecord(
+        plan = PlanRecord(
             step=record.step,
             predicted_peak_memory_bytes=predicted.memory_bytes,
             measured_peak_memory_bytes=record.peak_memory_bytes,
@@ -264,15 +264,15 @@ class Recorder:
             measured_step_seconds=median(self._compared_seconds[1:]),
         )
         if self._file is not None:
-            self._file.write(own)
+            self._file.write(plan)
         text = (
-            f"peak memory {format_bytes(own.measured_peak_memory_bytes)}, predicted "
-            f"{format_bytes(own.predicted_peak_memory_bytes)}"
+            f"peak memory {format_bytes(plan.measured_peak_memory_bytes)}, predicted "
+            f"{format_bytes(plan.predicted_peak_memory_bytes)}"
         )
-        if own.predicted_step_seconds is not None:
+        if plan.predicted_step_seconds is not None:
             text += (
-                f"; {own.measured_step_seconds:.3g} s a step, predicted "
-                f"{own.predicted_step_seconds:.3g}"
+                f"; {plan.measured_step_seconds:.3g} s a step, predicted "
+                f"{plan.predicted_step_seconds:.3g}"
             )
         self.say(f"step {record.step}/{self._run.steps}  {text}")
 

@@ -125,12 +125,12 @@ _KEYS = {
 def _record(line: bytes) -> Record:
     """The record of a line; ValueError if it is none."""
     try:
-        found = json.loads(line, parse_constant=lambda _: None)
+        fields = json.loads(line, parse_constant=lambda _: None)
     except RecursionError:
         raise ValueError("too deep") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ValueError("no object")
-    record = {name: _value(name, value) for name, value in found.items()}
+    record = {name: _value(name, value) for name, value in fields.items()}
     if not isinstance(record.get("step"), float):
         raise ValueError("without a step")
     return record

@@ -177,8 +177,8 @@ def training_charts(runs: Sequence[RunView]) -> Iterator[Lines]:
 
 
 def _finite_perplexity(loss: float) -> float | None:
-    found = perplexity(loss)
-    return found if math.isfinite(found) else None
+    value = perplexity(loss)
+    return value if math.isfinite(value) else None
 
 
 def _unit(runs: Sequence[RunView]) -> Unit:

@@ -223,11 +223,11 @@ class TraceRecorder:
             for step, of_step in taken
             for phase, name, begin, end in of_step
         ]
-        whole = self._folder / TRACES / f"steps-{self._steps[0]}-{self._steps[-1]}.json"
-        parts = [whole.with_suffix(f".rank-{each}") for each in range(self._place.grid.size)]
+        trace = self._folder / TRACES / f"steps-{self._steps[0]}-{self._steps[-1]}.json"
+        parts = [trace.with_suffix(f".rank-{each}") for each in range(self._place.grid.size)]
         together(self._transport, lambda: _write(parts[rank], [part(replica, stage, spans)]))
         if rank == 0:
-            join(whole, parts, f"run: {self._folder}")
+            join(trace, parts, f"run: {self._folder}")
 
 
 @dataclass(frozen=True)
@@ -250,11 +250,11 @@ class Difference:
 def differences(first: Sequence[Span], second: Sequence[Span]) -> list[Difference]:
     """The differences of all phases and stages, largest first; a missing stage counts as 0."""
     ours, theirs = _seconds(first), _seconds(second)
-    found = [
+    unsorted = [
         Difference(*key, ours.get(key, 0.0), theirs.get(key, 0.0))
         for key in sorted(ours.keys() | theirs.keys())
     ]
-    return sorted(found, key=lambda each: -abs(each.seconds))
+    return sorted(unsorted, key=lambda each: -abs(each.seconds))
 
 
 def step_seconds(spans: Sequence[Span]) -> float:

@@ -51,19 +51,19 @@ def laggard(ranks: Sequence[RankView]) -> RankView:
 
 def error_line(ranks: Sequence[RankView], report: Path) -> str:
     """One line on which rank hangs, who waits for it, and where the report is."""
-    found = laggard(ranks)
-    heartbeat = found.heartbeat
+    last = laggard(ranks)
+    heartbeat = last.heartbeat
     if heartbeat is None:
         what = "hangs: it is not there, and all others wait"
     else:
-        what = f"hangs in {heartbeat}, no progress for {found.quiet:.0f} s"
-        if found.is_silent:
-            what = f"hangs, last seen in {heartbeat}: {found.system or SILENT}"
+        what = f"hangs in {heartbeat}, no progress for {last.quiet:.0f} s"
+        if last.is_silent:
+            what = f"hangs, last seen in {heartbeat}: {last.system or SILENT}"
         elif heartbeat.waits:
             what += ", and so do all others, waiting for each other"
-    what += "".join(f"; {text}" for text in _awaiting(ranks, found)[:1])
+    what += "".join(f"; {text}" for text in _awaiting(ranks, last)[:1])
     return (
-        f"{found.place}: {what}; the stacks of all ranks are in {report}; --resume auto goes on "
+        f"{last.place}: {what}; the stacks of all ranks are in {report}; --resume auto goes on "
         "from the last checkpoint, and a larger watchdog.timeout waits longer"
     )
 
