@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from axsparse.config.load import LoadedConfig
 from axsparse.data.dataset import ArrayDataset, Datasets
+from axsparse.data.order import samples_of_step
 from axsparse.models.layer import InitFunction, Layer, Model
 from axsparse.runtime.errors import AxsparseError, StoppedError
 from axsparse.runtime.grid import Grid
@@ -40,6 +41,8 @@ from axsparse.training.build import build
 from axsparse.training.trainer import Trainer
 
 WIDTH, CLASSES, SAMPLES, STEPS, CHANGES_AFTER = 6, 3, 16, 4, 1
+PADDING = -100
+"""The target that `F.cross_entropy` leaves out."""
 STOPS = {2: (2, None), 3: (1, 3, None)}
 """After which steps the runs of a chain stop, by how many there are."""
 LAYOUTS = ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2))
@@ -50,7 +53,11 @@ LOSSES = (
 )
 MEANS = tuple(name for name in LOSSES if name.startswith("mean"))
 COUNTS = ("none", "-1", "0", "0.5", "nan")
-CALLBACKS = ("none", "freezes", "thaws", "raises dropout", "starts to draw", "gradients off")
+CALLBACKS = (
+    *("none", "freezes", "thaws", "raises dropout", "starts to draw", "gradients off"),
+    *("draws", "evaluates"),
+)
+DATA = ("plain", "padded", "two inputs", "doubles")
 INITS = ("none", "keyed", "own generator", "torch", "python", "numpy")
 NOISE = ("", *(f"{source} {when}" for source in SOURCES for when in ("training", "always")))
 ROUNDING = 1e-5
@@ -72,6 +79,7 @@ class Program:
     loss: str = "sum"
     count: str = "none"
     """What `count_targets` returns instead of the truth."""
+    data: str = "plain"
     callback: str = "none"
     init: str = "none"
     microbatch: int = 2
@@ -106,6 +114,7 @@ def draw(rng: Random) -> Program:
         "declared": lambda: rng.random() < 0.5,
         "loss": lambda: rng.choice(LOSSES),
         "count": lambda: rng.choice(COUNTS),
+        "data": lambda: rng.choice(DATA),
         "callback": lambda: rng.choice(CALLBACKS),
         "init": lambda: rng.choice(INITS),
     }
@@ -173,7 +182,8 @@ class Noisy(nn.Module):
         self.noise = noise
         self.p = 0.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        x = x + sum(others)
         y = self.dropout(torch.tanh(self.linear(x)))
         source, _, when = self.noise.partition(" ")
         if source and (self.training or when == "always"):
@@ -200,7 +210,7 @@ class Summed(nn.Module):
         if self.kind == "mean of flattened":  # the last layer has made two rows of each sample
             targets = targets.repeat(2)
         total = F.cross_entropy(logits.float(), targets, weight, reduction=reduction)
-        return total + self.scale**2 if kind == "trained" else total
+        return total + len(targets) * self.scale**2 if kind == "trained" else total
 
 
 class Last(nn.Module):
@@ -239,21 +249,25 @@ def init_of(kind: str) -> InitFunction | None:
     return init
 
 
-class Counting(ArrayDataset):
-    """Says that another number of targets counts than there are."""
+class Written(ArrayDataset):
+    """Some points and their classes; `count_targets` may return what is not so."""
 
     def __init__(self, program: Program) -> None:
         generator = torch.Generator().manual_seed(5)
-        super().__init__(
-            torch.randn(SAMPLES, WIDTH, generator=generator),
-            torch.randint(CLASSES, (SAMPLES,), generator=generator),
-        )
+        x = torch.randn(SAMPLES, WIDTH, generator=generator)
+        targets = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+        if program.data == "padded":
+            targets[::3] = PADDING
+        odd: dict[str, Any] = {"two inputs": (x, x.abs() / 2), "doubles": x.double()}
+        super().__init__(odd.get(program.data, x), targets)
         self._said = program.count
-        if program.count != "none":
+        if program.count != "none" or program.data == "padded":
             self.targets_per_sample = None
 
     def count_targets(self, targets: Tensor) -> int:
-        said: Any = len(targets) if self._said == "none" else float(self._said)
+        if self._said == "none":
+            return int((targets != PADDING).sum())
+        said: Any = float(self._said)
         return int(said) if said == said and said == int(said) else said
 
 
@@ -293,6 +307,11 @@ def call_back(program: Program, trainer: Trainer, steps_done: int) -> None:
                 module.p = 0.5 * is_late
         if layer.spec.name == "1" and program.callback in ("freezes", "thaws"):
             weight_of(layer.module).requires_grad_(is_late == (program.callback == "thaws"))
+    if program.callback == "draws":  # on each rank something else
+        torch.rand(1 + trainer.parts.place.rank)
+        np.random.rand(1 + trainer.parts.place.rank)
+    if program.callback == "evaluates" and steps_done:
+        trainer.evaluate()
     if program.callback == "gradients off" and is_late:
         torch.set_grad_enabled(False)
 
@@ -311,6 +330,8 @@ class Told:
     """The weight of the layer that callbacks freeze, by steps done."""
     scale: float | None = None
     """What a loss with a weight has for it."""
+    by_hand: float | None = None
+    """The first step's loss in plain torch, of one rank; None if random numbers are in it."""
     smallest: float = math.inf
     """The least magnitude of a kept weight of a pruned layer before the first step."""
 
@@ -348,7 +369,7 @@ def run(
 
     def body(rank: int) -> None:
         job = Job(LocalTransport(world, rank))
-        model, data = make_model(program), Counting(program)
+        model, data = make_model(program), Written(program)
         trainer = build(
             job,
             model,
@@ -364,6 +385,10 @@ def run(
             kept = weight_of(layer.module).detach().abs()
             told.smallest = min(told.smallest, float(kept[kept > 0].min()))
         call_back(program, trainer, trainer.steps_done)
+        if layout == (1, 1) and resume is None and not any(program.noise):
+            told.by_hand = (
+                None if program.loss.startswith("noise") else by_hand(trainer, model, data)
+            )
 
         def on_step(step: int, verdict: Any) -> None:
             told.losses[step] = verdict.loss
@@ -401,6 +426,19 @@ def run(
     if failures:
         raise failures[0]
     return told
+
+
+@torch.no_grad()
+def by_hand(trainer: Trainer, model: Model, data: Written) -> float:
+    """The loss of the first step before any update."""
+    config = trainer.config
+    samples = samples_of_step(len(data), config.batch.global_batch_size, 0, config.seed)
+    inputs, targets = data.read(samples)
+    outputs: Any = tuple(tensor.float() for tensor in inputs)
+    for layer in trainer.parts.layers:
+        made = layer.module(*outputs)
+        outputs = made if isinstance(made, tuple) else (made,)
+    return float(model.loss(*outputs, targets)) / data.count_targets(targets)
 
 
 # -- judgement ----------------------------------------------------------------------------------
@@ -462,6 +500,8 @@ def _learned(program: Program, one: Told) -> None:
         raise FoundError(f"losses: {one.losses}")
     if program.init != "none" and program.at_step == 0 and one.smallest < 0.08:
         raise FoundError(f"item 4: masks keep small weights ({one.smallest:.3f}), of another draw")
+    if one.by_hand is not None and not math.isclose(one.losses[1], one.by_hand, rel_tol=ROUNDING):
+        raise FoundError(f"the first loss: {one.losses[1]} is not plain torch's {one.by_hand}")
     if program.loss == "trained" and one.scale == 0.5:
         raise FoundError("item 9: the loss's own weight was not trained")
     moves = [not torch.equal(one.middle[n], one.middle[n + 1]) for n in range(2, STEPS)]
