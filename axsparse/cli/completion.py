@@ -26,7 +26,7 @@ _axsparse_found() {  # of the last word but one, the first two after axsparse, a
   found= end=' '
   case "$1" in
     --config) found=@configs@ ;;
-    --cluster) found=@clusters@ ;;
+    --cluster|--print-cluster) found=@clusters@ ;;
     --set) found=@keys@ end= ;;
     *)
       case "$2 $3" in

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from axsparse.cli.parser import CommandParser, add_configuration, say, whole
 from axsparse.config.load import load_config
 from axsparse.config.validate import check_config, counted
-from axsparse.planner.cluster import DEFAULT_CLUSTER, load_cluster
+from axsparse.planner.cluster import DEFAULT_CLUSTER, cluster_text, load_cluster
 from axsparse.runtime.errors import ConfigError, writing
+from axsparse.runtime.launcher import speaks
 
 if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster
@@ -60,6 +61,12 @@ def parser() -> CommandParser:
         f"(default {DEFAULT_CLUSTER})",
     )
     add(
+        "--print-cluster",
+        metavar="NAME",
+        action=PrintCluster,
+        help="print the file of a bundled cluster, to begin one of your own with, and end",
+    )
+    add(
         "--microbatch-size",
         metavar="N[,N…]",
         type=_numbers,
@@ -75,6 +82,17 @@ def parser() -> CommandParser:
         help="write timeline, memory and curves as a page; needs axsparse[plot]",
     )
     return arguments
+
+
+class PrintCluster(argparse.Action):
+    """Prints a cluster file and ends the process, whatever else is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        _, name, _ = given
+        text = cluster_text(name).rstrip("\n")
+        if speaks():
+            say(text)
+        parser.exit()
 
 
 def _plan(arguments: argparse.Namespace) -> None:

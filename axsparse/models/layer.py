@@ -62,13 +62,13 @@ class Layer:
     init: InitFunction | None = None
     """`init(name, shape, generator)` returns the start values of one parameter, fp32 on the CPU.
 
-    `name` is the parameter's name within the layer. Drawn from `generator`, which is seeded by
-    run seed and global name, values do not depend on the layout; torch's global generators have
-    that seed too, while `init` runs. It is called several times for a parameter and gives the same
-    each time; ConfigError if not. Without `init`, `build`
-    initialises the module itself; torch's global generators are then seeded by run seed and
-    layer name, and restored afterwards. Buffers of a layer with `init` must be running
-    statistics or come from `Model.start`, since the meta device holds no contents.
+    `name` is the parameter's name within the layer. Drawn from `generator`, which is seeded by run
+    seed and global name, values do not depend on the layout; the global generators of torch, Python
+    and numpy have that seed too, while `init` runs. It is called several times for a parameter and
+    gives the same each time; ConfigError if not. Without `init`, `build` initialises the module
+    itself; the global generators are then seeded by run seed and layer name, and restored
+    afterwards. Buffers of a layer with `init` must be running statistics or come from
+    `Model.start`, since the meta device holds no contents.
     """
     flops: float | None = None
     """Floating-point operations of one sample's forward pass; a multiply-add counts 2.

@@ -31,15 +31,6 @@ def keyed_generator(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(keyed_seed(*key))
 
 
-def seed_torch(*key: int | str) -> None:
-    """Start torch's global generators from the seed of a key.
-
-    Without a GPU this is the CPU's alone: `torch.manual_seed` would also keep the stack of its
-    caller for each kind of device that might still come, which takes 0.1 to 1 ms.
-    """
-    _seed_torch(keyed_seed(*key))
-
-
 def seed_all(*key: int | str) -> None:
     """Start the global generators of torch, Python and numpy from the seed of a key.
 
@@ -60,6 +51,8 @@ def seed_main() -> None:
 
 
 def _seed_torch(seed: int) -> None:
+    """Without a GPU this is the CPU's alone: `torch.manual_seed` would also keep the stack of its
+    caller for each kind of device that might still come, which takes 0.1 to 1 ms."""
     if torch.cuda.is_initialized():
         torch.manual_seed(seed)
     else:

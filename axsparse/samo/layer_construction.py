@@ -17,7 +17,7 @@ from axsparse.models.layer import Layer, StartValues, odd_values, on_meta
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.seeds import keyed_generator, preserved_rng, seed_torch
+from axsparse.runtime.seeds import keyed_generator, preserved_rng, seed_all
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.masks import Masks
@@ -171,8 +171,8 @@ def _skeleton(
     """
     init, start, seed = layer.init, options.start, options.seed
     if init is None:
-        with preserved_rng():
-            seed_torch(seed, layer.name, "init")
+        with preserved_rng(is_seeded=True):
+            seed_all(seed, layer.name, "init")
             module = layer.build()
     else:
         module = on_meta(layer)
@@ -188,8 +188,9 @@ def _skeleton(
         if given is not None:
             assert tuple(given.shape) == shapes[name], owner
         elif init is not None:
-            with preserved_rng():  # an `init` may leave its generator unused and draw from torch's
-                seed_torch(seed, owner, "init")
+            # An `init` may leave its generator unused and draw from a global one.
+            with preserved_rng(is_seeded=True):
+                seed_all(seed, owner, "init")
                 given = init(name, shapes[name], keyed_generator(seed, owner, "init"))
             if not isinstance(given, Tensor) or tuple(given.shape) != shapes[name]:
                 kind = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__

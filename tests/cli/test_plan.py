@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.commands import Axsparse, assert_one_line
 
 from axsparse.observe.trace_file import read, step_seconds
+from axsparse.planner.cluster import load_cluster
 from axsparse.runtime.errors import EXIT_CONFIG
 
 SMALL = [
@@ -43,6 +45,15 @@ def test_where_training_takes_the_same_it_says_nothing(wish: str, plan: Axsparse
 
     assert "recommended: 1 stage × 4 replicas" in screen
     assert "training by itself" not in screen
+
+
+def test_a_cluster_file_to_begin_with_is_printed(axsparse: Axsparse, tmp_path: Path) -> None:
+    code, screen, _ = axsparse("plan", "--print-cluster", "a100-pod")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(screen)
+
+    assert code == 0
+    assert replace(load_cluster(str(mine)), name="a100-pod") == load_cluster("a100-pod")
 
 
 def test_without_a_cluster_it_says_which_one_it_took(axsparse: Axsparse, plan: Axsparse) -> None:
@@ -122,6 +133,7 @@ def test_only_the_microbatches_that_were_asked_for_are_tried(
             "choose another place",
         ),
         ([], "the following arguments are required: --gpus"),
+        (["--print-cluster", "sumit"], "cluster 'sumit': no such file and no bundled cluster of "),
     ],
 )
 def test_mistakes_are_one_line(plan: Axsparse, args: list[str], text: str) -> None:

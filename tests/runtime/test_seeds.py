@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.runtime.seeds import keyed_generator, keyed_seed, preserved_rng, seed_torch
+from axsparse.runtime.seeds import keyed_generator, keyed_seed, preserved_rng, seed_all
 
 keys = st.lists(
     st.one_of(st.integers(), st.text(st.characters(exclude_characters="\x1f", codec="utf-8"))),
@@ -49,9 +49,11 @@ def test_torchs_own_generator_starts_from_a_key_as_from_its_seed() -> None:
     torch.manual_seed(keyed_seed(1, "a"))
     expected = torch.rand(4)
 
-    seed_torch(1, "a")
+    with preserved_rng(is_seeded=True):
+        seed_all(1, "a")
+        drawn = torch.rand(4)
 
-    assert torch.equal(torch.rand(4), expected)
+    assert torch.equal(drawn, expected)
 
 
 def test_torchs_own_generator_is_put_back_even_after_a_failure() -> None:
