@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.records import STEP_RECORD
+from support.pages import STEP_RECORD
 from support.resuming import ran
 from support.runs import mlp, tiny_config, vector_data
 
