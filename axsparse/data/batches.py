@@ -75,11 +75,7 @@ class Batches:
     def __post_init__(self) -> None:
         assert self.global_batch_size % self.g_data == 0, "replicas of unequal batch size"
         assert 0 <= self.replica < self.g_data, f"replica {self.replica} outside {self.g_data}"
-        if self.dataset is not None and (now := len(self.dataset)) != self.num_samples:
-            raise DataError(
-                f"data ({self.dataset.name}): it has {now} samples, and had {self.num_samples} "
-                "when it was opened; give a data set whose length stays"
-            )
+        self._check_length()
 
     @property
     def targets_per_sample(self) -> int | None:
@@ -132,6 +128,14 @@ class Batches:
         if isinstance(self.dataset, PartedDataset):
             self.dataset.close()
 
+    def _check_length(self) -> None:
+        """Raise DataError if the dataset has another length than when it was opened."""
+        if self.dataset is not None and (now := len(self.dataset)) != self.num_samples:
+            raise DataError(
+                f"data ({self.dataset.name}): it has {now} samples, and had {self.num_samples} "
+                "when it was opened; give a data set whose length stays"
+            )
+
     def _read(
         self,
         step: int,
@@ -140,6 +144,7 @@ class Batches:
         bounds: Sequence[int],
     ) -> Batch:
         """A batch whose microbatches lie between neighbouring `bounds`, positions in `samples`."""
+        self._check_length()
         spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
         # All reads begin before the first one is waited for, so that threads read in parallel.
         parts = [self._start(samples[span], epochs[span]) for span in spans]

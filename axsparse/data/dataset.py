@@ -112,8 +112,8 @@ class PartedDataset(Samples, Protocol):
 
     The first stage reads the inputs, the last stage the targets. `start` begins to read, so
     that several threads may work on a batch at once. Inputs may change from epoch to epoch
-    (random crops), as long as they are a pure function of sample and epoch. Two threads may read at
-    once: one ahead of the steps, one for an evaluation.
+    (random crops), as long as they are a pure function of sample and epoch. Two threads may
+    read at once: one ahead of the steps, one for an evaluation.
 
     A class that has all of these members is used as a `PartedDataset`; it needs no `read`.
     `axsparse.data.images.ImageFolder` is one.

@@ -454,10 +454,15 @@ def test_an_evaluation_batch_past_the_end_is_a_mistake() -> None:
 
 
 def test_a_data_set_whose_length_changes_is_refused() -> None:
-    with pytest.raises(
-        DataError, match=r"\(arrays\): it has 50 samples, and had 49 when it was op"
-    ):
-        batches(numbered(50), num_samples=49)
+    growing = numbered(50)
+    reader = batches(growing)
+    growing._targets = growing._targets[:49]
+
+    for look in (lambda: reader.training(0), lambda: reader.first(2)):
+        with pytest.raises(
+            DataError, match=r"\(arrays\): it has 49 samples, and had 50 when it wa"
+        ):
+            look()
 
 
 class Given(Padded):
