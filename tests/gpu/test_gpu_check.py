@@ -218,7 +218,7 @@ def test_tests_are_rows_with_their_failures_and_reasons(check: ModuleType, tmp_p
 def test_tests_that_run_out_of_time_fail(
     check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load("gpu_host"), "GRACE", 0.0)
+    monkeypatch.setattr(load("gpu_check"), "GRACE", 0.0)
 
     [row], _ = check.pytest(around(check, tmp_path, seconds=0.0), "transport", ["test_x"])
 
@@ -247,7 +247,7 @@ def test_kernels_are_judged_by_the_copy_and_by_torch(check: ModuleType) -> None:
 
 
 def test_a_wheel_of_mpich_is_unpacked_beside_and_can_be_started(tmp_path: Path) -> None:
-    host_module = load("gpu_host")
+    host_module = load("gpu_check")
     wheel = tmp_path / "mpich-9.9-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("mpich-9.9.data/data/bin/mpirun", "#!/bin/sh\necho started\n")

@@ -17,8 +17,6 @@ from support.resuming import ran
 from support.runs import tiny_config
 
 import axsparse as ax
-from axsparse.config.load import load_config
-from axsparse.data.sources import open_datasets
 from axsparse.models.start_weights import open_weights
 from axsparse.pruning.ticket.ticket_reader import open_ticket
 from axsparse.runtime.errors import AxsparseError, DataError
@@ -119,23 +117,11 @@ def test_a_pickle_as_manifest_is_passed_over_and_does_not_run(
 # -- names ----------------------------------------------------------------------------------
 
 
-def images(path: Path) -> object:
-    text = json.dumps(str(path))
-    return open_datasets(load_config(None, ["data.source=images", f"data.path={text}"]))
-
-
-def tokens(path: Path) -> object:
-    text = json.dumps(str(path))
-    return open_datasets(load_config(None, ["data.source=tokens", f"data.path={text}"]))
-
-
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
 @pytest.mark.parametrize(
     ("use", "said"),
     [
         (open_weights, "weights '.*': cannot be read .*; name a safetensors file or a state dict"),
-        (images, r"data.path \(--set\): .* cannot be read .*; name a folder of images"),
-        (tokens, "data.path: .* cannot be read .*; name a folder that `axsparse data prepare`"),
         (ax.load, ".*: cannot be read .*; name a run that has saved a checkpoint, or a checkpoint"),
         (RunLock, ".*: cannot be written .*; choose another --run-dir"),
     ],
