@@ -290,7 +290,8 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> Thread | N
     """Check that all ranks run the same code and settings, and set up this process; returns the
     thread that loads compiled loops, if the stage has tensors that are worth them."""
     job.where = str(run.place)
-    together(transport, lambda: refuse_odd_rank(transport, facts_of(run.config, run.survey)))
+    facts = {**facts_of(run.config, run.survey), **_facts_of_functions(run)}
+    together(transport, lambda: refuse_odd_rank(transport, facts))
     torch.set_num_threads(run.config.train.threads)
     if run.on_host:
         multiply_in_fp32(run.dtype)
@@ -300,6 +301,15 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> Thread | N
         if any(size.numel > FEW for layer in layers for size in layer.parameters):
             return prepare_loops(run.dtype, run.types, run.optimizer)
     return None
+
+
+def _facts_of_functions(run: RunSpec) -> dict[str, str]:
+    """What must be equal on all ranks of the optimizer and the schedule, which may be functions."""
+    moments = ", ".join(run.optimizer.moments) or "none"
+    return {
+        "build: optimizer": f"the moments {moments}",
+        "build: learning_rate": "none" if run.learning_rate is None else "a function",
+    }
 
 
 def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:

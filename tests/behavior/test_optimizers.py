@@ -11,13 +11,23 @@ import pytest
 import torch
 from support.oracle import Oracle, Trace, adamw, sgd
 from support.resuming import ran
-from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
+from support.runs import (
+    assert_bitwise,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_here,
+    train_in_process,
+)
 from torch import Tensor
 
 import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.runtime.errors import ConfigError, DataError
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
 
 STEPS = 6
 LAMB: dict[str, Any] = {"name": "lamb", "eps": 1e-6}
@@ -231,6 +241,19 @@ def test_what_is_no_optimizer_or_learning_rate_is_refused(
 
     with pytest.raises(ConfigError, match=f"^{message}"):
         train_in_process(1, 1, tiny_gpt(config), config, token_data(), **own)
+
+
+def test_ranks_with_different_optimizers_are_refused() -> None:
+    config = config_of({})
+    world: LocalWorld[object] = LocalWorld(2)
+
+    def built(rank: int) -> object:
+        own: dict[str, Any] = {"optimizer": SIGNS} if rank else {}
+        transport = LocalTransport(world, rank)
+        return train_here(transport, Grid(2, 1), tiny_gpt(config), config, token_data(), **own)
+
+    with pytest.raises(ConfigError, match=r"^build: optimizer: rank 1 .* has the moments velocity"):
+        world.run(built)
 
 
 @pytest.mark.parametrize("moments", [("mask",), ("a", "a"), ("a/b",), ["a"], ("",)])
