@@ -47,7 +47,7 @@ def parser() -> CommandParser:
     group.add_member("schema", _schema, help=purpose, description=SCHEMA)
     add_configuration(show.add_argument)
     show.add_argument(
-        "--ranks", metavar="N", type=whole(), help="decide every auto for so many ranks"
+        "--ranks", metavar="N", type=whole(most=100_000), help="decide every auto for so many ranks"
     )
     return group
 

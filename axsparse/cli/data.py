@@ -74,7 +74,7 @@ def parser() -> CommandParser:
     add(
         "--workers",
         metavar="N",
-        type=whole(),
+        type=whole(most=1024),
         default=len(os.sched_getaffinity(0)),
         help="threads that learn and encode, unless tokens are bytes; the tokens do not depend on "
         "their number (default %(default)s)",

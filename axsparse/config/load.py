@@ -219,9 +219,10 @@ def _read_file(path: Path) -> dict[str, Setting]:
         data = path.read_bytes()
     except FileNotFoundError:
         raise _missing(str(path)) from None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a NUL in a name is no OSError
+        reason = getattr(error, "strerror", error)
         raise MissingInputError(
-            f"config {str(path)!r}: cannot be read ({error.strerror}); name a readable YAML file"
+            f"config {str(path)!r}: cannot be read ({reason}); name a readable YAML file"
         ) from None
     try:
         text = data.decode("utf-8")

@@ -70,7 +70,7 @@ class Family(Section):
 class TextFamily(Family):
     """What the settings of all language models have."""
 
-    num_layers: Few = 6
+    num_layers: Annotated[int, Field(ge=1, le=1000)] = 6
     """Transformer blocks, embedding and head not counted."""
     hidden_size: Width = 256
     """Width of the residual stream."""

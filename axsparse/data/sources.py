@@ -12,7 +12,7 @@ from axsparse.data.digits import CLASSES, digits_datasets
 from axsparse.data.images import image_folders
 from axsparse.data.stdlib import stdlib_dataset
 from axsparse.data.token_file import token_datasets
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, reading
 
 
 def open_datasets(loaded: LoadedConfig) -> Datasets:
@@ -28,13 +28,14 @@ def open_datasets(loaded: LoadedConfig) -> Datasets:
         return Datasets(*digits_datasets())
     if data.source == "images":
         assert data.path is not None, "check_config asks for it"
-        training, validation = image_folders(
-            Path(data.path),
-            size=data.image_size,
-            workers=data.workers,
-            seed=config.seed,
-            validate=config.train.eval_steps != 0,
-        )
+        with reading(f"{loaded.where('data.path')}: {data.path}", "name a folder of images"):
+            training, validation = image_folders(
+                Path(data.path),
+                size=data.image_size,
+                workers=data.workers,
+                seed=config.seed,
+                validate=config.train.eval_steps != 0,
+            )
         _check_classes(loaded, len(training.classes), training.name)
         return Datasets(training, validation)
     length, separate = sample_length(config), data.separate_documents

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.host_channel import DTYPES
 
-BLOCK = 1 << 18
-"""Entries that are looked at together."""
 Kind = Literal["block", "embedding", "head"]
 """What a layer is: pruning treats blocks, embeddings and heads differently."""
 LossFunction = Callable[..., Tensor]
@@ -155,12 +154,13 @@ def odd_values(tensor: Tensor, *, trained: bool) -> str:
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
         return f"a {'quantized' if tensor.is_quantized else kind} tensor, not dense numbers"
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or not can_be_stored(tensor):
         return f"{str(tensor.dtype).removeprefix('torch.')}, not real floating-point numbers"
-    # Of blocks, which take little memory beside the tensor.
-    if trained and not all(
-        part.float().isfinite().all() for part in tensor.reshape(-1).split(BLOCK)
-    ):
+    if not trained or not tensor.numel():
+        return ""
+    # NaN and infinities are among the smallest and the largest number.
+    numbers = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+    if not all(extreme.float().isfinite() for extreme in numbers.aminmax()):
         return "not finite: it has NaN or infinities"
     return ""
 

@@ -191,7 +191,8 @@ class FromFile:
     convert: Convert
     fingerprint: str
     trained: Mapping[str, bool]
-    """Whether a parameter is trained, by its global name."""
+    """Whether a tensor of real numbers is trained, by its global name: parameters, and buffers,
+    which are not."""
     new: tuple[str, ...] = ()
     """Global names that begin as the model would without the file."""
     unused: tuple[str, ...] = ()
@@ -200,7 +201,8 @@ class FromFile:
     """The start of the model without the file; None leaves that to its layers."""
 
     def read(self, name: str) -> Tensor | None:
-        """DataError for a parameter whose values in the file are no finite real numbers."""
+        """DataError for a tensor of real numbers that is of others in the file, and for a trained
+        one with NaN or infinities."""
         there = self.names.get(name)
         if there is None:
             return None if self.without is None else self.without.read(name)
@@ -284,6 +286,8 @@ def start_from(
     if fresh:
         digest += f", without {' '.join(fresh)} {model.start.fingerprint if model.start else ''}"
     trained = {p.name: p.trained for layer in surveyed.layers for p in layer.parameters}
+    for layer in surveyed.layers:
+        trained |= {b.name: False for b in layer.buffers if b.dtype.is_floating_point}
     start = FromFile(file, names, convert, digest, trained, tuple(fresh), unused, model.start)
     return replace(model, start=start)
 

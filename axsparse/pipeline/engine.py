@@ -250,8 +250,8 @@ class Engine:
         """Run a microbatch's forward; its loss on the last stage, an empty list elsewhere."""
         microbatch = batch.microbatches[number]
         inputs, requires_grad = self._inputs(number, batch)
-        for tensor, wanted in zip(inputs, requires_grad, strict=True):
-            tensor.requires_grad_(wanted)
+        for tensor, needs_gradient in zip(inputs, requires_grad, strict=True):
+            tensor.requires_grad_(needs_gradient)
         key = Key(batch.step, microbatch.first_sample)
         with self._phases("compute"):
             targets = self._targets(microbatch)

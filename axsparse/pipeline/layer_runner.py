@@ -190,10 +190,10 @@ class LayerRunner:
         The next forward may change a buffer. One tensor in two places would have its gradients
         added in another order on one stage than over two stages.
         """
-        held = {slot.tensor.untyped_storage().data_ptr() for slot in self._slots}
+        buffers = {slot.tensor.untyped_storage().data_ptr() for slot in self._slots}
         apart: list[Tensor] = []
         for output in map(canonical, outputs):
-            if held and output.untyped_storage().data_ptr() in held:
+            if buffers and output.untyped_storage().data_ptr() in buffers:
                 output = output.clone()
             elif any(output is other for other in apart):
                 output = output.view_as(output)

@@ -326,10 +326,10 @@ def _check_order(actions: Sequence[Action]) -> int:
     """The microbatches of a list; ValueError if it breaks a rule of `Policy` or runs too early."""
     seen = [0, 0, 0]
     for found in actions:
-        wanted = action(found.kind, seen[found.kind])
-        if found != wanted:
+        due = action(found.kind, seen[found.kind])
+        if found != due:
             raise ValueError(
-                f"schedule: {found} where {wanted} is next; actions of one kind each run once, in "
+                f"schedule: {found} where {due} is next; actions of one kind each run once, in "
                 "microbatch order"
             )
         seen[found.kind] += 1

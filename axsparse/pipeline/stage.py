@@ -93,7 +93,7 @@ class Stage:
 
     @property
     def live(self) -> int:
-        """How many microbatches have their activations held."""
+        """How many microbatches wait for their backward, with their activations."""
         return len(self._live)
 
     @property

@@ -231,8 +231,8 @@ def planned_memory(
     as if nothing were pruned; None if the run trained a model of the user's own.
 
     `config` is resolved; `shapes` and `kept` are those of the checkpoint, and `predicted` is the
-    peak in bytes that the run told at its start: what it has beyond the categories is what the
-    process held before. Raises ConfigError, DataError or MissingInputError if the configuration or
+    peak in bytes that the run printed at its start: what it has beyond the categories is what the
+    process took before. Raises ConfigError, DataError or MissingInputError if the configuration or
     its ticket does not suit this version.
     """
     layout, pipeline, optimizer = config.layout, config.pipeline, optimizer_of(config.optimizer)

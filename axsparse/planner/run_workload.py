@@ -1,4 +1,4 @@
-"""What the planner is told of a configured run, and what it predicts for the layout of the run.
+"""What a configured run asks the planner, and what it predicts for the layout of the run.
 
 Which layout `layout.g_inter: auto` takes is decided in `auto_layout`.
 """

@@ -166,25 +166,25 @@ def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -
     for number, layer in enumerate(layers):
         if layer.activations is None:
             continue
-        own, again = layer.activations.inputs, 0
+        kept, again = layer.activations.inputs, 0
         if is_recomputed(number, checkpoint_activations):
             again = layer.activations.saved
         else:
-            own += layer.activations.saved
-        counted.append((own, layer.activations.deferred))
+            kept += layer.activations.saved
+        counted.append((kept, layer.activations.deferred))
         working = max(working, again + 2 * layer.activations.widest)
-    kept, deferred = sum(own for own, _ in counted), 0
+    total, deferred = sum(kept for kept, _ in counted), 0
     last = layers[-1].activations
     outputs = 0 if last is None else last.outputs
     # A backward frees what its layers hold from the last one on, while what they defer piles up.
-    most, left = deferred + kept, kept
-    for own, later in reversed(counted):
-        left, deferred = left - own, deferred + later
-        most = max(most, left + deferred)
-    kept += outputs
-    if most > max(kept, deferred):
+    most = remaining = total
+    for kept, later in reversed(counted):
+        remaining, deferred = remaining - kept, deferred + later
+        most = max(most, remaining + deferred)
+    total += outputs
+    if most > max(total, deferred):
         deferred = most
-    return HeldActivations(kept, working, deferred)
+    return HeldActivations(total, working, deferred)
 
 
 def is_recomputed(number: int, checkpoint_activations: int) -> bool:

@@ -87,14 +87,14 @@ def joined_step(costs: StepCosts, pipelines: dict[int, PipelineRun], microbatche
         without_jitter = microbatches * (each.forward + each.backward)
         # Jitter lengthens compression like everything else.
         compress = microbatches * each.compress * (busy / without_jitter if busy else 1.0)
-        own = {
+        seconds_of = {
             "compute": busy - compress,
             "compress": compress,
             "optimizer": costs.optimizer[stage],
             "p2p": fmean(run.stages[stage].p2p for run in runs),
             "collective": costs.all_reduce[stage],
         }
-        phases.append({**own, "bubble": seconds - sum(own.values())})
+        phases.append({**seconds_of, "bubble": seconds - sum(seconds_of.values())})
     return StepRun(seconds, pipelines, phases)
 
 

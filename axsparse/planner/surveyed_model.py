@@ -155,22 +155,22 @@ class SurveyedModel:
         fit = all(has_room(stage, layers) for stage, layers in enumerate(found))
         return found if fit else None
 
-    def _load(self, held: range, g_data: int, microbatches: int) -> StageLoad:
+    def _load(self, numbers: range, g_data: int, microbatches: int) -> StageLoad:
         """The load of these layers, remembered, since the search for a split asks repeatedly."""
-        key = (held, g_data, accumulates_in_half(microbatches))
+        key = (numbers, g_data, accumulates_in_half(microbatches))
         if key not in self._loads:
             self._loads[key] = self._new_load(*key)
         return self._loads[key]
 
-    def _new_load(self, held: range, g_data: int, adds_in_half: bool) -> StageLoad:
+    def _new_load(self, numbers: range, g_data: int, adds_in_half: bool) -> StageLoad:
         config, samo = self.config, self.config.samo
-        layers = [self.survey.layers[number] for number in held]
+        layers = [self.survey.layers[number] for number in numbers]
         every = config.pipeline.checkpoint_activations
         again = [layer for number, layer in enumerate(layers) if is_recomputed(number, every)]
         width = value_bytes(self.precision)
         last = layers[-1].activations
         outputs = 0 if last is None else last.outputs
-        is_last = held.stop == len(self.survey.layers)
+        is_last = numbers.stop == len(self.survey.layers)
         activations = held_activations(layers, every)
         is_half = adds_in_half if samo.gradient == "auto" else samo.gradient == "half"
         stored = StateFormat(
@@ -223,10 +223,10 @@ class SurveyedModel:
         buffer = copied_bytes(self.config) if self.on_host else 0.0
         if not buffer:
             return 0.0
-        own: list[int] = []
+        sizes: list[int] = []
         largest = 0
         for layer in layers:
-            own.append(0)
+            sizes.append(0)
             for parameter in layer.parameters:
                 if parameter.name in self.survey.ties:
                     continue
@@ -234,9 +234,9 @@ class SurveyedModel:
                 if parameter.trained:
                     size = 4 * self.kept.get(parameter.name, parameter.numel)
                     copies += len(self.optimizer.moments)
-                own[-1] += copies * size
+                sizes[-1] += copies * size
                 largest = max(largest, size)
-        share = min(sum(own), sum(own) / writers + max(own))
+        share = min(sum(sizes), sum(sizes) / writers + max(sizes))
         return min(share, buffer + largest)
 
     def _kept(self, layer: LayerInfo) -> int:

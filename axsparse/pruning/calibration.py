@@ -164,12 +164,18 @@ class Calibration:
             name: METHODS[self.method](linear.in_features, linear.weight.device)
             for name, linear in linears.items()
         }
+        unseen = dict(linears)
         # No name is left for these forwards, which hold the statistics.
         with forwards_in_place(
-            {one: _adding(one, gathered[name]) for name, one in linears.items()}
+            {one: _adding(name, one, gathered[name], unseen) for name, one in linears.items()}
         ):
             for number, inputs in enumerate(flow if linears else ()):
                 self._forward(layer.name, module, number, inputs)
+        if unseen:
+            raise ConfigError(
+                f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
+                f"nobody calls that of {min(unseen)}; name it in pruning.exclude"
+            )
         for name, linear in linears.items():
             before = built.state.dense_master(name).to(linear.weight.device)
             self._prune(name, linear.weight, before, gathered.pop(name), masks)
@@ -254,12 +260,19 @@ def _linear_weights(layer: str, module: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _adding(linear: nn.Linear, statistics: InputStatistics) -> Callable[[Tensor], Tensor]:
-    """The forward of a module that also adds its inputs to statistics."""
+def _adding(
+    name: str, linear: nn.Linear, statistics: InputStatistics, unseen: dict[str, nn.Linear]
+) -> Callable[[Tensor], Tensor]:
+    """The forward of a module that also adds its inputs to statistics.
+
+    It takes the module's name out of `unseen`. Some modules are never called: the projection of an
+    `nn.MultiheadAttention` hands over its weight alone.
+    """
     forward = linear.forward
 
     def add_and_call(input: Tensor) -> Tensor:  # noqa: A002
         statistics.add(input.reshape(-1, input.shape[-1]))
+        unseen.pop(name, None)
         return forward(input)
 
     return add_and_call

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.layer import BLOCK, Layer, StartValues, odd_values, on_meta
+from axsparse.models.layer import Layer, StartValues, odd_values, on_meta
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
@@ -24,6 +24,9 @@ from axsparse.samo.masks import Masks
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, master_kind
 from axsparse.samo.tensor_state import TensorState
+
+DIGESTED = 1 << 18
+"""Entries of a start value that are added at a time, in copies of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -199,11 +202,11 @@ def _skeleton(
         odd = odd_values(given, trained=trained[name])
         if odd:
             raise ConfigError(
-                f"parameter {full}: its start value is {odd}; mend the layer's init or build, "
-                "or what it starts from"
+                f"parameter {full}: its start value is {odd}; mend the layer's init or "
+                "build, or what it starts from"
             )
         made = given.float().contiguous()
-        bits = made.view(-1).view(torch.int32).split(BLOCK)
+        bits = made.view(-1).view(torch.int32).split(DIGESTED)
         digest = sum(int(part.sum(dtype=torch.int64)) for part in bits)
         drawn_as = owner if init is not None else full
         if is_drawn and options.draws.setdefault(drawn_as, digest) != digest:

@@ -163,8 +163,8 @@ def build(
 
     data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
     directory = None if quiet else _open_run_directory(job, run, settings, data.entry, point)
-    state = _build_state(run, placement, data, point.checkpoint, job.run_dir)
     _wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
+    state = _build_state(run, placement, data, point.checkpoint, job.run_dir)
     recorder = make_recorder(run, state.layers, data, placement, job.run_dir)
     parts = assemble(run, state, data, placement, recorder, job.run_dir)
     job.keep_branch(parts)
@@ -289,8 +289,8 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> Thread | N
 
 
 def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
-    """Wait until loops are loaded, which else the first step would wait for, and before the memory
-    beside the state is measured."""
+    """Wait until loops are loaded, which building the state and the first step would wait for, and
+    before the memory beside the state is measured."""
     if loops is None:
         return
     loops.join(SILENT_SECONDS)

@@ -159,6 +159,6 @@ def _common_facts(transport: Transport, own: str) -> dict[str, Any]:
                 raise DataError(
                     f"data: {key} is {facts[key]!r} for rank {rank} on host {facts['host']} and "
                     f"{first[key]!r} for rank 0 on host {first['host']}; give all hosts "
-                    "the same data"
+                    "the same data, and what is drawn the same seed (torch.manual_seed)"
                 )
     return first

@@ -139,6 +139,10 @@ class DenseSigns(torch.optim.Optimizer):
                 weight.add_(velocity.sign(), alpha=-group["lr"])
 
 
+def moved_elsewhere(block: ax.Block, statistics: Tensor | None, hyper: ax.Hyper) -> Any:
+    return block.master - block.grad
+
+
 def falling(step: int) -> float:
     return 0.02 / (step + 1)
 
@@ -210,7 +214,7 @@ def test_a_run_goes_on_with_its_own_optimizer_and_with_no_other(tmp_path: Path) 
             "learning_rate: the function raised ZeroDiv",
         ),
         (
-            {"optimizer": replace(SIGNS, apply=lambda block, statistics, hyper: block.master + 1)},
+            {"optimizer": replace(SIGNS, apply=moved_elsewhere)},
             "optimizer: apply returned Tensor, of which nothing is done; change the tensors of the",
         ),
         ({"learning_rate": lambda step: "fast"}, "learning_rate: the function gave 'fast' for st"),

@@ -158,6 +158,36 @@ def test_what_is_drawn_follows_from_seed_step_and_sample_and_leaves_the_users_nu
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
 
 
+@pytest.mark.parametrize("by", ["build", "init"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_start_values_of_every_source_do_not_depend_on_the_layout(source: str, by: str) -> None:
+    draw = SOURCES[source]
+
+    class Drawn(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            if self.weight.device.type == "cpu":
+                self.weight = nn.Parameter(draw(torch.empty(WIDTH, WIDTH)) - 0.5)
+
+    def init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return draw(torch.empty(shape)) - 0.5
+
+    layers = [Layer(f"l{n}", Drawn, init=init if by == "init" else None) for n in range(3)]
+    model = Model(layers, lambda out, targets: (out.float() ** 2).sum())
+    config = tiny_config(**{**SETTINGS, "train": {"steps": 1}})
+
+    weights: list[dict[str, Tensor]] = []
+    for stages in (1, 3):
+        random.seed(stages)  # as other processes are in other states
+        np.random.seed(stages)
+        ranks = train_in_process(stages, 1, model, config, vector_data())
+        weights.append({name: w for _, trace in ranks for name, w in trace.weights.items()})
+
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    assert not torch.equal(weights[0]["l0.weight"], weights[0]["l1.weight"])
+
+
 @pytest.mark.parametrize(
     "make", [torch.Generator, random.Random, np.random.default_rng, np.random.RandomState]
 )

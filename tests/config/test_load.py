@@ -175,6 +175,11 @@ def test_without_bundled_configs_a_missing_file_is_just_missing(
         load_config("none")
 
 
+def test_a_name_with_a_nul_is_not_read() -> None:
+    with pytest.raises(MissingInputError, match=r"config '/a\\x00b': cannot be read \(embedded"):
+        load_config("/a\0b")
+
+
 def test_a_folder_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(MissingInputError) as caught:
         load_config(str(tmp_path))

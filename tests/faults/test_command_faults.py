@@ -54,8 +54,8 @@ def write_tokens(folder: Path, tokens: int = 400) -> None:
     (folder / "tokens.json").write_text(json.dumps(sidecar))
 
 
-def start(folder: Path, resume: str = "auto") -> Finished:
-    return run_mpirun(2, [*COMMAND, resume], cwd=folder)
+def start(folder: Path, resume: str = "auto", ranks: int = 1) -> Finished:
+    return run_mpirun(ranks, [*COMMAND, resume], cwd=folder)
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -70,7 +70,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("original")
     (folder / "tiny.yaml").write_text(CONFIG)
     write_tokens(folder / "data")
-    done = start(folder)
+    done = start(folder, ranks=2)
     assert done.returncode == 0, str(done)
     assert list(losses(folder)) == list(range(1, STEPS + 1))
     return folder
@@ -141,7 +141,9 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(
     damage(checkpoint(here))
     named = f"run/{CHECKPOINTS}/step-{STEPS}"
 
-    assert_refused(start(here, named), code, f"checkpoint {named}: {words.format(size=size)}")
+    assert_refused(
+        start(here, named, ranks=2), code, f"checkpoint {named}: {words.format(size=size)}"
+    )
 
 
 @pytest.mark.fault(6, 7, 8, 20)
@@ -155,7 +157,7 @@ def test_damaged_checkpoints_are_passed_over_whatever_the_clock_says_of_them(her
     for step, damage in zip(steps, DAMAGES, strict=True):
         damage(checkpoint(here, step))
 
-    done = start(here)
+    done = start(here, ranks=2)
 
     assert done.returncode == 0, str(done)
     named = f"run/{CHECKPOINTS}/step-"

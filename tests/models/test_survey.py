@@ -277,7 +277,10 @@ def test_models_that_cannot_be_trained_are_refused_with_place_and_mend(
     ("build", "said"),
     [
         (ReadsItself, r"^layer a: its build raised RuntimeError: .*meta"),
-        (lambda: nn.Linear("three", 4), "^layer a: its build raised TypeError: .*; mend the"),
+        (
+            lambda: nn.Linear("three", 4),  # type: ignore[arg-type]
+            "^layer a: its build raised TypeError: .*; mend the",
+        ),
     ],
 )
 def test_a_build_that_raises_is_named(build: Callable[[], nn.Module], said: str) -> None:

@@ -200,6 +200,24 @@ def test_matrices_that_no_linear_layer_sees_are_refused_by_name() -> None:
         assert caught.value.on_all_ranks
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.inner(x, x, x)[0]
+        return outputs
+
+
+def test_a_linear_layer_that_nobody_calls_is_refused_by_name() -> None:
+    layers = [Layer("a", Attention), Layer("b", lambda: nn.Linear(16, 5), kind="head")]
+    config = tiny_config(**settings(exclude=["*.in_proj_weight"]))
+
+    with pytest.raises(ConfigError, match=r"nobody calls that of a\.inner\.out_proj\.weight; name"):
+        train_in_process(1, 1, Model(layers, mlp().loss), config, vector_data())
+
+
 def test_layers_that_are_linear_themselves_are_calibrated() -> None:
     """The last layer of this model is an nn.Linear, whose weight is the layer's own."""
     whole = mlp()
@@ -277,7 +295,8 @@ def test_it_says_how_far_it_is_and_what_the_pruning_costs(
     with torch.no_grad():
         for module in body:
             tokens = module(tokens)
-        expected = linear_cross_entropy(*head(tokens), targets) / targets.numel()
+        hidden, weight = head(tokens)
+        expected = linear_cross_entropy(hidden, weight, targets) / targets.numel()
     assert dense == pytest.approx(expected.item(), abs=1e-4)
     assert pruned != dense
 

@@ -211,8 +211,8 @@ def test_the_start_of_a_run_says_what_is_pruned_and_why_the_rest_is_dense() -> N
 
     assert pruning_lines(VISION, targets, pruning, targets.kept()) == [
         "pruned: 5 tensors, 960 of 1,467 entries, of which 191 stay",
-        "dense: a.cls, a.pos, a.experts, a.attention.bias_k, a.attention.bias_v, "
-        "a.embedding.weight (of no linear, convolution, recurrent or attention module; "
+        "dense: a.cls, a.pos, a.experts, a.embedding.weight, a.attention.bias_k, "
+        "a.attention.bias_v (of no linear, convolution, recurrent or attention module; "
         "pruning.layers may name them) · a.proj.weight (named in pruning.exclude) · 7 vectors · "
         "b.weight (in a layer of kind head; pruning.include: all prunes them)",
     ]

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from support.mpirun import TESTS, run_mpirun
 from support.resuming import ran
 from support.runs import tiny_config
 
+import axsparse as ax
+from axsparse.config.load import load_config
+from axsparse.data.sources import open_datasets
 from axsparse.models.start_weights import open_weights
 from axsparse.pruning.ticket.ticket_reader import open_ticket
-from axsparse.runtime.errors import DataError
+from axsparse.runtime.errors import AxsparseError, DataError
+from axsparse.runtime.files.run_lock import RunLock
 from axsparse.training.checkpoint.manifest import manifest_bytes
 from axsparse.training.checkpoint.verification import open_checkpoint, read_entry
 
@@ -109,6 +114,39 @@ def test_a_pickle_as_manifest_is_passed_over_and_does_not_run(
     assert "step-2: manifest.json is cut short, or no manifest" in capsys.readouterr().out
     assert list(resumed.losses) == [2]
     assert not (tmp_path / "ran").exists()
+
+
+# -- names ----------------------------------------------------------------------------------
+
+
+def images(path: Path) -> object:
+    text = json.dumps(str(path))
+    return open_datasets(load_config(None, ["data.source=images", f"data.path={text}"]))
+
+
+def tokens(path: Path) -> object:
+    text = json.dumps(str(path))
+    return open_datasets(load_config(None, ["data.source=tokens", f"data.path={text}"]))
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (open_weights, "weights '.*': cannot be read .*; name a safetensors file or a state dict"),
+        (images, r"data.path \(--set\): .* cannot be read .*; name a folder of images"),
+        (tokens, "data.path: .* cannot be read .*; name a folder that `axsparse data prepare`"),
+        (ax.load, ".*: cannot be read .*; name a run that has saved a checkpoint, or a checkpoint"),
+        (RunLock, ".*: cannot be written .*; choose another --run-dir"),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_refused_in_one_line(
+    use: Callable[[Path], object], said: str, name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AxsparseError, match=f"^{said}") as told:
+        use(tmp_path / name)
+
+    assert "(its name has characters that no file name can have)" in str(told.value)
 
 
 # -- what others may see --------------------------------------------------------------------

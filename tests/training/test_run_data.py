@@ -95,7 +95,7 @@ def test_ranks_that_read_different_data_are_refused(other: Datasets, message: st
     for error in ranks:
         assert isinstance(error, DataError)
         assert str(error).startswith("data: ")
-        assert str(error).endswith("; give all hosts the same data")
+        assert str(error).endswith("and what is drawn the same seed (torch.manual_seed)")
         with pytest.raises(DataError, match=message):
             raise error
 

@@ -8,7 +8,6 @@ and rounded weights, with the bits of the torch operations of `samo/optim/adamw.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,51 +38,42 @@ def step(
     """One step of a rule that has a loop, as `step` of `samo/cuda/kernels.py`."""
     rule = optimizer.compiled
     assert rule is not None, "there is no loop of this rule"
-    loop, factor = STEPS[rule.name], np.float32(gradient_factor)
     factors = tuple(map(np.float32, rule.factors(hyper)))
+    loop, factor = STEPS[rule.name], np.float32(gradient_factor)
     for slot in slots:
         slot.check(optimizer.moments)
-        for chunk in _chunks(slot):
-            loop(chunk.gradient, factor, chunk.moments or None, *chunk.weights, factors)
+        for gradient, moments, weights in _chunks(slot):
+            loop(gradient, factor, moments or None, *weights, factors)
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Kept entries of one tensor as loops take them; all are arrays of one length."""
+def _chunks(
+    slot: TensorSlot,
+) -> Iterator[tuple[Array, tuple[Array, ...], tuple[Array | None, Array | None, Array | None]]]:
+    """A tensor's held entries as loops take them, a chunk at a time: gradients, which are fp32 or
+    the bits of bf16, moments, and what the loop replaces.
 
-    gradient: Array
-    """fp32, or the bits of bf16."""
-    moments: tuple[Array, ...]
-    weights: tuple[Array | None, Array | None, Array | None]
-    """What the loop replaces: fp32 masters (None where they are joined of weight and remainder),
-    the bits of bf16 weights (None for other types), and the remainders, if there are any."""
-
-
-def _chunks(slot: TensorSlot) -> Iterator[_Chunk]:
-    """The chunks of a tensor's held entries; what the caller has changed in each is stored before
-    the next one."""
+    That is fp32 masters (None where they are joined of weight and remainder), the bits of bf16
+    weights (None for other types), and the remainders, if there are any. What the loop has written
+    is stored before the next chunk.
+    """
     index, held, kind = slot.index, slot.held, slot.master_kind
-    is_dense = index.kept == slot.weight.numel()
-    gradients = None if slot.gradient.dtype == torch.float16 else _array(slot.gradient)
-    moments = [values.numpy() for values in slot.moments]
-    stored = None if slot.master is None else slot.master.numpy()
+    is_dense, is_fp16 = index.kept == slot.weight.numel(), slot.gradient.dtype == torch.float16
     # What needs no memory of its own is one chunk.
-    each = CHUNK if not is_dense or gradients is None else max(len(held), 1)
+    each = CHUNK if is_fp16 or not is_dense else max(len(held), 1)
     for start in range(held.start, held.stop, each):
         stop = min(start + each, held.stop)
         own = slice(start - held.start, stop - held.start)
+        gradient_K = slot.gradient[start:stop]
         if is_dense:
             weight_K = slot.weight[start:stop]
         elif kind == "fp32":
             weight_K = slot.weight.new_empty(stop - start)
         else:
             weight_K = index.gather(slot.weight, start, stop)
-        masters = _array(weight_K) if stored is None else stored[own]
-        yield _Chunk(
-            slot.gradient[start:stop].float().numpy()
-            if gradients is None
-            else gradients[start:stop],
-            tuple(values[own] for values in moments),
+        masters = _array(weight_K) if slot.master is None else slot.master[own].numpy()
+        yield (
+            _array(gradient_K.float() if is_fp16 else gradient_K),
+            tuple(values[own].numpy() for values in slot.moments),
             (
                 None if kind == "remainder" else masters,
                 _array(weight_K) if weight_K.dtype == torch.bfloat16 else None,

@@ -197,10 +197,10 @@ def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -
     rule = "" if optimizer.compiled is None else optimizer.compiled.name
 
     def prepare() -> None:
-        with suppress(CompileError):  # who needs a loop that cannot be compiled is told so
-            if can_compile():
-                use = partial(_use_loops, dtype, types, optimizer)
-                compile_together(f"{dtype} {types} {rule}", use)
+        # Without numba there are none; who needs one that cannot be compiled or stored is told so.
+        with suppress(CompileError, ImportError, OSError):
+            use = partial(_use_loops, dtype, types, optimizer)
+            compile_together(f"{dtype} {types} {rule}", use)
 
     thread = threading.Thread(target=prepare, name="loops", daemon=True)
     thread.start()
@@ -209,6 +209,8 @@ def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -
 
 def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> None:
     """Call every loop once, on a few zeros."""
+    if not can_compile():
+        return
     mask_D = torch.arange(FEW + 1) % 2 == 0
     index = MaskIndex(mask_D)
     for each in {torch.float32, dtype}:

@@ -119,7 +119,9 @@ def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
     ConfigError if the path is a checkpoint and a step is given, MissingInputError if there is no
     such checkpoint, and what `open_checkpoint` raises.
     """
-    if step_of(run.resolve()) is not None:
+    with reading(f"{run}:", "name a run that has saved a checkpoint, or a checkpoint"):
+        named = run.resolve()
+    if step_of(named) is not None:
         if step is not None:
             raise ConfigError(f"--step: {run} is a checkpoint already; leave --step out")
         return open_checkpoint(run)

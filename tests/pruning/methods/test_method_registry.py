@@ -136,7 +136,7 @@ def test_a_score_of_ones_own_has_to_be_given_and_to_be_wanted() -> None:
 
 
 def test_a_score_of_ones_own_decides_in_every_layout() -> None:
-    config = tiny_config(pruning={"method": "custom", "distribution": "global"})
+    config = tiny_config(pruning={"method": "custom", "distribution": "global"}, train={"steps": 1})
     masks = []
     for g_inter, g_data in ((1, 1), (3, 1), (2, 2)):
         ranks = train_in_process(

@@ -13,9 +13,8 @@ from support.images import assert_equal_tensors, write_safetensors
 from torch import Tensor
 
 from axsparse.models.start_weights import open_weights
-from axsparse.runtime.errors import DataError, MissingInputError, OutputError
+from axsparse.runtime.errors import DataError, MissingInputError
 from axsparse.runtime.files import safetensors
-from axsparse.runtime.files.run_lock import RunLock
 from axsparse.runtime.files.safetensors import SafetensorsFile, SafetensorsIndex, TensorHeader
 
 TENSORS = {
@@ -228,20 +227,6 @@ def test_a_header_that_no_file_should_have_is_refused(text: str, said: str, tmp_
         DataError, match=rf"^{path}: its safetensors header cannot be read \({said}"
     ):
         SafetensorsFile(path)
-
-
-@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
-def test_a_name_that_no_file_can_have_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        MissingInputError, match=r"file name can have\); name a safetensors file or"
-    ):
-        open_weights(tmp_path / name)
-    with pytest.raises(OutputError) as told:
-        RunLock(tmp_path / name)
-    assert str(told.value).endswith(
-        ": cannot be written (its name has characters that no file name can have); choose another "
-        "--run-dir"
-    )
 
 
 def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
