@@ -19,8 +19,8 @@ from fuzz.user_code import Program, draw, items, judge, smaller
 PROGRAMS = int(os.environ.get("AXSPARSE_MODELS", "25"))
 SEED = os.environ.get("AXSPARSE_MODELS_SEED", "")
 ONE = os.environ.get("AXSPARSE_PROGRAM", "")
-OPEN = frozenset({4, 6, 8, 9, 10})
-"""Items that are known to fail; drawn programs leave them out."""
+OPEN = frozenset({4})
+"""Numbers of faults that are known and not mended yet; drawn programs leave them out."""
 KNOWN = (
     *(
         (1, Program(loss=f"noise by {source}"))
@@ -33,6 +33,7 @@ KNOWN = (
     *((3, Program(noise=("", f"{each} training", ""))) for each in ("python", "numpy")),
     (3, Program(noise=("python training", "", ""), declared=False)),
     *((4, Program(init=each)) for each in ("own generator", "torch", "python", "numpy")),
+    (4, Program(init="own generator", at_step=2)),
     *((5, Program(noise=("", f"{each} always", ""))) for each in ("torch", "dropout", "python")),
     (6, Program(callback="gradients off")),
     *((8, Program(loss=f"mean{more}")) for more in ("", ", scalar beside", " of flattened")),

@@ -48,7 +48,8 @@ STOPS = {2: (2, None), 3: (1, 3, None)}
 LAYOUTS = ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2))
 SOURCES = ("torch", "dropout", "python", "numpy")
 LOSSES = (
-    *("sum", "by class", "trained", "mean", "mean, scalar beside", "mean of flattened"),
+    *("sum", "sum of flattened", "by class", "trained"),
+    *("mean", "mean, scalar beside", "mean of flattened"),
     *(f"noise by {source}" for source in SOURCES),
 )
 MEANS = tuple(name for name in LOSSES if name.startswith("mean"))
@@ -207,8 +208,8 @@ class Summed(nn.Module):
             logits = logits + 0.3 * drawn(source, logits)
         weight = torch.tensor([0.5, 1.0, 2.0]) if self.kind == "by class" else None
         reduction = "mean" if kind.startswith("mean") else "sum"
-        if self.kind == "mean of flattened":  # the last layer has made two rows of each sample
-            targets = targets.repeat(2)
+        if self.kind.endswith("flattened"):  # the last layer has made a row of each target
+            targets = targets.flatten()
         total = F.cross_entropy(logits.float(), targets, weight, reduction=reduction)
         return total + len(targets) * self.scale**2 if kind == "trained" else total
 
@@ -223,8 +224,8 @@ class Last(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         y = self.inner(x)
-        if self.kind == "mean of flattened":
-            return y.repeat(2, 1)
+        if self.kind.endswith("flattened"):
+            return y.repeat_interleave(2, 0)
         # As mixtures of experts have a penalty beside what they predict.
         return (y, y.square().mean()) if self.kind == "mean, scalar beside" else y
 
@@ -258,6 +259,8 @@ class Written(ArrayDataset):
         targets = torch.randint(CLASSES, (SAMPLES,), generator=generator)
         if program.data == "padded":
             targets[::3] = PADDING
+        if program.loss.endswith("flattened"):
+            targets = torch.stack([targets, targets], 1)
         odd: dict[str, Any] = {"two inputs": (x, x.abs() / 2), "doubles": x.double()}
         super().__init__(odd.get(program.data, x), targets)
         self._said = program.count
@@ -385,7 +388,12 @@ def run(
             kept = weight_of(layer.module).detach().abs()
             told.smallest = min(told.smallest, float(kept[kept > 0].min()))
         call_back(program, trainer, trainer.steps_done)
-        if layout == (1, 1) and resume is None and not any(program.noise):
+        if (
+            layout == (1, 1)
+            and resume is None
+            and not any(program.noise)
+            and program.count == "none"
+        ):
             told.by_hand = (
                 None if program.loss.startswith("noise") else by_hand(trainer, model, data)
             )
