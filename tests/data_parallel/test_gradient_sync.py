@@ -30,6 +30,7 @@ from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StageTie, StateTypes, Use
+from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.trainer import Trainer
 
@@ -64,7 +65,7 @@ class Members:
     started: list[Sum] = field(default_factory=list)
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Sum:
-        assert op is Op.ALL_REDUCE
+        assert op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
         work = Sum(buffer, may_end=not self.patient)
         self.started.append(work)
         self.bytes_sent += buffer.nbytes
@@ -91,12 +92,16 @@ class Impatient:
 
 
 def layer_state(
-    name: str, *, dtype: torch.dtype = torch.float32, owner: TensorState | None = None
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    owner: TensorState | None = None,
+    replicas: Replicas = ALONE,
 ) -> LayerState:
     weight = torch.zeros(NUMEL) if owner is None else owner.parameter.detach()
     index = make_index(torch.arange(NUMEL) < KEPT)
     tensor = TensorState(f"{name}.w", nn.Parameter(weight), index, decays=True, alias_of=owner)
-    state = LayerState(name, [tensor], StateTypes(dtype, "weight"))
+    state = LayerState(name, [tensor], StateTypes(dtype, "weight"), replicas=replicas)
     state.gradient.fill_(1.0)
     return state
 
@@ -290,6 +295,19 @@ def test_wide_accumulators_travel_in_half_and_take_what_comes_back() -> None:
     half, others = layer_state("b", dtype=torch.bfloat16), Members(patient=True)
     gradient_sync([half], others, wire_dtype=torch.bfloat16).ready(half)
     assert others.started[0].buffer.data_ptr() == half.gradient.data_ptr()
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, 1 + 2.0**-12), (1, 2.0)])
+def test_of_what_comes_back_a_sharded_layer_takes_its_share(rank: int, expected: float) -> None:
+    """The layer is one block, which is the second replica's."""
+    replicas = Members(rank=rank)
+    layer = layer_state("a", replicas=Replicas(replicas, Impatient(), shard=True))
+    layer.gradient.fill_(1 + 2.0**-12)
+    sync = gradient_sync([layer], replicas, wire_dtype=torch.bfloat16)
+
+    all_ready(sync, [layer])
+
+    assert values(layer) == [expected]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
