@@ -107,7 +107,7 @@ def test_commands_have_the_options_that_they_are_given() -> None:
         except SystemExit as end:
             if end.code:
                 raise AssertionError(f"{block}: axsparse {shlex.join(words)}") from None
-            continue  # an option such as --help ends the command
+            continue  # an option that prints something and ends, as --help does
         keys = [pair.partition("=")[0] for pair in getattr(arguments, "overrides", [])]
         if block.codes == (0,):
             assert set(keys) <= FIELDS.keys(), str(block)

@@ -13,6 +13,7 @@ import torch
 from support.oracle import Oracle, Trace
 from support.runs import (
     assert_bitwise,
+    mlp,
     random_init,
     summed_loss,
     tiny_config,
@@ -30,6 +31,7 @@ from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StageTie, StateTypes, Use
+from axsparse.samo.shards import ALONE, BLOCK, Replicas
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.trainer import Trainer
 
@@ -64,7 +66,7 @@ class Members:
     started: list[Sum] = field(default_factory=list)
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Sum:
-        assert op is Op.ALL_REDUCE
+        assert op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
         work = Sum(buffer, may_end=not self.patient)
         self.started.append(work)
         self.bytes_sent += buffer.nbytes
@@ -91,12 +93,16 @@ class Impatient:
 
 
 def layer_state(
-    name: str, *, dtype: torch.dtype = torch.float32, owner: TensorState | None = None
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    owner: TensorState | None = None,
+    replicas: Replicas = ALONE,
 ) -> LayerState:
     weight = torch.zeros(NUMEL) if owner is None else owner.parameter.detach()
     index = make_index(torch.arange(NUMEL) < KEPT)
     tensor = TensorState(f"{name}.w", nn.Parameter(weight), index, decays=True, alias_of=owner)
-    state = LayerState(name, [tensor], StateTypes(dtype, "weight"))
+    state = LayerState(name, [tensor], StateTypes(dtype, "weight"), replicas=replicas)
     state.gradient.fill_(1.0)
     return state
 
@@ -290,6 +296,19 @@ def test_wide_accumulators_travel_in_half_and_take_what_comes_back() -> None:
     half, others = layer_state("b", dtype=torch.bfloat16), Members(patient=True)
     gradient_sync([half], others, wire_dtype=torch.bfloat16).ready(half)
     assert others.started[0].buffer.data_ptr() == half.gradient.data_ptr()
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, 1 + 2.0**-12), (1, 2.0)])
+def test_of_what_comes_back_a_sharded_layer_takes_its_share(rank: int, expected: float) -> None:
+    """The layer is one block, which is the second replica's."""
+    replicas = Members(rank=rank)
+    layer = layer_state("a", replicas=Replicas(replicas, Impatient(), shard=True))
+    layer.gradient.fill_(1 + 2.0**-12)
+    sync = gradient_sync([layer], replicas, wire_dtype=torch.bfloat16)
+
+    all_ready(sync, [layer])
+
+    assert values(layer) == [expected]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -490,3 +509,40 @@ def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch, shard: bool, grad
 
     for ours, expected in zip(traces(), whole, strict=True):
         assert_bitwise(ours, expected)
+
+
+# -- sharded state: that training is the same, the table of equivalences says ---------------
+
+
+WIDTH = 510
+
+
+def wide_run(g_data: int, *, shard: bool, **others: Any) -> Ranks:
+    """A step of layers with several blocks of kept entries, so that shares split tensors."""
+    config = tiny_config(
+        batch={"global_batch_size": 12, "microbatch_size": 1},
+        pruning={"sparsity": 0.4},
+        precision="bf16",
+        samo={"shard_optimizer": shard},
+        train={"steps": 1},
+    )
+    return train_in_process(1, g_data, mlp(3, WIDTH), config, vector_data(24, WIDTH), **others)
+
+
+def test_a_replica_holds_its_share_and_gathers_what_others_hold() -> None:
+    held: list[tuple[range, int]] = []
+
+    def look(trainer: Trainer) -> None:
+        state = trainer.parts.layers[0].state
+        weight = state.owned[0]
+        held.append((state.shares.held, weight.kept))
+        master = state.master(weight.name)
+        assert master.numel() == weight.kept and (master != 0).all()
+        with pytest.raises(AssertionError, match="another replica holds these"):
+            state.optimizer_state.read_master(weight, 0, weight.kept)
+
+    wide_run(2, shard=True, before=look)
+
+    (first, kept), (second, _) = sorted(held, key=lambda one: one[0].start)
+    assert kept > 2 * BLOCK
+    assert 0 < first.stop == second.start < kept, "shares split a tensor"
