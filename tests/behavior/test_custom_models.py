@@ -282,7 +282,6 @@ IS_MEAN = "loss: the same sample twice costs as much as once"
 @pytest.mark.parametrize(
     ("last", "loss", "text"),
     [
-        (Noisy, summed_loss, r"layer last: .*declare it with Layer"),
         (Named, summed_loss, "layer last: its forward returned dict"),
         (Both, each, r"loss: a tensor of shape \(3,\)"),
         (Both, lambda out, target: 1.5, "loss: float; it must be a scalar tensor"),
