@@ -541,6 +541,21 @@ def test_numbers_of_targets_that_cannot_be_are_refused(count: float, text: str) 
         train_in_process(2, 1, model, small_config(), data)
 
 
+def test_an_evaluation_without_a_target_is_refused() -> None:
+    class Unlabelled(PaddedDataset):
+        def count_targets(self, targets: Tensor) -> int:
+            return 0
+
+    (inputs,), targets = vector_data().read(np.arange(30))
+    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
+    config = small_config(train={"steps": 1, "eval_every": 1, "eval_steps": 1})
+
+    with pytest.raises(
+        DataError, match=r"^data: none of the samples of an evaluation has a target"
+    ):
+        train_in_process(1, 1, model, config, vector_data(), validation=Unlabelled(inputs, targets))
+
+
 def test_a_trainer_trains_once() -> None:
     model = Model([linear(), linear(WIDTH, 5)], summed_loss)
     ((trainer, _),) = train_in_process(1, 1, model, small_config(), vector_data())

@@ -327,3 +327,24 @@ def test_a_quiet_run_has_no_place_to_save_what_goes_on() -> None:
 
     with pytest.raises(ConfigError, match=r"g_inter_pruned .*goes on from a checkpoint, and quiet"):
         build_quietly(config, job_of_one(has_gpu=False))
+
+
+@pytest.mark.parametrize(
+    ("resume", "why"),
+    [
+        (None, "overwrite begins a run_dir anew, and run_dir is auto, a new one; leave one of th"),
+        ("auto", "overwrite begins a run_dir anew, and resume goes on with a run; leave one of th"),
+    ],
+)
+def test_what_overwrites_names_a_run_that_begins_anew(resume: str | None, why: str) -> None:
+    config = tiny_config()
+
+    with pytest.raises(ConfigError, match=f"^build: {why}"):
+        build(
+            job_of_one(has_gpu=False),
+            tiny_gpt(config),
+            lambda: Datasets(token_data(), None),
+            config,
+            resume=resume,
+            overwrite=True,
+        )

@@ -381,16 +381,21 @@ def test_a_file_that_goes_away_while_it_is_read_is_told(
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "line"),
     [
         (
             "cnn",
-            "model.name cnn, and only a gpt or a llama has a place in Hugging Face's transformers",
+            "--to hf: {} is of model.name cnn, and only a gpt or a llama has a place in Hugging "
+            "Face's transformers; choose --to torch",
         ),
-        ("gpt", "a model of your own, not of the gpt of its configuration"),
+        (
+            "gpt",
+            "--to hf: {} is of a model of your own, not of the gpt of its configuration; choose "
+            "--to torch",
+        ),
     ],
 )
-def test_other_models_have_no_place_in_transformers(name: str, why: str, tmp_path: Path) -> None:
+def test_other_models_have_no_place_in_transformers(name: str, line: str, tmp_path: Path) -> None:
     """An own model has the configuration of a GPT, or of whatever it names."""
     config = config_of()
     if name == "cnn":
@@ -399,9 +404,7 @@ def test_other_models_have_no_place_in_transformers(name: str, why: str, tmp_pat
     ran((1, 1), config, tmp_path / "run", model=lambda _: mlp(), data=vector_data())
     checkpoint = newest(tmp_path / "run")
 
-    assert refused(ConfigError, checkpoint, "hf", tmp_path / "out") == (
-        f"--to hf: {checkpoint.path} is of {why}; choose --to torch"
-    )
+    assert refused(ConfigError, checkpoint, "hf", tmp_path / "out") == line.format(checkpoint.path)
 
 
 def test_another_ending_and_a_damaged_checkpoint_are_refused(run: Path, tmp_path: Path) -> None:
