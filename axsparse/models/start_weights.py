@@ -24,6 +24,7 @@ from axsparse.runtime.files.safetensors import (
     SUFFIX,
     SafetensorsFile,
     SafetensorsIndex,
+    open_regular,
 )
 
 WHOLE_FILE, INDEX_FILE = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"
@@ -136,10 +137,7 @@ def open_weights(path: str | Path) -> WeightFile:
     with reading(f"weights {str(path)!r}:", mend):
         if path.is_dir():
             path = _weights_in(path)
-        # To open a pipe would wait for its writer, deaf to signals.
-        if path.exists() and not path.is_file():
-            raise OSError(0, "not a regular file")
-        path.open("rb").close()
+        open_regular(path).close()
     if path.name.endswith(INDEX_SUFFIX):
         return SafetensorsIndex(path)
     if path.suffix == PICKLED:

@@ -278,11 +278,12 @@ def begun(path: Path) -> None:
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "w.safetensors")
+    index = tmp_path / "all.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "w.safetensors"}}))
 
-    with pytest.raises(
-        MissingInputError, match=r"cannot be read \(not a regular file\); name a saf"
-    ):
-        open_weights(tmp_path / "w.safetensors")
+    for path in (tmp_path / "w.safetensors", index):
+        with pytest.raises(MissingInputError, match=r"cannot be .* \(not a regular file\); "):
+            open_weights(path)
 
 
 def test_buffers_of_other_numbers_are_refused(tmp_path: Path) -> None:

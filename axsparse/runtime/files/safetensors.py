@@ -14,6 +14,7 @@ read here, each tensor into memory of its own.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -76,6 +77,13 @@ MOST_SAID = 120
 """Letters of a reason that is shown."""
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; OSError for a pipe, whose opening would wait deaf to signals."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file")
+    return path.open("rb")
+
+
 class SafetensorsFile:
     """One file; its header is read at once, and each tensor when it is asked for."""
 
@@ -83,7 +91,7 @@ class SafetensorsFile:
         """DataError if it is of another format, or cut short; OSError if it cannot be read."""
         self.path: Path = path
         self.files: Sequence[Path] = (path,)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             size = os.fstat(file.fileno()).st_size
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
