@@ -23,6 +23,11 @@ from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.optim.optimizer import learning_rate
 
 NONE: Mapping[str, tuple[float, float]] = {}
+MULTIPLYING = (
+    *(nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd),
+    *(nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention),
+)
+"""Modules of blocks whose matrices are pruned by default."""
 
 
 @dataclass
@@ -115,8 +120,10 @@ class Oracle:
                 if not parameter.requires_grad:
                     continue
                 self.parameters[name] = parameter
-                blocks = layer.kind == "block" or config.pruning.include == "all"
-                if blocks and parameter.dim() >= 2 and config.pruning.sparsity > 0:
+                owner = module.get_submodule(local.rpartition(".")[0])
+                multiplies = layer.kind == "block" and isinstance(owner, MULTIPLYING)
+                is_wanted = multiplies or config.pruning.include == "all"
+                if is_wanted and parameter.dim() >= 2 and config.pruning.sparsity > 0:
                     self.prunable.append(name)
             self.modules.append(module)
         owned = [name for name in self.parameters if name not in self.ties]
