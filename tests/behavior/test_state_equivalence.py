@@ -117,6 +117,15 @@ OPTIMIZERS = [
     ),
 ]
 
+# AdamW would learn as much if gradients had kept the loss scale.
+OPTIMIZERS += [
+    Row(
+        (2, 1),
+        steps(4, precision="fp16", optimizer={"name": "sgd", "learning_rate": 0.5}),
+        tolerance=FP16_TOLERANCE,
+    )
+]
+
 SHARDED = {"samo": {"shard_optimizer": True}}
 SPLIT = {"samo": {"split_master": True}}
 MANY: Settings = {
