@@ -303,9 +303,10 @@ class SamoConfig(Section):
     fewer bytes, which is the mask above a density of 0.032. On CPUs a mask takes up to 3 % of a
     step more, nothing where the processor has AVX-512 VBMI2, and without numba 4 to 40 %.
     `uint16`, which was an encoding before, means `auto`."""
-    gradient: Literal["auto", "half", "fp32"] = "auto"
-    """Precision of gradient accumulation in half-precision training: `half` (2 bytes a kept
-    entry) or `fp32` (4); `auto` is half up to 8 microbatches a replica, fp32 above."""
+    gradient: Literal["auto", "half", "fp32", "exact"] = "auto"
+    """How gradients are accumulated: in half-precision training `half` (2 bytes a kept entry) or
+    `fp32` (4), where `auto` is half up to 8 microbatches a replica, fp32 above. `exact` (8) adds
+    integers, so that a run has the same bits with any number of replicas."""
     sparse_products: bool | Literal["auto"] = "auto"
     """On CPUs that multiply bf16 (AVX-512 BF16), with numba and at most two threads a rank: compute
     the products of linear layers with mostly pruned weights from what is kept, the gradient of the

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Backoff, Collective, Op, wait
 from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.rank_order import exact_sum
 from axsparse.samo.optim.gradient_norm import global_norm
 from axsparse.samo.shards import BLOCK
 
@@ -49,16 +50,22 @@ class Verdict:
     """What any of the ranks gave notice of."""
     drifted: int | None = None
     """The first rank with other weights than replica 0 of its stage, where they were compared."""
+    too_large: frozenset[str] = frozenset()
+    """The tensors of which some rank has reported an entry that did not fit into an exact sum."""
+    sizes: Mapping[str, float] = field(default_factory=dict)
+    """Where sums are exact: by tensor, the largest of its blocks' norms, without the loss scale."""
 
 
 class Agreement:
     """Reaches a verdict over all stages and replicas, once a step.
 
-    The ranks add up an fp64 vector. It has one slot for the loss of each replica, and one for the
+    The ranks add up an fp64 vector. It has two slots for the loss of each replica, and one for the
     part of the norm of each block of every tensor. Each slot has one owner and is zero elsewhere,
     so the sums are exact and the same in every layout, and numbers that are not finite stay so.
     Then follow, for each rank, a slot that is 1 if its own gradients are not finite and one for
-    the digest of its weights, and two slots that count the ranks with a notice.
+    the digest of its weights; two slots that count the ranks with a notice; and, for each tensor, a
+    slot that counts the ranks on which an entry was too large for an exact sum, NaN where one was
+    not finite.
     """
 
     def __init__(
@@ -83,8 +90,10 @@ class Agreement:
                 counts[number] = kept.get(name, 0)
         wait(world.start(Op.ALL_REDUCE, counts), backoff)
         blocks = [-(-int(count) // BLOCK) for count in counts.tolist()]
-        self._losses = place.grid.g_data
+        self._losses = 2 * place.grid.g_data
+        self._names = tuple(names)
         self._slots: dict[str, slice] = {}
+        self._owner_of_block = torch.arange(len(blocks)).repeat_interleave(torch.tensor(blocks))
         at = self._losses
         for name, size in zip(names, blocks, strict=True):
             self._slots[name] = slice(at, at + size)
@@ -92,36 +101,43 @@ class Agreement:
         self._flags = slice(at, at + place.grid.size)
         self._digests = slice(self._flags.stop, self._flags.stop + place.grid.size)
         self._notices = slice(self._digests.stop, self._digests.stop + 2)
+        self._excess = slice(self._notices.stop, self._notices.stop + len(names))
 
     def reach(
         self,
-        loss: float,
+        losses: Sequence[float],
         partials: Mapping[str, Tensor],
         loss_scale: float = 1.0,
         notice: Notice = NOTHING,
         *,
         is_finite: bool = True,
         digest: int = 0,
+        excess: Mapping[str, float] | None = None,
     ) -> Verdict:
         """The verdict on a step; all ranks call this together.
 
-        `loss` is this replica's summed loss over the global number of targets, and counts on the
-        last stage only. `partials` is this replica's share of `norm_partials`, of gradients that
+        `losses` are those of this replica's microbatches, over the global number of targets, and
+        count on the last stage only; they are added exactly and rounded once. `partials` is this replica's share of `norm_partials`, of gradients that
         are `loss_scale` times too large. `is_finite` says whether this rank's own gradients were
         finite, before they were summed over replicas. `digest` is a number below 2⁵³ that is equal
-        for equal weights; where weights are not compared, it is 0 on all ranks.
+        for equal weights; where weights are not compared, it is 0 on all ranks. `excess` has the
+        tensors of which an entry was too large for an exact sum here, with 1, or not finite, with
+        NaN; None where sums are not exact.
         """
-        vector = torch.zeros(self._notices.stop, dtype=torch.float64)
+        vector = torch.zeros(self._excess.stop, dtype=torch.float64)
         vector[self._notices] = torch.tensor([notice.stop, notice.writing]).double()
         vector[self._flags][self._place.rank] = not is_finite
         vector[self._digests][self._place.rank] = digest
         if self._place.is_last:
-            vector[self._place.replica] = loss
+            own = slice(2 * self._place.replica, 2 * self._place.replica + 2)
+            vector[own] = torch.tensor(exact_sum(losses), dtype=torch.float64)
         for name, partial in partials.items():
             vector[self._slots[name]] = partial
+        for name, number in (excess or {}).items():
+            vector[self._excess][self._names.index(name)] = number
         wait(self._world.start(Op.ALL_REDUCE, vector), self._backoff)
         norm = global_norm(vector[self._losses : self._flags.start], loss_scale)
-        total = sum(vector[: self._losses].tolist())
+        total, _ = exact_sum(vector[: self._losses].tolist())
         finite = bool(torch.isfinite(vector).all())
         culprit = None if finite else self._first_bad(vector)
         heard = Notice(*(count > 0 for count in vector[self._notices].tolist()))
@@ -130,15 +146,25 @@ class Agreement:
             grad_norm=norm,
             finite=finite,
             culprit=culprit,
-            bad_loss=next(iter(_where(~torch.isfinite(vector[: self._losses]))), None),
+            bad_loss=next((slot // 2 for slot in _where(~vector[: self._losses].isfinite())), None),
             bad_ranks=_where(vector[self._flags] > 0),
             notice=heard,
             drifted=_first_odd(vector[self._digests].tolist(), self._place.grid),
+            too_large=frozenset(self._names[at] for at in _where(vector[self._excess] > 0)),
+            sizes={} if excess is None else self._sizes(vector, loss_scale),
         )
 
+    def _sizes(self, vector: Tensor, loss_scale: float) -> dict[str, float]:
+        """By tensor, the largest of its blocks' norms."""
+        squares = torch.zeros(len(self._names), dtype=torch.float64)
+        blocks = vector[self._losses : self._flags.start]
+        squares.scatter_reduce_(0, self._owner_of_block, blocks, "amax")
+        return dict(zip(self._names, (squares.sqrt() / loss_scale).tolist(), strict=True))
+
     def _first_bad(self, vector: Tensor) -> str | None:
-        for name, slot in self._slots.items():
-            if not torch.isfinite(vector[slot]).all():
+        excess = vector[self._excess]
+        for number, (name, slot) in enumerate(self._slots.items()):
+            if not (torch.isfinite(vector[slot]).all() and torch.isfinite(excess[number])):
                 return name
         return None
 

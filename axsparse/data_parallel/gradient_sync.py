@@ -1,14 +1,15 @@
 """Sums a step's compressed gradients: over the two uses of a tied weight, then over replicas; and
 gathers updated weights where replicas share the optimizer state.
 
-There is one bucket for each layer. The layer's flat gradient buffer itself is sent; it is copied
-only if it has another type than what is sent. The way of a gradient:
+There is one bucket for each layer. The layer's flat buffer of accumulated gradients itself is sent;
+it is copied only if it has another type than what is sent. The way of a gradient:
 
 1. The backward reports its layer as `ready`.
 2. Once the backward is over, tied weights sum their two uses.
 3. The bucket starts when its layer is ready, its ties are summed and all buckets before it have
    started.
-4. The sum comes back into the gradient buffer.
+4. The sum comes back into the buffer. Of exact sums, which are integers, gradients are made once
+   all buckets are complete.
 
 The order of the buckets is fixed (last layer first, layers with ties at the end), so that all
 replicas start them alike. Where the optimizer state is sharded, a replica receives only the sums
@@ -40,7 +41,7 @@ class _Bucket:
 
     layer: LayerState
     part: range
-    """Its entries in the layer's `owned_gradient`."""
+    """Its entries in the layer's `owned_sums`."""
     wire: Tensor | None = None
     """The copy that is sent; None if the gradient buffer itself is."""
     work: Work | None = None
@@ -115,12 +116,15 @@ class GradientSync:
                 self._advance()
                 if not self._is_done():
                     self._backoff.pause()
+        with self._phases("optimizer"):
+            for layer in self._order:
+                layer.finish_gradient()
 
     @property
     def own_extremes(self) -> Sequence[Tensor]:
         """The smallest and the largest gradient of each bucket on this replica, before those of
         other replicas were added: they are finite if all its gradients were. Empty for a single
-        replica, whose sums are its own gradients."""
+        replica, whose sums are its own gradients, and for sums of integers."""
         return self._extremes
 
     @property
@@ -147,13 +151,12 @@ class GradientSync:
             assert all(id(use.layer) in self._complete for use in tie.uses), "closed too early"
             if tie.pair is None:
                 first, second = tie.uses
-                parts = [first.gradient, second.gradient]
-                store_sum_in_rank_order(parts, first.gradient)
+                store_sum_in_rank_order([first.sums, second.sums], first.sums)
             else:
                 (use,) = tie.uses
-                gradient, offset = use.gradient, use.tensor.offset
-                for part in pieces(gradient.numel()):
-                    work = tie.pair.start(Op.ALL_REDUCE, gradient[part.start : part.stop])
+                sums, offset = use.sums, use.tensor.offset
+                for part in pieces(sums.numel()):
+                    work = tie.pair.start(Op.ALL_REDUCE, sums[part.start : part.stop])
                     within = range(offset + part.start, offset + part.stop)
                     self._tie_works.append((use.layer, within, work))
         self._ties_begun = True
@@ -163,7 +166,7 @@ class GradientSync:
 
     def _parts(self, layer: LayerState) -> list[range]:
         """The pieces in which a layer is summed: one, unless another stage uses its weight too."""
-        numel = layer.owned_gradient.numel()
+        numel = layer.owned_sums.numel()
         waits = any(t.pair is not None and t.uses[0].layer is layer for t in self._ties)
         if not waits or layer.shares.is_sharded:
             return [range(numel)]
@@ -190,13 +193,14 @@ class GradientSync:
     def _start(self, bucket: _Bucket) -> None:
         """Send a bucket to the other replicas, if there are any."""
         part = bucket.part
-        gradient = bucket.layer.owned_gradient[part.start : part.stop]
+        gradient = bucket.layer.owned_sums[part.start : part.stop]
         if self._replicas.size == 1 or gradient.numel() == 0:
             return
-        if gradient.dtype != self._wire_dtype:
-            gradient = bucket.wire = gradient.to(self._wire_dtype)
-        # This pass only reads, and takes a few per cent of the time of a norm.
-        self._extremes += gradient.aminmax()
+        if not bucket.layer.is_exact:
+            if gradient.dtype != self._wire_dtype:
+                gradient = bucket.wire = gradient.to(self._wire_dtype)
+            # This pass only reads, and takes a few per cent of the time of a norm.
+            self._extremes += gradient.aminmax()
         if bucket.layer.shares.is_sharded:
             bucket.work = self._replicas.start(
                 Op.REDUCE_SCATTER, gradient, bucket.layer.shares.bounds
@@ -212,7 +216,7 @@ class GradientSync:
                     # A sharded layer is one bucket, so its shares count from the bucket's start.
                     shares = bucket.layer.shares
                     own = shares.held if shares.is_sharded else range(len(bucket.part))
-                    gradient = bucket.layer.owned_gradient[bucket.part.start :]
+                    gradient = bucket.layer.owned_sums[bucket.part.start :]
                     gradient[own.start : own.stop] = bucket.wire[own.start : own.stop]
                 bucket.work = bucket.wire = None
 

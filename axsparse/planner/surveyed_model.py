@@ -175,7 +175,7 @@ class SurveyedModel:
         is_half = adds_in_half if samo.gradient == "auto" else samo.gradient == "half"
         stored = StateFormat(
             half=self.precision != "fp32",
-            gradient_bytes=width if is_half else 4,
+            gradient_bytes=8 if samo.gradient == "exact" else width if is_half else 4,
             moments=len(self.optimizer.moments),
             index=samo.index,
             split_master=samo.split_master,

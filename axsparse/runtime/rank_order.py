@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,3 +50,14 @@ def exchanged_bytes(op: Op, bounds: Sequence[int], rank: int, itemsize: int) -> 
     if op is Op.BROADCAST and rank == 0:
         entries += total * (size - 1)
     return entries * itemsize
+
+def exact_sum(values: Sequence[float]) -> tuple[float, float]:
+    """The rounded sum of fp64 numbers and the remainder; in any order of the numbers.
+
+    Rounded sum plus remainder are exact for fp32 numbers whose bits span at most 106 binary
+    places. A sum that is not finite stays so, with a remainder of 0.
+    """
+    if not all(map(math.isfinite, values)):
+        return sum(values), 0.0
+    rounded = math.fsum(values)
+    return rounded, math.fsum([*values, -rounded])

@@ -88,6 +88,7 @@ class GradientCollector:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
             for tensor in layer.tensors:
                 tensor.accumulated = False
+                tensor.largest = None
                 tensor.parameter.grad = None
 
     def microbatch(self, *, is_last: bool) -> None:
@@ -114,7 +115,7 @@ class GradientCollector:
             for tensor in layer.tensors:
                 tensor.parameter.grad = None  # still a view if the last microbatch gave no gradient
                 if not tensor.accumulated:
-                    layer.gradient_of(tensor).zero_()
+                    layer.sums_of(tensor).zero_()
                     unused.append(tensor.name)
             if self._missing[layer.name]:
                 self._missing[layer.name].clear()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Collective, Op
-from axsparse.samo import precision
+from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes
@@ -42,7 +42,7 @@ class StateTypes:
     """The forms in which the state of a layer is stored."""
 
     gradient: torch.dtype
-    """The type of accumulated gradients: that of the weights, or fp32."""
+    """The type of accumulated gradients: that of the weights, fp32, or int64 for exact sums."""
     master: MasterKind
     """Where the fp32 master weights are."""
     moments: tuple[str, ...] = ()
@@ -240,7 +240,7 @@ class LayerState:
         self.owned = self.shares.owned
         """The tensors that have a master of their own: all but aliases."""
         self._by_name = {tensor.name: tensor for tensor in self.tensors}
-        self.gradient = self._zeros(self.shares.total, types.gradient)
+        self._lay_gradient(self._zeros(self.shares.total, types.gradient))
         self.optimizer_state = OptimizerState(self.shares, types.master, types.moments, backend)
 
     def _zeros(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -252,26 +252,63 @@ class LayerState:
 
     # -- gradient ---------------------------------------------------------------------
 
+    def _lay_gradient(self, accumulator: Tensor) -> None:
+        self.accumulator = accumulator
+        """The sums of microbatches, uses and replicas, flat: the gradient itself, or integers
+        (`samo/fixed_point.py`)."""
+        self.gradient = accumulator
+        """The gradient of all tensors, flat; of integers `finish_gradient` makes it, in their
+        memory."""
+        if self.is_exact:
+            self.gradient = accumulator.view(torch.float32)[: accumulator.numel()]
+
     @property
-    def owned_gradient(self) -> Tensor:
-        """The gradient of all owned tensors, which is the part that replicas sum."""
-        return self.gradient[: self.shares.bounds[-1]]
+    def is_exact(self) -> bool:
+        """Whether gradients accumulate as integers."""
+        return self.accumulator.dtype == torch.int64
+
+    def finish_gradient(self) -> None:
+        """Make the gradient of the sums, which are complete."""
+        if self.is_exact:
+            for tensor in self.owned:
+                fixed_point.in_fp32(self.accumulator, self._span(tensor), tensor.unit)
+
+    @property
+    def owned_sums(self) -> Tensor:
+        """The accumulated gradient of all owned tensors, which is the part that replicas sum."""
+        return self.accumulator[: self.shares.bounds[-1]]
+
+    def sums_of(self, tensor: TensorState) -> Tensor:
+        """The accumulated kept gradient of one tensor, a view."""
+        return self.accumulator[self._span(tensor)]
 
     def gradient_of(self, tensor: TensorState) -> Tensor:
         """The kept gradient of one tensor, a view."""
-        return self.gradient[tensor.offset : tensor.offset + tensor.kept]
+        return self.gradient[self._span(tensor)]
+
+    @staticmethod
+    def _span(tensor: TensorState) -> slice:
+        return slice(tensor.offset, tensor.offset + tensor.kept)
 
     def accumulate(self, tensor: TensorState, dense: Tensor) -> None:
         """Add a dense gradient's kept entries; the first of a step replaces what was there."""
+        dense_D = dense.reshape(-1)
+        if self.is_exact:
+            self.accumulate_kept(tensor, tensor.index.gather(dense_D, 0, tensor.kept))
+            return
         gradient_K = self.gradient_of(tensor)
-        self.backend.compress(tensor.index, dense.reshape(-1), gradient_K, adds=tensor.accumulated)
+        self.backend.compress(tensor.index, dense_D, gradient_K, adds=tensor.accumulated)
         tensor.accumulated = True
 
     def accumulate_kept(self, tensor: TensorState, values_K: Tensor) -> None:
         """Add a gradient of which only the kept entries are there, on the host; else like
         `accumulate`."""
-        gradient_K = self.gradient_of(tensor)
-        if tensor.accumulated:
+        gradient_K = self.sums_of(tensor)
+        if self.is_exact:
+            largest = fixed_point.add(gradient_K, values_K, tensor.unit, adds=tensor.accumulated)
+            before = tensor.largest
+            tensor.largest = largest if before is None else torch.maximum(before, largest)
+        elif tensor.accumulated:
             gradient_K.add_(values_K)
         else:
             gradient_K.copy_(values_K)
@@ -281,7 +318,7 @@ class LayerState:
         """A view of a tensor's gradient in the parameter's shape, to which autograd may add by
         itself. None where the gradient must be compressed, or added in another type."""
         parameter = tensor.parameter
-        if tensor.kept < parameter.numel():
+        if tensor.kept < parameter.numel() or self.is_exact:
             return None
         if self.gradient.dtype != parameter.dtype:
             return None
@@ -290,7 +327,8 @@ class LayerState:
     def gather_gradient(self) -> None:
         """Receive the gradients of the other replicas' shares, summed; all replicas call this."""
         if self.shares.is_sharded:
-            self.shares.replicas.exchange(Op.ALL_GATHER, self.owned_gradient, self.shares.bounds)
+            owned = self.gradient[: self.shares.bounds[-1]]
+            self.shares.replicas.exchange(Op.ALL_GATHER, owned, self.shares.bounds)
 
     # -- one tensor by its name, for pruning and checkpoints ------------------------------
 
@@ -379,7 +417,8 @@ class LayerState:
         self.shares.lay_out()
 
         self.optimizer_state.relocate(relocation)
-        old_gradient, self.gradient = self.gradient, self.gradient.new_zeros(self.shares.total)
+        old_gradient = self.gradient
+        self._lay_gradient(self.accumulator.new_zeros(self.shares.total))
         relocation.carry_over(old_gradient, self.gradient)
         survives_D = self._zeros(numel, torch.bool)
         survives_D[new_positions[relocation.stays]] = True
@@ -388,7 +427,7 @@ class LayerState:
     def refit(self) -> None:
         """Lay the gradient out anew, after `remask` of a tensor that this layer has an alias of."""
         self.shares.lay_out()
-        self.gradient = self._zeros(self.shares.total, self.gradient.dtype)
+        self._lay_gradient(self._zeros(self.shares.total, self.accumulator.dtype))
 
     # -- bytes ------------------------------------------------------------------------
 
@@ -398,7 +437,7 @@ class LayerState:
             weight=sum(tensor.parameter.nbytes for tensor in self.owned)
             + sum(parameter.nbytes for parameter in self.frozen),
             index=sum(tensor.index.nbytes for tensor in self.owned),
-            gradient=self.gradient.nbytes,
+            gradient=self.accumulator.nbytes,
         )
 
 
@@ -413,9 +452,9 @@ class Use:
     tensor: TensorState
 
     @property
-    def gradient(self) -> Tensor:
-        """This use's kept gradient, a view."""
-        return self.layer.gradient_of(self.tensor)
+    def sums(self) -> Tensor:
+        """This use's accumulated kept gradient, a view."""
+        return self.layer.sums_of(self.tensor)
 
 
 @dataclass(frozen=True)

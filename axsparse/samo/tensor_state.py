@@ -41,6 +41,10 @@ class TensorState:
     """Number of the first kept entry in the layer's flat buffers; set by `Shares.lay_out`."""
     accumulated: bool = False
     """Whether this step's gradient has been written at least once."""
+    unit: float = 1.0
+    """What 1 stands for in sums of integers (`samo/fixed_point.py`); a power of two."""
+    largest: Tensor | None = None
+    """The largest absolute value that sums of integers took in this step, in units, fp64 `()`."""
 
     @property
     def index(self) -> Index:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,6 +13,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import DataError, everywhere
 from axsparse.runtime.exchange import sum_by_owner
 from axsparse.runtime.grid import Place
+from axsparse.runtime.rank_order import exact_sum
 from axsparse.samo.backend import to_host
 
 
@@ -76,15 +76,3 @@ def evaluate(
         samples=min(wanted * batches.global_batch_size, batches.num_samples),
         available=batches.num_samples,
     )
-
-
-def exact_sum(values: Sequence[float]) -> tuple[float, float]:
-    """The rounded sum of fp64 numbers and the remainder; in any order of the numbers.
-
-    Rounded sum plus remainder are exact for fp32 numbers whose bits span at most 106 binary
-    places. A sum that is not finite stays so, with a remainder of 0.
-    """
-    if not all(map(math.isfinite, values)):
-        return sum(values), 0.0
-    rounded = math.fsum(values)
-    return rounded, math.fsum([*values, -rounded])

@@ -139,7 +139,8 @@ class RunSpec:
     @property
     def gradient_dtype(self) -> torch.dtype:
         """The type in which gradients are accumulated."""
-        return torch.float32 if self.config.samo.gradient == "fp32" else self.dtype
+        kinds = {"fp32": torch.float32, "exact": torch.int64}
+        return kinds.get(self.config.samo.gradient, self.dtype)
 
     @property
     def types(self) -> StateTypes:
@@ -335,6 +336,8 @@ def loss_scale(config: Config) -> LossScale:
 
 def _gradient(config: Config, grid: Grid) -> str:
     """The precision in which gradients are accumulated."""
+    if config.samo.gradient == "exact":
+        return "exact"
     if config.precision == "fp32":
         return "fp32"
     if config.samo.gradient != "auto":

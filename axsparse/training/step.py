@@ -34,6 +34,7 @@ from axsparse.runtime.errors import ConfigError, DataError, TrainingError, every
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
+from axsparse.samo.fixed_point import Units
 from axsparse.samo.masks import masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
 from axsparse.samo.optim.optimizer import Hyper, LearningRate, learning_rate, own_learning_rate
@@ -64,6 +65,10 @@ class Step:
             for layer in parts.layers
             for name, parameter in layer.module.named_parameters()
         ]
+        self._units: Units | None = None
+        """The units of exact sums; None where gradients are summed as numbers."""
+        if config.samo.gradient == "exact":
+            self._units = Units(-(-config.batch.global_batch_size // config.batch.microbatch_size))
         self._named: dict[str, set[str]] = {}
         self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
@@ -82,11 +87,7 @@ class Step:
         or once replicas are found to have other weights.
         """
         step = self.position.steps_done + 1
-        batch = self._next_batch()
-        self._begin_step()
-        losses = self._forward_backward(batch)
-        self._all_reduce_gradients()
-        verdict = self._agree(losses, notice, self._digest())
+        verdict = self._gradients(self._next_batch(), notice)
         refuse_drifted_weights(verdict, step, self._parts.place.grid)
         spike = self.skips.spike_of(step, verdict)
         if verdict.finite and spike is None:
@@ -97,6 +98,22 @@ class Step:
         self.skips.record(step, verdict, spike)
         self.position.steps_done = step
         return replace(verdict, spike=spike is not None)
+
+    def _gradients(self, batch: Batch, notice: Callable[[], Notice] = lambda: NOTHING) -> Verdict:
+        """Compute the gradients of a batch, and what all ranks say of them.
+
+        Exact sums are computed again where they did not fit.
+        """
+        while True:
+            self._begin_step()
+            losses = self._forward_backward(batch)
+            self._all_reduce_gradients()
+            verdict = self._agree(losses, notice, self._digest())
+            if self._units is None or not verdict.finite:
+                return verdict
+            if self._units.follow(verdict.too_large, verdict.sizes):
+                return verdict
+            self._parts.statistics.undo()
 
     # -- the parts of a step, in their order ----------------------------------------------
 
@@ -124,6 +141,11 @@ class Step:
                     "which the optimizer does not follow (momentum and weight decay go on); set it "
                     "in the layer's build, or give it a rate in optimizer.learning_rates"
                 )
+        if self._units is not None:
+            ties, scale = self._parts.survey.ties, self._parts.loss_scale.scale
+            for layer in self._parts.layers:
+                for tensor in layer.state.tensors:
+                    tensor.unit = scale * self._units.unit(ties.get(tensor.name, tensor.name))
         self._parts.collector.begin()
         self._parts.sync.begin()
         self._parts.statistics.begin()
@@ -171,20 +193,38 @@ class Step:
         digest: int = 0,
     ) -> Verdict:
         """Tell all ranks the loss, the norm, and whether both are finite."""
-        parts = self._parts
+        parts, ties = self._parts, self._parts.survey.ties
         with parts.phases("optimizer"):
             squares = norm_partials([layer.state for layer in parts.layers], self._counted)
-            extremes = parts.sync.own_extremes
+            largest = {
+                tensor.name: tensor.largest
+                for layer in parts.layers
+                for tensor in layer.state.tensors
+                if tensor.largest is not None
+            }
+            extremes = [*parts.sync.own_extremes, *largest.values()]
             # Losses, extremes and squares reach the host in one copy.
-            found = to_host([*losses, *extremes, *squares.values()])
-        loss = sum(map(float, found[: len(losses)]))
-        sums = found[len(found) - len(squares) :]
-        is_finite = all(map(math.isfinite, found[len(losses) : len(losses) + len(extremes)]))
-        partials = dict(zip(squares, sums, strict=True))
-        scale = parts.loss_scale.scale
+            found = iter(to_host([*losses, *extremes, *squares.values()]))
+        each = [float(next(found)) for _ in losses]
+        ends = [float(next(found)) for _ in extremes]
+        partials = {name: next(found) for name in squares}
+        excess: dict[str, float] | None = None
+        if self._units is not None:
+            excess = {}
+            for name, most in zip(largest, ends[len(ends) - len(largest) :], strict=True):
+                if not most <= self._units.limit:
+                    first = ties.get(name, name)
+                    number = 1.0 if math.isfinite(most) else math.nan
+                    excess[first] = excess.get(first, 0.0) + number
         with parts.phases("collective"):
             return self._agreement.reach(
-                loss, partials, scale, notice(), is_finite=is_finite, digest=digest
+                each,
+                partials,
+                parts.loss_scale.scale,
+                notice(),
+                is_finite=all(map(math.isfinite, ends)),
+                digest=digest,
+                excess=excess,
             )
 
     def _clip_and_update(self, verdict: Verdict) -> None:
@@ -227,10 +267,7 @@ class Step:
         """
         batch = self._read_ahead = self._next_batch()
         while True:
-            self._begin_step()
-            losses = self._forward_backward(batch)
-            self._all_reduce_gradients()
-            verdict = self._agree(losses)
+            verdict = self._gradients(batch)
             self._parts.statistics.undo()
             if verdict.finite:
                 return
@@ -255,6 +292,7 @@ class Step:
             masked=masked,
             loss_scale=self._parts.loss_scale.scale,
             spikes=self.skips.spikes.history(),
+            exponents={} if self._units is None else self._units.exponents,
             **{name: getattr(owner, name) for name, owner in self._counters().items()},
         )
 
@@ -263,6 +301,8 @@ class Step:
         self.position.steps_done = progress.step
         self._parts.loss_scale.scale = progress.loss_scale
         self.skips.spikes.restore(progress.spikes)
+        if self._units is not None:
+            self._units.exponents.update(progress.exponents)
         for name, owner in self._counters().items():
             setattr(owner, name, getattr(progress, name))
 

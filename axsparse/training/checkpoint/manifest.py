@@ -120,6 +120,8 @@ class Progress(_Strict):
     """The last step that updated the weights; 0 before the first, and in files of earlier versions.
     Its loss was computed with the weights of the step before: weights that were saved before this
     step are known to train, those that were saved after it are not yet."""
+    exponents: dict[str, Annotated[int, Field(ge=-400, le=400)]] = {}
+    """Of exact sums: by parameter, the base-2 logarithm of what 1 stands for in the next step."""
     first_bad: FirstBad | None = None
     spikes: SpikeHistory = SpikeHistory()
     best: BestEntry | None = None
