@@ -70,12 +70,18 @@ class DataConfig(Section):
 
 
 class BatchConfig(Section):
-    """How many sequences a step sees: global = g_data × microbatches × microbatch_size."""
+    """How many sequences a step sees. They are cut into microbatches, which replicas share: some
+    may take one more than others, and the last microbatch may be smaller."""
 
     global_batch_size: Count = 48
     """Sequences of one optimizer step over all replicas."""
     microbatch_size: Count = 2
     """Sequences that pass through the pipeline together."""
+
+
+def num_microbatches(batch: BatchConfig, replicas: int = 1) -> int:
+    """The microbatches of a step; of several replicas, those of the one that takes most."""
+    return -(-batch.global_batch_size // (batch.microbatch_size * replicas))
 
 
 class LayoutConfig(Section):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.model_config import CnnConfig, LlamaConfig, TextFamily
-from axsparse.config.schema import Config, prunes
+from axsparse.config.schema import Config, num_microbatches, prunes
 from axsparse.config.section import counted as counted
 from axsparse.config.section import divisors as divisors
 from axsparse.config.section import one_of as one_of
@@ -178,23 +178,16 @@ def check_split(loaded: LoadedConfig, g_inter: int, num_layers: int) -> None:
 
 
 def check_batch(loaded: LoadedConfig, grid: Grid) -> None:
-    """ConfigError unless every replica gets the same number of whole microbatches."""
-    total, size = loaded.config.batch.global_batch_size, loaded.config.batch.microbatch_size
-    replicas = counted(grid.g_data, "replica")
-    share, rest = divmod(total, grid.g_data)
-    if rest:
-        below, above = total - rest, total - rest + grid.g_data
-        sizes = f"{below} or {above}" if below else f"{above}"
+    """ConfigError unless every replica gets a microbatch."""
+    batch = loaded.config.batch
+    microbatches = num_microbatches(batch)
+    if microbatches < grid.g_data:
+        total, size = batch.global_batch_size, batch.microbatch_size
         raise ConfigError(
-            f"{loaded.where('batch.global_batch_size')}: {total} does not divide evenly over "
-            f"{replicas} ({total} = {replicas} × {share} + {rest}); choose {sizes}, "
-            f"or as layout.g_data {one_of(divisors(total), near=grid.g_data)}"
-        )
-    if share % size:
-        raise ConfigError(
-            f"{loaded.where('batch.microbatch_size')}: {size} does not divide the "
-            f"{counted(share, 'sequence')} of a replica ({total} = {replicas} × {share}); "
-            f"choose {one_of(divisors(share), near=size)}"
+            f"{loaded.where('batch.global_batch_size')}: {total} in microbatches of {size} makes "
+            f"{microbatches} for {counted(grid.g_data, 'replica')}; choose "
+            f"at least {(grid.g_data - 1) * size + 1}, smaller microbatches "
+            f"(batch.microbatch_size), or at most {microbatches} as layout.g_data"
         )
 
 

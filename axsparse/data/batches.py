@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
@@ -60,7 +60,7 @@ class Batches:
     _: KW_ONLY
     num_samples: int
     global_batch_size: int
-    """A multiple of `g_data`."""
+    """Samples of a step, all replicas together."""
     microbatch_size: int
     replica: int
     g_data: int
@@ -73,7 +73,6 @@ class Batches:
     """Whether tensors are moved to pinned memory, from which a GPU copies asynchronously."""
 
     def __post_init__(self) -> None:
-        assert self.global_batch_size % self.g_data == 0, "replicas of unequal batch size"
         assert 0 <= self.replica < self.g_data, f"replica {self.replica} outside {self.g_data}"
         self._check_length()
 
@@ -83,20 +82,10 @@ class Batches:
         return None if self.dataset is None else self.dataset.targets_per_sample
 
     def training(self, step: int) -> Batch:
-        """The batch of a training step, a pure function of (seed, step); each epoch is shuffled.
-
-        Each replica has a contiguous share of the global batch; its last microbatch may be
-        smaller than the others.
-        """
+        """The batch of a training step, a pure function of (seed, step); each epoch is shuffled."""
         size = self.global_batch_size
-        shares = shard_bounds(size, self.g_data)
-        begin, end = shares[self.replica], shares[self.replica + 1]
-        return self._read(
-            step,
-            samples_of_step(self.num_samples, size, step, self.seed),
-            epochs_of_step(self.num_samples, size, step),
-            [*range(begin, end, self.microbatch_size), end],
-        )
+        samples = samples_of_step(self.num_samples, size, step, self.seed)
+        return self._read(step, samples, epochs_of_step(self.num_samples, size, step))
 
     def first(self, samples: int) -> tuple[Microbatch, ...]:
         """The first samples of training, in its order; the same for every replica."""
@@ -109,19 +98,11 @@ class Batches:
         return -(-self.num_samples // self.global_batch_size)
 
     def evaluation(self, number: int) -> Batch:
-        """An evaluation batch, unshuffled; `number` is in [0, num_evaluation_batches).
-
-        The global batch is cut into microbatches first, and these are divided among the
-        replicas, so that every microbatch is the same in all layouts.
-        """
+        """An evaluation batch, unshuffled; `number` is in [0, num_evaluation_batches)."""
         assert 0 <= number < self.num_evaluation_batches, f"no evaluation batch {number}"
         first = number * self.global_batch_size
-        end = min(first + self.global_batch_size, self.num_samples)
-        cuts = [*range(0, end - first, self.microbatch_size), end - first]
-        shares = shard_bounds(len(cuts) - 1, self.g_data)
-        own = cuts[shares[self.replica] : shares[self.replica + 1] + 1]
-        samples = np.arange(first, end)
-        return self._read(number, samples, np.zeros_like(samples), own)
+        samples = np.arange(first, min(first + self.global_batch_size, self.num_samples))
+        return self._read(number, samples, np.zeros_like(samples))
 
     def close(self) -> None:
         """Release what a `PartedDataset` needs for reading; a later read acquires it again."""
@@ -136,16 +117,17 @@ class Batches:
                 "when it was opened; give a data set whose length stays"
             )
 
-    def _read(
-        self,
-        step: int,
-        samples: NDArray[np.int64],
-        epochs: NDArray[np.int64],
-        bounds: Sequence[int],
-    ) -> Batch:
-        """A batch whose microbatches lie between neighbouring `bounds`, positions in `samples`."""
+    def _read(self, step: int, samples: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
+        """This replica's part of a global batch.
+
+        The batch is cut into microbatches first, and replicas take whole ones, so that every
+        microbatch is the same in all layouts.
+        """
         self._check_length()
-        spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
+        cuts = [*range(0, len(samples), self.microbatch_size), len(samples)]
+        shares = shard_bounds(len(cuts) - 1, self.g_data)
+        own = cuts[shares[self.replica] : shares[self.replica + 1] + 1]
+        spans = [slice(begin, end) for begin, end in itertools.pairwise(own)]
         # All reads begin before the first one is waited for, so that threads read in parallel.
         parts = [self._start(samples[span], epochs[span]) for span in spans]
         microbatches = []

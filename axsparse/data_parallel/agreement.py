@@ -29,6 +29,26 @@ NOTHING = Notice()
 
 
 @dataclass(frozen=True)
+class Report:
+    """What a rank knows of a step before all of them agree on it."""
+
+    losses: Sequence[float]
+    """The losses of this replica's microbatches, over the global number of targets. They count on
+    the last stage only, and are added exactly and rounded once."""
+    partials: Mapping[str, Tensor]
+    """This replica's share of `norm_partials`."""
+    notice: Notice = NOTHING
+    is_finite: bool = True
+    """Whether this rank's own gradients were finite, before they were summed over replicas."""
+    digest: int = 0
+    """A number below 2⁵³ that is equal for equal weights; 0 on all ranks where weights are not
+    compared."""
+    excess: Mapping[str, float] | None = None
+    """The tensors of which an entry was too large for an exact sum here, with 1, or not finite,
+    with NaN; None where sums are not exact."""
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The outcome of a step, the same on all ranks."""
 
@@ -93,7 +113,8 @@ class Agreement:
         self._losses = 2 * place.grid.g_data
         self._names = tuple(names)
         self._slots: dict[str, slice] = {}
-        self._owner_of_block = torch.arange(len(blocks)).repeat_interleave(torch.tensor(blocks))
+        numbers = torch.tensor(blocks, dtype=torch.int64)
+        self._owner_of_block = torch.arange(len(blocks)).repeat_interleave(numbers)
         at = self._losses
         for name, size in zip(names, blocks, strict=True):
             self._slots[name] = slice(at, at + size)
@@ -103,56 +124,43 @@ class Agreement:
         self._notices = slice(self._digests.stop, self._digests.stop + 2)
         self._excess = slice(self._notices.stop, self._notices.stop + len(names))
 
-    def reach(
-        self,
-        losses: Sequence[float],
-        partials: Mapping[str, Tensor],
-        loss_scale: float = 1.0,
-        notice: Notice = NOTHING,
-        *,
-        is_finite: bool = True,
-        digest: int = 0,
-        excess: Mapping[str, float] | None = None,
-    ) -> Verdict:
+    def reach(self, report: Report, loss_scale: float = 1.0) -> Verdict:
         """The verdict on a step; all ranks call this together.
 
-        `losses` are those of this replica's microbatches, over the global number of targets, and
-        count on the last stage only; they are added exactly and rounded once. `partials` is this replica's share of `norm_partials`, of gradients that
-        are `loss_scale` times too large. `is_finite` says whether this rank's own gradients were
-        finite, before they were summed over replicas. `digest` is a number below 2⁵³ that is equal
-        for equal weights; where weights are not compared, it is 0 on all ranks. `excess` has the
-        tensors of which an entry was too large for an exact sum here, with 1, or not finite, with
-        NaN; None where sums are not exact.
+        Gradients are `loss_scale` times too large.
         """
-        vector = torch.zeros(self._excess.stop, dtype=torch.float64)
-        vector[self._notices] = torch.tensor([notice.stop, notice.writing]).double()
-        vector[self._flags][self._place.rank] = not is_finite
-        vector[self._digests][self._place.rank] = digest
-        if self._place.is_last:
-            own = slice(2 * self._place.replica, 2 * self._place.replica + 2)
-            vector[own] = torch.tensor(exact_sum(losses), dtype=torch.float64)
-        for name, partial in partials.items():
-            vector[self._slots[name]] = partial
-        for name, number in (excess or {}).items():
-            vector[self._excess][self._names.index(name)] = number
+        vector = self._vector(report)
         wait(self._world.start(Op.ALL_REDUCE, vector), self._backoff)
-        norm = global_norm(vector[self._losses : self._flags.start], loss_scale)
-        total, _ = exact_sum(vector[: self._losses].tolist())
+        losses, excess = vector[: self._losses], vector[self._excess]
         finite = bool(torch.isfinite(vector).all())
-        culprit = None if finite else self._first_bad(vector)
-        heard = Notice(*(count > 0 for count in vector[self._notices].tolist()))
         return Verdict(
-            loss=total,
-            grad_norm=norm,
+            loss=exact_sum(losses.tolist())[0],
+            grad_norm=global_norm(vector[self._losses : self._flags.start], loss_scale),
             finite=finite,
-            culprit=culprit,
-            bad_loss=next((slot // 2 for slot in _where(~vector[: self._losses].isfinite())), None),
+            culprit=None if finite else self._first_bad(vector),
+            bad_loss=next((slot // 2 for slot in _where(~losses.isfinite())), None),
             bad_ranks=_where(vector[self._flags] > 0),
-            notice=heard,
+            notice=Notice(*(count > 0 for count in vector[self._notices].tolist())),
             drifted=_first_odd(vector[self._digests].tolist(), self._place.grid),
-            too_large=frozenset(self._names[at] for at in _where(vector[self._excess] > 0)),
-            sizes={} if excess is None else self._sizes(vector, loss_scale),
+            too_large=frozenset(self._names[number] for number in _where(excess > 0)),
+            sizes={} if report.excess is None else self._sizes(vector, loss_scale),
         )
+
+    def _vector(self, report: Report) -> Tensor:
+        """What this rank adds to the vector."""
+        place = self._place
+        vector = torch.zeros(self._excess.stop, dtype=torch.float64)
+        vector[self._notices] = torch.tensor([report.notice.stop, report.notice.writing]).double()
+        vector[self._flags][place.rank] = not report.is_finite
+        vector[self._digests][place.rank] = report.digest
+        if place.is_last:
+            own = slice(2 * place.replica, 2 * place.replica + 2)
+            vector[own] = torch.tensor(exact_sum(report.losses), dtype=torch.float64)
+        for name, partial in report.partials.items():
+            vector[self._slots[name]] = partial
+        for name, number in (report.excess or {}).items():
+            vector[self._excess][self._names.index(name)] = number
+        return vector
 
     def _sizes(self, vector: Tensor, loss_scale: float) -> dict[str, float]:
         """By tensor, the largest of its blocks' norms."""

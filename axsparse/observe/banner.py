@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from axsparse.config.schema import ONCE, Config, prunes
+from axsparse.config.schema import ONCE, Config, num_microbatches, prunes
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.runtime.console import format_bytes, format_count
 from axsparse.runtime.grid import Grid
@@ -63,10 +63,11 @@ def banner(
     shared = f", optimizer state shared by {grid.g_data} replicas" if is_shared else ""
     yield f"model state/rank: {_state(config, model)}{shared}{beside}"
     batch = config.batch
-    per_replica = batch.global_batch_size // grid.g_data
+    most, least = num_microbatches(batch, grid.g_data), num_microbatches(batch) // grid.g_data
+    each = f"{most}" if most == least else f"{least} or {most}"
     yield (
         f"batch {batch.global_batch_size} = {grid.g_data} replica{'s' * (grid.g_data > 1)} × "
-        f"{per_replica // batch.microbatch_size} microbatches × {batch.microbatch_size} · {data}"
+        f"{each} microbatches × {batch.microbatch_size} · {data}"
     )
     steps = config.train.steps
     yield f"{steps} step{'s' * (steps != 1)} · metrics → {metrics}"

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, num_microbatches
 from axsparse.config.validate import (
     check_divides_ranks,
     check_split,
@@ -75,19 +75,17 @@ def chosen_layout(
     `found_memory` is what the machine leaves to each rank, in bytes, if that is known. It may lead
     to more stages than `resolve_grid` would take, never to fewer. Returns None, so that
     `resolve_grid` decides, if the configuration gives g_inter, g_data or a split, if nothing limits
-    the memory of a rank, or if no number of stages divides ranks and batch. ConfigError if nothing
-    fits.
+    the memory of a rank, or if no number of stages leaves each replica a microbatch.
+    ConfigError if nothing fits.
     """
     config = loaded.config
     layout = config.layout
     if not layout.g_inter == layout.g_data == layout.split == "auto":
         return None
-    batch = config.batch
 
-    def divides(stages: int) -> bool:
-        """Whether each replica gets whole microbatches."""
-        share, rest = divmod(batch.global_batch_size, ranks // stages)
-        return not rest and share % batch.microbatch_size == 0
+    def is_enough(stages: int) -> bool:
+        """Whether each replica gets a microbatch."""
+        return num_microbatches(config.batch) >= ranks // stages
 
     stages = [n for n in range(1, subject.most_stages + 1) if ranks % n == 0]
     if layout.memory_per_rank != "auto":
@@ -95,12 +93,12 @@ def chosen_layout(
     elif found_memory is not None:
         # Fewer stages than usual might not fit later: others on the host may take some memory.
         room, usual = found_memory, _usual_stages(stages)
-        if not divides(usual):
+        if not is_enough(usual):
             return None
         stages = [n for n in stages if n >= usual]
     else:
         return None
-    stages = [n for n in stages if divides(n)]
+    stages = [n for n in stages if is_enough(n)]
     if not stages:
         return None
     # Without a named cluster memory alone decides, and no time is predicted.
@@ -230,7 +228,7 @@ def balanced(
     `layout.memory_per_rank`; ConfigError if none fits. The pipeline of `config` is resolved.
     """
     room, batch, pipeline = config.layout.memory_per_rank, config.batch, config.pipeline
-    microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
+    microbatches = num_microbatches(batch, grid.g_data)
     layout = Layout(grid, configured_schedule(pipeline), batch.microbatch_size, microbatches)
 
     def needs(stage: int, load: StageLoad) -> float:

@@ -30,7 +30,7 @@ class Layout:
     microbatch_size: int
     """Samples of a microbatch."""
     microbatches: int
-    """Number of microbatches of each replica in a step."""
+    """Number of microbatches of a replica in a step; of the one that takes most, if they differ."""
 
     def stage_memory(self, stage: int, load: StageLoad, overhead: float) -> StageMemory:
         """What this stage needs on one rank, if it has this load. `overhead` as in
@@ -81,7 +81,7 @@ class LayoutQuestion:
     g_inter: Sequence[int] | None = None
     """The numbers of stages to try, in this order; None: every divisor of `gpus`."""
     microbatch_sizes: Sequence[int] | None = None
-    """The sizes to try, in samples; None: every power of two that divides a replica's batch."""
+    """The sizes to try, in samples; None: every power of two that divides the batch."""
 
     @property
     def room(self) -> float:

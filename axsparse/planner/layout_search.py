@@ -124,7 +124,7 @@ def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
         if why is not None:
             rejected.append(Rejection(grid.g_inter, grid.g_data, None, why))
             continue
-        for size in sizes or _powers_of_two(question.global_batch_size // grid.g_data):
+        for size in sizes or _powers_of_two(question.global_batch_size, grid.g_data):
             found = _try_size(question, grid, size)
             if isinstance(found, Row):
                 rows.append(found)
@@ -140,16 +140,16 @@ def _impossible(question: LayoutQuestion, grid: Grid) -> str | None:
     most, batch = question.workload.most_stages, question.global_batch_size
     if grid.g_inter > most:
         return f"the model can be cut into {most} stages at most"
-    if batch % grid.g_data:
-        return f"{grid.g_data} replicas do not divide a batch of {batch}"
+    if batch < grid.g_data:
+        return f"{grid.g_data} replicas share a batch of {batch}"
     return None
 
 
 def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejection:
     """One grid at one microbatch size, under the first of the question's schedules that fits."""
-    share = question.global_batch_size // grid.g_data
-    if share % size:
-        reason = f"microbatches of {size} do not divide {share} samples"
+    microbatches = -(-question.global_batch_size // size)
+    if microbatches < grid.g_data:
+        reason = f"microbatches of {size} are {microbatches} for {grid.g_data} replicas"
         return Rejection(grid.g_inter, grid.g_data, size, reason)
     is_split = question.split_backward is True
     for schedule in question.schedules or [
@@ -158,7 +158,7 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
         room = question.room
         if question.schedules and schedule.slack > question.schedules[-1].slack:
             room *= MOST_ROOM
-        layout = Layout(grid, schedule, size, share // size)
+        layout = Layout(grid, schedule, size, -(-microbatches // grid.g_data))
         if question.split_backward is None and not may_split(question, layout):
             layout = replace(layout, schedule=replace(schedule, split_backward=False))
         found = _split(question, layout, room)
@@ -216,6 +216,7 @@ def _row(question: LayoutQuestion, layout: Layout, loads: Sequence[StageLoad]) -
     )
 
 
-def _powers_of_two(samples: int) -> list[int]:
-    """The powers of two that divide a number of samples, smallest first."""
-    return [size for size in (2**n for n in range(samples.bit_length())) if samples % size == 0]
+def _powers_of_two(batch: int, replicas: int) -> list[int]:
+    """The powers of two that divide a batch and leave each replica a microbatch, smallest first."""
+    sizes = (2**n for n in range((batch // replicas).bit_length()))
+    return [size for size in sizes if batch % size == 0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from axsparse.config.load import LoadedConfig, made_in_python
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, num_microbatches
 from axsparse.config.validate import check_config, check_offload, check_split, counted
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
@@ -244,7 +244,7 @@ def planned_memory(
     if surveyed.shapes != shapes or not is_settled:
         return None
     grid = Grid(layout.g_inter, layout.g_data)
-    microbatches = config.batch.global_batch_size // grid.g_data // config.batch.microbatch_size
+    microbatches = num_microbatches(config.batch, grid.g_data)
     planned = Layout(
         grid, configured_schedule(pipeline), config.batch.microbatch_size, microbatches
     )

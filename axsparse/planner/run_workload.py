@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from axsparse.config.schema import Config, PipelineConfig
+from axsparse.config.schema import Config, PipelineConfig, num_microbatches
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
@@ -183,8 +183,7 @@ def predict(
 
     Backwards are whole where the configuration leaves that open.
     """
-    share = config.batch.global_batch_size // grid.g_data
-    microbatches = share // config.batch.microbatch_size
+    microbatches = num_microbatches(config.batch, grid.g_data)
     schedule = configured_schedule(config.pipeline, slack=slack, is_split=False)
     if cluster is None:
         loads = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)

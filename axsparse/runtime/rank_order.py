@@ -51,6 +51,7 @@ def exchanged_bytes(op: Op, bounds: Sequence[int], rank: int, itemsize: int) -> 
         entries += total * (size - 1)
     return entries * itemsize
 
+
 def exact_sum(values: Sequence[float]) -> tuple[float, float]:
     """The rounded sum of fp64 numbers and the remainder; in any order of the numbers.
 

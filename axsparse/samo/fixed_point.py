@@ -43,9 +43,10 @@ def add(sums_K: Tensor, values_K: Tensor, unit: float, *, adds: bool) -> Tensor:
     """Add values to int64 sums, `(kept,)`, or store them if not `adds`; returns the largest
     absolute value in units, fp64, which is not finite where a value is not."""
     largest = torch.zeros((), dtype=torch.float64, device=values_K.device)
-    pairs = zip(sums_K.split(CHUNK), values_K.split(CHUNK), strict=True)
-    for sums, values in pairs:
-        scaled = values.double().mul_(1 / unit)
+    assert sums_K.shape == values_K.shape, f"{tuple(values_K.shape)} for {tuple(sums_K.shape)}"
+    for start in range(0, sums_K.numel(), CHUNK):
+        sums = sums_K[start : start + CHUNK]
+        scaled = values_K[start : start + CHUNK].double().mul_(1 / unit)
         low, high = scaled.aminmax()
         largest = torch.maximum(largest, torch.maximum(-low, high))
         integers = scaled.round_().long()

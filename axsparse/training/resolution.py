@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.schema import Config, sample_length
+from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
 from axsparse.models.survey import LayerInfo, Survey, match
@@ -342,9 +342,7 @@ def _gradient(config: Config, grid: Grid) -> str:
         return "fp32"
     if config.samo.gradient != "auto":
         return config.samo.gradient
-    batch = config.batch
-    microbatches = batch.global_batch_size // (grid.g_data * batch.microbatch_size)
-    return "half" if accumulates_in_half(microbatches) else "fp32"
+    return "half" if accumulates_in_half(num_microbatches(config.batch, grid.g_data)) else "fp32"
 
 
 def _trades(

@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from axsparse.config.schema import Config, SpikesConfig
+from axsparse.config.schema import Config, SpikesConfig, num_microbatches
 from axsparse.data.batches import Batch
 from axsparse.data.prefetch import Prefetcher
-from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Verdict
+from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Report, Verdict
 from axsparse.pruning.methods.masking import Change
 from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere
@@ -68,7 +68,7 @@ class Step:
         self._units: Units | None = None
         """The units of exact sums; None where gradients are summed as numbers."""
         if config.samo.gradient == "exact":
-            self._units = Units(-(-config.batch.global_batch_size // config.batch.microbatch_size))
+            self._units = Units(num_microbatches(config.batch))
         self._named: dict[str, set[str]] = {}
         self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
@@ -193,7 +193,7 @@ class Step:
         digest: int = 0,
     ) -> Verdict:
         """Tell all ranks the loss, the norm, and whether both are finite."""
-        parts, ties = self._parts, self._parts.survey.ties
+        parts = self._parts
         with parts.phases("optimizer"):
             squares = norm_partials([layer.state for layer in parts.layers], self._counted)
             largest = {
@@ -208,24 +208,24 @@ class Step:
         each = [float(next(found)) for _ in losses]
         ends = [float(next(found)) for _ in extremes]
         partials = {name: next(found) for name in squares}
-        excess: dict[str, float] | None = None
-        if self._units is not None:
-            excess = {}
-            for name, most in zip(largest, ends[len(ends) - len(largest) :], strict=True):
-                if not most <= self._units.limit:
-                    first = ties.get(name, name)
-                    number = 1.0 if math.isfinite(most) else math.nan
-                    excess[first] = excess.get(first, 0.0) + number
+        excess = self._excess(dict(zip(largest, ends[len(ends) - len(largest) :], strict=True)))
         with parts.phases("collective"):
-            return self._agreement.reach(
-                each,
-                partials,
-                parts.loss_scale.scale,
-                notice(),
-                is_finite=all(map(math.isfinite, ends)),
-                digest=digest,
-                excess=excess,
-            )
+            is_finite = all(map(math.isfinite, ends))
+            report = Report(each, partials, notice(), is_finite, digest, excess)
+            return self._agreement.reach(report, parts.loss_scale.scale)
+
+    def _excess(self, largest: Mapping[str, float]) -> dict[str, float] | None:
+        """The tensors of which an entry did not fit into an exact sum (`Report.excess`), from the
+        largest entry of each, in units."""
+        if self._units is None:
+            return None
+        excess: dict[str, float] = {}
+        for name, most in largest.items():
+            if not most <= self._units.limit:
+                first = self._parts.survey.ties.get(name, name)
+                number = 1.0 if math.isfinite(most) else math.nan
+                excess[first] = excess.get(first, 0.0) + number
+        return excess
 
     def _clip_and_update(self, verdict: Verdict) -> None:
         """Clip by the global norm, step the optimizer on kept entries, write the dense weights."""

@@ -75,8 +75,8 @@ def steps(run_dir: Path, rank: int) -> list[int]:
 REFUSED = [
     ([*SLURM, "--set", "layout.g_inter=3"], "layout.g_inter (--set): 3 does not divide the 2 rank"),
     (
-        [*SLURM, "--set", "layout.g_inter=1", "--set", "batch.global_batch_size=9"],
-        "batch.global_batch_size (--set): 9 does not divide evenly over 2 replicas",
+        [*SLURM, "--set", "layout.g_inter=1", "--set", "batch.global_batch_size=1"],
+        "batch.global_batch_size (--set): 1 in microbatches of 2 makes 1 for 2 replicas",
     ),
     (
         [*SLURM, "--set", "pruning.spasity=0.5"],

@@ -97,54 +97,26 @@ def test_what_needs_a_gpu_is_refused_without_one(key: str, said: str) -> None:
 # --- check_batch -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("grid", "size"), [(Grid(1, 1), 48), (Grid(2, 2), 24), (Grid(1, 48), 1)])
-def test_a_batch_of_whole_microbatches_passes(grid: Grid, size: int) -> None:
+@pytest.mark.parametrize(
+    ("grid", "size"), [(Grid(1, 1), 48), (Grid(2, 7), 5), (Grid(1, 48), 1), (Grid(1, 1), 100)]
+)
+def test_a_batch_of_a_microbatch_for_each_replica_passes(grid: Grid, size: int) -> None:
     check_batch(load_config(None, [f"batch.microbatch_size={size}"]), grid)
 
 
-@pytest.mark.parametrize(
-    ("grid", "overrides", "said"),
-    [
-        (
-            Grid(2, 2),
-            ["batch.microbatch_size=5"],
-            "batch.microbatch_size (--set): 5 does not divide the 24 sequences of a replica "
-            "(48 = 2 replicas × 24); choose one of 1, 2, 3, 4, 6, 8, 12, 24",
-        ),
-        (
-            Grid(1, 2),
-            ["batch.microbatch_size=16"],
-            "batch.microbatch_size (--set): 16 does not divide the 24 sequences of a replica "
-            "(48 = 2 replicas × 24); choose one of 1, 2, 3, 4, 6, 8, 12, 24",
-        ),
-        (
-            Grid(1, 1),
-            ["batch.global_batch_size=960", "batch.microbatch_size=100"],
-            "batch.microbatch_size (--set): 100 does not divide the 960 sequences of a replica "
-            "(960 = 1 replica × 960); choose one of 40, 48, 60, 64, 80, 96, 120, 160",
-        ),
-        (
-            Grid(2, 4),
-            ["batch.global_batch_size=50"],
-            "batch.global_batch_size (--set): 50 does not divide evenly over 4 replicas "
-            "(50 = 4 replicas × 12 + 2); choose 48 or 52, or as layout.g_data one of 1, 2, 5, 10, "
-            "25, 50",
-        ),
-        (
-            Grid(1, 4),
-            ["batch.global_batch_size=1"],
-            "batch.global_batch_size (--set): 1 does not divide evenly over 4 replicas "
-            "(1 = 4 replicas × 0 + 1); choose 4, or as layout.g_data 1",
-        ),
-    ],
-)
-def test_batches_that_do_not_divide_are_told_with_the_nearest_that_do(
-    grid: Grid, overrides: list[str], said: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_batch(load_config(None, overrides), grid)
+def test_too_few_microbatches_are_told_with_what_would_be_enough() -> None:
+    loaded = load_config(None, ["batch.global_batch_size=50", "batch.microbatch_size=20"])
 
-    assert str(caught.value) == said
+    with pytest.raises(ConfigError) as caught:
+        check_batch(loaded, Grid(2, 4))
+
+    assert str(caught.value) == (
+        "batch.global_batch_size (--set): 50 in microbatches of 20 makes 3 for 4 replicas; choose "
+        "at least 61, smaller microbatches (batch.microbatch_size), or at most 3 as layout.g_data"
+    )
+    check_batch(
+        load_config(None, ["batch.global_batch_size=61", "batch.microbatch_size=20"]), Grid(2, 4)
+    )
 
 
 # --- check_data --------------------------------------------------------------------------

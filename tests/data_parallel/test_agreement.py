@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from axsparse.data_parallel.agreement import Agreement, Verdict
+from axsparse.data_parallel.agreement import Agreement, Report, Verdict
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
 from axsparse.runtime.grid import Grid, Place
@@ -65,7 +65,7 @@ def reach(
         partials = {name: share(PARTIALS[name], place) for name in own}
         if spoilt is not None and place.rank == spoilt[0]:
             partials[spoilt[1]][0] = spoilt[2]
-        return agreement.reach(loss_of(place), partials)
+        return agreement.reach(Report([loss_of(place)], partials))
 
     return on_every_rank(grid, body)
 
@@ -108,8 +108,8 @@ def test_the_first_bad_tensor_in_model_order_and_the_ranks_whose_own_were_bad_ar
     def body(transport: Transport, place: Place) -> tuple[str | None, tuple[int, ...]]:
         agreement = Agreement(transport.world, transport.backoff, place, NAMES, KEPT)
         partials = {**PARTIALS, "d": PARTIALS["d"] * math.nan, "b": PARTIALS["b"] * math.inf}
-        named = agreement.reach(1.0, partials).culprit
-        verdict = agreement.reach(1.0, {}, is_finite=place.rank not in (2, 3))
+        named = agreement.reach(Report([1.0], partials)).culprit
+        verdict = agreement.reach(Report([1.0], {}, is_finite=place.rank not in (2, 3)))
         assert verdict.finite, "what others made of it counts"
         return named, verdict.bad_ranks
 
@@ -119,7 +119,8 @@ def test_the_first_bad_tensor_in_model_order_and_the_ranks_whose_own_were_bad_ar
 def test_the_norm_is_that_of_unscaled_gradients() -> None:
     def body(transport: Transport, place: Place) -> Verdict:
         agreement = Agreement(transport.world, transport.backoff, place, NAMES, KEPT)
-        return agreement.reach(1.0, {name: v * 2.0**40 for name, v in PARTIALS.items()}, 2.0**20)
+        partials = {name: v * 2.0**40 for name, v in PARTIALS.items()}
+        return agreement.reach(Report([1.0], partials), 2.0**20)
 
     (verdict,) = on_every_rank(Grid(1, 1), body)
 
@@ -130,7 +131,7 @@ def test_the_norm_is_that_of_unscaled_gradients() -> None:
 def test_an_agreement_serves_many_steps() -> None:
     def body(transport: Transport, place: Place) -> list[float]:
         agreement = Agreement(transport.world, transport.backoff, place, [], {})
-        return [agreement.reach(float(step), {}).loss for step in range(3)]
+        return [agreement.reach(Report([float(step)], {})).loss for step in range(3)]
 
     assert on_every_rank(Grid(2, 2), body) == [[0.0, 2.0, 4.0]] * 4
 
@@ -164,6 +165,47 @@ def test_all_ranks_hear_who_has_other_weights_than_the_first_replica(
     def body(transport: Transport, place: Place) -> int | None:
         agreement = Agreement(transport.world, transport.backoff, place, NAMES, {})
         digest = (1 << 52) - 1 - place.stage - (place.rank in odd)
-        return agreement.reach(1.0, {}, digest=digest).drifted
+        return agreement.reach(Report([1.0], {}, digest=digest)).drifted
 
     assert on_every_rank(Grid(3, 2), body) == [found] * 6
+
+
+def test_all_ranks_hear_what_did_not_fit_into_an_exact_sum_and_how_large_each_gradient_is() -> None:
+    def body(transport: Transport, place: Place) -> Verdict:
+        own = names_of(place)
+        kept = {name: KEPT[name] for name in own}
+        agreement = Agreement(transport.world, transport.backoff, place, NAMES, kept)
+        partials = {name: share(PARTIALS[name], place) for name in own}
+        excess = {name: 1.0 for name in own if name in "bd" and place.replica == 1}
+        return agreement.reach(Report([1.0], partials, excess=excess), 4.0)
+
+    for verdict in on_every_rank(Grid(2, 2), body):
+        assert verdict.finite
+        assert verdict.too_large == {"b", "d"}
+        assert verdict.sizes == {
+            name: math.sqrt(max(parts.tolist(), default=0.0)) / 4
+            for name, parts in PARTIALS.items()
+        }
+
+
+def test_an_entry_that_is_not_finite_spoils_an_exact_sum_though_integers_do_not_tell() -> None:
+    def body(transport: Transport, place: Place) -> Verdict:
+        agreement = Agreement(transport.world, transport.backoff, place, NAMES, KEPT)
+        excess = {"b": math.nan} if place.replica == 1 else {"a": 1.0}
+        return agreement.reach(Report([1.0], {}, excess=excess))
+
+    for verdict in on_every_rank(Grid(1, 2), body):
+        assert (verdict.finite, verdict.culprit) == (False, "b")
+
+
+def test_losses_are_added_exactly_whoever_has_them() -> None:
+    losses = [1.0, 2.0**-60, 2.0**60, -(2.0**60), 3.0, 2.0**-50]
+
+    def body(transport: Transport, place: Place) -> float:
+        agreement = Agreement(transport.world, transport.backoff, place, [], {})
+        own = losses[place.replica :: place.grid.g_data]
+        return agreement.reach(Report(own, {})).loss
+
+    for replicas in (1, 2, 3):
+        found = on_every_rank(Grid(1, replicas), body)
+        assert found == [math.fsum(losses)] * replicas

@@ -51,16 +51,16 @@ def test_every_layout_is_either_a_row_or_rejected_with_a_reason() -> None:
     [
         (
             {"global_batch_size": 48, "g_inter": [5, 48, 1], "microbatch_sizes": [1, 2]},
-            ["5 does not divide 48 devices", "microbatches of 2 do not divide 1 samples"],
+            ["5 does not divide 48 devices", "microbatches of 2 are 24 for 48 replicas"],
         ),
         (
             {"global_batch_size": 12, "g_inter": [1, 4], "microbatch_sizes": [1]},
-            ["48 replicas do not divide a batch of 12"],
+            ["48 replicas share a batch of 12"],
         ),
         (
             {"global_batch_size": 48, "g_inter": [1, 48, 96], "gpus": 96, "microbatch_sizes": [1]},
             [
-                "96 replicas do not divide a batch of 48",
+                "96 replicas share a batch of 48",
                 "the model can be cut into 48 stages at most",
             ],
         ),

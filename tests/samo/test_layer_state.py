@@ -155,12 +155,12 @@ def test_an_alias_stands_last_and_only_its_gradient_is_its_own(form: Form) -> No
     assert layer.owned == [owner, other]
     assert alias.index is owner.index
     assert layer.gradient.numel() == 2 * owner.kept + 3
-    assert layer.owned_gradient.numel() == owner.kept + 3
-    assert layer.owned_gradient.data_ptr() == layer.gradient.data_ptr()
+    assert layer.owned_sums.numel() == owner.kept + 3
+    assert layer.owned_sums.data_ptr() == layer.gradient.data_ptr()
     assert alias.offset == owner.kept + 3
     assert layer.live_bytes() == formula(layer, form=form)
     aliases_alone = layer_state([alias], form=form)
-    assert aliases_alone.owned_gradient.numel() == 0
+    assert aliases_alone.owned_sums.numel() == 0
     assert aliases_alone.live_bytes() == StateBytes(gradient=owner.kept * FORMS[form][0].itemsize)
 
 

@@ -1,9 +1,10 @@
 """The table of equivalences: what is trained, on which layout, and what it must be equal to.
 
-A row names settings, a layout, and a judge. Three judges know what a run must be:
+A row names settings, a layout, and a judge. Four judges know what a run must be:
 
 - `TORCH`: the dense masked oracle in plain torch, which adds in the order of the replicas;
 - `ONE_STAGE`: the same replicas with one stage each, without the row's free settings;
+- `ONE_RANK`: one process, likewise, for sums that no number of replicas changes;
 - `SAME_LAYOUT`: the same layout without the row's free settings.
 
 Free settings say how a model is trained, not what comes out: none of them may change a bit.
@@ -40,10 +41,11 @@ from axsparse.training.trainer import Trainer
 
 Layout = tuple[int, int]
 Settings = Mapping[str, Any]
-Judge = Literal["torch", "one stage", "same layout"]
+Judge = Literal["torch", "one stage", "one rank", "same layout"]
 Ranks = Sequence[tuple[Trainer, Trace]]
 TORCH: Judge = "torch"
 ONE_STAGE: Judge = "one stage"
+ONE_RANK: Judge = "one rank"
 SAME_LAYOUT: Judge = "same layout"
 
 SCHEDULES = ("message-driven", "1f1b", "gpipe")
@@ -227,7 +229,8 @@ def judge(row: Row, **others: Any) -> Ranks:
 def reference(row: Row) -> list[Trace]:
     """What the row's run must be equal to: one trace for all, one a replica, or one a rank."""
     config = row.judged_by()
-    layout = row.layout if row.judge == SAME_LAYOUT else (1, row.layout[1])
+    replicas = 1 if row.judge == ONE_RANK else row.layout[1]
+    layout = row.layout if row.judge == SAME_LAYOUT else (1, replicas)
     return _reference(row.plain or row.subject, row.judge, layout, config.model_dump_json())
 
 

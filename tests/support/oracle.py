@@ -1,7 +1,7 @@
 """The judge of numerics: plain torch, one process, dense; nothing of samo/ or pipeline/.
 
 Gradients are masked before the norm, weights after each step. Microbatches are added in
-order within a replica, replicas in order after that.
+order within a replica, replicas in order after that; or all as integers, in any order.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -142,6 +144,10 @@ class Oracle:
         ]
         self.optimizer = optimizer(groups, settings)
         self.trace = Trace()
+        self.exponents: dict[str, int] = {}
+        """Of exact sums, by tensor: the base-2 logarithm of the unit of the coming step."""
+        self.passes = 0
+        """How often exact sums were computed, steps that are computed again included."""
 
     def prune(self) -> None:
         """Draw the masks from the weights of now and apply them, also to the moments."""
@@ -197,35 +203,76 @@ class Oracle:
         samples = samples_of_step(len(self.data), size, step, config.seed)
         _, all_targets = self.data.read(samples)
         divisor = self.data.count_targets(all_targets)
-        share = size // self.g_data
+        cuts = [*range(0, size, per_microbatch), size]
+        number = len(cuts) - 1
         total: dict[str, Tensor] = {}
-        loss_total = 0.0
+        losses: list[float] = []
+        parts: list[dict[str, list[Tensor]]] = []
+        """Of each microbatch or replica, the gradients of each use of every tensor."""
         for replica in range(self.g_data):
-            for parameter in self.parameters.values():
-                parameter.grad = None
-            replica_loss = 0.0
-            for start in range(replica * share, (replica + 1) * share, per_microbatch):
-                stop = min(start + per_microbatch, (replica + 1) * share)
-                inputs, targets = self.data.read(samples[start:stop])
+            own = range(replica * number // self.g_data, (replica + 1) * number // self.g_data)
+            for microbatch in own:
+                if microbatch == own[0] or config.samo.gradient == "exact":
+                    for parameter in self.parameters.values():
+                        parameter.grad = None
+                inputs, targets = self.data.read(samples[cuts[microbatch] : cuts[microbatch + 1]])
                 outputs: Sequence[Tensor] = inputs
                 for module in self.modules:
                     output = module(*outputs)
                     outputs = output if isinstance(output, tuple) else (output,)
                 loss = self.loss(*outputs, targets) / divisor
                 loss.backward()
-                replica_loss += loss.item()
-            loss_total += replica_loss
+                losses.append(loss.item())
+                if microbatch == own[-1] or config.samo.gradient == "exact":
+                    parts.append({name: self._uses(name) for name in self.owned})
+        if config.samo.gradient == "exact":
+            total = self._exact_sums(parts)
+        else:
+            total = {
+                name: reduce(add, (reduce(add, part[name]) for part in parts))
+                for name in self.owned
+            }
+        return math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses), total
+
+    def _uses(self, name: str) -> list[Tensor]:
+        """The gradient of each use of a weight."""
+        names = [name, *(second for second, first in self.ties.items() if first == name)]
+        gradients = [self.parameters[one].grad for one in names]
+        assert gradients[0] is None or None not in gradients
+        return [torch.zeros_like(self.parameters[name]) if g is None else g for g in gradients]
+
+    def _exact_sums(self, parts: Sequence[Mapping[str, Sequence[Tensor]]]) -> dict[str, Tensor]:
+        """The sums of all microbatches' gradients as integers, computed again until they fit."""
+        room = 62 - math.ceil(math.log2(8 * len(parts)))
+        were_too_large: set[str] = set()
+        while True:
+            total: dict[str, Tensor] = {}
+            again: dict[str, int] = {}
+            after: dict[str, int] = {}
             for name in self.owned:
-                grad = self.parameters[name].grad
-                if grad is None:
-                    grad = torch.zeros_like(self.parameters[name])
-                for second, first in self.ties.items():
-                    if first == name:
-                        second_grad = self.parameters[second].grad
-                        assert second_grad is not None
-                        grad = grad + second_grad
-                total[name] = total[name] + grad if name in total else grad.clone()
-        return loss_total, total
+                mask = self.masks.get(name)
+                grads = [g.double() for part in parts for g in part[name]]
+                if mask is not None:
+                    grads = [torch.where(mask, g, 0.0) for g in grads]
+                if not all(g.isfinite().all() for g in grads):
+                    return {name: torch.full_like(grads[0], math.nan)}
+                now = self.exponents.get(name, 10 - room)
+                largest = max(float(g.abs().max()) for g in grads)
+                integers = [(g / 2.0**now).round().to(torch.int64) for g in grads]
+                total[name] = (torch.stack(integers).sum(0).double() * 2.0**now).float()
+                size = math.frexp(float(total[name].double().square().sum().sqrt()))[1]
+                if largest > 2.0 ** (room + now):
+                    were_too_large.add(name)
+                    again[name] = now + 24
+                elif total[name].any():
+                    if size - now < 30 and name not in were_too_large:
+                        again[name] = size + 8 - room
+                    else:
+                        after[name] = max(size + 8 - room, now - 1)
+            self.exponents.update(again or after)
+            self.passes += 1
+            if not again:
+                return total
 
     def _finish_step(self, step: int, loss: float, gradients: dict[str, Tensor]) -> None:
         config = self.config

@@ -190,7 +190,7 @@ def test_a_layout_that_is_given_is_kept_and_predicted() -> None:
         (partial(auto, found=1e4), r"auto finds no number of stages of 4 ranks that fits"),
         (
             partial(auto, 5, 1.0, batch={"global_batch_size": 12, "microbatch_size": 5}),
-            "does not divide evenly over",
+            "12 in microbatches of 5 makes 3 for 5 replicas",
         ),
         (
             partial(limited, 5e-5),

@@ -1,0 +1,122 @@
+"""Exact sums of gradients: the same bits with any number of stages and of replicas."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from support.by_config import oracle_of
+from support.cases import (
+    INFINITE,
+    ONE_RANK,
+    PRUNING,
+    Row,
+    Subject,
+    batch,
+    crossed,
+    judge,
+    merged,
+    parameters,
+    steps,
+)
+from support.runs import random_init, summed_loss, vector_data
+from torch import nn
+
+from axsparse.data.dataset import ArrayDataset
+from axsparse.models.layer import Layer, Model
+
+EXACT: dict[str, Any] = {"samo": {"gradient": "exact"}}
+SHARDED: dict[str, Any] = {"samo": {"shard_optimizer": True}}
+SHAPES = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (3, 1), (4, 1)]
+"""Twelve microbatches: five replicas take two or three of them."""
+FEW = [(1, 5), (2, 3), (3, 1)]
+
+
+def exact(*settings: Any) -> dict[str, Any]:
+    return merged(EXACT, *settings)
+
+
+def outliers() -> ArrayDataset:
+    """Points of which some are a million times as large as the others."""
+    (points,), targets = vector_data().read(np.arange(30))
+    points[7] *= 2.0**20
+    points[19] *= 2.0**-20
+    return ArrayDataset(points, targets)
+
+
+def linear() -> Model:
+    """Layers whose weights' gradients are as large as the points."""
+    widths = [16, 17, 18, 5]
+    layers = [
+        Layer(f"linear{number}", partial(nn.Linear, *pair), init=random_init)
+        for number, pair in enumerate(pairwise(widths))
+    ]
+    return Model(layers, loss=summed_loss)
+
+
+JUMPING = Subject("linear, outliers", lambda config: linear(), outliers)
+ROWS = [
+    *crossed(SHAPES, [exact(steps(4, model={"tie_embeddings": tied})) for tied in (True, False)]),
+    *crossed(
+        FEW,
+        [
+            exact(steps(4, optimizer={"name": "sgd"})),
+            exact(steps(4), batch(11, 2)),
+            exact(steps(10, pruning=PRUNING["gradual"])),
+            exact(steps(4, pruning=PRUNING["snip later"])),
+            exact(steps(10, pruning=PRUNING["iterative"])),
+            exact(steps(4, samo={"enabled": False})),
+        ],
+    ),
+    *(Row(layout, exact(steps(4)), SHARDED) for layout in FEW[:2]),
+    *(
+        Row(layout, exact(steps(4, **section)), judge=ONE_RANK)
+        for layout in FEW
+        for section in (
+            {"optimizer": {"name": "lamb", "eps": 1e-6}},
+            {"precision": "bf16"},
+            {"model": {"dropout": 0.2}, "precision": "bf16", "samo": {"split_master": True}},
+            {"pipeline": {"split_backward": True, "checkpoint_activations": 1}},
+        )
+    ),
+    # So high a scale overflows some gradients until it has been halved a few times.
+    *(
+        Row(
+            layout,
+            exact({"precision": "fp16", "loss_scale": {"initial": 2.0**21, "growth_interval": 4}}),
+            judge=ONE_RANK,
+        )
+        for layout in FEW
+    ),
+]
+
+
+@pytest.mark.parametrize("row", parameters(ROWS))
+def test_any_number_of_replicas_gives_the_bits_of_one_process(row: Row) -> None:
+    ranks = judge(row)
+
+    assert len(set(ranks[0][1].losses)) > 1, "it learned something"
+
+
+@pytest.mark.parametrize("layout", FEW)
+def test_a_gradient_that_jumps_is_computed_again_and_loses_nothing(
+    layout: tuple[int, int],
+) -> None:
+    settings = exact(steps(7, optimizer={"name": "sgd", "clip_norm": 1e-3}), batch(12, 2))
+    row = Row(layout, settings, subject=JUMPING)
+    oracle = oracle_of(row.config(), 1, JUMPING.model(row.config()), JUMPING.data())
+    norms = oracle.run(7).norms
+
+    assert max(norms) > 2**15 * min(norms), "it jumps"
+    assert oracle.passes > 8, "the first step is not the only one that is computed again"
+    judge(row)
+
+
+@pytest.mark.parametrize("layout", FEW)
+def test_numbers_that_are_not_finite_skip_the_step_in_every_layout(layout: tuple[int, int]) -> None:
+    finite = judge(Row(layout, exact(steps(7), batch(12, 2)), subject=INFINITE))[0][1].finite
+
+    assert 0 < finite.count(False) < len(finite)

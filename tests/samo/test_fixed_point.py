@@ -1,0 +1,147 @@
+"""Exact sums: integers that add to the same bits in any order, and the units they are made of."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from axsparse.samo.fixed_point import CHUNK, FIRST_LARGEST, LEAST_BITS, RAISED, Units, add, in_fp32
+
+UNIT = 2.0**-40
+NAME = "layer.weight"
+OTHER = "layer.bias"
+
+
+def parts_of(number: int, size: int, binades: int = 43) -> list[Tensor]:
+    """Gradients of microbatches, with entries of many sizes."""
+    generator = torch.Generator().manual_seed(number)
+    return [
+        torch.randn(size, generator=generator)
+        * torch.exp2(-torch.randint(binades, (size,), generator=generator).float())
+        for _ in range(number)
+    ]
+
+
+def summed(parts: list[Tensor], unit: float = UNIT) -> Tensor:
+    sums = torch.full((parts[0].numel(),), 5, dtype=torch.int64)
+    for number, part in enumerate(parts):
+        add(sums, part, unit, adds=number > 0)
+    in_fp32(sums, slice(0, sums.numel()), unit)
+    return sums.view(torch.float32)[: sums.numel()]
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 9), st.integers(0, 2**31), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_any_order_and_any_grouping_gives_the_same_bits(
+    number: int, seed: int, dtype: torch.dtype
+) -> None:
+    parts = [part.to(dtype) for part in parts_of(number, 33)]
+    expected = summed(parts)
+    random.Random(seed).shuffle(parts)  # noqa: S311  # an order, no secret
+
+    assert torch.equal(summed(parts), expected)
+    half = torch.zeros(2, 33, dtype=torch.int64)
+    for at, part in enumerate(parts):
+        add(half[at % 2], part, UNIT, adds=True)
+    both = half[0] + half[1]
+    in_fp32(both, slice(0, 33), UNIT)
+    assert torch.equal(both.view(torch.float32)[:33], expected)
+
+
+def test_a_sum_is_that_of_rational_numbers_to_a_unit() -> None:
+    parts = parts_of(64, 50)
+
+    found = summed(parts).tolist()
+
+    for entry, ours in enumerate(found):
+        exact = sum(Fraction(float(part[entry])) for part in parts)
+        rounding = abs(exact) * Fraction(1, 2**23) + 32 * Fraction(UNIT)
+        assert abs(Fraction(ours) - exact) <= rounding
+
+
+def test_halves_of_a_unit_are_rounded_to_even_numbers() -> None:
+    values = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 0.75])
+
+    assert summed([values * 4], unit=4.0).tolist() == [0.0, 8.0, 8.0, 0.0, -8.0, 4.0]
+
+
+@pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, 2 * CHUNK + 7])
+def test_gradients_are_made_in_the_memory_of_their_sums(size: int) -> None:
+    """The tensor before it in the buffer is read first, and what is made of it stays."""
+    sums = torch.arange(3 + size)
+    in_fp32(sums, slice(0, 3), 2.0)
+    in_fp32(sums, slice(3, 3 + size), 0.5)
+    found = sums.view(torch.float32)[: 3 + size]
+
+    expected = torch.arange(3 + size).float() * 0.5
+    expected[:3] *= 4
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_the_largest_entry_tells_what_is_not_finite(value: float) -> None:
+    values = torch.zeros(CHUNK + 5)
+    values[2], values[-1] = -3.0, value
+    sums = torch.zeros(CHUNK + 5, dtype=torch.int64)
+
+    assert add(sums[:9], values[:9], 0.5, adds=False).item() == 6.0
+    assert not math.isfinite(add(sums, values, 0.5, adds=True).item())
+
+
+def test_no_sum_of_entries_that_fit_overflows() -> None:
+    microbatches = 24
+    limit = Units(microbatches).limit
+
+    assert 8 * microbatches * int(limit) < 2**63
+
+
+def test_units_follow_the_gradient_of_the_step_before() -> None:
+    units = Units(1)
+    assert units.unit(NAME) * units.limit == 2.0**FIRST_LARGEST
+
+    assert units.follow(frozenset(), {NAME: 0.7})
+    assert units.unit(NAME) * units.limit == 2.0 ** (FIRST_LARGEST - 1), "it falls slowly"
+
+    assert units.follow(frozenset(), {NAME: 3.0 * 2**20})
+    assert units.unit(NAME) * units.limit == 2.0 ** (2 + 20 + 8)
+
+
+def test_a_gradient_that_is_too_small_for_its_unit_is_computed_again_once() -> None:
+    units = Units(1)
+
+    assert not units.follow(frozenset(), {NAME: 2.0**-60, OTHER: 1.0})
+    assert units.unit(NAME) * units.limit == 2.0 ** (-60 + 1 + 8)
+    assert units.unit(OTHER) * units.limit == 2.0**FIRST_LARGEST, "it was good as it was"
+    assert units.follow(frozenset(), {NAME: 2.0**-60, OTHER: 1.0})
+
+
+def test_a_gradient_that_is_too_large_is_computed_again_until_it_fits() -> None:
+    units = Units(1)
+
+    assert not units.follow(frozenset({NAME}), {NAME: 1.0})
+    assert not units.follow(frozenset({NAME}), {NAME: 1.0})
+    assert units.unit(NAME) * units.limit == 2.0 ** (FIRST_LARGEST + 2 * RAISED)
+    assert units.follow(frozenset(), {NAME: 1.0})
+
+
+def test_large_parts_of_a_small_sum_do_not_raise_and_lower_its_unit_for_ever() -> None:
+    units, tiny = Units(1), 2.0**-90
+    assert not units.follow(frozenset(), {NAME: tiny})
+    assert not units.follow(frozenset({NAME}), {NAME: tiny})
+
+    assert units.follow(frozenset(), {NAME: 2.0 ** (-90 - LEAST_BITS)})
+
+
+def test_a_gradient_of_zeros_keeps_its_unit() -> None:
+    units = Units(4)
+    before = units.unit(NAME)
+
+    assert units.follow(frozenset(), {NAME: 0.0})
+    assert units.unit(NAME) == before
