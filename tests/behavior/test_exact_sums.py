@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from support.cases import (
     INFINITE,
     ONE_RANK,
     PRUNING,
+    Layout,
     Row,
     Subject,
     batch,
@@ -21,10 +23,13 @@ from support.cases import (
     merged,
     parameters,
     steps,
+    trained,
 )
-from support.runs import random_init, summed_loss, vector_data
+from support.resuming import ran
+from support.runs import random_init, summed_loss, tiny_config, vector_data
 from torch import nn
 
+from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
 
@@ -120,3 +125,46 @@ def test_numbers_that_are_not_finite_skip_the_step_in_every_layout(layout: tuple
     finite = judge(Row(layout, exact(steps(7), batch(12, 2)), subject=INFINITE))[0][1].finite
 
     assert 0 < finite.count(False) < len(finite)
+
+
+CHAIN: list[tuple[Layout, dict[str, Any]]] = [
+    ((2, 2), {}),
+    ((1, 5), {"samo": {"shard_optimizer": True}}),
+    ((3, 1), {"pipeline": {"split_backward": True}}),
+    ((1, 2), {"pipeline": {"checkpoint_activations": 1}}),
+    ((2, 3), {"samo": {"shard_optimizer": True}}),
+]
+"""Shapes of one run, each for one step."""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_whose_shape_changes_at_every_step_ends_in_the_same_files(
+    precision: str, tmp_path: Path
+) -> None:
+    def config(*free: Any) -> Config:
+        masks = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4}
+        settings = exact(steps(len(CHAIN), precision=precision, pruning=masks), *free)
+        return tiny_config(**settings, checkpoint={"every": 0})
+
+    alone = ran((1, 1), config(), tmp_path / "alone")
+    losses: dict[int, float] = {}
+    before: str | None = None
+    for step, (layout, free) in enumerate(CHAIN, 1):
+        run_dir = tmp_path / f"run{step}"
+        stop = step if step < len(CHAIN) else None
+        losses |= ran(layout, config(free), run_dir, resume=before, stop_after=stop).losses
+        before = str(run_dir / "checkpoints" / f"step-{step}")
+
+    def files(run: str) -> dict[str, bytes]:
+        folder = tmp_path / run / "checkpoints" / f"step-{len(CHAIN)}"
+        return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+    assert losses == alone.losses and len(files("alone")) > 2
+    assert files("alone") == files(f"run{len(CHAIN)}")
+
+
+def test_without_exact_sums_replicas_have_bits_of_their_own() -> None:
+    """Else the tests above compare nothing."""
+    norms = [trained(Row(layout, steps(3)))[0][1].norms for layout in ((1, 1), (1, 4))]
+
+    assert norms[0] != norms[1]

@@ -61,7 +61,7 @@ def test_a_sum_is_that_of_rational_numbers_to_a_unit() -> None:
     found = summed(parts).tolist()
 
     for entry, ours in enumerate(found):
-        exact = sum(Fraction(float(part[entry])) for part in parts)
+        exact = sum((Fraction(float(part[entry])) for part in parts), Fraction(0))
         rounding = abs(exact) * Fraction(1, 2**23) + 32 * Fraction(UNIT)
         assert abs(Fraction(ours) - exact) <= rounding
 

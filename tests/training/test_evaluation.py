@@ -26,8 +26,9 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.rank_order import exact_sum
 from axsparse.training.build import build
-from axsparse.training.evaluation import Evaluation, exact_sum
+from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import Trainer
 
 TRAINING, VALIDATION = vector_data(), vector_data(samples=29)
