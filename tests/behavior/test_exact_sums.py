@@ -144,7 +144,7 @@ def test_a_run_whose_shape_changes_at_every_step_ends_in_the_same_files(
     def config(*free: Any) -> Config:
         masks = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4}
         settings = exact(steps(len(CHAIN), precision=precision, pruning=masks), *free)
-        return tiny_config(**settings, checkpoint={"every": 0})
+        return tiny_config(**settings, checkpoint={"every": len(CHAIN)})
 
     alone = ran((1, 1), config(), tmp_path / "alone")
     losses: dict[int, float] = {}
