@@ -21,9 +21,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from axsparse.samo.host.compiled_loops import FEW, Loop, can_compile
+
+ADD = Loop("axsparse.samo.host.step_loops", "add_integers")
 MARGIN = 8
 """A gradient may be 2**8 times as large as that of the step before until its unit must change."""
 PARTS = 8
@@ -42,8 +46,10 @@ CHUNK = 65_536
 def add(sums_K: Tensor, values_K: Tensor, unit: float, *, adds: bool) -> Tensor:
     """Add values to int64 sums, `(kept,)`, or store them if not `adds`; returns the largest
     absolute value in units, fp64, which is not finite where a value is not."""
-    largest = torch.zeros((), dtype=torch.float64, device=values_K.device)
     assert sums_K.shape == values_K.shape, f"{tuple(values_K.shape)} for {tuple(sums_K.shape)}"
+    if values_K.device.type == "cpu" and sums_K.numel() > FEW and can_compile():
+        return _add_by_loop(sums_K, values_K, unit, adds=adds)
+    largest = torch.zeros((), dtype=torch.float64, device=values_K.device)
     for start in range(0, sums_K.numel(), CHUNK):
         sums = sums_K[start : start + CHUNK]
         scaled = values_K[start : start + CHUNK].double().mul_(1 / unit)
@@ -55,6 +61,16 @@ def add(sums_K: Tensor, values_K: Tensor, unit: float, *, adds: bool) -> Tensor:
         else:
             sums.copy_(integers)
     return largest
+
+
+def _add_by_loop(sums_K: Tensor, values_K: Tensor, unit: float, *, adds: bool) -> Tensor:
+    """As `add`, with the same bits wherever all entries fit."""
+    if values_K.dtype == torch.float16:
+        values_K = values_K.float()
+    values = (values_K.view(torch.uint16) if values_K.itemsize == 2 else values_K).numpy()
+    most = np.zeros(1, dtype=np.uint32)
+    ADD(values, 1 / unit, sums_K.numpy(), int(adds), most)
+    return torch.from_numpy(most.view(np.float32))[0].double() / unit
 
 
 def in_fp32(sums_K: Tensor, part: slice, unit: float) -> None:

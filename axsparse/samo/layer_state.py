@@ -50,6 +50,11 @@ class StateTypes:
     index: IndexKind = "int32"
     """How tensors that are pruned later store their kept positions."""
 
+    @property
+    def updating(self) -> torch.dtype:
+        """The type of gradients that an update reads."""
+        return torch.float32 if self.gradient == torch.int64 else self.gradient
+
 
 @dataclass(frozen=True)
 class HeldBuffers:

@@ -484,7 +484,7 @@ def _draw_storage(rng: Random, precision: str) -> dict[str, Any]:
     if rng.random() < 0.1:
         found["enabled"] = False
     if precision != "fp32":
-        found["gradient"] = rng.choice(["auto", "half", "fp32"])
+        found["gradient"] = rng.choice(["auto", "half", "fp32", "exact"])
     return found
 
 

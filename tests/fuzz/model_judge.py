@@ -241,7 +241,7 @@ def check_bytes(trainer: Trainer, model: Model) -> None:
         kept,
         StateFormat(
             half=DTYPES[config.precision] != torch.float32,
-            gradient_bytes=trained[0].gradient.itemsize if trained else 4,
+            gradient_bytes=trained[0].accumulator.itemsize if trained else 4,
             moments=len(parts.run.optimizer.moments),
             index=config.samo.index,
             split_master=config.samo.split_master,

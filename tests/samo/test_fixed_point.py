@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from axsparse.samo import fixed_point
 from axsparse.samo.fixed_point import CHUNK, FIRST_LARGEST, LEAST_BITS, RAISED, Units, add, in_fp32
+from axsparse.samo.host.compiled_loops import FEW, can_compile
 
 UNIT = 2.0**-40
 NAME = "layer.weight"
@@ -145,3 +148,31 @@ def test_a_gradient_of_zeros_keeps_its_unit() -> None:
 
     assert units.follow(frozenset(), {NAME: 0.0})
     assert units.unit(NAME) == before
+
+
+@pytest.mark.skipif(not can_compile(), reason="needs numba")
+@pytest.mark.parametrize("unit", [2.0**-57, 2.0**-30, 2.0**-10, 2.0**5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_compiled_loop_has_the_bits_of_torchs_operations(
+    dtype: torch.dtype, unit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = parts_of(1, FEW + 9)[0].to(dtype)
+    start = torch.randint(-(2**61), 2**61, (FEW + 9,), generator=torch.Generator().manual_seed(1))
+    for adds in (True, False):
+        ours, plain = start.clone(), start.clone()
+        with mock.patch.object(fixed_point, "ADD", wraps=fixed_point.ADD) as loop:
+            most = add(ours, values, unit, adds=adds)
+        assert loop.called
+        monkeypatch.setattr(fixed_point, "can_compile", lambda: False)
+        assert add(plain, values, unit, adds=adds) == most
+        monkeypatch.undo()
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_long_gradient_tells_what_is_not_finite(value: float, dtype: torch.dtype) -> None:
+    values = torch.zeros(FEW + 9, dtype=dtype)
+    values[77] = value
+
+    assert not math.isfinite(add(torch.zeros(FEW + 9, dtype=torch.int64), values, 1.0, adds=True))

@@ -190,15 +190,21 @@ def test_state_formula_and_process_agree_to_the_byte(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "at_step", "g_inter", "g_data"),
-    [("bf16", 1, 2, 1), ("fp32", 0, 1, 2), ("bf16", 0, 1, 1)],
+    ("precision", "at_step", "g_inter", "g_data", "gradient"),
+    [
+        ("bf16", 1, 2, 1, "auto"),
+        ("fp32", 0, 1, 2, "auto"),
+        ("bf16", 0, 1, 1, "auto"),
+        ("bf16", 1, 1, 2, "exact"),
+    ],
 )
 def test_after_training_every_rank_holds_what_the_formula_says(
-    precision: str, at_step: int, g_inter: int, g_data: int
+    precision: str, at_step: int, g_inter: int, g_data: int, gradient: str
 ) -> None:
     config = tiny_config(
         precision=precision,
         pruning={"sparsity": 0.9, "include": "all", "at_step": at_step},
+        samo={"gradient": gradient},
         train={"steps": 2},
     )
     model = tiny_gpt(config)
@@ -207,7 +213,7 @@ def test_after_training_every_rank_holds_what_the_formula_says(
     for trainer, _ in train_in_process(g_inter, g_data, model, config, token_data()):
         names = {layer.spec.name for layer in trainer.parts.layers}
         layers = [layer for layer in surveyed.layers if layer.name in names]
-        gradient_bytes = trainer.parts.layers[0].state.gradient.itemsize
+        gradient_bytes = trainer.parts.layers[0].state.accumulator.itemsize
         stored = StateFormat(precision == "bf16", gradient_bytes, moments=2, index="auto")
         expected = stage_bytes(layers, surveyed.ties, kept(model, config.pruning), stored)
         assert trainer.state_bytes() == expected
@@ -222,6 +228,7 @@ def test_after_training_every_rank_holds_what_the_formula_says(
         (torch.float32, True, False),
         (torch.bfloat16, True, True),
         (torch.float32, False, True),
+        (torch.int64, True, True),
     ],
 )
 def test_every_way_to_store_a_matrix_costs_what_the_formula_says(

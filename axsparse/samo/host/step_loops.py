@@ -15,10 +15,15 @@ import numpy as np
 from numba import types
 
 from axsparse.samo.host.compiled_loops import Array
-from axsparse.samo.host.loop_parts import FLOAT, INT32, compiled, compiles_to, intrinsic
+from axsparse.samo.host.loop_parts import FLOAT, INT32, INT64, compiled, compiles_to, intrinsic
 
 SIXTEEN, HALF_UNIT = np.uint32(16), np.uint32(0x8000)
 QUIET_NAN = np.uint16(0x7FC0)
+ABSOLUTE = np.uint32(0x7FFFFFFF)
+ROUNDING = np.float64(1.5 * 2**52)
+ROUNDING_BITS = np.int64(np.array(1.5 * 2**52).view(np.int64))
+PART_BITS = np.int64(26)
+UP, DOWN = np.float64(2**26), np.float64(2**-26)
 STRETCH = 512
 """Entries that several loops go over in turn: their arrays fit the cache that is nearest."""
 
@@ -174,6 +179,37 @@ def sgd_step(
                 direction = momentum[i]
         value = multiply_add(rate, direction, value)
         store(master, weight, low, i, value)
+
+
+@intrinsic
+def bits_of_double(_: Any, value: Any) -> Any:
+    """The 64 bits of an fp64 number, signed."""
+    cast = types.int64(types.float64)
+    return cast, lambda _, builder, __, arguments: builder.bitcast(arguments[0], INT64)
+
+
+# Reason: an argument for each array and number, as numba takes them.
+@compiled
+def add_integers(values: Array, scale: Any, sums: Array, adds: int, most: Array) -> None:
+    """Add round(value * scale), ties to even, to each sum, or store it if `adds` is 0; `most` gets
+    the largest absolute value, in bits of fp32, by which NaN is larger than infinity.
+
+    Not all processors turn numbers into integers of 64 bits, but adding 1.5 * 2**52 rounds a number
+    below 2**51 to one, which its last bits then have. So a product, of which 24 bits count, is
+    rounded in two parts.
+    """
+    largest = np.uint32(0)
+    for i in range(values.size):
+        value = widened(values[i])
+        size = np.uint32(to_bits(value) & ABSOLUTE)
+        largest = max(largest, size)
+        product = np.float64(value) * scale
+        upper = product * DOWN + ROUNDING
+        lower = product - (upper - ROUNDING) * UP + ROUNDING
+        high, low = bits_of_double(upper) - ROUNDING_BITS, bits_of_double(lower) - ROUNDING_BITS
+        before = sums[i] if adds else np.int64(0)
+        sums[i] = before + (high << PART_BITS) + low
+    most[0] = largest
 
 
 def _sum_of_squares(values: Array, sums: Array) -> None:

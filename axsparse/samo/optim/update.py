@@ -20,6 +20,7 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import ConfigError
+from axsparse.samo import fixed_point
 from axsparse.samo.cuda import kernels
 from axsparse.samo.host import host_step
 from axsparse.samo.host.compiled_loops import (
@@ -216,12 +217,15 @@ def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> N
     for each in {torch.float32, dtype}:
         dense_D = torch.zeros(mask_D.numel(), dtype=each)
         index.scatter(dense_D, index.gather(dense_D, 0, index.kept), 0)
-    host_step.sum_of_squares(torch.zeros(FEW + 1, dtype=types.gradient))
+    host_step.sum_of_squares(torch.zeros(FEW + 1, dtype=types.updating))
+    if types.gradient == torch.int64:
+        sums = torch.zeros(FEW + 1, dtype=torch.int64)
+        fixed_point.add(sums, torch.zeros(FEW + 1, dtype=dtype), 1.0, adds=False)
     if optimizer.compiled is not None:
         master = {"weight": None, "fp32": torch.zeros(2)}.get(
             types.master, torch.zeros(2, dtype=torch.int16)
         )
-        weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=types.gradient)
+        weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=types.updating)
         moments = tuple(torch.zeros(2) for _ in types.moments)
         slot = TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))
         host_step.step(optimizer, [slot], Hyper(1, 0.0, (0.9, 0.9), 1.0, 0.0), 1.0)

@@ -178,7 +178,9 @@ def test_small_models_rules_without_a_loop_and_all_without_numba_are_stepped_by_
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    "state", [*STATES, *((weight, torch.int64, master) for weight, _, master in STATES)]
+)
 def test_a_step_needs_no_loop_that_was_not_prepared(optimizer: Optimizer, state: State) -> None:
     weight, gradient, master = state
     mask = mask_of("mask", 4 * CHUNK)
@@ -192,6 +194,7 @@ def test_a_step_needs_no_loop_that_was_not_prepared(optimizer: Optimizer, state:
 
     with mock.patch.object(Loop, "load", side_effect=AssertionError("a loop was not prepared")):
         layer.accumulate(tensor, randoms(mask.numel(), 1, weight))
+        layer.finish_gradient()
         norm_partials([layer], ["w"])
         update([layer], optimizer, HYPER, 0.3)
 
