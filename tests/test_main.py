@@ -23,6 +23,7 @@ commands:
   calibrate  measure this machine, for plans of it (axsparse calibrate --help)
   report     draw runs as a page for a browser (axsparse report --help)
   trace      compare two traces of steps (axsparse trace --help)
+  compare    say whether two runs are the same, bit by bit (axsparse compare --help)
   data       turn text files into tokens (axsparse data --help)
   ticket     say what a file of masks holds, or make one (axsparse ticket --help)
   prune      say what a run would prune, and what not and why (axsparse prune --help)

@@ -22,6 +22,7 @@ COMMANDS = {
     "calibrate": Command("axsparse.cli.calibrate", "measure this machine, for plans of it"),
     "report": Command("axsparse.cli.report", "draw runs as a page for a browser"),
     "trace": Command("axsparse.cli.trace", "compare two traces of steps"),
+    "compare": Command("axsparse.cli.compare", "say whether two runs are the same, bit by bit"),
     "data": Command("axsparse.cli.data", "turn text files into tokens"),
     "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds, or make one"),
     "prune": Command("axsparse.cli.prune", "say what a run would prune, and what not and why"),

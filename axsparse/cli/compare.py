@@ -1,0 +1,143 @@
+"""`axsparse compare`: whether two runs are the same, and where they first part."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from axsparse.cli.parser import CommandParser, say
+from axsparse.runtime.errors import MissingInputError
+from axsparse.runtime.process_exit import exit_process
+
+if TYPE_CHECKING:
+    from axsparse.training.checkpoint.verification import Checkpoint
+
+DESCRIPTION = """\
+Say whether two runs are the same, bit by bit, and if not, at which step, tensor and entry they
+first part. RUN is a run directory:
+
+  axsparse compare runs/one runs/other
+
+The losses and norms of the steps that both have recorded are compared, the evaluations, and the
+checkpoints that both still have. Two runs of one configuration are the same under any number of
+stages, and with samo.gradient exact under any number of replicas (docs/explanation/bitwise.md).
+
+exit codes, beside those of every command:
+  0 the same, as far as both go   1 they differ
+"""
+DIFFERENT = 1
+RECORDED = ("loss", "grad_norm", "loss_scale", "skipped", "learning_rate", "eval_loss")
+"""The fields of records that follow from the arithmetic of a run, and not from its time."""
+
+
+def parser() -> CommandParser:
+    """The command line."""
+    arguments = CommandParser(_compare, prog="axsparse compare", description=DESCRIPTION)
+    arguments.add_argument("runs", metavar="RUN", type=Path, nargs=2)
+    return arguments
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    one, other = arguments.runs
+    recorded, parted = _records(one, other)
+    saved, apart = _checkpoints(one, other)
+    if not recorded and not saved:
+        raise MissingInputError(
+            f"compare: {one} and {other} have no step and no checkpoint in common; name two runs "
+            "that have"
+        )
+    what = f"{recorded} records and {len(saved)} checkpoints"
+    if saved:
+        what += f" (steps {', '.join(map(str, saved))})"
+    for difference in filter(None, (parted, apart)):
+        say(difference)
+    if parted or apart:
+        exit_process(DIFFERENT)
+    say(f"the same: {what}")
+
+
+def _records(one: Path, other: Path) -> tuple[int, str]:
+    """How many records both have, and the first field that differs; empty if none does."""
+    from axsparse.observe.run_records import read_records, step_of
+    from axsparse.training.run_directory import METRICS_FILE
+
+    mine, theirs = (read_records(run / METRICS_FILE) for run in (one, other))
+    number = 0
+    for kind in ("steps", "evaluations"):
+        # Of a step that was done again after a resumption, the later record counts.
+        left, right = ({step_of(r): r for r in getattr(run, kind)} for run in (mine, theirs))
+        for step in sorted(left.keys() & right.keys()):
+            number += 1
+            for field in RECORDED:
+                values = left[step].get(field), right[step].get(field)
+                if values[0] != values[1]:
+                    return number, f"step {step:.0f}: {field} is {values[0]!r} and {values[1]!r}"
+    return number, ""
+
+
+def _checkpoints(one: Path, other: Path) -> tuple[list[int], str]:
+    """The steps of the checkpoints that both have, and where the first that differs does."""
+    from axsparse.training.checkpoint import checkpoint_folder, verification
+
+    folders = [run / checkpoint_folder.CHECKPOINTS for run in (one, other)]
+    steps = [set(checkpoint_folder.saved_steps(folder)) for folder in folders]
+    both = sorted(steps[0] & steps[1])
+    for step in both:
+        opened = [
+            verification.open_checkpoint(checkpoint_folder.path_of(folder, step))
+            for folder in folders
+        ]
+        difference = next(_differences(*opened), "")
+        if difference:
+            return both, f"checkpoint of step {step}: {difference}"
+    return both, ""
+
+
+def _differences(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
+    """What differs between two checkpoints, in the order of the model."""
+    mine, theirs = one.manifest, other.manifest
+    if [*mine.layers] != [*theirs.layers]:
+        yield "they are of different models"
+        return
+    for layer in mine.layers:
+        files = [
+            [name for name in (entry.file, entry.masking) if name is not None]
+            for entry in (mine.layers[layer], theirs.layers[layer])
+        ]
+        if files[0] != files[1]:
+            yield f"layer {layer} is saved in {files[0]} and {files[1]}"
+            return
+        for name in files[0]:
+            # The manifest has a hash of every file, so that equal files need not be read.
+            if mine.files[name] != theirs.files[name]:
+                yield from _tensors(one.path / name, other.path / name)
+
+
+def _tensors(one: Path, other: Path) -> Iterator[str]:
+    """The tensors of two files that differ, and their first entries that do."""
+    import torch
+
+    from axsparse.runtime.files.safetensors import SafetensorsFile
+
+    mine, theirs = SafetensorsFile(one), SafetensorsFile(other)
+    if mine.shapes.keys() != theirs.shapes.keys():
+        odd = min(mine.shapes.keys() ^ theirs.shapes.keys())
+        yield f"{odd} is saved in one of them only"
+        return
+    for key in mine.shapes:
+        headers = mine.described(key), theirs.described(key)
+        if headers[0] != headers[1]:
+            yield f"{key} is {headers[0]} and {headers[1]}"
+            continue
+        left, right = mine.read(key).reshape(-1), theirs.read(key).reshape(-1)
+        # Bits are compared, so that a NaN is the same as itself, and -0 is not 0.
+        shape = (left.numel(), left.itemsize)
+        apart = (left.view(torch.uint8) != right.view(torch.uint8)).view(shape).any(1).nonzero()
+        if apart.numel():
+            first = int(apart[0])
+            yield (
+                f"{key} differs in {len(apart)} of {left.numel()} entries; the first is number "
+                f"{first}, {left[first].item()!r} and {right[first].item()!r}"
+            )

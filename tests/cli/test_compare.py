@@ -1,0 +1,89 @@
+"""`axsparse compare`: runs that are the same, and where others part."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.commands import Axsparse, assert_one_line
+from support.resuming import ran
+from support.runs import tiny_config
+from torch import Tensor
+
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.optim.update import _Step
+
+SETTINGS = {
+    "train": {"steps": 3, "eval_every": 3, "eval_steps": 1},
+    "checkpoint": {"every": 1, "keep_last": 9},
+    "samo": {"gradient": "exact"},
+    "batch": {"global_batch_size": 6, "microbatch_size": 2},
+}
+
+
+def run_of(folder: Path, layout: tuple[int, int] = (1, 1)) -> Path:
+    ran(layout, tiny_config(**SETTINGS), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_of(tmp_path_factory.mktemp("original") / "run")
+
+
+def test_runs_of_other_layouts_are_the_same(
+    original: Path, tmp_path: Path, axsparse: Axsparse
+) -> None:
+    other = run_of(tmp_path / "other", (2, 3))
+    shutil.rmtree(other / "checkpoints" / "step-2")
+
+    code, out, err = axsparse("compare", original, other)
+
+    assert (code, err) == (0, "")
+    assert out == "the same: 3 records and 2 checkpoints (steps 1, 3)\n"
+
+
+def test_the_first_step_tensor_and_entry_that_differ_are_named(
+    original: Path, tmp_path: Path, axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One weight, after the second step."""
+    apply = _Step.apply
+
+    def spoil(step: _Step, layer: LayerState, statistics: dict[str, Tensor]) -> None:
+        apply(step, layer, statistics)
+        if step.hyper.step == 2 and layer.name == "block1":
+            layer.tensor("block1.fc1.bias").weight_D[5] += 1
+
+    monkeypatch.setattr(_Step, "apply", spoil)
+    other = run_of(tmp_path / "other")
+
+    code, out, err = axsparse("compare", original, other)
+
+    assert (code, err) == (1, "")
+    step, checkpoint = out.splitlines()
+    losses = [
+        record["loss"]
+        for run in (original, other)
+        for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if record["step"] == 3 and "loss" in record
+    ]
+    assert step == f"step 3: loss is {losses[0]!r} and {losses[1]!r}"
+    assert checkpoint.startswith(
+        "checkpoint of step 2: master/block1.fc1.bias differs in 1 of 128 entries; the first is "
+        "number 5, "
+    )
+
+
+def test_runs_with_nothing_in_common_are_told_in_one_line(
+    original: Path, tmp_path: Path, axsparse: Axsparse
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9, "loss": 1.0}\n')
+
+    assert_one_line(
+        axsparse("compare", original, tmp_path),
+        66,
+        f"compare: {original} and {tmp_path} have no step and no checkpoint in common; name two "
+        "runs that have",
+    )
