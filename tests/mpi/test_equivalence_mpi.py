@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from mpi4py import MPI
-from support.cases import GPT, ONE_STAGE, PRUNING, WIDE, Row, hold, reference
+from support.cases import GPT, ONE_STAGE, PRUNING, WIDE, Row, batch, hold, reference, steps
 from support.on_mpi import by_first_rank, on_mpi
 from support.runs import tiny_config, train_here
 
@@ -36,6 +36,17 @@ ROWS = [
         Row(layout, {"samo": {"shard_optimizer": shard}}, subject=WIDE)
         for layout, shard in itertools.product(LAYOUTS, [False, True])
         if layout[0] <= len(WIDE.model(tiny_config()).layers)
+    ),
+    # Integers, and replicas of which one takes a microbatch more.
+    *(
+        Row(
+            layout,
+            {
+                **steps(4, **batch(11, 2)),
+                "samo": {"gradient": "exact", "shard_optimizer": layout[0] == 1},
+            },
+        )
+        for layout in LAYOUTS
     ),
     # Masks by samples that travelled.
     Row(
