@@ -126,7 +126,9 @@ class GradientCollector:
         """From the next step on, collect growth candidates: `wanted` has their number by tensor.
 
         Every step begins anew, so the candidates come from one step's microbatches: each
-        microbatch adds its gradient to the list, and the strongest sums stay.
+        microbatch adds its gradient to the list, and the strongest sums stay. Lists that are cut
+        off depend on which microbatches a replica has, so where sums are exact, all candidates come
+        from the first microbatch of the step.
         """
         self._wanted = dict(wanted)
 
@@ -168,7 +170,7 @@ class GradientCollector:
         with self._timed(self._is_last):
             # An embedding with sparse=True has sparse gradients.
             dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-            if tensor.name in self._wanted:
+            if tensor.name in self._wanted and _has_candidates(layer, tensor):
                 self._pick(tensor, dense)
             if tensor.name in self._sampled:
                 values_K = tensor.index.gather(dense.reshape(-1), 0, tensor.kept)
@@ -239,6 +241,12 @@ class GradientCollector:
             tensor.index,
             self._wanted[tensor.name],
         )
+
+
+def _has_candidates(layer: LayerState, tensor: TensorState) -> bool:
+    """Whether the gradient that has come gives growth candidates."""
+    is_first = layer.shares.replicas.rank == 0 and not tensor.accumulated
+    return is_first or not layer.is_exact
 
 
 @dataclass(frozen=True)

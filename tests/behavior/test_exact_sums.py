@@ -78,10 +78,11 @@ ROWS = [
     ),
     *(Row(layout, exact(steps(4)), SHARDED) for layout in FEW[:2]),
     *(
-        Row(layout, exact(steps(4, **section)), judge=ONE_RANK)
+        Row(layout, exact(steps(4), section), judge=ONE_RANK)
         for layout in FEW
         for section in (
             {"optimizer": {"name": "lamb", "eps": 1e-6}},
+            {"pruning": PRUNING["rigl"], "train": {"steps": 10}},
             {"precision": "bf16"},
             {"model": {"dropout": 0.2}, "precision": "bf16", "samo": {"split_master": True}},
             {"pipeline": {"split_backward": True, "checkpoint_activations": 1}},
