@@ -28,7 +28,7 @@ exit codes, beside those of every command:
   0 the same, as far as both go   1 they differ
 """
 DIFFERENT = 1
-RECORDED = ("loss", "grad_norm", "loss_scale", "skipped", "learning_rate", "eval_loss")
+RECORDED = ("weights_digest", "loss", "grad_norm", "loss_scale", "skipped", "eval_loss")
 """The fields of records that follow from the arithmetic of a run, and not from its time."""
 
 
@@ -72,7 +72,7 @@ def _records(one: Path, other: Path) -> tuple[int, str]:
             number += 1
             for field in RECORDED:
                 values = left[step].get(field), right[step].get(field)
-                if values[0] != values[1]:
+                if None not in values and values[0] != values[1]:
                     return number, f"step {step:.0f}: {field} is {values[0]!r} and {values[1]!r}"
     return number, ""
 

@@ -447,7 +447,8 @@ class TrainConfig(Section):
     log_every: Count = 10
     """Steps between lines on the screen; `metrics.jsonl` has every step."""
     compare_replicas_every: Natural = 10
-    """Steps between two looks whether all replicas still have the same weights; 0 never looks."""
+    """Steps between two looks whether all replicas still have the same weights, whose hash is in
+    `metrics.jsonl` then; 0 never looks."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Torch's CPU threads in each rank; fixed, since the numerics depend on them."""
     peak_flops: Annotated[float, Field(gt=0.0)] | Auto = "auto"

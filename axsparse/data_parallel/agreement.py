@@ -11,6 +11,7 @@ from torch import Tensor
 from axsparse.runtime.communication import Backoff, Collective, Op, wait
 from axsparse.runtime.grid import Grid, Place
 from axsparse.runtime.rank_order import exact_sum
+from axsparse.samo.masks import DIGESTS
 from axsparse.samo.optim.gradient_norm import global_norm
 from axsparse.samo.shards import BLOCK
 
@@ -70,6 +71,9 @@ class Verdict:
     """What any of the ranks gave notice of."""
     drifted: int | None = None
     """The first rank with other weights than replica 0 of its stage, where they were compared."""
+    digest: int | None = None
+    """A hash of all weights before the update, where they were compared; the same in every layout
+    in which the weights are."""
     too_large: frozenset[str] = frozenset()
     """The tensors of which some rank has reported an entry that did not fit into an exact sum."""
     sizes: Mapping[str, float] = field(default_factory=dict)
@@ -132,6 +136,7 @@ class Agreement:
         vector = self._vector(report)
         wait(self._world.start(Op.ALL_REDUCE, vector), self._backoff)
         losses, excess = vector[: self._losses], vector[self._excess]
+        digests = vector[self._digests].tolist()
         finite = bool(torch.isfinite(vector).all())
         return Verdict(
             loss=exact_sum(losses.tolist())[0],
@@ -141,7 +146,10 @@ class Agreement:
             bad_loss=next((slot // 2 for slot in _where(~losses.isfinite())), None),
             bad_ranks=_where(vector[self._flags] > 0),
             notice=Notice(*(count > 0 for count in vector[self._notices].tolist())),
-            drifted=_first_odd(vector[self._digests].tolist(), self._place.grid),
+            drifted=_first_odd(digests, self._place.grid),
+            digest=int(sum(digests[: self._place.grid.g_inter]) % DIGESTS)
+            if any(digests)
+            else None,
             too_large=frozenset(self._names[number] for number in _where(excess > 0)),
             sizes={} if report.excess is None else self._sizes(vector, loss_scale),
         )

@@ -24,6 +24,9 @@ class StepRecord:
     learning_rate: float
     grad_norm: float
     """Global norm of the gradient over kept entries, before clipping."""
+    weights_digest: int | None
+    """A hash of all weights before the update, the same in every layout; None in steps that do not
+    compare replicas."""
     loss_scale: float
     skipped: bool
     """Whether the weights were left as they were."""

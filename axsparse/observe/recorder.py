@@ -45,6 +45,8 @@ class StepFigures:
     """Why no rank updated its weights; None if all did."""
     skipped_steps: int = 0
     """Skipped steps so far in this run."""
+    weights_digest: int | None = None
+    """A hash of all weights before the step's update, in some steps."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ from axsparse.samo.tensor_state import TensorState
 if TYPE_CHECKING:
     from axsparse.samo.layer_construction import BuiltLayer
 
+DIGESTS = 1 << 52
+"""The number of digests of weights: a float holds each of them exactly."""
+
 
 class Masks(Protocol):
     """A mask for every pruned tensor, by the global name of the weight; a tied weight has that of
@@ -98,16 +101,22 @@ def masks_digest(layers: Iterable[BuiltLayer]) -> int:
 
 
 def weights_digest(layers: Iterable[BuiltLayer]) -> int:
-    """A 52-bit hash (exact as a float) of sums of the weights' bits; waits for a GPU once."""
+    """A 52-bit hash (exact as a float) of sums of the weights' bits; waits for a GPU once.
+
+    It is the sum of a hash of each weight, modulo 2⁵², so that the hashes of a model's stages add
+    to that of the model.
+    """
     sums = {
         f"{layer.spec.name}.{name}": _sum_of_bits(weight.detach())
         for layer in layers
         for name, weight in layer.module.named_parameters()
     }
     found = torch.stack(list(sums.values())).cpu().tolist() if sums else []
-    text = " ".join(f"{name} {bits}" for name, bits in zip(sums, found, strict=True))
-    digest = hashlib.blake2b(text.encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "big") >> 12
+    total = 0
+    for name, bits in zip(sums, found, strict=True):
+        digest = hashlib.blake2b(f"{name} {bits}".encode(), digest_size=8)
+        total += int.from_bytes(digest.digest(), "big")
+    return total % DIGESTS
 
 
 def _sum_of_bits(values: Tensor) -> Tensor:

@@ -323,6 +323,7 @@ class Trainer:
             learning_rate=rate,
             grad_norm=verdict.grad_norm,
             loss_scale=scale,
+            weights_digest=verdict.digest,
             skip_reason=skips.reason,
             skipped_steps=skips.not_finite + skips.spiked,
         )

@@ -16,7 +16,7 @@ from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.update import _Step
 
 SETTINGS = {
-    "train": {"steps": 3, "eval_every": 3, "eval_steps": 1},
+    "train": {"steps": 3, "compare_replicas_every": 2, "eval_every": 3, "eval_steps": 1},
     "checkpoint": {"every": 1, "keep_last": 9},
     "samo": {"gradient": "exact"},
     "batch": {"global_batch_size": 6, "microbatch_size": 2},

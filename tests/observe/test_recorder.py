@@ -178,6 +178,7 @@ def test_a_record_has_figures_phases_rates_and_bytes(tmp_path: Path) -> None:
         "loss": 2.5,
         "learning_rate": 0.01,
         "grad_norm": 1.25,
+        "weights_digest": None,
         "loss_scale": 1.0,
         "skipped": False,
         "skip_reason": None,

@@ -104,6 +104,7 @@ STEP_RECORD = StepRecord(
     loss=3.5,
     learning_rate=1e-3,
     grad_norm=0.5,
+    weights_digest=None,
     loss_scale=1.0,
     skipped=False,
     skip_reason=None,
