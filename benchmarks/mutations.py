@@ -34,8 +34,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_suffix(".yaml")
 COPIED = ("axsparse", "tests", "benchmarks", "configs", "docs", "examples", "launch", "scripts")
 FILES = ("pyproject.toml", "CONTRIBUTING.md", "README.md", "constraints.txt", "Makefile")
-TIMEOUT_SECONDS = 900.0
-"""A defect may let ranks wait for each other: tests that take so long have found it."""
+TIMEOUT_SECONDS = 240.0
+"""A defect may let a loop or ranks go on for ever: tests that take so long have found it."""
 FAILED = 1
 """What pytest returns if tests failed; other codes say that none were run."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from support.cases import judge_everywhere
 from support.exhaustive import by_default
-from support.mpirun import LONGEST_SECONDS, run_mpirun
+from support.mpirun import run_alone, run_mpirun
 from support.oracle import Trace
 from support.runs import (
     random_init,
@@ -331,13 +329,9 @@ def test_numbers_that_stay_bad_or_a_bad_last_validation_loss_end_the_run() -> No
 def test_the_example_trains(ranks: int, tmp_path: Path) -> None:
     """One rank needs no mpirun."""
     example = Path(__file__).parents[2] / "examples" / "custom_model.py"
-    settings: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True}
 
-    done: Any = (
-        run_mpirun(ranks, [str(example)], cwd=tmp_path)
-        if ranks > 1
-        else subprocess.run([sys.executable, str(example)], timeout=LONGEST_SECONDS, **settings)
-    )
+    start = run_alone if ranks == 1 else partial(run_mpirun, ranks)
+    done = start([str(example)], cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert ranks > 1 or "1 rank = 1 stage × 1 replica" in done.stdout

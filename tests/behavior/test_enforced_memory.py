@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from support.exhaustive import by_default
 from support.mpirun import TESTS, Finished, run_mpirun
@@ -37,7 +39,7 @@ def trained(model: str, part: float) -> Finished:
     """With `part` of the predicted peak."""
     settings = (*MODELS[model], f"layout.memory_per_rank={ROOM[model]}")
     command = [str(TESTS / "mpi" / "limited.py"), str(part), *settings]
-    return run_mpirun(2, command)
+    return run_mpirun(2, command, python=sys.executable)
 
 
 @pytest.mark.parametrize("model", by_default([], MODELS))
