@@ -173,13 +173,18 @@ def axis(section: str, key: str, *values: Any) -> list[Settings]:
 
 
 def crossed(layouts: Sequence[Layout], *axes: Sequence[Settings], **others: Any) -> list[Row]:
-    """Rows of every layout with every combination of settings, of which `make test` has each once.
+    """Rows of every layout with every setting of the first axis; `make test` has each once.
 
-    The n-th usual row takes the n-th value of every axis; shorter axes begin again.
+    Further axes take turns along both. The n-th usual row takes the n-th value of every axis;
+    shorter axes begin again.
     """
     usual = [
         tuple(n % len(axis) for axis in (layouts, *axes))
         for n in range(max(map(len, (layouts, *axes))))
+    ]
+    in_turn = [
+        (*pair, *(sum(pair) % len(axis) for axis in axes[1:]))
+        for pair in itertools.product(range(len(layouts)), range(len(axes[0])))
     ]
     base = others.pop("settings", {})
     return [
@@ -189,7 +194,7 @@ def crossed(layouts: Sequence[Layout], *axes: Sequence[Settings], **others: Any)
             is_usual=at in usual,
             **others,
         )
-        for at in itertools.product(*(range(len(axis)) for axis in (layouts, *axes)))
+        for at in dict.fromkeys([*in_turn, *usual])
     ]
 
 
