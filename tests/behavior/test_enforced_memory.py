@@ -19,12 +19,12 @@ VGG = (
 MODELS = {
     "pruned GPT in bf16": (*GPT, "pruning.sparsity=0.9", "precision=bf16"),
     "dense GPT in fp32, recomputed": (
-        *(*GPT, "samo.enabled=false", "precision=fp32"),
+        *(*GPT, "model.sequence_length=128", "samo.enabled=false", "precision=fp32"),
         *("pipeline.checkpoint_activations=1", "layout.g_inter=2"),
     ),
     "pruned GPT in fp32, much of which waits for its weight gradients": (
         *("model.num_layers=4", "model.hidden_size=512", "model.sequence_length=256"),
-        *("model.vocab_size=4096", "batch.global_batch_size=16", "batch.microbatch_size=2"),
+        *("model.vocab_size=4096", "batch.global_batch_size=12", "batch.microbatch_size=2"),
         *("precision=fp32", "pruning.sparsity=0.9", "layout.g_inter=2"),
         *("pipeline.split_backward=true", "pipeline.held=5"),
     ),
