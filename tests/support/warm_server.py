@@ -23,7 +23,7 @@ import threading
 from dataclasses import dataclass
 from importlib import import_module
 
-LOADED = ("axsparse.training.build", "torch._dynamo", "numba", "mpi4py")
+LOADED = ("axsparse.training.build", "torch._dynamo", "mpi4py")
 LARGEST_MESSAGE = 1 << 20
 MOST_FILES = 250
 """How many open files can be sent at once."""
