@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from support.cases import judge_everywhere
 from support.exhaustive import by_default
 from support.mpirun import run_alone, run_mpirun
@@ -372,28 +371,6 @@ def test_replicas_that_start_at_other_weights_are_told_apart() -> None:
 
     with pytest.raises(TrainingError, match="weights: replica 1 starts at others than replica 0"):
         train_in_process(1, 2, model, small_config(), vector_data())
-
-
-@pytest.mark.parametrize(
-    ("read", "told"),
-    [
-        (lambda x, y: (x, y), "inputs are read as Tensor; give a tuple of tensors"),
-        (lambda x, y: ((x[:1],), y), r"3 samples are read as Tensor \(1, 16\); give tensors"),
-        (lambda x, y: ((x,), y.numpy()), "3 samples are read as ndarray; give tensors, samples"),
-    ],
-)
-def test_what_is_no_batch_is_refused(read: Callable[[Tensor, Tensor], Any], told: str) -> None:
-    class Wrong(ArrayDataset):
-        def read(self, indices: NDArray[np.int64]) -> Any:
-            (x,), y = super().read(indices)
-            return read(x, y)
-
-    arrays = vector_data()
-    (x,), y = arrays.read(np.arange(len(arrays)))
-    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
-
-    with pytest.raises(DataError, match=rf"^data \(arrays\): {told}"):
-        train_in_process(1, 1, model, small_config(), Wrong(x, y))
 
 
 def test_a_layer_whose_forward_fails_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path
 from support.terminal import Terminal
-from support.warm_python import warm_python
 
 STEPS = 40
 
@@ -26,7 +26,7 @@ def watched(
 
     Returns what the screen showed again and again, what it shows in the end, and the exit code.
     """
-    command = [mpirun_path(), "-n", "2", warm_python(), *program]
+    command = [mpirun_path(), "-n", "2", sys.executable, *program]
     command += ["--steps", str(STEPS), "--run-dir", str(run), "--set", "pruning.at_step=0"]
     process = subprocess.Popen(
         command,
@@ -78,6 +78,7 @@ def test_what_mpirun_copies_stays_clean_while_the_terminal_changes(
 
 FAILING = """
 import signal
+import sys
 from pathlib import Path
 
 import torch

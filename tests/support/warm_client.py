@@ -52,4 +52,5 @@ def main() -> None:
     os._exit(code)
 
 
-main()
+if __name__ == "__main__":
+    main()
