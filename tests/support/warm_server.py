@@ -81,7 +81,7 @@ def next_job() -> Job:
     listening = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
     while True:
-        ready, _, _ = select.select([0, listening], [], [])
+        ready, _, _ = select.select([0, listening.fileno()], [], [])
         if 0 in ready:
             shutil.rmtree(sys.argv[2], ignore_errors=True)
             os._exit(0)
@@ -108,7 +108,7 @@ def keep(client: socket.socket) -> Job:
         os.close(file)
     ended = os.pidfd_open(process)
     while True:
-        ready, _, _ = select.select([client, ended], [], [])
+        ready, _, _ = select.select([client.fileno(), ended], [], [])
         if ended in ready:
             code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
             with contextlib.suppress(OSError):
