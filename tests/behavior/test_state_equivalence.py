@@ -189,7 +189,7 @@ STORAGE = [
 
 
 ROWS = [
-    replace(row, subject=COARSE) if row.subject is GPT and row.layout[1] < 4 else row
+    replace(row, subject=COARSE) if row.subject is GPT and row.layout[1] < 3 else row
     for row in (*METHODS, *OPTIMIZERS, *STORAGE)
 ]
 

@@ -88,8 +88,8 @@ class Subject:
 
 
 GPT = Subject("gpt", tiny_gpt, token_data, lambda: token_data(samples=23))
-COARSE = replace(GPT, name="gpt in pairs", settings={"batch": {"microbatch_size": 2}})
-"""Half as many microbatches: for rows whose fact does not depend on how many there are."""
+COARSE = replace(GPT, name="gpt by threes", settings={"batch": {"microbatch_size": 3}})
+"""A third of the microbatches: for rows whose fact does not depend on how many there are."""
 MLP = Subject("mlp", lambda config: mlp(), vector_data)
 INFINITE = Subject("mlp, infinite", lambda config: mlp(), lambda: vector_data(infinite=17))
 """One of the samples overflows every step that it is in."""
