@@ -45,7 +45,7 @@ PAGE_SECONDS = 900.0
 """Far beyond what any page takes."""
 SMALL = """\
 model: {name: gpt, num_layers: 2, hidden_size: 32, num_heads: 4, sequence_length: 32}
-batch: {global_batch_size: 64, microbatch_size: 16}
+batch: {global_batch_size: 16, microbatch_size: 4}
 schedule: {warmup_steps: 10}
 train: {steps: 60, eval_every: 30, eval_steps: 1, peak_flops: 1e12}
 """
