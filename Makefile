@@ -58,7 +58,7 @@ test: $(VENV)/test.stamp
 	$(TEST) -m "not exhaustive and not fault" $(value ARGS)
 
 test-all: $(VENV)/test.stamp
-	AXSPARSE_MODELS=$${AXSPARSE_MODELS-100} $(TEST) $(value ARGS)
+	AXSPARSE_MODELS=$${AXSPARSE_MODELS-40} $(TEST) $(value ARGS)
 
 test-slurm: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm $(value ARGS)

@@ -34,8 +34,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_suffix(".yaml")
 COPIED = ("axsparse", "tests", "benchmarks", "configs", "docs", "examples", "launch", "scripts")
 FILES = ("pyproject.toml", "CONTRIBUTING.md", "README.md", "constraints.txt", "Makefile")
-TIMEOUT_SECONDS = 900.0
-"""A defect may let ranks wait for each other: tests that take so long have found it."""
+TIMEOUT_SECONDS = 240.0
+"""A defect may let a loop or ranks go on for ever: tests that take so long have found it."""
 FAILED = 1
 """What pytest returns if tests failed; other codes say that none were run."""
 
@@ -50,7 +50,7 @@ class Mutation:
     """Stands once in the package."""
     put: str
     tests: tuple[str, ...]
-    """One of these fails once `find` is replaced by `put`."""
+    """Files, or tests of files; one of these fails once `find` is replaced by `put`."""
 
     def line(self, result: str, seconds: float, said: str) -> str:
         snippet = self.find.splitlines()[0].strip()
@@ -70,7 +70,8 @@ def missing(mutation: Mutation, tree: Path) -> str:
     """Why a defect cannot be planted in a tree; "" if it can."""
     if place_of(mutation, tree / "axsparse") is None:
         return "no such snippet"
-    return "" if all((tree / test).exists() for test in mutation.tests) else "no such tests"
+    files = [tree / test.partition("::")[0] for test in mutation.tests]
+    return "" if all(file.exists() for file in files) else "no such tests"
 
 
 def place_of(mutation: Mutation, package: Path) -> Path | None:

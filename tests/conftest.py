@@ -18,15 +18,17 @@ settings.register_profile("axsparse", deadline=None)
 settings.load_profile("axsparse")
 
 LONGEST = (
-    *("test_equivalence.py", "test_state_equivalence.py"),
-    *("test_train.py", "test_failures.py", "test_mpirun.py", "test_run_faults.py"),
-    *("test_command_faults.py", "test_enforced_memory.py", "test_resume.py", "test_on_device.py"),
+    *("test_page_blocks.py", "test_enforced_memory.py", "test_state_equivalence.py"),
+    *("test_mpirun.py", "test_afternoon.py", "test_equivalence.py", "test_on_device.py"),
+    *("test_train.py", "test_resume.py", "test_hf_models.py", "test_run_faults.py"),
+    *("test_generated_models.py", "test_user_code.py", "test_wheel.py"),
 )
-"""Files that would keep one process busy while the others have come to the end."""
+"""Files that would keep one process busy while the others have come to the end, longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @pytest.fixture(autouse=True, scope="module")

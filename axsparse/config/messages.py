@@ -108,7 +108,7 @@ def refuse_other_families(settings: Mapping[str, Setting]) -> None:
     if name not in FAMILIES:
         return  # pydantic refuses the name
     has = {
-        family: tuple(section.model_json_schema()["properties"])
+        family: tuple(field.alias or key for key, field in section.model_fields.items())
         for family, section in FAMILIES.items()
     }
     for key, setting in settings.items():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from support.cases import judge_everywhere
 from support.exhaustive import by_default
-from support.mpirun import LONGEST_SECONDS, run_mpirun
+from support.mpirun import run_alone, run_mpirun
 from support.oracle import Trace
 from support.runs import (
     random_init,
@@ -331,13 +328,9 @@ def test_numbers_that_stay_bad_or_a_bad_last_validation_loss_end_the_run() -> No
 def test_the_example_trains(ranks: int, tmp_path: Path) -> None:
     """One rank needs no mpirun."""
     example = Path(__file__).parents[2] / "examples" / "custom_model.py"
-    settings: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True}
 
-    done: Any = (
-        run_mpirun(ranks, [str(example)], cwd=tmp_path)
-        if ranks > 1
-        else subprocess.run([sys.executable, str(example)], timeout=LONGEST_SECONDS, **settings)
-    )
+    start = run_alone if ranks == 1 else partial(run_mpirun, ranks)
+    done = start([str(example)], cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert ranks > 1 or "1 rank = 1 stage × 1 replica" in done.stdout
@@ -378,28 +371,6 @@ def test_replicas_that_start_at_other_weights_are_told_apart() -> None:
 
     with pytest.raises(TrainingError, match="weights: replica 1 starts at others than replica 0"):
         train_in_process(1, 2, model, small_config(), vector_data())
-
-
-@pytest.mark.parametrize(
-    ("read", "told"),
-    [
-        (lambda x, y: (x, y), "inputs are read as Tensor; give a tuple of tensors"),
-        (lambda x, y: ((x[:1],), y), r"3 samples are read as Tensor \(1, 16\); give tensors"),
-        (lambda x, y: ((x,), y.numpy()), "3 samples are read as ndarray; give tensors, samples"),
-    ],
-)
-def test_what_is_no_batch_is_refused(read: Callable[[Tensor, Tensor], Any], told: str) -> None:
-    class Wrong(ArrayDataset):
-        def read(self, indices: NDArray[np.int64]) -> Any:
-            (x,), y = super().read(indices)
-            return read(x, y)
-
-    arrays = vector_data()
-    (x,), y = arrays.read(np.arange(len(arrays)))
-    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
-
-    with pytest.raises(DataError, match=rf"^data \(arrays\): {told}"):
-        train_in_process(1, 1, model, small_config(), Wrong(x, y))
 
 
 def test_a_layer_whose_forward_fails_is_named() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from support.exhaustive import by_default
 from support.mpirun import TESTS, Finished, run_mpirun
@@ -17,12 +19,12 @@ VGG = (
 MODELS = {
     "pruned GPT in bf16": (*GPT, "pruning.sparsity=0.9", "precision=bf16"),
     "dense GPT in fp32, recomputed": (
-        *(*GPT, "samo.enabled=false", "precision=fp32"),
+        *(*GPT, "model.sequence_length=128", "samo.enabled=false", "precision=fp32"),
         *("pipeline.checkpoint_activations=1", "layout.g_inter=2"),
     ),
     "pruned GPT in fp32, much of which waits for its weight gradients": (
         *("model.num_layers=4", "model.hidden_size=512", "model.sequence_length=256"),
-        *("model.vocab_size=4096", "batch.global_batch_size=16", "batch.microbatch_size=2"),
+        *("model.vocab_size=4096", "batch.global_batch_size=12", "batch.microbatch_size=2"),
         *("precision=fp32", "pruning.sparsity=0.9", "layout.g_inter=2"),
         *("pipeline.split_backward=true", "pipeline.held=5"),
     ),
@@ -37,7 +39,7 @@ def trained(model: str, part: float) -> Finished:
     """With `part` of the predicted peak."""
     settings = (*MODELS[model], f"layout.memory_per_rank={ROOM[model]}")
     command = [str(TESTS / "mpi" / "limited.py"), str(part), *settings]
-    return run_mpirun(2, command)
+    return run_mpirun(2, command, python=sys.executable)
 
 
 @pytest.mark.parametrize("model", by_default([], MODELS))

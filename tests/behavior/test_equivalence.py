@@ -37,7 +37,7 @@ REPLICAS_TOLERANCE = 2e-6
 SHARDED = {"samo": {"shard_optimizer": True}}
 TIED = axis("model", "tie_embeddings", False, True)
 LAYOUTS = [
-    *crossed(PIPELINES + REPLICAS, TIED),
+    *crossed(PIPELINES + REPLICAS, TIED, settings=steps(4)),
     *crossed([(4, 1)], [batch(6, 6 // number) for number in (1, 2, 3)], settings=steps(2)),
     *(
         Row((4, 1), steps(3), {"pipeline": {"slack": order % 3}}, order=order, is_usual=order < 3)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import socket
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from support.mpirun import TESTS, Finished, run_mpirun
+from support.warm_python import warm_python
 
 TRAIN = ("-m", "axsparse.train")
 TINY = """\
@@ -105,7 +105,7 @@ def test_data_shorter_than_a_batch_is_refused(tiny: Path) -> None:
 def test_a_rank_of_another_configuration_is_named(tiny: Path) -> None:
     one = [*TRAIN, "--config", str(tiny)]
 
-    job = run_mpirun(1, [*one, ":", "-n", "1", sys.executable, *one, "--set", "seed=2"])
+    job = run_mpirun(1, [*one, ":", "-n", "1", warm_python(), *one, "--set", "seed=2"])
 
     assert_refused(
         job,
@@ -119,7 +119,7 @@ def test_a_rank_of_another_configuration_is_named(tiny: Path) -> None:
 def test_a_configuration_that_one_rank_cannot_read_ends_all(tiny: Path) -> None:
     good, bad = ([*TRAIN, "--config", str(tiny)], [*TRAIN, "--config", str(tiny.parent / "no")])
 
-    job = run_mpirun(1, [*good, ":", "-n", "1", sys.executable, *bad])
+    job = run_mpirun(1, [*good, ":", "-n", "1", warm_python(), *bad])
 
     assert job.returncode == 66, str(job)
     assert len(job.errors) == 1 and "no such file" in job.errors[0], str(job)

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from support.mpirun import ENVIRONMENT, mpirun_path
 from support.page_blocks import PAGES, ROOT, SHELL, SHOWN_ONLY, Block, blocks
+from support.warm_python import warm_folder, warm_python
 
 import axsparse as ax
 from axsparse.cli.commands import all_parsers
@@ -44,7 +45,7 @@ PAGE_SECONDS = 900.0
 """Far beyond what any page takes."""
 SMALL = """\
 model: {name: gpt, num_layers: 2, hidden_size: 32, num_heads: 4, sequence_length: 32}
-batch: {global_batch_size: 48, microbatch_size: 2}
+batch: {global_batch_size: 16, microbatch_size: 4}
 schedule: {warmup_steps: 10}
 train: {steps: 60, eval_every: 30, eval_steps: 1, peak_flops: 1e12}
 """
@@ -148,7 +149,7 @@ def test_a_page_runs_from_its_first_block_to_its_last(page: str, tmp_path: Path)
                 (setup.read_text() if setup.exists() else "") + block.code
             )
             launcher = [] if block.ranks == 1 else [mpirun_path(), "-n", str(block.ranks)]
-            run(block, [*launcher, sys.executable, "block.py"], tmp_path)
+            run(block, [*launcher, warm_python(), "block.py"], tmp_path)
 
 
 def _script(block: Block) -> str:
@@ -160,7 +161,9 @@ def _script(block: Block) -> str:
 
 def run(block: Block, command: list[str], folder: Path) -> None:
     """Run a block in the folder of its page; a failure shows all that was printed."""
-    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join(
+        [str(folder), str(warm_folder()), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
     done = subprocess.run(
         command,
         cwd=folder,

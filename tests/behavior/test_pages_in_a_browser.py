@@ -23,7 +23,7 @@ from typing import Any, Literal
 import pytest
 from PIL import Image
 from support.browser import PAINTED, WISH, Browser, Tab, find_browser
-from support.mpirun import LONGEST_SECONDS
+from support.mpirun import LONGEST_SECONDS, run_alone
 from support.page_blocks import ROOT
 from support.pages import step_line
 
@@ -146,11 +146,8 @@ def _of_one_colour(png: bytes) -> float:
 
 
 def axsparse(*words: object) -> None:
-    command = [sys.executable, "-m", "axsparse", *map(str, words)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_alone(["-m", "axsparse", *map(str, words)])
+    assert done.returncode == 0, str(done)
 
 
 @pytest.fixture(scope="module")

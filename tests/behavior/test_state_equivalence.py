@@ -64,17 +64,11 @@ METHODS = [
         )
         for layout in ((2, 1), (2, 2))
     ),
-    *(
-        row
-        for distribution in ("erk", "global")
-        for row in crossed(
-            [(3, 1), (2, 2)],
-            [
-                {"pruning": {**PRUNING[name], "distribution": distribution, "include": "all"}}
-                for name in ("magnitude", "snip", "gradual", "early-bird")
-            ],
-            settings=LONG,
-        )
+    *crossed(
+        [(3, 1), (2, 2)],
+        [BY_NAME[name] for name in ("magnitude", "snip", "gradual", "early-bird")],
+        axis("pruning", "distribution", "erk", "global"),
+        settings={**LONG, "pruning": {"include": "all"}},
     ),
     Row(
         (2, 1),
@@ -195,7 +189,7 @@ STORAGE = [
 
 
 ROWS = [
-    replace(row, subject=COARSE) if row.subject is GPT and row.layout[1] < 4 else row
+    replace(row, subject=COARSE) if row.subject is GPT and row.layout[1] < 3 else row
     for row in (*METHODS, *OPTIMIZERS, *STORAGE)
 ]
 

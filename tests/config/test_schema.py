@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from support.package import PACKAGE
 
 from axsparse.config.hf_config import FROM
@@ -116,16 +117,22 @@ def _values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
             raise AssertionError(f"no values for {unknown}")
 
 
+@cache
+def _properties(section: type[BaseModel]) -> dict[str, Any]:
+    properties: dict[str, Any] = section.model_json_schema()["properties"]
+    return properties
+
+
 def _fields(family: str) -> dict[str, st.SearchStrategy[Any]]:
     """The optional settings with a model of this family, but for a folder, which would be read."""
     fields: dict[str, st.SearchStrategy[Any]] = {}
     for name, field in Config.model_fields.items():
         section = FAMILIES[family] if name == "model" else field.annotation
         if isinstance(section, type) and issubclass(section, Section):
-            schemas = section.model_json_schema()["properties"]
+            schemas = _properties(section)
             fields.update((f"{name}.{leaf}", _values(schema)) for leaf, schema in schemas.items())
         else:
-            fields[name] = _values(Config.model_json_schema()["properties"][name])
+            fields[name] = _values(_properties(Config)[name])
     return {key: values for key, values in fields.items() if key not in ("model.name", FROM)}
 
 

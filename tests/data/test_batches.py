@@ -484,6 +484,7 @@ ONES = torch.ones(9, 2)
         (ONES, "read returns Tensor; return two things, a tuple of inputs and the targets"),
         ((ONES, ONES), "inputs are read as Tensor; give a tuple of tensors"),
         (((1,), ONES), "9 samples are read as int; give tensors, samples first"),
+        (((ONES,), ONES.numpy()), "9 samples are read as ndarray; give tensors, samples first"),
         (((ONES[:3],), ONES), "9 samples are read as Tensor (3, 2); give tensors, samples first"),
         (((ONES.to_sparse(),), ONES), "as a tensor of layout torch.sparse_coo; give its to_dense"),
         (((ONES,), ONES.to("meta")), "as a meta tensor; give one with values, in CPU memory"),

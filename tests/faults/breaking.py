@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from support.runs import mlp, tiny_config, vector_data
+from support.warm_client import SESSION
 from torch import Tensor
 
 from axsparse.config.load import LoadedConfig
@@ -54,7 +55,7 @@ def die() -> NoReturn:
 
 def tell_launcher() -> None:
     # The tests start the launcher as the first process of a session.
-    os.kill(os.getsid(0), signal.SIGUSR1)
+    os.kill(int(os.environ.get(SESSION) or os.getsid(0)), signal.SIGUSR1)
 
 
 def break_writing(step: int, happen: Callable[[], None]) -> None:

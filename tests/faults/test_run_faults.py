@@ -7,13 +7,13 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.mpirun import KILLED, TESTS, Finished, run_mpirun
+from support.warm_python import warm_python
 
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps, unfinished
 from axsparse.training.checkpoint.verification import is_whole
@@ -182,7 +182,7 @@ def test_ranks_whose_clocks_are_a_day_apart_save_and_go_on_by_step(
 
     def skewed(fault: str, env: Mapping[str, str], other: Sequence[str]) -> Finished:
         words = [*script, "10", fault, "auto"]
-        return run_mpirun(1, [*words, ":", "-n", "1", "env", *other, sys.executable, *words], env)
+        return run_mpirun(1, [*words, ":", "-n", "1", "env", *other, warm_python(), *words], env)
 
     first = skewed("signal:5", tomorrow, ["-u", "LD_PRELOAD"])
     words = [f"{name}={value}" for name, value in {**tomorrow, "FAKETIME": "-1d"}.items()]

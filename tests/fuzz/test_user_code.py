@@ -1,13 +1,12 @@
 """What users write around a model is refused, or trains the same in every layout.
 
-`make test` judges a few drawn programs, `make test-all` a hundred, and `AXSPARSE_MODELS=5000` so
-many. `AXSPARSE_PROGRAM='{…}'` judges the one program of a line that a failure printed.
+`make test` judges a few drawn programs, `make test-all` forty, and `AXSPARSE_MODELS=5000` so many.
+`AXSPARSE_PROGRAM='{…}'` judges the one program of a line that a failure printed.
 """
 
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -16,7 +15,7 @@ from random import Random
 import pytest
 from fuzz.user_code import Program, draw, items, judge, smaller
 
-PROGRAMS = int(os.environ.get("AXSPARSE_MODELS", "25"))
+PROGRAMS = int(os.environ.get("AXSPARSE_MODELS", "10"))
 SEED = os.environ.get("AXSPARSE_MODELS_SEED", "")
 ONE = os.environ.get("AXSPARSE_PROGRAM", "")
 OPEN = frozenset({4})
@@ -77,7 +76,7 @@ def test_what_was_wrong_once_is_right(number: int, program: Program, tmp_path: P
 @pytest.mark.skipif(bool(ONE), reason="AXSPARSE_PROGRAM asks for one program alone")
 def test_drawn_programs_are_refused_or_train_the_same_everywhere(tmp_path: Path) -> None:
     counts, failures = Counter[str](), dict[str, str]()
-    rng, begin = Random(f"programs {SEED}"), time.monotonic()  # noqa: S311 - to be drawn again
+    rng = Random(f"programs {SEED}")  # noqa: S311 - to be drawn again
     while counts.total() < PROGRAMS:
         program = draw(rng)
         if items(program) & OPEN:
@@ -89,7 +88,6 @@ def test_drawn_programs_are_refused_or_train_the_same_everywhere(tmp_path: Path)
             counts[f"failed: {kind}"] += 1
             failures.setdefault(kind, reduced(program, tmp_path, kind).line())
     if PROGRAMS > 100:
-        print(f"\n{PROGRAMS} programs in {time.monotonic() - begin:.0f} s")
         print("\n".join(f"{count:6} {kind}" for kind, count in counts.most_common()))
     assert not failures, "; ".join(
         f"{kind}: AXSPARSE_PROGRAM='{line}'" for kind, line in failures.items()

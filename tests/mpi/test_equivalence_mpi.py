@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from mpi4py import MPI
@@ -16,10 +17,11 @@ SIZE = MPI.COMM_WORLD.size
 LAYOUTS = [(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
 METHODS = ("rigl", "snip", "early-bird", "iterative")
 """Each has one layout here; in one process, every method has every layout."""
+FEW = replace(GPT, settings={"batch": {"microbatch_size": 3}})
 ROWS = [
     *(
-        Row(layout, {"model": {"tie_embeddings": tied}})
-        for layout, tied in itertools.product(LAYOUTS, [True, False])
+        Row(layout, steps(3, model={"tie_embeddings": tied}), subject=FEW)
+        for layout, tied in zip(LAYOUTS, itertools.cycle([True, False]), strict=False)
     ),
     *(
         Row(
@@ -29,6 +31,7 @@ ROWS = [
                 "schedule": {"warmup_steps": 1},
                 "train": {"steps": 9},
             },
+            subject=FEW,
         )
         for method, layout in zip(METHODS, itertools.cycle(LAYOUTS), strict=False)
     ),
@@ -56,6 +59,7 @@ ROWS = [
             "train": {"steps": 2},
         },
         judge=ONE_STAGE,
+        subject=FEW,
     ),
 ]
 
@@ -72,4 +76,4 @@ def test_a_run_on_mpi_is_what_its_judge_says(row: Row) -> None:
         )
 
     hold(row, rank, trace, references)
-    assert subject is not GPT or trace.weights
+    assert subject is not FEW or trace.weights

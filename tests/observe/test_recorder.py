@@ -85,6 +85,10 @@ class Screen:
             slow,
         )
 
+    def end(self) -> None:
+        self.recorder.flush()
+        self.recorder.close()
+
     @property
     def lines(self) -> list[str]:
         return self.stream.getvalue().splitlines()
@@ -99,8 +103,7 @@ def compared(folder: Path, predicted: StepForecast) -> Screen:
     screen = Screen(folder, run=replace(RUN, predicted=predicted))
     for step, length in enumerate([9.0, 2.0, 2.0, 2.0, 3.0, 2.0], 1):
         screen.recorder.step(figures(step), seconds(length), MOST)
-    screen.recorder.flush()
-    screen.recorder.close()
+    screen.end()
     return screen
 
 
@@ -138,8 +141,7 @@ def test_a_step_is_written_down_when_the_next_one_comes(tmp_path: Path) -> None:
     assert [record["step"] for record in screen.records] == [1]
     screen.recorder.flush()
     assert [record["step"] for record in screen.records] == [1, 2]
-    screen.recorder.flush()
-    screen.recorder.close()
+    screen.end()
 
     assert [record["step"] for record in screen.records] == [1, 2]
 
@@ -166,8 +168,7 @@ def test_a_gpus_step_is_pushed_with_the_next_one_and_waited_for_at_the_end(tmp_p
 def test_a_record_has_figures_phases_rates_and_bytes(tmp_path: Path) -> None:
     screen, began = Screen(tmp_path), time.time()
     screen.recorder.step(figures(3), seconds(2.0), MOST)
-    screen.recorder.flush()
-    screen.recorder.close()
+    screen.end()
 
     (record,) = screen.records
     assert began <= record.pop("time") <= time.time()
@@ -220,8 +221,7 @@ def test_the_first_the_last_and_every_tenth_step_are_shown(tmp_path: Path) -> No
     screen = Screen(tmp_path)
     for step in range(1, 13):
         screen.recorder.step(figures(step), seconds(), MOST)
-    screen.recorder.flush()
-    screen.recorder.close()
+    screen.end()
 
     assert [line.split()[1] for line in screen.lines] == ["1/12", "5/12", "10/12", "12/12"]
     # The first step compiles. Those after it took 3 s each, and seven are left.
@@ -244,8 +244,7 @@ def test_a_warning_of_a_slow_rank_is_told_once(tmp_path: Path) -> None:
     screen = Screen(tmp_path, slow=Slow(Grid(1, 1), [1.0], ["here"], ratio=2.0, steps=1))
     for step in range(1, 4):
         screen.recorder.step(figures(step), seconds(9.0 * step), MOST)
-    screen.recorder.flush()
-    screen.recorder.close()
+    screen.end()
 
     assert heard == [(1, [1.0]), (2, [2.0]), (3, [3.0])]
     assert screen.lines.count("rank 0 is slow") == 1
@@ -258,8 +257,7 @@ def test_a_skipped_step_is_always_told_and_counted(tmp_path: Path) -> None:
     )
     screen.recorder.step(bad, seconds(), MOST)
     screen.recorder.step(figures(5, skipped_steps=2), seconds(), MOST)
-    screen.recorder.flush()
-    screen.recorder.close()
+    screen.end()
 
     told, step = screen.lines
     assert told == "step 4: rank 1: the loss is not finite; no rank updated its weights"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ print(resident_memory_bytes() - before)
 @pytest.fixture(scope="module")
 def told() -> list[str]:
     """What the process above prints."""
-    done = run_alone(["-c", OF_A_PROCESS])
+    done = run_alone(["-c", OF_A_PROCESS], python=sys.executable)
     assert done.returncode == 0, str(done)
     return done.stdout.split()
 

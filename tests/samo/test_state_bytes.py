@@ -307,6 +307,10 @@ def test_the_formula_by_category() -> None:
     assert each == pytest.approx(expected, abs=1e-4)
 
 
+def test_what_rests_on_the_host_takes_no_memory_of_the_device() -> None:
+    assert StateBytes(weight=2, visiting=3, offloaded=100).total == 5
+
+
 def test_the_second_use_on_another_stage_costs_its_own_full_state() -> None:
     whole = live(build(CASES["tied GPT, embeddings too"]))
     halves = [

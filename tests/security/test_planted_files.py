@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,8 @@ def test_a_run_is_open_to_whom_the_umask_lets_in_and_has_the_environment_nowhere
 
 
 def test_ranks_listen_to_their_own_host_only(tmp_path: Path) -> None:
-    done = run_mpirun(2, [str(TESTS / "security" / "listening.py"), str(tmp_path)])
+    words = [str(TESTS / "security" / "listening.py"), str(tmp_path)]
+    done = run_mpirun(2, words, python=sys.executable)
 
     assert done.returncode == 0, str(done)
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}

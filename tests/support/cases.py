@@ -90,8 +90,8 @@ class Subject:
 
 
 GPT = Subject("gpt", tiny_gpt, token_data, lambda: token_data(samples=23))
-COARSE = replace(GPT, name="gpt in pairs", settings={"batch": {"microbatch_size": 2}})
-"""Half as many microbatches: for rows whose fact does not depend on how many there are."""
+COARSE = replace(GPT, name="gpt by threes", settings={"batch": {"microbatch_size": 3}})
+"""A third of the microbatches: for rows whose fact does not depend on how many there are."""
 MLP = Subject("mlp", lambda config: mlp(), vector_data)
 INFINITE = Subject("mlp, infinite", lambda config: mlp(), lambda: vector_data(infinite=17))
 """One of the samples overflows every step that it is in."""
@@ -175,13 +175,18 @@ def axis(section: str, key: str, *values: Any) -> list[Settings]:
 
 
 def crossed(layouts: Sequence[Layout], *axes: Sequence[Settings], **others: Any) -> list[Row]:
-    """Rows of every layout with every combination of settings, of which `make test` has each once.
+    """Rows of every layout with every setting of the first axis; `make test` has each once.
 
-    The n-th usual row takes the n-th value of every axis; shorter axes begin again.
+    Further axes take turns along both. The n-th usual row takes the n-th value of every axis;
+    shorter axes begin again.
     """
     usual = [
         tuple(n % len(axis) for axis in (layouts, *axes))
         for n in range(max(map(len, (layouts, *axes))))
+    ]
+    in_turn = [
+        (*pair, *(sum(pair) % len(axis) for axis in axes[1:]))
+        for pair in itertools.product(range(len(layouts)), range(len(axes[0])))
     ]
     base = others.pop("settings", {})
     return [
@@ -191,7 +196,7 @@ def crossed(layouts: Sequence[Layout], *axes: Sequence[Settings], **others: Any)
             is_usual=at in usual,
             **others,
         )
-        for at in itertools.product(*(range(len(axis)) for axis in (layouts, *axes)))
+        for at in dict.fromkeys([*in_turn, *usual])
     ]
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.warm_python import warm_python
+
 TESTS = Path(__file__).resolve().parents[1]
 LONGEST_SECONDS = 300.0
 """Far beyond what any job takes, on a machine that has much else to do."""
@@ -74,16 +76,25 @@ def run_mpirun(
     env: Mapping[str, str] | None = None,
     timeout: float = LONGEST_SECONDS,
     cwd: Path | None = None,
+    python: str | None = None,
 ) -> Finished:
-    """`mpirun -n ranks python args…`, in a process group that is killed after `timeout` seconds."""
-    return _run([mpirun_path(), "-n", str(ranks), sys.executable, *args], env, timeout, cwd)
+    """`mpirun -n ranks python args…`, in a process group that is killed after `timeout` seconds.
+
+    The ranks have torch loaded when they start, unless `python` is `sys.executable`.
+    """
+    command = [mpirun_path(), "-n", str(ranks), python or warm_python(), *args]
+    return _run(command, env, timeout, cwd)
 
 
 def run_alone(
-    args: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = LONGEST_SECONDS
+    args: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    timeout: float = LONGEST_SECONDS,
+    cwd: Path | None = None,
+    python: str | None = None,
 ) -> Finished:
     """`python args…`, likewise: one rank, which needs no MPI library."""
-    return _run([sys.executable, *args], env, timeout, None)
+    return _run([python or warm_python(), *args], env, timeout, cwd)
 
 
 def _run(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.resuming import records_of
 from support.runs import assert_bitwise, mlp, tiny_config, train_in_process, vector_data
@@ -197,6 +197,7 @@ def test_top1_counts_samples_whose_class_has_the_largest_logit() -> None:
 
 
 @settings(deadline=None, derandomize=True)
+@example(values=[1e9, 2.0**-40], cuts=[])  # has a remainder
 @given(
     values=st.lists(st.floats(min_value=-1e9, max_value=1e9, width=32), max_size=30),
     cuts=st.lists(st.integers(0, 30), max_size=4),

@@ -455,14 +455,17 @@ def test_only_force_replaces_an_export(form: Form, name: str, run: Path, tmp_pat
 def test_nothing_else_is_ever_replaced(run: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").touch()
+    write_llama(tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer.json").touch()
     (tmp_path / "file").touch()
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "real.safetensors").touch()
     (tmp_path / "link.safetensors").symlink_to("real.safetensors")
     (tmp_path / "dangling").symlink_to("nowhere")
-    forms: dict[str, Form] = {"model": "hf", "file": "hf", "dangling": "hf"}
+    folders: tuple[Form, ...] = ("hf",) * 4
+    forms = dict(zip(("model", "theirs", "file", "dangling"), folders, strict=True))
 
-    for name in ("model", "file", "folder.safetensors", "link.safetensors", "dangling"):
+    for name in (*forms, "folder.safetensors", "link.safetensors"):
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(OutputError) as caught:
             export(newest(run), forms.get(name, "torch"), tmp_path / name, force=True)
@@ -573,18 +576,6 @@ def test_tokens_that_are_gone_leave_a_folder_without_tokenizer_which_is_told(
     assert note.startswith(f"the folder has no tokenizer: data.path: {gone}/tokens.json")
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["config.json", "model.safetensors"]
-
-
-def test_a_folder_of_somebody_else_with_a_tokenizer_is_never_replaced(
-    run: Path, tmp_path: Path
-) -> None:
-    write_llama(tmp_path / "theirs")
-    (tmp_path / "theirs" / "tokenizer.json").touch()
-
-    before = sorted((tmp_path / "theirs").iterdir())
-    with pytest.raises(OutputError, match=r"theirs is not what an export leaves, and stays; choo"):
-        export(newest(run), "hf", tmp_path / "theirs", force=True)
-    assert sorted((tmp_path / "theirs").iterdir()) == before
 
 
 def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:

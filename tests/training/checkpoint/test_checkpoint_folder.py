@@ -40,6 +40,21 @@ def test_a_checkpoint_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
     assert unfinished(tmp_path / "new") == []
 
 
+def test_the_manifest_is_on_the_disk_before_the_name_and_the_name_before_commit_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, list[str]]] = []
+
+    def note(folder: Path) -> None:
+        synced.append((folder.name, [path.name for path in folder.iterdir()]))
+
+    monkeypatch.setattr("axsparse.training.checkpoint.checkpoint_folder.sync_folder", note)
+
+    commit(begin(tmp_path / "new", 4), b"{}")
+
+    assert synced[-2:] == [("step-4.tmp", ["manifest.json"]), ("new", ["step-4"])]
+
+
 def test_without_its_manifest_nothing_has_a_checkpoints_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
