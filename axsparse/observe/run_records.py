@@ -34,15 +34,6 @@ class RunRecords:
     """Whether the last line was only half there, and is left out."""
 
 
-@dataclass(frozen=True)
-class LayerShare:
-    """How much of a layer is kept."""
-
-    name: str
-    kept: int
-    numel: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunView:
     """All that a report tells of one run; whatever a run has not is empty."""
@@ -56,13 +47,8 @@ class RunView:
     trace: str = ""
     """The name of the file that `spans` are from."""
     spans: Sequence[Span] = ()
-    layers: Sequence[LayerShare] = ()
-    layers_from: str = ""
-    """The checkpoint or ticket that `layers` are from."""
-    checkpoints: Sequence[tuple[int, int | None]] = ()
-    """The step of each, and the bytes of its files; None if its manifest cannot be read."""
-    plan: Bars | None = None
-    """The planned memory of a rank of each stage."""
+    sparsity: Bars | None = None
+    """The removed share of each layer."""
     notes: Sequence[str] = ()
 
 

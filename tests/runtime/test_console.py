@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.terminal import Terminal
 
 from axsparse.runtime import console
 from axsparse.runtime.console import (
@@ -59,7 +60,6 @@ class TerminalStdout(io.StringIO):
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AXSPARSE_PROGRESS", *LAUNCHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
 
 
@@ -121,13 +121,51 @@ def test_closing_takes_the_bar_away_for_good() -> None:
     assert stream.seen == f"{drawn}{CLEAR}the end\n"
 
 
-def test_the_bar_is_bold_and_dim_where_colour_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR")
-    stream = FlushedStream()
+@pytest.fixture(params=[True, False], ids=["folding", "cutting"])
+def screen(request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    """A pseudo-terminal of the system whose rows can be read."""
+    made = Terminal(100, folds_anew=request.param)
+    yield made
+    made.close()
 
-    Console(stream, bar=True, size=sized(10)).progress(1, 2, "a")
 
-    assert stream.seen == f"{CLEAR}\n\x1b[1m█\x1b[0m\x1b[2m░\x1b[0m 1/2  a{UP}"
+def console_of(screen: Terminal) -> Console:
+    def size() -> os.terminal_size:
+        return os.get_terminal_size(screen.slave)
+
+    return Console(screen.open(), bar=True, size=size)
+
+
+def test_a_terminal_that_changes_in_mid_run_stays_clean(screen: Terminal) -> None:
+    shown = console_of(screen)
+    sizes = {8: (60, 3), 12: (60, 1), 18: (30, 24), 22: (100, 24), 28: (44, 24)}
+    for step in range(1, 41):
+        shown.progress(step, 80, "eta 00:40  1.0k tokens/s  loss 2.000")
+        if step % 10 == 0:
+            shown.line(f"line {step}")
+        if step == 15:
+            assert not any("eta" in row for row in screen.read())
+        if step in sizes:
+            screen.resize(*sizes[step])
+
+    lines = ["line 10", "line 20", "line 30", "line 40"]
+    assert screen.read() == [*lines, "", "█████░░░░░░ 40/80  eta 00:40  1.0k tokens/s"]
+    shown.close()
+    assert screen.read() == lines
+
+
+def test_what_other_processes_print_stands_by_itself(screen: Terminal) -> None:
+    shown = console_of(screen)
+    shown.line("before")
+    shown.progress(1, 2, "eta")
+
+    other = screen.open()
+    other.write("axsparse: warning: of another rank\n")
+    other.flush()
+    shown.progress(2, 2, "eta")
+    shown.line("after")
+
+    assert screen.read()[:-1] == ["before", "axsparse: warning: of another rank", "after", ""]
 
 
 # Who looks
