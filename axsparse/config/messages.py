@@ -28,7 +28,9 @@ class Setting:
 
 FORMER_KEYS = {
     "pipeline.announce": "remove it: stages announce nothing any more; pipeline.slack of 1 or more "
-    "makes up for it"
+    "makes up for it",
+    "train.nvtx": "remove it: train.trace names phases, forwards and backwards, and in Python "
+    "torch.autograd.profiler.emit_nvtx names operations in NVIDIA's profilers",
 }
 """Key of earlier versions that is gone -> what to do about it."""
 _MENDS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}

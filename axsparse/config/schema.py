@@ -447,8 +447,6 @@ class TrainConfig(Section):
     """Peak flop/s of one rank's device, for `mfu`; `auto` times a matrix product at the start."""
     trace: Natural = 0
     """Steps after the first one that are recorded in `trace/`, for Perfetto and `trace compare`."""
-    nvtx: bool = False
-    """Whether phases, forwards and backwards are named ranges in NVIDIA's profilers; GPUs only."""
     memory_history: bool = False
     """Whether the snapshot that is written when GPU memory runs out says where in the code each
     block was allocated; GPUs only."""
