@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from axsparse.cli.launch import folder
 from axsparse.cli.parser import (
     MOST,
     CommandParser,
@@ -30,7 +29,7 @@ from axsparse.cli.parser import (
     say,
     whole,
 )
-from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.load import LoadedConfig, load_config, packaged_folder
 from axsparse.config.validate import check_batch, check_config, counted
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -359,7 +358,7 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
     False, 0 nor empty. Placeholders within a value are not replaced.
     """
     lines = []
-    for line in (folder() / template).read_text(encoding="utf-8").splitlines():
+    for line in (packaged_folder("launch") / template).read_text(encoding="utf-8").splitlines():
         if line.startswith("?"):
             flag, _, line = line[1:].partition(" ")
             if not values[flag]:

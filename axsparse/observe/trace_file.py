@@ -230,33 +230,6 @@ class TraceRecorder:
             join(trace, parts, f"run: {self._folder}")
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How long a phase of a stage takes in two traces.
-
-    Both are in seconds a step, the mean over replicas and steps.
-    """
-
-    stage: int
-    phase: str
-    first: float
-    second: float
-
-    @property
-    def seconds(self) -> float:
-        return self.second - self.first
-
-
-def differences(first: Sequence[Span], second: Sequence[Span]) -> list[Difference]:
-    """The differences of all phases and stages, largest first; a missing stage counts as 0."""
-    ours, theirs = _seconds(first), _seconds(second)
-    unsorted = [
-        Difference(*key, ours.get(key, 0.0), theirs.get(key, 0.0))
-        for key in sorted(ours.keys() | theirs.keys())
-    ]
-    return sorted(unsorted, key=lambda each: -abs(each.seconds))
-
-
 def step_seconds(spans: Sequence[Span]) -> float:
     """The mean time of a step, from the beginning of its first span to the end of its last."""
     of_steps = [[s for s in spans if s.step == step] for step in {s.step for s in spans}]
@@ -264,7 +237,7 @@ def step_seconds(spans: Sequence[Span]) -> float:
     return sum(lengths) / len(lengths) if lengths else 0.0
 
 
-def _seconds(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
+def phase_seconds(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
     """Seconds of each stage's phases, the mean over its replicas and steps."""
     runs = Counter(stage for stage, _, _ in {(s.stage, s.replica, s.step) for s in spans})
     totals: dict[tuple[int, str], float] = defaultdict(float)

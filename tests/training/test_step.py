@@ -207,7 +207,7 @@ def test_spikes_that_do_not_end_end_the_run(tmp_path: Path) -> None:
 def test_the_rule_that_went_back_says_what_to_do_instead() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^spikes.rule \(configure\): 'back' is no rule any more; choose skip, and go back "
+        match=r"^spikes.rule \(configure\): 'back' is gone; choose skip, and go back "
         r"by hand with --resume RUN/checkpoints/step-N \(docs/howto/bad-numbers.md\)$",
     ):
         configure({"spikes": {"rule": "back"}})
