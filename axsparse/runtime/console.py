@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
+import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal, TextIO
 
 from axsparse.runtime.errors import ConfigError
@@ -16,11 +15,6 @@ Unit = Literal["tokens", "samples"]
 """What a rate counts."""
 SIZE = os.terminal_size((80, 24))
 """Columns and lines that a terminal is taken to have if it does not report them."""
-LAUNCHERS = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prte", "orterun"})
-"""Names of processes that write all ranks' output to the user's screen, as the kernel shows
-them: cut to 15 letters."""
-DAEMONS = frozenset({"hydra_pmi_proxy", "prted", "orted"})
-"""Names of processes that start ranks on a node for a launcher, which may run elsewhere."""
 _ERASE = "\x1b[J"
 _CLEAR = f"\r{_ERASE}"
 _BACK = "\x1b[1A\r"
@@ -95,9 +89,10 @@ class Console:
 
 
 def make_console(stream: TextIO) -> Console:
-    """A console that keeps a bar if the user looks at a terminal, or as AXSPARSE_PROGRESS says.
+    """A console that keeps a bar if the stream is a terminal, or as AXSPARSE_PROGRESS says.
 
-    Raises ConfigError if AXSPARSE_PROGRESS is neither "bar" nor "plain".
+    What a rank under mpirun writes passes through its launcher, so that no rank knows of a
+    terminal. Raises ConfigError if AXSPARSE_PROGRESS is neither "bar" nor "plain".
     """
     wish = os.environ.get("AXSPARSE_PROGRESS", "")
     if wish not in ("", "bar", "plain"):
@@ -106,97 +101,25 @@ def make_console(stream: TextIO) -> Console:
             "set bar or plain, or unset it to let the terminal decide"
         )
     # The terminal is asked every time, since its user may change its size.
-    return Console(stream, bar=_keeps_bar(wish), size=lambda: launcher_terminal() or SIZE)
+    return Console(stream, bar=_keeps_bar(stream), size=shutil.get_terminal_size)
 
 
-def erase_rows(stream: TextIO) -> None:
+def erase_bar(stream: TextIO) -> None:
     """Erase the bar that a console of this job may have left below the cursor, if it keeps one.
 
     For a rank that ends the job, whose first rank has no time to do so. Nothing else is erased,
     whether other output comes before or after.
     """
-    if _keeps_bar(os.environ.get("AXSPARSE_PROGRESS", "")):
+    if _keeps_bar(stream):
         with contextlib.suppress(OSError):
             stream.write(_ERASE)
             stream.flush()
 
 
-def _keeps_bar(wish: str) -> bool:
-    if wish != "bar" and os.environ.get("TERM") in PLAIN_TERMINALS:
-        return False
-    return wish == "bar" or (wish == "" and launcher_terminal() is not None)
-
-
-def launcher_terminal(proc: Path = Path("/proc")) -> os.terminal_size | None:
-    """Size of the terminal that the user looks at, or None if the output goes to a log.
-
-    Under mpirun a rank's own stdout says nothing: it is a pipe (MPICH) or a
-    pseudo-terminal that mpirun copies from (Open MPI). What counts is mpirun's stdout.
-    """
-    try:
-        own = (proc / "self/fd/1").readlink()
-        if own.is_absolute() and not _is_terminal(own):
-            return None  # this rank writes to a file, wherever its launcher writes to
-        launchers = _launchers(proc)
-        if not launchers:
-            return _own_size()
-        pid, name = launchers[-1]
-        screen = (proc / str(pid) / "fd/1").readlink()
-    except OSError:
-        # The system does not show its processes. Our own stdout counts if no launcher copies it.
-        return None if started_by_launcher() else _own_size()
-    return _device_size(screen) if name in LAUNCHERS and _is_terminal(screen) else None
-
-
-def _launchers(proc: Path) -> list[tuple[int, str]]:
-    """Id and name of the nearest launcher processes above this one, the lowest first.
-
-    They follow each other without a gap; a wrapper script may stand between them and this process.
-    """
-    launchers: list[tuple[int, str]] = []
-    _, pid = _name_and_parent(proc / "self")
-    while pid > 0:
-        name, parent = _name_and_parent(proc / str(pid))
-        if name in LAUNCHERS or name in DAEMONS:
-            launchers.append((pid, name))
-        elif launchers:
-            break
-        pid = parent
-    return launchers
-
-
-def _name_and_parent(process: Path) -> tuple[str, int]:
-    """A process's name and its parent's id, from `id (name) state parent ...`."""
-    # The name may hold spaces and brackets, the rest may not.
-    start, _, rest = (process / "stat").read_text(errors="replace").rpartition(")")
-    return start.partition("(")[2], int(rest.split()[1])
-
-
-def _is_terminal(device: Path) -> bool:
-    return str(device).startswith(("/dev/pts/", "/dev/tty"))
-
-
-def _own_size() -> os.terminal_size | None:
-    """Size of this process's own terminal; None if its stdout is no terminal."""
-    return _size(sys.stdout.fileno()) if sys.stdout.isatty() else None
-
-
-def _device_size(device: Path) -> os.terminal_size:
-    """Size of a terminal that this process has not opened."""
-    with contextlib.ExitStack() as later, contextlib.suppress(OSError):
-        # Without O_NOCTTY this process would get the terminal's signals if a launcher has made it
-        # a session leader. Without O_NONBLOCK a serial line would wait for its carrier.
-        descriptor = os.open(device, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
-        later.callback(os.close, descriptor)
-        return _size(descriptor)
-    return SIZE
-
-
-def _size(descriptor: int) -> os.terminal_size:
-    with contextlib.suppress(OSError):
-        columns, lines = os.get_terminal_size(descriptor)
-        return os.terminal_size((columns or SIZE.columns, lines or SIZE.lines))
-    return SIZE
+def _keeps_bar(stream: TextIO) -> bool:
+    wish = os.environ.get("AXSPARSE_PROGRESS", "")
+    is_able = os.environ.get("TERM") not in PLAIN_TERMINALS and stream.isatty()
+    return wish == "bar" or (wish == "" and is_able and not started_by_launcher())
 
 
 def format_bytes(n: float) -> str:
