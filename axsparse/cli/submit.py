@@ -35,7 +35,6 @@ from axsparse.runtime.errors import (
     AxsparseError,
     ConfigError,
     MissingInputError,
-    OutputError,
     writing,
 )
 
@@ -391,7 +390,9 @@ def _submit(job: argparse.Namespace) -> None:
         sys.stdout.flush()
         return
     path = job.run_dir / SCRIPT
-    made = _make(job.run_dir, must_be_new=not job.run_dir_given)
+    is_new = not (job.run_dir_given and job.run_dir.is_dir())
+    with writing(f"run_dir: {job.run_dir}", "choose another --run-dir"):
+        job.run_dir.mkdir(parents=True, exist_ok=not is_new)
     with writing(f"{path}:", "choose another --run-dir"):
         path.write_bytes(script(job))
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -399,7 +400,7 @@ def _submit(job: argparse.Namespace) -> None:
         said = hand_over(path, ["bsub"] if job.scheduler == "lsf" else ["sbatch", str(path)])
     except AxsparseError:
         path.unlink()
-        if made:
+        if is_new:
             with contextlib.suppress(OSError):
                 job.run_dir.rmdir()
         raise
@@ -429,17 +430,3 @@ def hand_over(path: Path, command: list[str]) -> str:
             "see axsparse submit --help"
         )
     return done.stdout.strip()
-
-
-def _make(run_dir: Path, *, must_be_new: bool) -> bool:
-    """Make the run directory; False if it existed before, which `must_be_new` refuses."""
-    if run_dir.is_dir() and not must_be_new:
-        return False
-    try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        run_dir.mkdir()
-    except OSError as reason:
-        raise OutputError(
-            f"run_dir: {run_dir} cannot be made ({reason.strerror}); choose another --run-dir"
-        ) from reason
-    return True

@@ -19,7 +19,6 @@ from axsparse.observe.trace_file import (
     phase_seconds,
     read,
     step_seconds,
-    to_json,
     write,
 )
 from axsparse.runtime.errors import DataError, MissingInputError, OutputError
@@ -35,8 +34,9 @@ SPANS = [
 ]
 
 
-def test_a_trace_is_what_chrome_opens() -> None:
-    whole = json.loads(to_json(SPANS, "test"))
+def test_a_trace_is_what_chrome_opens(tmp_path: Path) -> None:
+    write(tmp_path / "trace.json", SPANS, "test")
+    whole = json.loads((tmp_path / "trace.json").read_text())
     events = [event for event in whole["traceEvents"] if event["ph"] == "X"]
     names = [
         (event["name"], event["args"]["name"])
@@ -65,7 +65,8 @@ def test_a_trace_is_what_chrome_opens() -> None:
         "[]",
         "{}",
         '{"traceEvents": [{"ph": "X"}]}',
-        to_json([Span(1, 0, 0, "lunch", "lunch", 0, 1)], ""),
+        '{"traceEvents": [{"ph": "X", "name": "lunch", "cat": "lunch", "pid": 0, "tid": 0, '
+        '"ts": 0, "dur": 1, "args": {"step": 1}}]}',
     ],
 )
 def test_what_is_no_trace_is_refused(text: str) -> None:
