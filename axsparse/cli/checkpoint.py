@@ -19,10 +19,6 @@ Look at the checkpoints of a run. DIR is a run directory, or one checkpoint in i
   axsparse checkpoint show runs/my_run
   axsparse checkpoint verify runs/my_run/checkpoints/step-500
   axsparse checkpoint prune runs/my_run --keep-last 1
-
-exit codes:
-  0 done   65 a checkpoint is damaged   66 a file is missing   74 a place cannot be written
-  78 arguments that cannot be run
 """
 
 

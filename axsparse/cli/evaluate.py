@@ -20,11 +20,6 @@ taken, or one checkpoint in it; the data of its configuration must still be ther
 
 One process computes it on the CPU, in the precision and with the microbatches of the run.
 """
-EPILOG = """\
-exit codes:
-  0 done   65 the checkpoint is damaged, or the data are others   66 one of them is not there
-  78 arguments that cannot be run
-"""
 
 EVERY_SECONDS = 5.0
 """How often an evaluation says how far it is."""
@@ -32,9 +27,7 @@ EVERY_SECONDS = 5.0
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        _evaluate, prog="axsparse evaluate", description=DESCRIPTION, epilog=EPILOG
-    )
+    arguments = CommandParser(_evaluate, prog="axsparse evaluate", description=DESCRIPTION)
     arguments.add_argument("run", metavar="RUN", type=Path)
     arguments.add_argument(
         "--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best"

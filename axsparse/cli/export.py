@@ -17,18 +17,11 @@ checkpoint is taken, or one checkpoint in it:
 
 Values are the fp32 master weights. The checkpoint is verified first; its run may still go on.
 """
-EPILOG = """\
-exit codes:
-  0 done   65 the checkpoint is damaged   66 it is not there   74 PATH is taken or cannot be
-  written   78 arguments that cannot be run
-"""
 
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        _export, prog="axsparse export", description=DESCRIPTION, epilog=EPILOG
-    )
+    arguments = CommandParser(_export, prog="axsparse export", description=DESCRIPTION)
     arguments.add_argument("run", metavar="RUN", type=Path)
     arguments.add_argument(
         "--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best"

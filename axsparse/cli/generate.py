@@ -19,18 +19,11 @@ taken, or one checkpoint in it; data.path of its configuration must still be the
 The most likely token follows, unless --top-k or --temperature ask to draw. One process computes
 it on the CPU, in fp32, with the fp32 master weights.
 """
-EPILOG = """\
-exit codes:
-  0 done   65 the checkpoint or the tokenizer is damaged   66 it is not there
-  78 arguments that cannot be run
-"""
 
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        _generate, prog="axsparse generate", description=DESCRIPTION, epilog=EPILOG
-    )
+    arguments = CommandParser(_generate, prog="axsparse generate", description=DESCRIPTION)
     add = arguments.add_argument
     add("run", metavar="RUN", type=Path)
     add("--prompt", metavar="TEXT", required=True, help='the beginning; "": that of a document')

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 Work = Callable[[argparse.Namespace], None]
 """What a command does; an AxsparseError ends the process with its exit code and its line."""
+EXIT_CODES = """\
+exit codes:
+  0 done   65 data or a checkpoint is damaged, or does not fit   66 input missing
+  70 a rank failed   74 output cannot be written   78 what is asked for cannot be run
+  130 interrupted
+"""
 MOST = 10_000_000
 """The largest count that an option takes, unless it says otherwise."""
 
@@ -25,10 +31,14 @@ class CommandParser(argparse.ArgumentParser):
     """The options of a command; a mistake in them is one line and ends the process with 78."""
 
     def __init__(self, work: Work | None = None, **settings: Any) -> None:
-        """Keeps the line breaks of help texts, and refuses abbreviated options.
+        """Keeps the line breaks of help texts, tells the exit codes unless the texts do, and
+        refuses abbreviated options.
 
         `work` is carried out by `run_command` on the arguments that it has read.
         """
+        end = settings.get("epilog", "")
+        if "exit codes:" not in end:
+            settings["epilog"] = f"{end}\n{EXIT_CODES}" if end else EXIT_CODES
         super().__init__(
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
         )

@@ -35,9 +35,6 @@ microbatch size; the other layouts follow by predicted step. Phases are the mean
 
 A configuration with layout.g_inter, layout.g_data or layout.split leaves only those layouts.
 A cluster file says where each constant comes from; axsparse calibrate measures one.
-
-exit codes:
-  0 done   66 input missing   74 output cannot be written   78 nothing fits, or cannot be run
 """
 METHODS = ("dense", "samo")
 

@@ -20,9 +20,6 @@ dense, and why. No weights are read, and nothing is trained.
 """
 PRUNE_END = """\
 Training prunes (axsparse train). A run of a model of your own says the same in short as it starts.
-
-exit codes:
-  0 done   65, 66 a ticket that cannot be taken   78 settings that cannot be run
 """
 
 

@@ -36,20 +36,13 @@ laid over each other, with a table of the settings in which they differ:
 The page is one file that loads nothing from elsewhere. The run may still go on. Charts are drawn by
 matplotlib: pip install 'axsparse[plot]'.
 """
-EPILOG = """\
-exit codes:
-  0 done   65 a record is damaged   66 RUN is no run, or has no record yet
-  74 PATH cannot be written   78 arguments that cannot be run
-"""
 REPORT_FILE = "report.html"
 MOST_CONFIG_BYTES = 1_000_000
 
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        _report, prog="axsparse report", description=DESCRIPTION, epilog=EPILOG
-    )
+    arguments = CommandParser(_report, prog="axsparse report", description=DESCRIPTION)
     arguments.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="the directory of a run"
     )

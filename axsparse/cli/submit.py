@@ -66,10 +66,6 @@ EPILOG = """\
 what it leaves in the run directory:
   job.sh       the script, as submitted
   job-*.log    what the job printed
-
-exit codes:
-  0 submitted   66 input or command missing   74 the run directory cannot be written
-  78 settings that cannot be run, or that the scheduler refuses
 """
 
 

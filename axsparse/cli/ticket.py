@@ -14,24 +14,18 @@ from axsparse.runtime.files.atomic import new_path
 if TYPE_CHECKING:
     from axsparse.pruning.ticket.ticket_reader import TicketManifest
 
-CODES = """\
-exit codes:
-  0 done   65 no ticket or masks, or damaged   66 it cannot be read   74 --out is taken or cannot be
-  written   78 arguments that cannot be run
-"""
 SHOW = """\
 Check a ticket, and say what it holds.
 
   axsparse ticket show ticket.safetensors
   axsparse ticket show runs/search --json
 """
-SHOW_END = f"""\
+SHOW_END = """\
 A ticket is a file of masks: which entries of which tensors are kept. A run of the same model
 starts from one under any layout:
 
   axsparse train --config my.yaml --set pruning.ticket=ticket.safetensors
-
-{CODES}"""
+"""
 IMPORT = """\
 Make a ticket of dense masks: safetensors or a torch state dict with a tensor of zeros and ones for
 each pruned matrix, under our name of it or that of transformers.
@@ -57,12 +51,12 @@ def parser() -> CommandParser:
         "--json", action="store_true", help="the whole manifest, with the model's parameters"
     )
     purpose = "a ticket of dense masks that another tool has drawn"
-    dense = group.add_member("import", _import, help=purpose, description=IMPORT, epilog=CODES)
+    dense = group.add_member("import", _import, help=purpose, description=IMPORT)
     dense.add_argument("file", metavar="MASKS", type=Path, help="the dense masks")
     dense.add_argument("--out", metavar="FILE", type=Path, required=True, help="the ticket")
     add_configuration(dense.add_argument)
     purpose = "the masks of a ticket as dense tensors of zeros and ones"
-    export = group.add_member("export", _export, help=purpose, description=EXPORT, epilog=CODES)
+    export = group.add_member("export", _export, help=purpose, description=EXPORT)
     export.add_argument("file", metavar="FILE", type=Path, help="the ticket, or a run with one")
     export.add_argument("--out", metavar="MASKS", type=Path, required=True, help="a new file")
     export.add_argument(
