@@ -6,10 +6,9 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
-from axsparse.cli.parser import CommandParser, say, step_or_best, whole
+from axsparse.cli.parser import CommandParser, add_checkpoint, say, whole
 
 DESCRIPTION = """\
 Evaluate a trained model on all validation data. RUN is a run directory, whose newest checkpoint is
@@ -28,10 +27,7 @@ EVERY_SECONDS = 5.0
 def parser() -> CommandParser:
     """The command line."""
     arguments = CommandParser(_evaluate, prog="axsparse evaluate", description=DESCRIPTION)
-    arguments.add_argument("run", metavar="RUN", type=Path)
-    arguments.add_argument(
-        "--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best"
-    )
+    add_checkpoint(arguments.add_argument)
     arguments.add_argument(
         "--batches",
         metavar="N|all",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from axsparse.cli.parser import CommandParser, say, step_or_best
+from axsparse.cli.parser import CommandParser, add_checkpoint, say
 
 DESCRIPTION = """\
 Write the weights of a checkpoint for other libraries. RUN is a run directory, whose newest
@@ -22,10 +22,7 @@ Values are the fp32 master weights. The checkpoint is verified first; its run ma
 def parser() -> CommandParser:
     """The command line."""
     arguments = CommandParser(_export, prog="axsparse export", description=DESCRIPTION)
-    arguments.add_argument("run", metavar="RUN", type=Path)
-    arguments.add_argument(
-        "--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best"
-    )
+    add_checkpoint(arguments.add_argument)
     form = arguments.add_mutually_exclusive_group(required=True)
     form.add_argument(
         "--to",

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_INTERRUPTED, AxsparseError
@@ -164,6 +165,12 @@ def add_configuration(add: Callable[..., object]) -> None:
         dest="overrides",
         help="override one key, such as layout.g_inter=2; may be repeated",
     )
+
+
+def add_checkpoint(add: Callable[..., object]) -> None:
+    """The options that name a checkpoint of a run."""
+    add("run", metavar="RUN", type=Path)
+    add("--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best")
 
 
 def add_run(add: Callable[..., object]) -> None:

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from axsparse.cli.parser import CommandParser, say
-from axsparse.runtime.errors import (
-    AxsparseError,
-    ConfigError,
-    MissingInputError,
-    OutputError,
-    writing,
-)
+from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, writing
 
 if TYPE_CHECKING:
     from axsparse.observe.charts import Bars
@@ -65,6 +59,7 @@ def _report(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.observe.charts import check_installed
     from axsparse.observe.run_report import MOST_RUNS, report_page, report_picture
+    from axsparse.runtime.files.atomic import new_path, write_new
 
     runs: list[Path] = arguments.runs
     if len({run.resolve() for run in runs}) < len(runs):
@@ -82,7 +77,11 @@ def _report(arguments: argparse.Namespace) -> None:
     check_installed("report")
     views = [view_run(run, name) for run, name in zip(runs, _names(runs), strict=True)]
     content = report_page(views).encode() if arguments.png is None else report_picture(views)
-    _write(path, content, option)
+    with (
+        writing(f"{option}: {path}", "free the disk, or choose another place"),
+        new_path(path) as unfinished,
+    ):
+        write_new(unfinished, content)
     advice = "; open it in a browser" if arguments.png is None else ""
     say(f"{path}: {len(content) / 1e3:.0f} kB{advice}")
 
@@ -197,24 +196,3 @@ def _sparsity(run: Path, name: str, notes: list[str]) -> Bars | None:
             title = f"{name}: removed share of each layer, after step {step}"
             return Bars(title, rows, SERIES_COLOURS[:1])
     return None
-
-
-# -- the file -----------------------------------------------------------------------------
-
-
-def _write(path: Path, content: bytes, option: str) -> None:
-    """Write what `option` names, which appears complete or not at all.
-
-    Raises OutputError if it cannot be written, or if a file of somebody else is there.
-    """
-    from axsparse.observe.run_report import GENERATOR
-    from axsparse.runtime.files.atomic import new_path, write_new
-
-    with writing(f"{option}: {path}", "free the disk, or choose another place"):
-        if path.exists() and GENERATOR.encode() not in path.read_bytes()[:500]:
-            raise OutputError(
-                f"{path}: is there already and is no page of this command, nor a picture; choose "
-                f"another place with {option}"
-            )
-        with new_path(path) as unfinished:
-            write_new(unfinished, content)

@@ -29,7 +29,6 @@ from axsparse.observe.phases import PHASES
 from axsparse.observe.run_records import Record, RunView, number, step_of
 from axsparse.runtime.console import Unit, format_bytes, format_count
 
-GENERATOR = "axsparse report"
 MOST_RUNS = len(SERIES_COLOURS)
 """A page has no more colours."""
 MOST_ROWS = 40
@@ -42,12 +41,12 @@ MOST_COLUMNS = 80
 
 def report_page(runs: Sequence[RunView]) -> str:
     """The text of the page. The names of runs differ."""
-    return page(", ".join(run.name for run in runs), _lines(runs), GENERATOR)
+    return page(", ".join(run.name for run in runs), _lines(runs))
 
 
 def report_picture(runs: Sequence[RunView]) -> bytes:
     """The curves as one PNG picture, for slides and papers."""
-    return picture(picture_charts(runs), GENERATOR)
+    return picture(picture_charts(runs))
 
 
 def _lines(runs: Sequence[RunView]) -> Iterator[str]:

@@ -60,7 +60,7 @@ def page(plans: Sequence[Plan], notes: Sequence[str]) -> str:
         *(line for plan in plans for line in _section(plan)),
     ]
     title = f"{plans[0].workload.name} on {plans[0].cluster.name}"
-    return charts.page(title, lines, "axsparse plan")
+    return charts.page(title, lines)
 
 
 def _section(plan: Plan) -> Iterator[str]:
