@@ -271,7 +271,8 @@ def test_steps_that_are_skipped_leave_a_checkpoint_from_before_which_the_error_n
         f"{tmp_path} --after {good}, then --resume auto"
     )
     assert str(first.value).startswith("step 5: ")
-    checkpoint.prune(tmp_path, None, after=good)
+    asked = checkpoint.parser().parse_args(["prune", str(tmp_path), "--after", str(good)])
+    asked.work(asked)
     assert list(run_here(config, tmp_path, resume="auto").losses) == list(
         range(good + 1, STEPS + 1)
     )
