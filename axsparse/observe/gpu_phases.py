@@ -39,8 +39,6 @@ class DevicePhases(Phases):
     returns, and the first `start_spans`. Spans cover whole steps, in the host's time.
     """
 
-    __slots__ = ("_anchor", "_anchored", "_device", "_free", "_step", "_traced")
-
     def __init__(self, device: Device, *, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(clock)
         self._device = device

@@ -13,8 +13,6 @@ from axsparse.runtime.launcher import started_by_launcher
 
 Unit = Literal["tokens", "samples"]
 """What a rate counts."""
-SIZE = os.terminal_size((80, 24))
-"""Columns and lines that a terminal is taken to have if it does not report them."""
 _ERASE = "\x1b[J"
 _CLEAR = f"\r{_ERASE}"
 _BACK = "\x1b[1A\r"
@@ -36,9 +34,10 @@ class Console:
         self,
         stream: TextIO,
         bar: bool,
-        size: os.terminal_size | Callable[[], os.terminal_size] = SIZE,
+        size: Callable[[], os.terminal_size] = shutil.get_terminal_size,
     ) -> None:
-        """`bar` says whether a bar is kept; `size` is, or gives, that of the terminal."""
+        """`bar` says whether a bar is kept; `size` gives that of the terminal, which its user may
+        change."""
         self._stream = stream
         self._keeps_bar = bar
         self._size = size
@@ -71,7 +70,7 @@ class Console:
         if self._shown is None:
             return ""
         step, steps, text = self._shown
-        size = self._size() if callable(self._size) else self._size
+        size = self._size()
         width = min(24, size.columns // 4)
         done = width * step // steps
         row = f"{'█' * done}{'░' * (width - done)} {step}/{steps}  {text}"
@@ -100,8 +99,7 @@ def make_console(stream: TextIO) -> Console:
             f"AXSPARSE_PROGRESS (environment): {wish!r} is no way to show progress; "
             "set bar or plain, or unset it to let the terminal decide"
         )
-    # The terminal is asked every time, since its user may change its size.
-    return Console(stream, bar=_keeps_bar(stream), size=shutil.get_terminal_size)
+    return Console(stream, bar=_keeps_bar(stream))
 
 
 def erase_bar(stream: TextIO) -> None:

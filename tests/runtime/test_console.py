@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -64,7 +63,7 @@ def test_a_log_gets_plain_lines_and_no_bar() -> None:
 
 def test_the_bar_is_redrawn_in_place() -> None:
     stream = FlushedStream()
-    screen = Console(stream, bar=True, size=sized(10))
+    screen = Console(stream, bar=True, size=lambda: sized(10))
 
     screen.progress(1, 2, "a")
     screen.progress(2, 2, "b")
@@ -74,7 +73,7 @@ def test_the_bar_is_redrawn_in_place() -> None:
 
 def test_a_line_goes_above_the_bar() -> None:
     stream = FlushedStream()
-    screen = Console(stream, bar=True, size=sized(40))
+    screen = Console(stream, bar=True, size=lambda: sized(40))
     screen.progress(10, 10, "done")
     bar = stream.seen.removeprefix(CLEAR)
 
@@ -208,12 +207,11 @@ def test_under_a_launcher_no_rank_knows_of_a_terminal(
     assert stream.seen == ""
 
 
-def test_the_width_is_asked_for_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_width_is_asked_for_every_time() -> None:
     widths = iter([50, 30])
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: sized(next(widths)))
     stream = TerminalStream()
 
-    screen = make_console(stream)
+    screen = Console(stream, bar=True, size=lambda: sized(next(widths)))
     screen.progress(1, 2, "x" * 200)
     screen.progress(1, 2, "x" * 200)
 
