@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from axsparse.cli.parser import CommandParser, add_configuration, say
+from axsparse.planner.plan_report import table
 from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.files.atomic import new_path
 
@@ -138,16 +139,18 @@ def _lines(manifest: TicketManifest) -> Iterator[str]:
     yield f"masks {manifest.hash}"
     yield f"model {manifest.model_hash}, {len(manifest.parameters)} parameter tensors"
     yield ""
-    rows = [("tensor", "shape", "entries", "kept", "sparsity")]
-    for name, entry in manifest.tensors.items():
-        shape = " × ".join(map(str, entry.shape))
-        rows.append((name, shape, *_figures(entry.numel, entry.kept, entry.sparsity)))
-    rows.append(("total", "", *_figures(manifest.numel, manifest.kept, manifest.sparsity)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *figures in rows:
-        cells = [cell.rjust(width) for cell, width in zip(figures, widths[1:], strict=True)]
-        yield "  ".join([name.ljust(widths[0]), *cells])
-
-
-def _figures(numel: int, kept: int, sparsity: float) -> tuple[str, str, str]:
-    return f"{numel:,}", f"{kept:,}", f"{100 * sparsity:.3f} %"
+    rows = [
+        (name, " × ".join(map(str, entry.shape)), entry.numel, entry.kept, entry.sparsity)
+        for name, entry in manifest.tensors.items()
+    ]
+    rows.append(("total", "", manifest.numel, manifest.kept, manifest.sparsity))
+    yield from table(
+        {
+            "tensor": name,
+            "shape": shape,
+            "entries": f"{numel:,}",
+            "kept": f"{kept:,}",
+            "sparsity": f"{100 * sparsity:.3f} %",
+        }
+        for name, shape, numel, kept, sparsity in rows
+    )
