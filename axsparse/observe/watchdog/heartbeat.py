@@ -15,7 +15,7 @@ HEARTBEATS = "heartbeat"
 """The folder of the heartbeats in the run directory, which exists while the run lasts."""
 RECORD_BYTES = 1024
 """The size of every record, filled up with blanks, so that one call overwrites the last one. The
-stacks of a rank that makes no progress follow its record."""
+stacks of a rank that makes no progress follow its record, in lines of their own."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +67,21 @@ class HeartbeatFolder:
 
         Raises OSError, on a full disk once the heartbeat is written.
         """
-        record = json.dumps(asdict(heartbeat)).encode().ljust(RECORD_BYTES)
+        record = json.dumps(asdict(heartbeat)).encode().ljust(RECORD_BYTES - 1) + b"\n"
         text = stacks.encode(errors="replace")
         # A network file system shows other hosts what was written once the file is closed.
         number = os.open(self._own, os.O_WRONLY)
         try:
             os.pwrite(number, record, 0)
-            os.pwrite(number, text, RECORD_BYTES)
-            os.ftruncate(number, RECORD_BYTES + len(text))
+            os.pwrite(number, text, len(record))
+            os.ftruncate(number, len(record) + len(text))
         finally:
             os.close(number)
 
     def read(self, rank: int) -> Heartbeat | None:
         """The last heartbeat of a rank; None if it has left, or is just writing."""
         try:
-            values = json.loads(self._path(rank).read_bytes()[:RECORD_BYTES])
+            values = json.loads(self._path(rank).read_bytes().partition(b"\n")[0])
             return Heartbeat(**{**values, "awaited": tuple(values["awaited"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
@@ -89,7 +89,7 @@ class HeartbeatFolder:
     def stacks_of(self, rank: int) -> str:
         """The stacks of a rank that makes no progress; empty if it has left none."""
         try:
-            return self._path(rank).read_bytes()[RECORD_BYTES:].decode(errors="replace")
+            return self._path(rank).read_bytes().partition(b"\n")[2].decode(errors="replace")
         except OSError:
             return ""
 
