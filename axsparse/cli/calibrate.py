@@ -28,10 +28,6 @@ Start as many ranks as your runs will have on a node, and let nothing else run m
 EPILOG = """\
 Every constant in the file says whether it was measured, fitted or assumed. One node is measured;
 constants between nodes are assumed to be the same; edit them if you know better.
-
-exit codes:
-  0 done   65 data do not fit   66 input missing   70 a rank failed   74 output cannot be written
-  78 settings that cannot be run
 """
 
 

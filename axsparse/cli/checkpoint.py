@@ -19,10 +19,6 @@ Look at the checkpoints of a run. DIR is a run directory, or one checkpoint in i
   axsparse checkpoint show runs/my_run
   axsparse checkpoint verify runs/my_run/checkpoints/step-500
   axsparse checkpoint prune runs/my_run --keep-last 1
-
-exit codes:
-  0 done   65 a checkpoint is damaged   66 a file is missing   74 a place cannot be written
-  78 arguments that cannot be run
 """
 
 
@@ -49,24 +45,13 @@ def parser() -> CommandParser:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    verify(arguments.path)
-
-
-def _show(arguments: argparse.Namespace) -> None:
-    show(arguments.path)
-
-
-def _prune(arguments: argparse.Namespace) -> None:
-    prune(arguments.path, arguments.keep_last, arguments.after)
-
-
-def verify(path: Path) -> None:
     """Verify one checkpoint, or all of a run, and print a line for each.
 
     Raises the error of the first that is damaged or incomplete, after all lines are printed.
     """
     from axsparse.training.checkpoint import checkpoint_folder
 
+    path: Path = arguments.path
     failures = [failure for one in _checkpoints(path) if (failure := _failure(one)) is not None]
     for folder in checkpoint_folder.unfinished(path / checkpoint_folder.CHECKPOINTS):
         say(f"  {folder}: not finished, never used; goes with the next checkpoint")
@@ -89,11 +74,11 @@ def _failure(path: Path) -> AxsparseError | None:
     return None
 
 
-def show(path: Path) -> None:
+def _show(arguments: argparse.Namespace) -> None:
     """Print what the manifests say, without reading the files that they name."""
     from axsparse.training.checkpoint import verification
 
-    for checkpoint in _checkpoints(path):
+    for checkpoint in _checkpoints(arguments.path):
         manifest = verification.open_checkpoint(checkpoint).manifest
         progress = manifest.progress
         said = {**verification.flat(manifest.config), **manifest.versions}
@@ -121,7 +106,7 @@ def show(path: Path) -> None:
         )
 
 
-def prune(path: Path, keep_last: int | None, after: int | None) -> None:
+def _prune(arguments: argparse.Namespace) -> None:
     """Remove all but the newest `keep_last` whole checkpoints and the best, or those of steps after
     `after`; the other argument is None.
 
@@ -129,6 +114,7 @@ def prune(path: Path, keep_last: int | None, after: int | None) -> None:
     """
     from axsparse.training.checkpoint import checkpoint_folder, verification
 
+    path, keep_last, after = arguments.path, arguments.keep_last, arguments.after
     folder = path / checkpoint_folder.CHECKPOINTS
     if not folder.is_dir():
         raise MissingInputError(f"checkpoint prune {path}: is no run with {folder.name}/; name one")
@@ -143,7 +129,6 @@ def prune(path: Path, keep_last: int | None, after: int | None) -> None:
                 gone = checkpoint_folder.outdated(folder, keep_last, 0, is_whole)
                 best = _best_step(path)
             else:
-                assert after is not None
                 steps = verification.steps_in(path)
                 gone, best = [step for step in steps if step > after], None
                 if gone and not any(is_whole(step) for step in steps if step <= after):

@@ -24,9 +24,6 @@ What is printed is a configuration file itself.
 SHOW_END = """\
 With --ranks, values that are auto are decided as a run on CPUs would decide them. Those that the
 machine decides stay auto; if its memory is too small, a run may also take more stages.
-
-exit codes:
-  0 done   66 input missing   78 settings that cannot be run
 """
 SCHEMA = """\
 Print the JSON schema of configuration files. Editors with a YAML language server check and complete

@@ -36,10 +36,6 @@ what it writes, in --out:
   train.tokens, validation.tokens   token ids
   tokenizer.json                    if not bytes
   tokens.json                       counts, hashes and settings; written last
-
-exit codes:
-  0 done   65 no document can be used   66 input missing   74 output cannot be written
-  78 arguments that cannot be run   130 interrupted
 """
 
 

@@ -6,10 +6,9 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
-from axsparse.cli.parser import CommandParser, say, step_or_best, whole
+from axsparse.cli.parser import CommandParser, add_checkpoint, say, whole
 
 DESCRIPTION = """\
 Evaluate a trained model on all validation data. RUN is a run directory, whose newest checkpoint is
@@ -20,11 +19,6 @@ taken, or one checkpoint in it; the data of its configuration must still be ther
 
 One process computes it on the CPU, in the precision and with the microbatches of the run.
 """
-EPILOG = """\
-exit codes:
-  0 done   65 the checkpoint is damaged, or the data are others   66 one of them is not there
-  78 arguments that cannot be run
-"""
 
 EVERY_SECONDS = 5.0
 """How often an evaluation says how far it is."""
@@ -32,13 +26,8 @@ EVERY_SECONDS = 5.0
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        _evaluate, prog="axsparse evaluate", description=DESCRIPTION, epilog=EPILOG
-    )
-    arguments.add_argument("run", metavar="RUN", type=Path)
-    arguments.add_argument(
-        "--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best"
-    )
+    arguments = CommandParser(_evaluate, prog="axsparse evaluate", description=DESCRIPTION)
+    add_checkpoint(arguments.add_argument)
     arguments.add_argument(
         "--batches",
         metavar="N|all",

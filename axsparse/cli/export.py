@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from axsparse.cli.parser import CommandParser, say, step_or_best
+from axsparse.cli.parser import CommandParser, add_checkpoint, say
 
 DESCRIPTION = """\
 Write the weights of a checkpoint for other libraries. RUN is a run directory, whose newest
@@ -17,22 +17,12 @@ checkpoint is taken, or one checkpoint in it:
 
 Values are the fp32 master weights. The checkpoint is verified first; its run may still go on.
 """
-EPILOG = """\
-exit codes:
-  0 done   65 the checkpoint is damaged   66 it is not there   74 PATH is taken or cannot be
-  written   78 arguments that cannot be run
-"""
 
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        _export, prog="axsparse export", description=DESCRIPTION, epilog=EPILOG
-    )
-    arguments.add_argument("run", metavar="RUN", type=Path)
-    arguments.add_argument(
-        "--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best"
-    )
+    arguments = CommandParser(_export, prog="axsparse export", description=DESCRIPTION)
+    add_checkpoint(arguments.add_argument)
     form = arguments.add_mutually_exclusive_group(required=True)
     form.add_argument(
         "--to",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 
-from axsparse.cli.parser import CommandParser, say, step_or_best, whole
+from axsparse.cli.parser import CommandParser, add_checkpoint, say, whole
 from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
@@ -19,20 +18,13 @@ taken, or one checkpoint in it; data.path of its configuration must still be the
 The most likely token follows, unless --top-k or --temperature ask to draw. One process computes
 it on the CPU, in fp32, with the fp32 master weights.
 """
-EPILOG = """\
-exit codes:
-  0 done   65 the checkpoint or the tokenizer is damaged   66 it is not there
-  78 arguments that cannot be run
-"""
 
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        _generate, prog="axsparse generate", description=DESCRIPTION, epilog=EPILOG
-    )
+    arguments = CommandParser(_generate, prog="axsparse generate", description=DESCRIPTION)
     add = arguments.add_argument
-    add("run", metavar="RUN", type=Path)
+    add_checkpoint(add)
     add("--prompt", metavar="TEXT", required=True, help='the beginning; "": that of a document')
     add("--tokens", metavar="N", type=whole(), default=100, help="at most (default %(default)s)")
     add("--top-k", metavar="K", type=whole(), help="draw among the K most likely tokens")
@@ -48,7 +40,6 @@ def parser() -> CommandParser:
         type=whole(0, 2**63 - 1),
         help="another one draws other tokens (default 0)",
     )
-    add("--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best")
     return arguments
 
 

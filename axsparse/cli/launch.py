@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 from axsparse.cli.parser import CommandParser
+from axsparse.config.load import packaged_folder
 from axsparse.runtime.errors import MissingInputError
 
 SCRIPT = "mpirun.sh"
-_PACKAGE = Path(__file__).resolve().parents[1]
-_PLACES = (_PACKAGE / "launch", _PACKAGE.parent / "launch")
-"""The folder of the scripts in an installed wheel, and in a source tree."""
 DESCRIPTION = """\
 Train on this machine, or on hosts that mpirun reaches, and go on from the last checkpoint when a
 rank dies or hangs, up to three times. Everything after the number of ranks is handed to axsparse
@@ -31,12 +29,6 @@ environment:
 
 kill -USR1 of this process saves and stops.
 """
-
-
-def folder() -> Path:
-    """The folder of the scripts, wherever the package is installed."""
-    installed, source_tree = _PLACES
-    return installed if installed.is_dir() else source_tree
 
 
 def parser() -> CommandParser:
@@ -60,5 +52,5 @@ def _become(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("PYTHON", sys.executable)
     if beside.is_file():
         os.environ.setdefault("MPIRUN", str(beside))
-    words = [bash, str(folder() / SCRIPT), arguments.ranks, *arguments.train]
+    words = [bash, str(packaged_folder("launch") / SCRIPT), arguments.ranks, *arguments.train]
     os.execv(bash, words)  # noqa: S606 - no shell splits the words

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_INTERRUPTED, AxsparseError
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 
 Work = Callable[[argparse.Namespace], None]
 """What a command does; an AxsparseError ends the process with its exit code and its line."""
+EXIT_CODES = """\
+exit codes:
+  0 done   65 data or a checkpoint is damaged, or does not fit   66 input missing
+  70 a rank failed   74 output cannot be written   78 what is asked for cannot be run
+  130 interrupted
+"""
 MOST = 10_000_000
 """The largest count that an option takes, unless it says otherwise."""
 
@@ -25,10 +32,14 @@ class CommandParser(argparse.ArgumentParser):
     """The options of a command; a mistake in them is one line and ends the process with 78."""
 
     def __init__(self, work: Work | None = None, **settings: Any) -> None:
-        """Keeps the line breaks of help texts, and refuses abbreviated options.
+        """Keeps the line breaks of help texts, tells the exit codes unless the texts do, and
+        refuses abbreviated options.
 
         `work` is carried out by `run_command` on the arguments that it has read.
         """
+        end = settings.get("epilog", "")
+        if "exit codes:" not in end:
+            settings["epilog"] = f"{end}\n{EXIT_CODES}" if end else EXIT_CODES
         super().__init__(
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
         )
@@ -154,6 +165,12 @@ def add_configuration(add: Callable[..., object]) -> None:
         dest="overrides",
         help="override one key, such as layout.g_inter=2; may be repeated",
     )
+
+
+def add_checkpoint(add: Callable[..., object]) -> None:
+    """The options that name a checkpoint of a run."""
+    add("run", metavar="RUN", type=Path)
+    add("--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best")
 
 
 def add_run(add: Callable[..., object]) -> None:

@@ -35,9 +35,6 @@ microbatch size; the other layouts follow by predicted step. Phases are the mean
 
 A configuration with layout.g_inter, layout.g_data or layout.split leaves only those layouts.
 A cluster file says where each constant comes from; axsparse calibrate measures one.
-
-exit codes:
-  0 done   66 input missing   74 output cannot be written   78 nothing fits, or cannot be run
 """
 METHODS = ("dense", "samo")
 
@@ -146,26 +143,19 @@ def _answers(
     Where several are asked for, one that fits nothing is left out with a line on stderr;
     ConfigError if nothing fits at all.
     """
-    failure: ConfigError | None = None
-    found = False
-    for number in gpus:
-        for method in methods:
-            try:
-                plan = asked.plan(method, cluster, number, sizes)
-            except ConfigError as error:
-                if len(gpus) == len(methods) == 1:
-                    raise
-                print(f"axsparse: {method}: {error}", file=sys.stderr, flush=True)
-                failure = error
-                continue
-            found = True
-            name = method
-            if method == "start":
-                name = "samo" if plan.workload.is_pruned else "dense"
-            yield replace(plan, method=name)
-    if not found:
-        assert failure is not None, "something was asked"
-        raise failure
+    pairs = [(number, method) for number in gpus for method in methods]
+    failures = []
+    for number, method in pairs:
+        try:
+            plan = asked.plan(method, cluster, number, sizes)
+        except ConfigError as error:
+            failures.append(error)
+            if len(failures) == len(pairs):
+                raise
+            print(f"axsparse: {method}: {error}", file=sys.stderr, flush=True)
+            continue
+        at_start = "samo" if plan.workload.is_pruned else "dense"
+        yield replace(plan, method=at_start if method == "start" else method)
 
 
 def _training_differs(asked: Subject, plan: Plan) -> Iterator[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from axsparse.cli.parser import CommandParser, add_configuration, say
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.config.validate import check_config
+from axsparse.planner.plan_report import table
 from axsparse.runtime.errors import ConfigError
 
 PRUNE = """\
@@ -20,9 +21,6 @@ dense, and why. No weights are read, and nothing is trained.
 """
 PRUNE_END = """\
 Training prunes (axsparse train). A run of a model of your own says the same in short as it starts.
-
-exit codes:
-  0 done   65, 66 a ticket that cannot be taken   78 settings that cannot be run
 """
 
 
@@ -64,12 +62,10 @@ def lines(loaded: LoadedConfig) -> Iterator[str]:
         for name, shape in targets.shapes.items()
     ]
     rows.append(("total", "", sum(row[2] for row in rows), sum(row[3] for row in rows)))
-    texts = [("tensor", "shape", "entries", "stay")]
-    texts += [(name, shape, f"{numel:,}", f"{stay:,}") for name, shape, numel, stay in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for name, *cells in texts:
-        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        yield "  ".join([name.ljust(widths[0]), *right])
+    yield from table(
+        {"tensor": name, "shape": shape, "entries": f"{numel:,}", "stay": f"{stay:,}"}
+        for name, shape, numel, stay in rows
+    )
     for why, parameters in left_dense(surveyed, targets, loaded.config.pruning).items():
         yield ""
         yield f"dense, {sum(one.numel for one in parameters):,} entries: {why}"

@@ -5,25 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from axsparse.cli.parser import CommandParser, say
-from axsparse.runtime.errors import (
-    AxsparseError,
-    ConfigError,
-    MissingInputError,
-    OutputError,
-    writing,
-)
+from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, writing
 
 if TYPE_CHECKING:
     from axsparse.observe.charts import Bars
-    from axsparse.observe.run_records import LayerShare, RunRecords, RunView
+    from axsparse.observe.run_records import RunView
     from axsparse.observe.trace_file import Span
-    from axsparse.training.checkpoint.manifest import CheckpointManifest
 
 DESCRIPTION = """\
 Write a page with the curves of a run, its phases, memory, sparsity and settings. Several runs are
@@ -36,20 +30,13 @@ laid over each other, with a table of the settings in which they differ:
 The page is one file that loads nothing from elsewhere. The run may still go on. Charts are drawn by
 matplotlib: pip install 'axsparse[plot]'.
 """
-EPILOG = """\
-exit codes:
-  0 done   65 a record is damaged   66 RUN is no run, or has no record yet
-  74 PATH cannot be written   78 arguments that cannot be run
-"""
 REPORT_FILE = "report.html"
 MOST_CONFIG_BYTES = 1_000_000
 
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        _report, prog="axsparse report", description=DESCRIPTION, epilog=EPILOG
-    )
+    arguments = CommandParser(_report, prog="axsparse report", description=DESCRIPTION)
     arguments.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="the directory of a run"
     )
@@ -72,6 +59,7 @@ def _report(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.observe.charts import check_installed
     from axsparse.observe.run_report import MOST_RUNS, report_page, report_picture
+    from axsparse.runtime.files.atomic import new_path, write_new
 
     runs: list[Path] = arguments.runs
     if len({run.resolve() for run in runs}) < len(runs):
@@ -89,7 +77,11 @@ def _report(arguments: argparse.Namespace) -> None:
     check_installed("report")
     views = [view_run(run, name) for run, name in zip(runs, _names(runs), strict=True)]
     content = report_page(views).encode() if arguments.png is None else report_picture(views)
-    _write(path, content, option)
+    with (
+        writing(f"{option}: {path}", "free the disk, or choose another place"),
+        new_path(path) as unfinished,
+    ):
+        write_new(unfinished, content)
     advice = "; open it in a browser" if arguments.png is None else ""
     say(f"{path}: {len(content) / 1e3:.0f} kB{advice}")
 
@@ -122,24 +114,22 @@ def view_run(run: Path, name: str) -> RunView:
     notes = []
     if records.is_cut:
         notes.append("the last line of metrics.jsonl is cut off, and is left out")
-    text = _config_text(run / CONFIG_FILE)
+    text = ""
+    with contextlib.suppress(OSError), (run / CONFIG_FILE).open("rb") as file:
+        text = file.read(MOST_CONFIG_BYTES).decode("utf-8", errors="replace")
     if not text:
         notes.append(f"{CONFIG_FILE} is not there, or cannot be read")
     trace, spans = _trace(run / TRACES, notes)
-    checkpoints, newest = _saved(run, notes)
-    layers, layers_from, plan = _of_checkpoint(newest, records, notes)
     return RunView(
         name=name,
         records=records,
         config_text=text,
         settings=_settings(text),
-        versions=_versions(text),
+        # They stand in the comments at the beginning.
+        versions=dict(re.findall(r"^# (\S+) (.*)$", text, re.MULTILINE)),
         trace=trace,
         spans=spans,
-        layers=layers,
-        layers_from=layers_from,
-        checkpoints=checkpoints,
-        plan=plan,
+        sparsity=_sparsity(run, name, notes),
         notes=notes,
     )
 
@@ -164,30 +154,6 @@ def _noted(notes: list[str]) -> Iterator[None]:
         notes.append(str(error))
 
 
-# -- config.yaml --------------------------------------------------------------------------
-
-
-def _config_text(path: Path) -> str:
-    """The text of a run's configuration; empty if there is none."""
-    try:
-        with path.open("rb") as file:
-            return file.read(MOST_CONFIG_BYTES).decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _versions(text: str) -> dict[str, str]:
-    """The versions in the comments at the beginning of config.yaml."""
-    versions = {}
-    for line in text.splitlines():
-        mark, _, said = line.partition(" ")
-        if mark != "#":
-            break
-        package, _, version = said.partition(" ")
-        versions[package] = version
-    return versions
-
-
 def _settings(text: str) -> dict[str, str]:
     """The values in config.yaml by dotted key, as they stand there.
 
@@ -197,112 +163,36 @@ def _settings(text: str) -> dict[str, str]:
 
     from axsparse.training.checkpoint.verification import flat
 
+    def shown(value: object) -> str:
+        return f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else str(value)
+
     try:
         # Every scalar stays the text that it is.
         found = yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 - it makes texts only
         settings = flat(found) if isinstance(found, Mapping) else {}
-        return {str(key): _shown(value) for key, value in settings.items()}
+        return {str(key): shown(value) for key, value in settings.items()}
     except (yaml.YAMLError, RecursionError):
         return {}
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
-    return str(value)
-
-
-# -- checkpoints --------------------------------------------------------------------------
-
-
-def _saved(
-    run: Path, notes: list[str]
-) -> tuple[list[tuple[int, int | None]], CheckpointManifest | None]:
-    """The checkpoints, newest first, and the manifest of the newest that can be read.
+def _sparsity(run: Path, name: str, notes: list[str]) -> Bars | None:
+    """A chart of what the newest checkpoint that can be read has removed of each layer.
 
     Only manifests are read. A checkpoint that a run removes meanwhile is no mistake.
     """
+    from axsparse.observe.charts import SERIES_COLOURS, Bars
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
     from axsparse.training.checkpoint.verification import open_checkpoint, steps_in
 
-    saved: list[tuple[int, int | None]] = []
-    newest: CheckpointManifest | None = None
     for step in steps_in(run):
-        manifest = None
         with _noted(notes):
-            manifest = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest
-        saved.append((step, None if manifest is None else manifest.nbytes))
-        newest = newest or manifest
-    return saved, newest
-
-
-def _of_checkpoint(
-    manifest: CheckpointManifest | None, records: RunRecords, notes: list[str]
-) -> tuple[list[LayerShare], str, Bars | None]:
-    """What is kept of each layer, the name of the checkpoint, and a chart of planned memory."""
-    from axsparse.observe.run_records import LayerShare
-
-    if manifest is None:
-        return [], "", None
-    layers = []
-    for name, layer in manifest.layers.items():
-        entries = layer.parameters.values()
-        numel = sum(math.prod(entry.shape) for entry in entries)
-        layers.append(LayerShare(name, sum(entry.kept for entry in entries), numel))
-    return layers, f"after step {manifest.progress.step}", _planned(manifest, records, notes)
-
-
-def _planned(manifest: CheckpointManifest, records: RunRecords, notes: list[str]) -> Bars | None:
-    """A chart of the planned memory by category, beside what it would be dense.
-
-    There is none if the run made no plan, or trained a model of the user's own.
-    """
-    from pydantic import ValidationError
-
-    from axsparse.config.load import recorded_config
-    from axsparse.observe.run_records import number
-    from axsparse.planner.html_page import memory_bars
-    from axsparse.planner.plan_model import planned_memory
-
-    predicted = [p for r in records.plans if (p := number(r, "predicted_peak_memory_bytes"))]
-    peaks = [p for r in records.steps if (p := number(r, "peak_memory_bytes"))]
-    if not predicted or not peaks:
-        return None
-    shapes = {n: e.shape for layer in manifest.layers.values() for n, e in layer.parameters.items()}
-    try:
-        config = recorded_config(manifest.config)
-        found = planned_memory(config, shapes, manifest.pruned, predicted[-1])
-    except ValidationError:
-        notes.append("the plan of its memory is not shown: another version wrote its settings")
-        return None
-    except AxsparseError as error:
-        notes.append(f"the plan of its memory is not shown: {error}")
-        return None
-    if found is None:
-        return None
-    now, dense = found
-    rows = [(f"stage {n}", memory) for n, memory in enumerate(now)]
-    if now != dense:
-        rows += [(f"stage {n} dense", memory) for n, memory in enumerate(dense)]
-    return memory_bars("Planned memory of a rank of each stage", rows, peaks[-1], "measured peak")
-
-
-# -- the file -----------------------------------------------------------------------------
-
-
-def _write(path: Path, content: bytes, option: str) -> None:
-    """Write what `option` names, which appears complete or not at all.
-
-    Raises OutputError if it cannot be written, or if a file of somebody else is there.
-    """
-    from axsparse.observe.run_report import GENERATOR
-    from axsparse.runtime.files.atomic import new_path, write_new
-
-    with writing(f"{option}: {path}", "free the disk, or choose another place"):
-        if path.exists() and GENERATOR.encode() not in path.read_bytes()[:500]:
-            raise OutputError(
-                f"{path}: is there already and is no page of this command, nor a picture; choose "
-                f"another place with {option}"
-            )
-        with new_path(path) as unfinished:
-            write_new(unfinished, content)
+            layers = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest.layers
+            rows = []
+            for layer, contents in layers.items():
+                entries = contents.parameters.values()
+                numel = sum(math.prod(entry.shape) for entry in entries)
+                removed = 1 - sum(e.kept for e in entries) / numel if numel else 0.0
+                rows.append((layer, [removed], f"{100 * removed:.1f} %"))
+            title = f"{name}: removed share of each layer, after step {step}"
+            return Bars(title, rows, SERIES_COLOURS[:1])
+    return None

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from axsparse.cli.launch import folder
 from axsparse.cli.parser import (
     MOST,
     CommandParser,
@@ -30,13 +29,12 @@ from axsparse.cli.parser import (
     say,
     whole,
 )
-from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.load import LoadedConfig, load_config, packaged_folder
 from axsparse.config.validate import check_batch, check_config, counted
 from axsparse.runtime.errors import (
     AxsparseError,
     ConfigError,
     MissingInputError,
-    OutputError,
     writing,
 )
 
@@ -68,10 +66,6 @@ EPILOG = """\
 what it leaves in the run directory:
   job.sh       the script, as submitted
   job-*.log    what the job printed
-
-exit codes:
-  0 submitted   66 input or command missing   74 the run directory cannot be written
-  78 settings that cannot be run, or that the scheduler refuses
 """
 
 
@@ -359,7 +353,7 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
     False, 0 nor empty. Placeholders within a value are not replaced.
     """
     lines = []
-    for line in (folder() / template).read_text(encoding="utf-8").splitlines():
+    for line in (packaged_folder("launch") / template).read_text(encoding="utf-8").splitlines():
         if line.startswith("?"):
             flag, _, line = line[1:].partition(" ")
             if not values[flag]:
@@ -392,7 +386,9 @@ def _submit(job: argparse.Namespace) -> None:
         sys.stdout.flush()
         return
     path = job.run_dir / SCRIPT
-    made = _make(job.run_dir, must_be_new=not job.run_dir_given)
+    is_new = not (job.run_dir_given and job.run_dir.is_dir())
+    with writing(f"run_dir: {job.run_dir}", "choose another --run-dir"):
+        job.run_dir.mkdir(parents=True, exist_ok=not is_new)
     with writing(f"{path}:", "choose another --run-dir"):
         path.write_bytes(script(job))
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -400,7 +396,7 @@ def _submit(job: argparse.Namespace) -> None:
         said = hand_over(path, ["bsub"] if job.scheduler == "lsf" else ["sbatch", str(path)])
     except AxsparseError:
         path.unlink()
-        if made:
+        if is_new:
             with contextlib.suppress(OSError):
                 job.run_dir.rmdir()
         raise
@@ -430,17 +426,3 @@ def hand_over(path: Path, command: list[str]) -> str:
             "see axsparse submit --help"
         )
     return done.stdout.strip()
-
-
-def _make(run_dir: Path, *, must_be_new: bool) -> bool:
-    """Make the run directory; False if it existed before, which `must_be_new` refuses."""
-    if run_dir.is_dir() and not must_be_new:
-        return False
-    try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        run_dir.mkdir()
-    except OSError as reason:
-        raise OutputError(
-            f"run_dir: {run_dir} cannot be made ({reason.strerror}); choose another --run-dir"
-        ) from reason
-    return True

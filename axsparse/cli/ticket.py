@@ -8,30 +8,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from axsparse.cli.parser import CommandParser, add_configuration, say
+from axsparse.planner.plan_report import table
 from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.files.atomic import new_path
 
 if TYPE_CHECKING:
     from axsparse.pruning.ticket.ticket_reader import TicketManifest
 
-CODES = """\
-exit codes:
-  0 done   65 no ticket or masks, or damaged   66 it cannot be read   74 --out is taken or cannot be
-  written   78 arguments that cannot be run
-"""
 SHOW = """\
 Check a ticket, and say what it holds.
 
   axsparse ticket show ticket.safetensors
   axsparse ticket show runs/search --json
 """
-SHOW_END = f"""\
+SHOW_END = """\
 A ticket is a file of masks: which entries of which tensors are kept. A run of the same model
 starts from one under any layout:
 
   axsparse train --config my.yaml --set pruning.ticket=ticket.safetensors
-
-{CODES}"""
+"""
 IMPORT = """\
 Make a ticket of dense masks: safetensors or a torch state dict with a tensor of zeros and ones for
 each pruned matrix, under our name of it or that of transformers.
@@ -57,12 +52,12 @@ def parser() -> CommandParser:
         "--json", action="store_true", help="the whole manifest, with the model's parameters"
     )
     purpose = "a ticket of dense masks that another tool has drawn"
-    dense = group.add_member("import", _import, help=purpose, description=IMPORT, epilog=CODES)
+    dense = group.add_member("import", _import, help=purpose, description=IMPORT)
     dense.add_argument("file", metavar="MASKS", type=Path, help="the dense masks")
     dense.add_argument("--out", metavar="FILE", type=Path, required=True, help="the ticket")
     add_configuration(dense.add_argument)
     purpose = "the masks of a ticket as dense tensors of zeros and ones"
-    export = group.add_member("export", _export, help=purpose, description=EXPORT, epilog=CODES)
+    export = group.add_member("export", _export, help=purpose, description=EXPORT)
     export.add_argument("file", metavar="FILE", type=Path, help="the ticket, or a run with one")
     export.add_argument("--out", metavar="MASKS", type=Path, required=True, help="a new file")
     export.add_argument(
@@ -144,16 +139,18 @@ def _lines(manifest: TicketManifest) -> Iterator[str]:
     yield f"masks {manifest.hash}"
     yield f"model {manifest.model_hash}, {len(manifest.parameters)} parameter tensors"
     yield ""
-    rows = [("tensor", "shape", "entries", "kept", "sparsity")]
-    for name, entry in manifest.tensors.items():
-        shape = " × ".join(map(str, entry.shape))
-        rows.append((name, shape, *_figures(entry.numel, entry.kept, entry.sparsity)))
-    rows.append(("total", "", *_figures(manifest.numel, manifest.kept, manifest.sparsity)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *figures in rows:
-        cells = [cell.rjust(width) for cell, width in zip(figures, widths[1:], strict=True)]
-        yield "  ".join([name.ljust(widths[0]), *cells])
-
-
-def _figures(numel: int, kept: int, sparsity: float) -> tuple[str, str, str]:
-    return f"{numel:,}", f"{kept:,}", f"{100 * sparsity:.3f} %"
+    rows = [
+        (name, " × ".join(map(str, entry.shape)), entry.numel, entry.kept, entry.sparsity)
+        for name, entry in manifest.tensors.items()
+    ]
+    rows.append(("total", "", manifest.numel, manifest.kept, manifest.sparsity))
+    yield from table(
+        {
+            "tensor": name,
+            "shape": shape,
+            "entries": f"{numel:,}",
+            "kept": f"{kept:,}",
+            "sparsity": f"{100 * sparsity:.3f} %",
+        }
+        for name, shape, numel, kept, sparsity in rows
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from axsparse.cli.parser import CommandParser, say, whole
 from axsparse.config.validate import counted
-from axsparse.observe.trace_file import Span, differences, read, step_seconds
+from axsparse.observe.trace_file import Span, phase_seconds, read, step_seconds
 from axsparse.planner.plan_report import table
 from axsparse.runtime.errors import ConfigError
 
@@ -66,16 +66,19 @@ def lines(first: Sequence[Span], second: Sequence[Span], most: int) -> Iterator[
     ours, theirs = step_seconds(first), step_seconds(second)
     relative = f" ({100 * (theirs / ours - 1):+.1f} %)" if ours else ""
     yield f"step: A {ours:.4g} s, B {theirs:.4g} s{relative}"
+    here, there = phase_seconds(first), phase_seconds(second)
+    # A stage or phase that is missing in one counts as 0.
+    longer = {key: there.get(key, 0.0) - here.get(key, 0.0) for key in sorted({*here, *there})}
     rows = [
         {
-            "stage": str(each.stage),
-            "phase": each.phase,
-            "A s": f"{each.first:.4g}",
-            "B s": f"{each.second:.4g}",
-            "B − A": f"{each.seconds:+.4g}",
-            "% of step": f"{100 * each.seconds / ours:+.1f}" if ours else "",
+            "stage": str(stage),
+            "phase": phase,
+            "A s": f"{here.get((stage, phase), 0.0):.4g}",
+            "B s": f"{there.get((stage, phase), 0.0):.4g}",
+            "B − A": f"{seconds:+.4g}",
+            "% of step": f"{100 * seconds / ours:+.1f}" if ours else "",
         }
-        for each in differences(first, second)[:most]
+        for (stage, phase), seconds in sorted(longer.items(), key=lambda item: -abs(item[1]))[:most]
     ]
     if rows:
         yield ""

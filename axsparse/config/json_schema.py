@@ -32,30 +32,24 @@ def editor_schema() -> dict[str, Any]:
     return {"$schema": DIALECT, **schema, "title": "axsparse configuration"}
 
 
-def _sections() -> dict[str, tuple[type[Section], ...]]:
-    sections: dict[str, tuple[type[Section], ...]] = {"model": tuple(FAMILIES.values())}
-    for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            sections[name] = (field.annotation,)
-    return sections
-
-
 def _fields() -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, schema in Config.model_json_schema()["properties"].items():
-        for section in _SECTIONS.get(name, ()):
-            leaves = section.model_json_schema()["properties"]
-            fields.update((f"{name}.{leaf}", schema) for leaf, schema in leaves.items())
-        if name not in _SECTIONS:
-            fields[name] = schema
+        kind = Config.model_fields[name].annotation
+        for section in FAMILIES.values() if name == "model" else (kind,):
+            if isinstance(section, type) and issubclass(section, Section):
+                leaves = section.model_json_schema()["properties"]
+                fields.update(
+                    (f"{name}.{leaf}", leaf_schema) for leaf, leaf_schema in leaves.items()
+                )
+            else:
+                fields[name] = schema
     return fields | {"model.name": {"type": "string", "enum": list(FAMILIES)}}
 
 
-_SECTIONS = _sections()
 FIELDS = _fields()
 """Dotted key -> JSON schema of its values, in the schema's order; those of all models."""
-SECTIONS: dict[str, tuple[str, ...]] = {
-    name: tuple(key.partition(".")[2] for key in FIELDS if key.startswith(f"{name}."))
-    for name in _SECTIONS
-}
+SECTIONS: dict[str, list[str]] = {}
 """Name -> keys of every section."""
+for _section, _, _leaf in (key.partition(".") for key in FIELDS if "." in key):
+    SECTIONS.setdefault(_section, []).append(_leaf)

@@ -20,10 +20,9 @@ from axsparse.config.hf_config import with_folder
 from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.messages import (
     FORMER_KEYS,
+    FORMER_VALUES,
     Setting,
     refusal,
-    refuse_other_families,
-    refuse_removed_values,
     show,
     unknown_key,
 )
@@ -32,11 +31,7 @@ from axsparse.config.section import Section
 from axsparse.config.yaml_dialect import YamlDumper, compose, is_null, line_of, refuse_tag, scalar
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
-FORMER_VALUES = {"pipeline.schedule": ("zb-h1", "zb-1p", "zb-2p")}
-"""Key -> values of earlier versions that are gone."""
-_PACKAGE = Path(__file__).resolve().parents[1]
-_BUNDLED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
-"""The folder of the bundled files in an installed wheel, and in a source tree."""
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ def recorded_config(recorded: Mapping[str, Any]) -> Config:
             key: value
             for key, value in values.items()
             if f"{section}.{key}" not in FORMER_KEYS
-            and value not in FORMER_VALUES.get(f"{section}.{key}", ())
+            and value not in FORMER_VALUES.get(f"{section}.{key}", ((), ""))[0]
         }
         if isinstance(values, Mapping)
         else values
@@ -151,8 +146,6 @@ def recorded_config(recorded: Mapping[str, Any]) -> Config:
 
 def _validated(settings: Mapping[str, Setting], name: str) -> LoadedConfig:
     settings = with_folder(settings)
-    refuse_other_families(settings)
-    refuse_removed_values(settings)
     nested: dict[str, Any] = {}
     for key, setting in settings.items():
         section, _, leaf = key.rpartition(".")
@@ -166,7 +159,7 @@ def _validated(settings: Mapping[str, Setting], name: str) -> LoadedConfig:
 
 def bundled_configs() -> list[str]:
     """Names of the bundled configs, sorted."""
-    return sorted(path.stem for path in _bundled_folder().glob("*.yaml"))
+    return sorted(path.stem for path in packaged_folder("configs").glob("*.yaml"))
 
 
 def to_yaml(config: Config) -> str:
@@ -186,10 +179,10 @@ def setting_to_yaml(name: str, value: object) -> str:
 # --- files -----------------------------------------------------------------------------
 
 
-def _bundled_folder() -> Path:
-    # Beside an installed package, a folder "configs" belongs to somebody else.
-    installed, source_tree = _BUNDLED
-    return installed if installed.is_dir() else source_tree
+def packaged_folder(name: str) -> Path:
+    """A folder that comes with the package: within it in an installed wheel, else beside it."""
+    # Beside an installed package, a folder of this name belongs to somebody else.
+    return PACKAGE / name if (PACKAGE / name).is_dir() else PACKAGE.parent / name
 
 
 def _find(source: str) -> Path:
@@ -198,7 +191,7 @@ def _find(source: str) -> Path:
         return path
     name = source.removesuffix(".yaml")
     if name in bundled_configs():
-        return _bundled_folder() / f"{name}.yaml"
+        return packaged_folder("configs") / f"{name}.yaml"
     raise _missing(source)
 
 

@@ -28,9 +28,23 @@ class Setting:
 
 FORMER_KEYS = {
     "pipeline.announce": "remove it: stages announce nothing any more; pipeline.slack of 1 or more "
-    "makes up for it"
+    "makes up for it",
+    "train.nvtx": "remove it: train.trace names phases, forwards and backwards, and in Python "
+    "torch.autograd.profiler.emit_nvtx names operations in NVIDIA's profilers",
 }
 """Key of earlier versions that is gone -> what to do about it."""
+FORMER_VALUES = {
+    "pipeline.schedule": (
+        ("zb-h1", "zb-1p", "zb-2p"),
+        "choose message-driven, with pipeline.split_backward true",
+    ),
+    "spikes.rule": (
+        ("back",),
+        "choose skip, and go back by hand with --resume RUN/checkpoints/step-N "
+        "(docs/howto/bad-numbers.md)",
+    ),
+}
+"""Key -> its values of earlier versions that are gone, and what to do about it."""
 _MENDS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
 """Pydantic's error type -> what to write in YAML, where pydantic's text does not say it."""
 
@@ -43,14 +57,19 @@ def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigEr
     key, first = next(iter(problems.items()))
     origin = settings[key].origin if key in settings else "default"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return ConfigError(f"{key} ({origin}): {_said(first)}{more}")
+    return ConfigError(f"{key} ({origin}): {_said(key, first)}{more}")
 
 
-def _said(problems: list[Any]) -> str:
+def _said(key: str, problems: list[Any]) -> str:
     """The value and pydantic's texts about it, of which a union has one for each member."""
     if (rule := _broken_rule(problems[0])) is not None:
         return rule.said
     value, kind = problems[0]["input"], problems[0]["type"]
+    gone, instead = FORMER_VALUES.get(key, ((), ""))
+    if value in gone:
+        return f"{show(value)} is gone; {instead}"
+    if kind == "extra_forbidden":
+        return _of_another_family(*problems[0]["loc"][1:])
     if kind == "family":
         value = value["name"]
     if kind == "missing":
@@ -59,6 +78,18 @@ def _said(problems: list[Any]) -> str:
     mend = _MENDS.get(kind, "") if len(problems) == 1 else ""
     shown = show(list(value) if isinstance(value, tuple) else value)
     return f"{shown} should {' or '.join(texts)}{mend}"
+
+
+def _of_another_family(name: str, leaf: str) -> str:
+    """What is said of a key that the named model has not, though another one has it."""
+    has = {
+        family: section.model_json_schema()["properties"] for family, section in FAMILIES.items()
+    }
+    others = " and ".join(family for family in has if leaf in has[family])
+    return (
+        f"unknown key for model.name {name}, which has {', '.join(has[name])}; it is for "
+        f"model.name {others}: remove it, or choose another model.name"
+    )
 
 
 def _broken_rule(problem: Mapping[str, Any]) -> BrokenRule | None:
@@ -99,37 +130,6 @@ def unknown_key(key: str, origin: str) -> ConfigError:
         mend = f"choose one of {', '.join(SECTIONS.get(section, Config.model_fields))}"
     shown = key if key.isprintable() else repr(key)
     return ConfigError(f"{shown} ({origin}): unknown key; {mend}")
-
-
-def refuse_other_families(settings: Mapping[str, Setting]) -> None:
-    """ConfigError for a key that the named model has not, though another one has it."""
-    named = settings.get("model.name")
-    name = FIELDS["model.name"]["enum"][0] if named is None else named.value
-    if name not in FAMILIES:
-        return  # pydantic refuses the name
-    has = {
-        family: tuple(field.alias or key for key, field in section.model_fields.items())
-        for family, section in FAMILIES.items()
-    }
-    for key, setting in settings.items():
-        section, _, leaf = key.rpartition(".")
-        if section == "model" and leaf not in has[name]:
-            others = " and ".join(family for family in has if leaf in has[family])
-            raise ConfigError(
-                f"{key} ({setting.origin}): unknown key for model.name {name}, which has "
-                f"{', '.join(has[name])}; it is for model.name {others}: remove it, or choose "
-                "another model.name"
-            )
-
-
-def refuse_removed_values(settings: Mapping[str, Setting]) -> None:
-    """ConfigError for a value that earlier versions knew, with what to do instead."""
-    setting = settings.get("spikes.rule")
-    if setting is not None and setting.value == "back":
-        raise ConfigError(
-            f"spikes.rule ({setting.origin}): 'back' is no rule any more; choose skip, and go back "
-            "by hand with --resume RUN/checkpoints/step-N (docs/howto/bad-numbers.md)"
-        )
 
 
 def show(value: object) -> str:

@@ -254,32 +254,21 @@ class PruningConfig(Section):
         if not prunes(self) or self.ticket is not None:
             return self
         at, rewind = self.at_step, self.rewind_step
-        moves = self.method in ("set", "rigl")
-        if self.method in ("zeros", "wanda", "sparsegpt"):
-            layers = list(self.layers) if self.method == "zeros" else []
-            for key, value, usual in (
-                ("at_step", at, 0),
-                ("distribution", self.distribution, "uniform"),
-                ("layers", layers, []),
-            ):
-                if value != usual:
-                    raise BrokenRule(
-                        key,
-                        f"{value}, but pruning.method {self.method} draws its masks tensor by "
-                        f"tensor before the first step; choose {usual}",
-                    )
-        for key, does in (
-            ("at_step", "starts from a sparse network"),
-            ("rewarm_steps", "changes the mask all the time"),
+        early, moving = ("zeros", "wanda", "sparsegpt"), ("set", "rigl")
+        draws = "draws its masks tensor by tensor before the first step"
+        back = "never" if rewind == "auto" else rewind
+        for methods, key, value, usual, why in (
+            (early, "at_step", at, 0, draws),
+            (early, "distribution", self.distribution, "uniform", draws),
+            (("zeros",), "layers", list(self.layers), [], draws),
+            (moving, "at_step", at, 0, "starts from a sparse network"),
+            (moving, "rewarm_steps", self.rewarm_steps, 0, "changes the mask all the time"),
+            ((*moving, "gradual"), "rewind_step", back, "never", "goes on with the weights it has"),
         ):
-            if moves and (steps := getattr(self, key)):
-                raise BrokenRule(key, f"{steps}, but pruning.method {self.method} {does}; choose 0")
-        if rewind not in ("auto", "never") and (moves or self.method == "gradual"):
-            raise BrokenRule(
-                "rewind_step",
-                f"{rewind}, but pruning.method {self.method} goes on with the weights it has; "
-                "choose never",
-            )
+            if self.method in methods and value != usual:
+                raise BrokenRule(
+                    key, f"{value}, but pruning.method {self.method} {why}; choose {usual}"
+                )
         if isinstance(rewind, int) and rewind > at:
             raise BrokenRule(
                 "rewind_step",
@@ -455,8 +444,6 @@ class TrainConfig(Section):
     """Peak flop/s of one rank's device, for `mfu`; `auto` times a matrix product at the start."""
     trace: Natural = 0
     """Steps after the first one that are recorded in `trace/`, for Perfetto and `trace compare`."""
-    nvtx: bool = False
-    """Whether phases, forwards and backwards are named ranges in NVIDIA's profilers; GPUs only."""
     memory_history: bool = False
     """Whether the snapshot that is written when GPU memory runs out says where in the code each
     block was allocated; GPUs only."""

@@ -4,6 +4,7 @@ rule between the settings of one section is told.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from math import isqrt
 from typing import Annotated, Literal
@@ -26,6 +27,10 @@ FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list)
 """Turns the lists of YAML into the tuples of a frozen configuration."""
 
 
+NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""Matches NUL and surrogates."""
+
+
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown names and values of another type.
 
@@ -46,17 +51,9 @@ class Section(BaseModel):
     def _is_a_text_of_files(cls, value: object) -> object:
         """Texts become names of files and lines of config.yaml, which neither of these can be."""
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and ("\0" in text or not _is_unicode(text)):
+            if isinstance(text, str) and NO_TEXT.search(text) is not None:
                 raise PydanticCustomError("text", "Input should be text without NUL and surrogates")
         return value
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class BrokenRule(ValueError):  # noqa: N818 - pydantic wraps it, and nobody catches it by name

@@ -99,13 +99,11 @@ def remarks(config: Config, samples: int) -> Iterator[str]:
 
 def check_gpu_settings(loaded: LoadedConfig, *, has_gpu: bool) -> None:
     """ConfigError for the first setting that needs a GPU, if ranks train without one."""
-    train = loaded.config.train
-    for name, is_set in (("nvtx", train.nvtx), ("memory_history", train.memory_history)):
-        if is_set and not has_gpu:
-            raise ConfigError(
-                f"{loaded.where(f'train.{name}')}: true looks into a GPU, and the ranks train "
-                "without one; choose false"
-            )
+    if loaded.config.train.memory_history and not has_gpu:
+        raise ConfigError(
+            f"{loaded.where('train.memory_history')}: true looks into a GPU, and the ranks train "
+            "without one; choose false"
+        )
     check_offload(loaded, has_gpu=has_gpu)
 
 

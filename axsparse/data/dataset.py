@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.errors import DataError
-from axsparse.runtime.host_channel import bytes_of
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.module_buffers import BufferSlot, replaced, slots
+from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Op
-from axsparse.runtime.host_channel import bytes_of
 from axsparse.samo.shards import Replicas
 
 

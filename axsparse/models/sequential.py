@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, on_meta
 from axsparse.models.module_buffers import slots
+from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.host_channel import bytes_of
 
 
 def from_sequential(

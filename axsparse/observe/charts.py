@@ -388,7 +388,7 @@ def svg(chart: Chart) -> str:
     )
 
 
-def picture(charts: Sequence[Chart], made_by: str) -> bytes:
+def picture(charts: Sequence[Chart]) -> bytes:
     """A PNG file with all charts, two in a row, each with its title and legend."""
     rows = -(-len(charts) // 2)
 
@@ -405,7 +405,7 @@ def picture(charts: Sequence[Chart], made_by: str) -> bytes:
                 axes.legend(fontsize="small", ncols=1 + len(chart.key) // 5)
 
     size = (10.0, 3.5 * rows)
-    return _rendered(draw, size, "#222", format="png", dpi=150, metadata={"Software": made_by})
+    return _rendered(draw, size, "#222", format="png", dpi=150)
 
 
 def _rendered(
@@ -451,13 +451,12 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
 # -- pages ----------------------------------------------------------------------------------
 
 
-def page(title: str, lines: Iterable[str], generator: str) -> str:
-    """The text of a page; `lines` are HTML, and `generator` names the command that writes it."""
+def page(title: str, lines: Iterable[str]) -> str:
+    """The text of a page; `lines` are HTML."""
     return "\n".join(
         [
             "<!DOCTYPE html>",
             '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta name="generator" content="{escape(generator)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
             f"<style>{PAGE_STYLE}{PICTURE_STYLE}</style></head><body>",

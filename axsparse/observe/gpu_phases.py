@@ -23,34 +23,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from itertools import pairwise
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-import torch
-
-from axsparse.observe.phases import IS_WORK, NUMBERS, PHASES, Block, Phases
+from axsparse.observe.phases import IS_WORK, PHASES, Phases
 from axsparse.runtime.gpu.device_protocol import Device, Mark
-
-
-class Ranges(Protocol):
-    """Named ranges for a profiler, which nest in each thread, like those of `torch.cuda.nvtx`."""
-
-    def range_push(self, name: str, /) -> object:
-        """Begin a range inside the present one."""
-        ...
-
-    def range_pop(self) -> object:
-        """End the present range."""
-        ...
-
-
-def make_phases(device: Device | None, *, nvtx: bool) -> Phases:
-    """The timers of a rank, of its GPU if it has one; `nvtx` needs a GPU."""
-    if device is None:
-        assert not nvtx, "the settings were checked"
-        return Phases()
-    return DevicePhases(device, ranges=torch.cuda.nvtx if nvtx else None)
 
 
 class DevicePhases(Phases):
@@ -60,34 +39,8 @@ class DevicePhases(Phases):
     returns, and the first `start_spans`. Spans cover whole steps, in the host's time.
     """
 
-    __slots__ = (
-        "_action",
-        "_anchor",
-        "_anchored",
-        "_device",
-        "_free",
-        "_ranges",
-        "_sampled",
-        "_step",
-        "_traced",
-    )
-
-    def __init__(
-        self,
-        device: Device,
-        *,
-        ranges: Ranges | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """`ranges` are told of every phase and every action."""
-        self._action = ""
-        self._ranges = ranges
+    def __init__(self, device: Device, *, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(clock)
-        if ranges is not None:
-            self._blocks = {
-                name: _RangedBlock(self, number, ranges) for name, number in NUMBERS.items()
-            }
-        self._sampled = _SampledBlock(self, ranges)
         self._device = device
         self._free: list[Mark] = []
         """Marks that are free to be set again."""
@@ -97,25 +50,14 @@ class DevicePhases(Phases):
         self._anchored = 0.0
         """The time on the host's clock when the GPU passed the anchor."""
 
-    @property
-    def action(self) -> str:
-        """The name of the work that follows, such as "F3"; if empty, work is named by phase."""
-        return self._action
-
-    @action.setter
-    def action(self, action: str) -> None:
-        if self._ranges is not None:
-            if self._action:
-                self._ranges.range_pop()
-            if action:
-                self._ranges.range_push(action)
-        self._action = action
-
     def compression(self, is_last: bool) -> AbstractContextManager[None]:
         """The with-block around one compression; only in a step's last microbatch it sets marks."""
         if self._step is not None:
             self._step.compressed[is_last] += 1
-        return self._blocks["compress"] if is_last else self._sampled
+        if is_last:
+            return self._blocks["compress"]
+        self.worked += 1
+        return nullcontext()
 
     def begin_step(self) -> None:
         """Start a step with all timers at zero; an earlier step that has not ended is forgotten."""
@@ -152,15 +94,12 @@ class DevicePhases(Phases):
         stop keeping them."""
         traced, self._traced = self._traced, None
         assert traced is not None, "take_spans without start_spans"
-        return self._spans_of(traced)
-
-    def _spans_of(self, steps: list[LateSeconds]) -> Iterator[tuple[str, str, float, float]]:
-        for step in steps:
-            now = self._anchored + step.after_anchor()
-            for phase, name, seconds in step.parts():
-                begin, now = now, now + seconds
-                if seconds > 0:
-                    yield phase, name, begin, now
+        return (
+            (phase, name, self._anchored + begin, self._anchored + end)
+            for step in traced
+            for phase, name, begin, end in step.parts()
+            if end > begin
+        )
 
     def _switch(self, number: int) -> None:
         """Charge the host's time to the present phase, and enter another; work ends a stretch."""
@@ -178,13 +117,13 @@ class DevicePhases(Phases):
         self._since = now
 
     def _end_stretch(self, step: LateSeconds) -> None:
-        current = self._current
-        if IS_WORK[current]:  # no other phase was entered since the last mark
-            waited = None
-            self._seconds[current] = 0.0
+        phase = PHASES[self._current]
+        if IS_WORK[self._current]:  # no other phase was entered since the last mark
+            stretch = _Stretch(self._set_mark(), phase, self.action or phase, ())
         else:
-            waited, self._seconds = self._seconds, [0.0] * len(PHASES)
-        step.stretches.append(_Stretch(self._set_mark(), current, self._action, waited))
+            stretch = _Stretch(self._set_mark(), phase, phase, self._seconds)
+        self._seconds = [0.0] * len(PHASES)
+        step.stretches.append(stretch)
 
     def _set_mark(self) -> Mark:
         mark = self._free.pop() if self._free else self._device.mark()
@@ -192,65 +131,15 @@ class DevicePhases(Phases):
         return mark
 
 
-class _RangedBlock(Block):
-    """The with-block of one phase, as a range for a profiler."""
-
-    __slots__ = ("_ranges",)
-
-    def __init__(self, phases: Phases, number: int, ranges: Ranges) -> None:
-        super().__init__(phases, number)
-        self._ranges = ranges
-
-    def __enter__(self) -> None:
-        self._ranges.range_push(PHASES[self._number])
-        super().__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        self._ranges.range_pop()
-
-
-class _SampledBlock:
-    """The with-block of a compression that sets no marks."""
-
-    def __init__(self, phases: Phases, ranges: Ranges | None) -> None:
-        self._phases = phases
-        self._ranges = ranges
-
-    def __enter__(self) -> None:
-        self._phases.worked += 1
-        if self._ranges is not None:
-            self._ranges.range_push("compress")
-
-    def __exit__(self, *exception: object) -> None:
-        self._phases.worked += 1
-        if self._ranges is not None:
-            self._ranges.range_pop()
-
-
 class _Stretch(NamedTuple):
     """The time between a mark and the one before it."""
 
     end: Mark
-    last: int
-    """The number of the phase that ends at the mark."""
-    action: str
-    waited: list[float] | None
-    """The host's seconds in each phase; None if the stretch is work."""
-
-    def divided(self, seconds: float) -> Iterator[tuple[str, str, float]]:
-        """Phase, name and seconds of each part of the stretch, which took the GPU `seconds`."""
-        phase = PHASES[self.last]
-        if self.waited is None:
-            yield phase, self.action or phase, seconds
-            return
-        total = sum(self.waited)
-        if total == 0:
-            yield phase, phase, seconds
-            return
-        for phase, waited in zip(PHASES, self.waited, strict=True):
-            if waited > 0:
-                yield phase, phase, seconds * (waited / total)
+    last: str
+    """The phase that ends at the mark."""
+    name: str
+    waited: Iterable[float]
+    """The host's seconds in each phase; empty if the stretch is work."""
 
 
 class LateSeconds(Mapping[str, float]):
@@ -267,13 +156,8 @@ class LateSeconds(Mapping[str, float]):
         """How many gradients were compressed without marks, and how many with marks."""
         self._begin = begin
         self._free = free
-        self._after_anchor = 0.0
-        self._lengths: list[float] | None = None
-        self._seconds: dict[str, float] | None = None
 
     def __getitem__(self, name: str) -> float:
-        if self._seconds is None:
-            self._seconds = self._sums()
         return self._seconds[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -286,20 +170,36 @@ class LateSeconds(Mapping[str, float]):
         """All marks of the step, in order."""
         return [self._begin, *(stretch.end for stretch in self.stretches)]
 
-    def parts(self) -> Iterator[tuple[str, str, float]]:
-        """Phase, name and seconds of each part of the GPU's time, in order."""
-        for stretch, length in zip(self.stretches, self._read(), strict=True):
-            yield from stretch.divided(length)
+    def parts(self) -> Iterator[tuple[str, str, float, float]]:
+        """Phase, name, begin and end of each part of the GPU's time, in order, in seconds since the
+        anchor; since the step began if there is none."""
+        for stretch, (now, end) in zip(self.stretches, pairwise(self._times), strict=True):
+            host = sum(stretch.waited)
+            if not host:
+                yield stretch.last, stretch.name, now, end
+                continue
+            seconds = end - now
+            for phase, waited in zip(PHASES, stretch.waited, strict=True):
+                if waited > 0:
+                    begin, now = now, now + seconds * (waited / host)
+                    yield phase, phase, begin, now
 
-    def after_anchor(self) -> float:
-        """Seconds from the anchor to the beginning of the step."""
-        self._read()
-        return self._after_anchor
+    @cached_property
+    def _times(self) -> list[float]:
+        """When the GPU passed each mark; the first reading waits for the end of the step."""
+        marks = self.marks()
+        marks[-1].wait()
+        began = 0.0 if self.anchor is None else self._begin.since(self.anchor)
+        lengths = (later.since(earlier) for earlier, later in pairwise(marks))
+        times = list(accumulate(lengths, initial=began))
+        self._free += marks
+        return times
 
-    def _sums(self) -> dict[str, float]:
+    @cached_property
+    def _seconds(self) -> dict[str, float]:
         sums = dict.fromkeys(PHASES, 0.0)
-        for phase, _, seconds in self.parts():
-            sums[phase] += seconds
+        for phase, _, begin, end in self.parts():
+            sums[phase] += end - begin
         without, marked = self.compressed
         if marked:
             # Compressions without marks stand inside stretches of compute.
@@ -307,14 +207,3 @@ class LateSeconds(Mapping[str, float]):
             sums["compute"] -= moved
             sums["compress"] += moved
         return {**sums, "step": sum(sums.values())}
-
-    def _read(self) -> list[float]:
-        """Seconds of every stretch; the first call waits for the end of the step."""
-        if self._lengths is None:
-            marks = self.marks()
-            marks[-1].wait()
-            self._lengths = [later.since(earlier) for earlier, later in pairwise(marks)]
-            if self.anchor is not None:
-                self._after_anchor = self._begin.since(self.anchor)
-            self._free += marks
-        return self._lengths

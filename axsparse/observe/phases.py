@@ -24,19 +24,6 @@ class Phases:
     own, while its caller waits, is an inner block, too.
     """
 
-    __slots__ = (
-        "_began",
-        "_blocks",
-        "_clock",
-        "_current",
-        "_interrupted",
-        "_seconds",
-        "_since",
-        "_spans",
-        "action",
-        "worked",
-    )
-
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         # Blocks are entered for every microbatch and parameter, so there is one object a phase.

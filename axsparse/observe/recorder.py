@@ -6,13 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from axsparse.observe.gpu_phases import LateSeconds
-from axsparse.observe.live_view import LiveView, eval_line, step_line
 from axsparse.observe.metrics import (
     EvalRecord,
     MaskRecord,
@@ -23,7 +22,7 @@ from axsparse.observe.metrics import (
 from axsparse.observe.sinks import MetricsFile
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Backoff, Collective, Op, Work, wait
-from axsparse.runtime.console import Console, Unit, format_bytes
+from axsparse.runtime.console import Console, Unit, format_bytes, format_rate, format_seconds
 
 DRAWN_SECONDS = 0.1
 """The shortest time between two pictures of the live view."""
@@ -50,16 +49,6 @@ class StepFigures:
 
 
 @dataclass(frozen=True)
-class StepForecast:
-    """The planner's prediction for a step."""
-
-    memory_bytes: float
-    """Peak memory of the fullest rank."""
-    step_seconds: float | None
-    """None without `layout.cluster`."""
-
-
-@dataclass(frozen=True)
 class RunFigures:
     """The figures of a run that do not change from step to step."""
 
@@ -71,19 +60,40 @@ class RunFigures:
     """Summed over all ranks."""
     unit: Unit
     """What the run counts: tokens, or samples."""
-    places: Sequence[str] = ()
-    """The names of all ranks, such as "rank 3 (stage 1, replica 1)"."""
-    predicted: StepForecast | None = None
+    predicted_memory_bytes: float | None = None
+    """The planner's prediction of the peak memory of the fullest rank; None without one."""
+    predicted_step_seconds: float | None = None
+    """None without `layout.cluster`."""
 
 
-class _Pending(NamedTuple):
-    """A step whose sums over ranks are under way."""
+def step_line(record: StepRecord, steps: int, eta: float | None, unit: Unit) -> str:
+    """One of the run's `steps` on one line.
 
-    figures: StepFigures
-    time_names: tuple[str, ...]
-    maxima_names: tuple[str, ...]
-    buffer: Tensor
-    work: Work
+    `eta` is the time to the end of the run in seconds; None at the first step, which also
+    compiles and allocates, so that it says nothing about the others.
+    """
+    later = "eta after the next steps: the first one also compiles"
+    line = (
+        f"step {record.step}/{steps}  loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  "
+        f"bubble {100 * (record.bubble_seconds / record.step_seconds):.0f} %  "
+        f"{format_rate(record.tokens_per_second, unit)}  "
+        f"{later if eta is None else f'eta {format_seconds(eta)}'}"
+    )
+    return f"{line}  skipped {record.skipped_steps}" if record.skipped_steps else line
+
+
+def eval_line(
+    step: int, steps: int, loss: float, metrics: Mapping[str, float], part: str = ""
+) -> str:
+    """One evaluation on one line; every metric but perplexity is a fraction of the targets.
+
+    `part` says how much of the validation data it was made on, if that was not all.
+    """
+    shown = "".join(
+        f"  {name} {value:.3f}" if name == "perplexity" else f"  {name} {100 * value:.2f} %"
+        for name, value in metrics.items()
+    )
+    return f"step {step}/{steps}  validation loss {loss:.4f}{shown}{part and f'  ({part})'}"
 
 
 class Recorder:
@@ -113,19 +123,19 @@ class Recorder:
         self._console = console
         self._slow = slow
         self._late: tuple[StepFigures, LateSeconds, Mapping[str, int]] | None = None
-        self._pending: _Pending | None = None
+        self._pending: tuple[StepFigures, Sequence[str], Sequence[str], Tensor, Work] | None = None
+        """A step whose sums over ranks are under way: its figures, the names of times and of
+        maxima, the buffer and the operation."""
         self._since = 0.0
         """When the first step was shown, which also compiles and counts in no rate."""
         self._compared_seconds: list[float] = []
         self._first: int | None = None
-        self._view = LiveView(run.steps, run.unit, run.places)
         self._drawn_at = -DRAWN_SECONDS
 
     @property
     def predicted_memory_bytes(self) -> float | None:
         """The predicted peak memory of the fullest rank; None without a prediction."""
-        predicted = self._run.predicted
-        return None if predicted is None else predicted.memory_bytes
+        return self._run.predicted_memory_bytes
 
     def step(
         self, figures: StepFigures, seconds: Mapping[str, float], maxima: Mapping[str, int]
@@ -203,7 +213,7 @@ class Recorder:
         buffer[: len(times)] = times
         buffer[len(times) :].view(self._world.size, -1)[self._world.rank] = slots
         work = self._world.start(Op.ALL_REDUCE, buffer)
-        self._pending = _Pending(figures, tuple(seconds), tuple(maxima), buffer, work)
+        self._pending = figures, tuple(seconds), tuple(maxima), buffer, work
 
     def _finish(self) -> None:
         """Wait for the step that was started last, if there is one; rank 0 writes and shows it."""
@@ -247,51 +257,42 @@ class Recorder:
         if self._file is not None:
             self._file.write(record)
         if self._console is not None:
-            self._show(self._console, record, compute)
+            self._show(self._console, record)
         if self._slow is not None and (warning := self._slow.add(record.step, compute)):
             self.say(warning)
-        predicted = self._run.predicted
+        predicted = self._run.predicted_memory_bytes
         if predicted is not None and len(self._compared_seconds) < COMPARED_STEPS:
             self._compared_seconds.append(record.step_seconds)
             if len(self._compared_seconds) == COMPARED_STEPS:
                 self._compare(predicted, record)
 
-    def _compare(self, predicted: StepForecast, record: StepRecord) -> None:
+    def _compare(self, predicted_bytes: float, record: StepRecord) -> None:
         """Record and say how far the prediction was off; the first step does not count."""
-        plan = PlanRecord(
-            step=record.step,
-            predicted_peak_memory_bytes=predicted.memory_bytes,
-            measured_peak_memory_bytes=record.peak_memory_bytes,
-            predicted_step_seconds=predicted.step_seconds,
-            measured_step_seconds=median(self._compared_seconds[1:]),
-        )
+        predicted = self._run.predicted_step_seconds
+        measured = median(self._compared_seconds[1:])
+        peak = record.peak_memory_bytes
         if self._file is not None:
-            self._file.write(plan)
-        text = (
-            f"peak memory {format_bytes(plan.measured_peak_memory_bytes)}, predicted "
-            f"{format_bytes(plan.predicted_peak_memory_bytes)}"
-        )
-        if plan.predicted_step_seconds is not None:
-            text += (
-                f"; {plan.measured_step_seconds:.3g} s a step, predicted "
-                f"{plan.predicted_step_seconds:.3g}"
-            )
+            self._file.write(PlanRecord(record.step, predicted_bytes, peak, predicted, measured))
+        text = f"peak memory {format_bytes(peak)}, predicted {format_bytes(predicted_bytes)}"
+        if predicted is not None:
+            text += f"; {measured:.3g} s a step, predicted {predicted:.3g}"
         self.say(f"step {record.step}/{self._run.steps}  {text}")
 
-    def _show(self, console: Console, record: StepRecord, compute: Sequence[float]) -> None:
+    def _show(self, console: Console, record: StepRecord) -> None:
         run = self._run
         assert self._first is not None, "a step has been pushed"
-        done, eta = record.step - self._first, None
+        done, eta, left = record.step - self._first, None, "compiling"
         if done == 0:
             self._since = time.perf_counter()
         else:
             eta = (time.perf_counter() - self._since) / done * (run.steps - record.step)
-        line = step_line(record, run.steps, eta, run.unit)
-        self._view.add(record, compute, eta)
+            left = f"eta {format_seconds(eta)}"
         if time.monotonic() - self._drawn_at >= DRAWN_SECONDS or record.step == run.steps:
-            console.live(self._view.rows)
+            rate = format_rate(record.tokens_per_second, run.unit)
+            text = f"{left}  {rate}  loss {record.loss:.3f}"
+            console.progress(record.step, run.steps, text)
             self._drawn_at = time.monotonic()
         if record.step % run.log_every == 0 or record.step in (1, run.steps):
-            console.line(line)
+            console.line(step_line(record, run.steps, eta, run.unit))
         if record.skipped:
             console.line(f"step {record.step}: {record.skip_reason}; no rank updated its weights")

@@ -17,9 +17,7 @@ from axsparse.runtime.errors import DataError, MissingInputError, reading
 
 Value = float | str | None
 Record = Mapping[str, Value]
-"""One line; truth values are 0 and 1, and numbers that are not finite are None."""
-TEXTS = ("skip_reason", "masks")
-"""The fields that are texts."""
+"""One line; truth values are 0 and 1, and None stands for what is no text and no finite number."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,6 @@ class RunRecords:
     plans: Sequence[Record]
     is_cut: bool
     """Whether the last line was only half there, and is left out."""
-
-
-@dataclass(frozen=True)
-class LayerShare:
-    """How much of a layer is kept."""
-
-    name: str
-    kept: int
-    numel: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +45,8 @@ class RunView:
     trace: str = ""
     """The name of the file that `spans` are from."""
     spans: Sequence[Span] = ()
-    layers: Sequence[LayerShare] = ()
-    layers_from: str = ""
-    """The checkpoint or ticket that `layers` are from."""
-    checkpoints: Sequence[tuple[int, int | None]] = ()
-    """The step of each, and the bytes of its files; None if its manifest cannot be read."""
-    plan: Bars | None = None
-    """The planned memory of a rank of each stage."""
+    sparsity: Bars | None = None
+    """The removed share of each layer."""
     notes: Sequence[str] = ()
 
 
@@ -130,19 +114,17 @@ def _record(line: bytes) -> Record:
         raise ValueError("too deep") from None
     if not isinstance(fields, dict):
         raise ValueError("no object")
-    record = {name: _value(name, value) for name, value in fields.items()}
+    record = {name: _value(value) for name, value in fields.items()}
     if not isinstance(record.get("step"), float):
         raise ValueError("without a step")
     return record
 
 
-def _value(name: str, value: object) -> Value:
-    if value is None or (isinstance(value, str) and name in TEXTS):
+def _value(value: object) -> Value:
+    if value is None or isinstance(value, str):
         return value
-    if not isinstance(value, (int, float)) or name in TEXTS:
-        raise ValueError(f"{name[:60]!r} has a value of another type")
     try:
-        finite = float(value)
+        number = float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
         return None
-    return finite if math.isfinite(finite) else None
+    return number if math.isfinite(number) else None

@@ -13,7 +13,6 @@ from axsparse.observe.charts import (
     PHASE_COLOURS,
     SERIES_COLOURS,
     Areas,
-    Bars,
     Chart,
     Curve,
     Lines,
@@ -30,7 +29,6 @@ from axsparse.observe.phases import PHASES
 from axsparse.observe.run_records import Record, RunView, number, step_of
 from axsparse.runtime.console import Unit, format_bytes, format_count
 
-GENERATOR = "axsparse report"
 MOST_RUNS = len(SERIES_COLOURS)
 """A page has no more colours."""
 MOST_ROWS = 40
@@ -43,12 +41,12 @@ MOST_COLUMNS = 80
 
 def report_page(runs: Sequence[RunView]) -> str:
     """The text of the page. The names of runs differ."""
-    return page(", ".join(run.name for run in runs), _lines(runs), GENERATOR)
+    return page(", ".join(run.name for run in runs), _lines(runs))
 
 
 def report_picture(runs: Sequence[RunView]) -> bytes:
     """The curves as one PNG picture, for slides and papers."""
-    return picture(picture_charts(runs), GENERATOR)
+    return picture(picture_charts(runs))
 
 
 def _lines(runs: Sequence[RunView]) -> Iterator[str]:
@@ -82,14 +80,12 @@ def _lines(runs: Sequence[RunView]) -> Iterator[str]:
             yield f'<p class="note">{escape(words)}</p>'
     yield "<h2>Memory of a rank</h2>"
     yield from _grid(memory_charts(runs))
-    for run in runs:
-        if run.plan is not None:
-            yield from chart_html(run.plan)
     yield from _masks(runs)
-    sparse = [run for run in runs if any(layer.numel for layer in run.layers)]
+    pairs = zip(runs, SERIES_COLOURS, strict=False)
+    sparse = [replace(run.sparsity, colours=[c]) for run, c in pairs if run.sparsity is not None]
     if sparse:
         yield "<h2>Sparsity by layer</h2>"
-        yield from _grid(map(_sparsity_chart, sparse, SERIES_COLOURS))
+        yield from _grid(sparse)
     for run in runs:
         yield from _rest(run, f" of {escape(run.name)}" if several else "")
 
@@ -119,35 +115,23 @@ def _of_steps(
     runs: Sequence[RunView], name: str, change: Callable[[float], float | None] = float
 ) -> list[Curve]:
     """A field of the steps of each run, changed where `change` is given."""
-    return [
-        Curve(run.name, _points(run.records.steps, name, runs, change), colour)
-        for run, colour in zip(runs, SERIES_COLOURS, strict=False)
-    ]
+    curves = []
+    for run, colour in zip(runs, SERIES_COLOURS, strict=False):
+        values = [(step_of(record), number(record, name)) for record in run.records.steps]
+        points = [(x, None if y is None else change(y)) for x, y in values]
+        curves.append(Curve(run.name, thinned(points, _most(MOST_POINTS, runs)), colour))
+    return curves
 
 
 def _of_evaluations(runs: Sequence[RunView], name: str) -> list[Curve]:
     """A field of the evaluations of each run."""
-    return [
-        Curve(
-            f"{run.name} validation",
-            _points(run.records.evaluations, name, runs),
-            colour,
-            is_dashed=True,
-            is_marked=True,
-        )
-        for run, colour in zip(runs, SERIES_COLOURS, strict=False)
+    evaluated = [
+        replace(run, records=replace(run.records, steps=run.records.evaluations)) for run in runs
     ]
-
-
-def _points(
-    records: Sequence[Record],
-    name: str,
-    runs: Sequence[RunView],
-    change: Callable[[float], float | None] = float,
-) -> list[tuple[float, float | None]]:
-    values = [(step_of(record), number(record, name)) for record in records]
-    points = [(x, None if y is None else change(y)) for x, y in values]
-    return thinned(points, _most(MOST_POINTS, runs))
+    return [
+        replace(curve, name=f"{curve.name} validation", is_dashed=True, is_marked=True)
+        for curve in _of_steps(evaluated, name)
+    ]
 
 
 def training_charts(runs: Sequence[RunView]) -> Iterator[Lines]:
@@ -256,15 +240,6 @@ def _timeline(run: RunView) -> Iterator[Timeline]:
         yield Timeline(f"Step {step} of {run.name}, replica {replica}", spans, length)
 
 
-def _sparsity_chart(run: RunView, colour: str) -> Bars:
-    """The removed share of each layer."""
-    rows = []
-    for layer in run.layers:
-        removed = 1 - layer.kept / layer.numel if layer.numel else 0.0
-        rows.append((layer.name, [removed], f"{100 * removed:.1f} %"))
-    return Bars(f"{run.name}: removed share of each layer, {run.layers_from}", rows, [colour])
-
-
 def picture_charts(runs: Sequence[RunView]) -> list[Chart]:
     """The charts of a picture: curves of training, and the time of a step; of one run by phase."""
     charts: list[Chart] = [chart for chart in training_charts(runs) if not chart.is_flat]
@@ -369,14 +344,7 @@ def _masks(runs: Sequence[RunView]) -> Iterator[str]:
 
 
 def _rest(run: RunView, of_run: str) -> Iterator[str]:
-    """Checkpoints, versions and configuration of a run, which `of_run` names among several."""
-    if run.checkpoints:
-        yield f"<h2>Checkpoints{of_run}</h2>"
-        rows = [
-            [f"step {step:,}", "unreadable" if nbytes is None else format_bytes(nbytes)]
-            for step, nbytes in run.checkpoints[:MOST_ROWS]
-        ]
-        yield from html_table(["checkpoint", "size"], rows)
+    """Versions and configuration of a run, which `of_run` names among several."""
     if run.versions:
         yield f"<h2>Versions{of_run}</h2>"
         yield from html_table(["package", "version"], run.versions.items())

@@ -12,11 +12,11 @@ import math
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
@@ -38,16 +38,10 @@ GROUPS: Mapping[type[object], str] = {
 """What the names of a record's curves begin with; others are records of the plan."""
 
 
-class Sink(Protocol):
-    """Where copies of the records go; all is called in one thread, after `open` has made it."""
-
-    def write(self, step: int, curves: Mapping[str, float]) -> None:
-        """Take the numbers of one record by the names of their curves."""
-        ...
-
-    def close(self) -> None:
-        """Write out what is left."""
-        ...
+Write = Callable[[int, Mapping[str, float]], None]
+"""Takes the step and the numbers of one record, by the names of their curves."""
+OpenSink = Callable[[int], AbstractContextManager[Write]]
+"""Opens a sink at its first record's step; at the end it writes out what is left."""
 
 
 def curves_of(record: Record) -> dict[str, float]:
@@ -63,8 +57,8 @@ def curves_of(record: Record) -> dict[str, float]:
 class SinkThread:
     """A sink in a thread of its own, behind a queue."""
 
-    def __init__(self, key: str, open_sink: Callable[[int], Sink]) -> None:
-        """`key` is the setting that asks for it; `open_sink(step)` makes it at the first record."""
+    def __init__(self, key: str, open_sink: OpenSink) -> None:
+        """`key` is the setting that asks for it."""
         self._key = key
         self._open = open_sink
         self._queue: queue.Queue[Record | None] = queue.Queue(WAITING)
@@ -90,14 +84,14 @@ class SinkThread:
             self._warn(f"has not finished within {CLOSE_SECONDS:g} s")
 
     def _work(self) -> None:
-        sink: Sink | None = None
         try:
-            while (record := self._queue.get()) is not None:
-                if sink is None:
-                    sink = self._open(record.step)
-                sink.write(record.step, curves_of(record))
-            if sink is not None:
-                sink.close()
+            record = self._queue.get()
+            if record is None:
+                return
+            with self._open(record.step) as write:
+                while record is not None:
+                    write(record.step, curves_of(record))
+                    record = self._queue.get()
         except BaseException as error:  # also SystemExit of a library
             text = " ".join(str(error).split()) or "no message"
             self._warn(f"{type(error).__name__}: {text[:200]}")
@@ -152,46 +146,39 @@ def _finite(value: float | bool | str | None) -> float | bool | str | None:
     return None
 
 
-class TensorBoard:
-    """Writes event files; later records of a run that was resumed replace those of before."""
+@contextmanager
+def tensorboard(folder: Path, first_step: int) -> Iterator[Write]:
+    """Write event files; later records of a run that was resumed replace those of before."""
+    module: Any = importlib.import_module("torch.utils.tensorboard")
+    writer = module.SummaryWriter(str(folder), purge_step=first_step)
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer: Any = writer(str(folder), purge_step=first_step)
-
-    def write(self, step: int, curves: Mapping[str, float]) -> None:
+    def write(step: int, curves: Mapping[str, float]) -> None:
         for name, value in curves.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    yield write
+    writer.close()
 
 
-class Wandb:
-    """Logs to a project at Weights & Biases; WANDB_MODE and WANDB_API_KEY count as ever."""
-
-    def __init__(self, project: str, run_dir: Path, config: Config) -> None:
-        path = run_dir / WANDB_ID
-        if not path.exists():
-            path.write_text(secrets.token_hex(8), encoding="utf-8")
-        wandb: Any = importlib.import_module("wandb")
-        self._run = wandb.init(
-            project=project,
-            name=run_dir.name,
-            id=path.read_text(encoding="utf-8").strip(),
-            resume="allow",
-            dir=str(run_dir),
-            config=config.model_dump(mode="json"),
-        )
-        # A run that went back logs earlier steps again, which W&B's own counter does not allow.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, curves: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **curves})
-
-    def close(self) -> None:
-        self._run.finish()
+@contextmanager
+def wandb(project: str, run_dir: Path, config: Config) -> Iterator[Write]:
+    """Log to a project at Weights & Biases; WANDB_MODE and WANDB_API_KEY count as ever."""
+    path = run_dir / WANDB_ID
+    if not path.exists():
+        path.write_text(secrets.token_hex(8), encoding="utf-8")
+    run = importlib.import_module("wandb").init(
+        project=project,
+        name=run_dir.name,
+        id=path.read_text(encoding="utf-8").strip(),
+        resume="allow",
+        dir=str(run_dir),
+        config=config.model_dump(mode="json"),
+    )
+    # A run that went back logs earlier steps again, which W&B's own counter does not allow.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    yield lambda step, curves: run.log({"step": step, **curves})
+    run.finish()
 
 
 def refuse_missing_packages(loaded: LoadedConfig) -> None:
@@ -210,8 +197,8 @@ def open_records(config: Config, run_dir: Path, path: Path) -> MetricsFile:
     observe, sinks = config.observe, []
     if observe.tensorboard:
         folder = run_dir / "tensorboard"
-        sinks.append(SinkThread("observe.tensorboard", lambda step: TensorBoard(folder, step)))
+        sinks.append(SinkThread("observe.tensorboard", lambda step: tensorboard(folder, step)))
     if observe.wandb is not None:
         project = observe.wandb
-        sinks.append(SinkThread("observe.wandb", lambda _: Wandb(project, run_dir, config)))
+        sinks.append(SinkThread("observe.wandb", lambda _: wandb(project, run_dir, config)))
     return MetricsFile(path, sinks)

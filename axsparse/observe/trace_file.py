@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 TRACES = "trace"
 """The folder of the traces, in the run directory."""
 MICROSECONDS = 1e6
-HEAD, BETWEEN = '{"traceEvents": [\n', ",\n"
-"""A file consists of `HEAD`, the ranks' parts with `BETWEEN` between them, and `tail`."""
+BETWEEN = ",\n"
+"""Stands between two events."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,6 @@ class Span:
     begin: float
     """Seconds; `end` is in seconds, too."""
     end: float
-
-
-def to_json(spans: Iterable[Span], source: str) -> str:
-    """The text of a trace; `source` says what was traced."""
-
-    def rank(span: Span) -> tuple[int, int]:
-        return span.replica, span.stage
-
-    parts = (part(*of, each) for of, each in groupby(sorted(spans, key=rank), rank))
-    return f"{HEAD}{BETWEEN.join(parts)}{tail(source)}"
 
 
 def part(replica: int, stage: int, spans: Iterable[Span]) -> str:
@@ -78,11 +68,6 @@ def part(replica: int, stage: int, spans: Iterable[Span]) -> str:
         for span in sorted(spans, key=lambda span: span.begin)
     ]
     return BETWEEN.join(map(json.dumps, events))
-
-
-def tail(source: str) -> str:
-    """The text after the events."""
-    return f'\n], "otherData": {json.dumps({"source": source})}}}'
 
 
 def _label(kind: str, replica: int, stage: int, name: str) -> dict[str, Any]:
@@ -119,8 +104,13 @@ def _phase(name: str) -> str:
 
 
 def write(path: Path, spans: Iterable[Span], source: str) -> None:
-    """Write a trace; OutputError if it cannot be written."""
-    _write(path, [to_json(spans, source)])
+    """Write a trace; OutputError if it cannot be written. `source` says what was traced."""
+
+    def rank(span: Span) -> tuple[int, int]:
+        return span.replica, span.stage
+
+    parts = (part(*of, each) for of, each in groupby(sorted(spans, key=rank), rank))
+    _write(path, _pieces(parts, source))
 
 
 def join(path: Path, parts: Sequence[Path], source: str) -> None:
@@ -129,21 +119,27 @@ def join(path: Path, parts: Sequence[Path], source: str) -> None:
     Raises OutputError if the trace cannot be written or a part cannot be read.
     """
 
-    def pieces() -> Iterator[str]:
-        for number, each in enumerate(parts):
-            yield BETWEEN if number else HEAD
-            try:
-                yield each.read_text(encoding="utf-8")
-            except OSError as error:
-                raise OutputError(
-                    f"{each}: rank 0 cannot read this rank's part of the trace ({error.strerror}); "
-                    "put the run directory where all hosts see it"
-                ) from None
-        yield tail(source)
+    def text(part: Path) -> str:
+        try:
+            return part.read_text(encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                f"{part}: rank 0 cannot read this rank's part of the trace ({error.strerror}); "
+                "put the run directory where all hosts see it"
+            ) from None
 
-    _write(path, pieces())
+    _write(path, _pieces(map(text, parts), source))
     for each in parts:
         each.unlink(missing_ok=True)
+
+
+def _pieces(parts: Iterable[str], source: str) -> Iterator[str]:
+    """The text of a trace in pieces: the events of its ranks, and around them what JSON needs."""
+    yield '{"traceEvents": [\n'
+    for number, each in enumerate(parts):
+        yield BETWEEN if number else ""
+        yield each
+    yield f'\n], "otherData": {json.dumps({"source": source})}}}'
 
 
 def _write(path: Path, pieces: Iterable[str]) -> None:
@@ -230,33 +226,6 @@ class TraceRecorder:
             join(trace, parts, f"run: {self._folder}")
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How long a phase of a stage takes in two traces.
-
-    Both are in seconds a step, the mean over replicas and steps.
-    """
-
-    stage: int
-    phase: str
-    first: float
-    second: float
-
-    @property
-    def seconds(self) -> float:
-        return self.second - self.first
-
-
-def differences(first: Sequence[Span], second: Sequence[Span]) -> list[Difference]:
-    """The differences of all phases and stages, largest first; a missing stage counts as 0."""
-    ours, theirs = _seconds(first), _seconds(second)
-    unsorted = [
-        Difference(*key, ours.get(key, 0.0), theirs.get(key, 0.0))
-        for key in sorted(ours.keys() | theirs.keys())
-    ]
-    return sorted(unsorted, key=lambda each: -abs(each.seconds))
-
-
 def step_seconds(spans: Sequence[Span]) -> float:
     """The mean time of a step, from the beginning of its first span to the end of its last."""
     of_steps = [[s for s in spans if s.step == step] for step in {s.step for s in spans}]
@@ -264,7 +233,7 @@ def step_seconds(spans: Sequence[Span]) -> float:
     return sum(lengths) / len(lengths) if lengths else 0.0
 
 
-def _seconds(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
+def phase_seconds(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
     """Seconds of each stage's phases, the mean over its replicas and steps."""
     runs = Counter(stage for stage, _, _ in {(s.stage, s.replica, s.step) for s in spans})
     totals: dict[tuple[int, str], float] = defaultdict(float)

@@ -30,7 +30,6 @@ from axsparse.planner.plan_report import (
     shown_stages,
     spans,
 )
-from axsparse.planner.stage_memory import StageMemory
 from axsparse.runtime.console import format_bytes
 
 MOST_LAYOUTS = 6
@@ -61,7 +60,7 @@ def page(plans: Sequence[Plan], notes: Sequence[str]) -> str:
         *(line for plan in plans for line in _section(plan)),
     ]
     title = f"{plans[0].workload.name} on {plans[0].cluster.name}"
-    return charts.page(title, lines, "axsparse plan")
+    return charts.page(title, lines)
 
 
 def _section(plan: Plan) -> Iterator[str]:
@@ -108,9 +107,15 @@ def _timeline(row: Row) -> Timeline:
 
 def _memory(plan: Plan) -> Iterator[str]:
     """A bar for each stage, and a line at what a rank may take."""
-    rows = [(f"stage {n}", stage) for n, stage in enumerate(plan.recommended.memory)]
-    yield from chart_html(memory_bars("Memory of a rank", rows, plan.memory_bytes, "limit"))
     best = plan.recommended
+    there = {name for stage in best.memory for name, value in asdict(stage).items() if value}
+    key = {name: colour for name, colour in MEMORY_COLOURS.items() if name in there}
+    bars = [
+        (f"stage {n}", [getattr(stage, part) for part in key], format_bytes(stage.total))
+        for n, stage in enumerate(best.memory)
+    ]
+    limit = (plan.memory_bytes, f"limit {format_bytes(plan.memory_bytes)}")
+    yield from chart_html(Bars("Memory of a rank", bars, list(key.values()), key, limit, WIDE))
     listed = [memory_cells(best, stage) for stage in shown_stages(best)]
     heads = [f"{head}, GB" if head == "total" else head for head in listed[0]]
     yield from html_table(heads, (list(row.values()) for row in listed))
@@ -142,17 +147,3 @@ def _scaling(plans: Sequence[Plan]) -> Iterator[str]:
                 key=key,
             )
         )
-
-
-def memory_bars(
-    title: str, rows: Sequence[tuple[str, StageMemory]], line: float, line_name: str
-) -> Bars:
-    """A bar for each of the rows, which have a name each, and a line at `line` bytes."""
-    there = {name for _, memory in rows for name, value in asdict(memory).items() if value}
-    key = {name: colour for name, colour in MEMORY_COLOURS.items() if name in there}
-    bars = [
-        (name, [getattr(memory, part) for part in key], format_bytes(memory.total))
-        for name, memory in rows
-    ]
-    mark = (line, f"{line_name} {format_bytes(line)}")
-    return Bars(title, bars, list(key.values()), key, mark, WIDE)

@@ -5,18 +5,18 @@ This is what `axsparse plan` and `ax.plan_for` call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from axsparse.config.load import LoadedConfig, made_in_python
-from axsparse.config.schema import Config, num_microbatches
+from axsparse.config.schema import Config
 from axsparse.config.validate import check_config, check_offload, check_split, counted
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.layout import Layout, LayoutQuestion
+from axsparse.planner.layout import LayoutQuestion
 from axsparse.planner.layout_search import Plan, plan, try_layouts
 from axsparse.planner.run_workload import (
     configured_schedule,
@@ -25,12 +25,11 @@ from axsparse.planner.run_workload import (
     only_backward,
     schedules,
 )
-from axsparse.planner.stage_memory import StageMemory, gigabytes
+from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
-from axsparse.pruning.targets import Targets, kept_at_start, starts_pruned, what_is_pruned
+from axsparse.pruning.targets import Targets, starts_pruned, what_is_pruned
 from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
 
@@ -216,48 +215,3 @@ def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedCo
     config = loaded.config.model_copy(update={"precision": "fp16"})
     note = f"{cluster.name} has no bf16: planned as precision=fp16"
     return replace(loaded, config=config), [note]
-
-
-# -- a run that has a checkpoint -----------------------------------------------------------
-
-
-def planned_memory(
-    config: Config,
-    shapes: Mapping[str, tuple[int, ...]],
-    kept: Mapping[str, int],
-    predicted: float,
-) -> tuple[list[StageMemory], list[StageMemory]] | None:
-    """The memory of each stage's rank as planned, with the entries that a checkpoint has kept and
-    as if nothing were pruned; None if the run trained a model of the user's own.
-
-    `config` is resolved; `shapes` and `kept` are those of the checkpoint, and `predicted` is the
-    peak in bytes that the run printed at its start: what it has beyond the categories is what the
-    process took before. Raises ConfigError, DataError or MissingInputError if the configuration or
-    its ticket does not suit this version.
-    """
-    layout, pipeline, optimizer = config.layout, config.pipeline, optimizer_of(config.optimizer)
-    if isinstance(layout.g_inter, str) or isinstance(layout.g_data, str):
-        return None
-    loaded = LoadedConfig(config, "run", {})
-    surveyed = survey(model_without_weights(loaded), DTYPES[config.precision])
-    is_settled = "auto" not in (pipeline.slack, pipeline.split_backward)
-    if surveyed.shapes != shapes or not is_settled:
-        return None
-    grid = Grid(layout.g_inter, layout.g_data)
-    microbatches = num_microbatches(config.batch, grid.g_data)
-    planned = Layout(
-        grid, configured_schedule(pipeline), config.batch.microbatch_size, microbatches
-    )
-
-    def memory(
-        entries: Mapping[str, int], overhead: float, *, at_start: bool = False
-    ) -> list[StageMemory]:
-        subject = SurveyedModel(config, surveyed, "run", entries, optimizer, has_masks=not at_start)
-        loads = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
-        assert loads is not None, "there is no limit"
-        # The peak that a run predicts is that of its steps, without copies for checkpoints.
-        return [replace(one, checkpoint=0.0) for one in planned.memory(loads, overhead)]
-
-    start = memory(kept_at_start(config, *what_is_pruned(config, surveyed)), 0.0, at_start=True)
-    overhead = max(0.0, predicted - max(stage.total for stage in start))
-    return memory(kept, overhead), memory({}, overhead)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,7 @@ MOST_ROWS = 12
 MOST_STAGES = 8
 """The memory of so many stages is printed: the first ones, the fullest and the last."""
 _LEFT = frozenset(
-    {"layout", "stage", "layers", "method", "backward", ""}
+    {"layout", "stage", "layers", "method", "backward", "tensor", ""}
     | {"name", "unit", "table", "cluster", "worst row", "a miss by"}
 )
 """Columns that are aligned to the left."""
@@ -181,8 +181,9 @@ def rejections(found: Sequence[Rejection]) -> Iterator[str]:
         yield f"  {stages} stage{plural}{beside}: {reason}"
 
 
-def table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+def table(cells_of: Iterable[Mapping[str, str]]) -> Iterator[str]:
     """Aligned columns under the keys of the first row."""
+    rows = list(cells_of)
     heads = list(rows[0])
     widths = {head: max(len(head), *(len(row[head]) for row in rows)) for head in heads}
 

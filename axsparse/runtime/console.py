@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import sys
+import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal, TextIO
 
 from axsparse.runtime.errors import ConfigError
@@ -15,91 +13,68 @@ from axsparse.runtime.launcher import started_by_launcher
 
 Unit = Literal["tokens", "samples"]
 """What a rate counts."""
-SIZE = os.terminal_size((80, 24))
-"""Columns and lines that a terminal is taken to have if it does not report them."""
-LAUNCHERS = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prte", "orterun"})
-"""Names of processes that write all ranks' output to the user's screen, as the kernel shows
-them: cut to 15 letters."""
-DAEMONS = frozenset({"hydra_pmi_proxy", "prted", "orted"})
-"""Names of processes that start ranks on a node for a launcher, which may run elsewhere."""
 _ERASE = "\x1b[J"
 _CLEAR = f"\r{_ERASE}"
-_BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
-_FULL, _EMPTY = re.compile("^█+"), re.compile("░+")
+_BACK = "\x1b[1A\r"
+"""Brings the cursor to the beginning of the row above."""
 PLAIN_TERMINALS = ("dumb", "unknown")
 """Values of TERM of terminals that cannot move their cursor."""
-Rows = Callable[[int], Sequence[str]]
-"""`rows(columns)` gives the rows for a width."""
-
-
-def _no_rows(columns: int) -> Sequence[str]:
-    del columns
-    return ()
-
-
-def bar(step: int, steps: int, columns: int) -> str:
-    """A bar at `step` of `steps`, a quarter of a terminal wide and at most 24 columns."""
-    width = min(24, columns // 4)
-    done = width * step // steps
-    return "█" * done + "░" * (width - done)
 
 
 class Console:
-    """Prints lines on a stream and keeps some rows below them, if asked to.
+    """Prints lines on a stream and keeps a row with a progress bar below them, if asked to.
 
-    The cursor rests at the beginning of an empty row above these rows. So what other processes
-    print stands by itself, and a terminal that has become narrower, and may have folded the rows,
-    is clean once everything below the cursor is erased. Rows that the terminal is too low for are
-    left out, since what has left it at the top cannot be erased any more.
+    The cursor rests at the beginning of an empty row above the bar. So what other processes
+    print stands by itself, and a terminal that has become narrower, and may have folded the bar,
+    is clean once everything below the cursor is erased. A terminal of one row has no bar, since
+    what has left it at the top cannot be erased any more.
     """
 
     def __init__(
         self,
         stream: TextIO,
         bar: bool,
-        size: os.terminal_size | Callable[[], os.terminal_size] = SIZE,
+        size: Callable[[], os.terminal_size] = shutil.get_terminal_size,
     ) -> None:
-        """`bar` says whether rows are kept; `size` is, or gives, that of the terminal."""
+        """`bar` says whether a bar is kept; `size` gives that of the terminal, which its user may
+        change."""
         self._stream = stream
-        self._bar = bar
+        self._keeps_bar = bar
         self._size = size
-        self._colour = bar and not os.environ.get("NO_COLOR")
-        self._rows: Rows = _no_rows
+        self._shown: tuple[int, int, str] | None = None
+        """The last step, the number of steps, and the text beside the bar."""
         self._lost = False
 
     def line(self, text: str) -> None:
-        """Print a full line above the rows, and flush it, since pipes buffer."""
+        """Print a full line above the bar, and flush it, since pipes buffer."""
         drawn = self._drawn()
         self._write(f"{_CLEAR if drawn else ''}{text}\n{drawn}")
 
     def progress(self, step: int, steps: int, text: str) -> None:
-        """Draw a bar at `step` of `steps` with a text beside it; without rows do nothing."""
-        self.live(
-            lambda columns: [f"{bar(step, steps, columns)} {step}/{steps}  {text}"[: columns - 1]]
-        )
-
-    def live(self, rows: Rows) -> None:
-        """Draw other rows in the place of the last ones; `rows(columns)` are shorter than that."""
-        if self._bar:
-            self._rows = rows
+        """Draw a bar at `step` of `steps` with a text beside it, where a bar is kept."""
+        if self._keeps_bar:
+            self._shown = step, steps, text
             self._write(_CLEAR + self._drawn())
 
     def close(self) -> None:
-        """Take the rows away; the stream stays open."""
+        """Take the bar away; the stream stays open."""
         if self._drawn():
-            self._rows = _no_rows
+            self._shown = None
             self._write(_CLEAR)
 
     def _drawn(self) -> str:
-        """The rows below an empty one, to whose beginning the cursor returns."""
-        size = self._size() if callable(self._size) else self._size
-        rows = list(self._rows(size.columns))[: max(0, size.lines - 1)]
-        if not rows:
+        """The bar below an empty row, to whose beginning the cursor returns.
+
+        It is a quarter of the terminal wide and at most 24 columns.
+        """
+        if self._shown is None:
             return ""
-        if self._colour:
-            rows[0] = _FULL.sub(rf"{_BOLD}\g<0>{_PLAIN}", rows[0])
-            rows[0] = _EMPTY.sub(rf"{_DIM}\g<0>{_PLAIN}", rows[0])
-        return "".join(f"\n{row}" for row in rows) + f"\x1b[{len(rows)}A\r"
+        step, steps, text = self._shown
+        size = self._size()
+        width = min(24, size.columns // 4)
+        done = width * step // steps
+        row = f"{'█' * done}{'░' * (width - done)} {step}/{steps}  {text}"
+        return f"\n{row[: size.columns - 1]}{_BACK}" if size.lines > 1 else ""
 
     def _write(self, text: str) -> None:
         """Write and flush; once the reader has gone, do nothing, since metrics.jsonl has it all."""
@@ -113,9 +88,10 @@ class Console:
 
 
 def make_console(stream: TextIO) -> Console:
-    """A console that keeps rows if the user looks at a terminal, or as AXSPARSE_PROGRESS says.
+    """A console that keeps a bar if the stream is a terminal, or as AXSPARSE_PROGRESS says.
 
-    Raises ConfigError if AXSPARSE_PROGRESS is neither "bar" nor "plain".
+    What a rank under mpirun writes passes through its launcher, so that no rank knows of a
+    terminal. Raises ConfigError if AXSPARSE_PROGRESS is neither "bar" nor "plain".
     """
     wish = os.environ.get("AXSPARSE_PROGRESS", "")
     if wish not in ("", "bar", "plain"):
@@ -123,98 +99,25 @@ def make_console(stream: TextIO) -> Console:
             f"AXSPARSE_PROGRESS (environment): {wish!r} is no way to show progress; "
             "set bar or plain, or unset it to let the terminal decide"
         )
-    # The terminal is asked every time, since its user may change its size.
-    return Console(stream, bar=_keeps_rows(wish), size=lambda: launcher_terminal() or SIZE)
+    return Console(stream, bar=_keeps_bar(stream))
 
 
-def erase_rows(stream: TextIO) -> None:
-    """Erase rows that a console of this job may have left below the cursor, if it keeps any.
+def erase_bar(stream: TextIO) -> None:
+    """Erase the bar that a console of this job may have left below the cursor, if it keeps one.
 
     For a rank that ends the job, whose first rank has no time to do so. Nothing else is erased,
     whether other output comes before or after.
     """
-    if _keeps_rows(os.environ.get("AXSPARSE_PROGRESS", "")):
+    if _keeps_bar(stream):
         with contextlib.suppress(OSError):
             stream.write(_ERASE)
             stream.flush()
 
 
-def _keeps_rows(wish: str) -> bool:
-    if wish != "bar" and os.environ.get("TERM") in PLAIN_TERMINALS:
-        return False
-    return wish == "bar" or (wish == "" and launcher_terminal() is not None)
-
-
-def launcher_terminal(proc: Path = Path("/proc")) -> os.terminal_size | None:
-    """Size of the terminal that the user looks at, or None if the output goes to a log.
-
-    Under mpirun a rank's own stdout says nothing: it is a pipe (MPICH) or a
-    pseudo-terminal that mpirun copies from (Open MPI). What counts is mpirun's stdout.
-    """
-    try:
-        own = (proc / "self/fd/1").readlink()
-        if own.is_absolute() and not _is_terminal(own):
-            return None  # this rank writes to a file, wherever its launcher writes to
-        launchers = _launchers(proc)
-        if not launchers:
-            return _own_size()
-        pid, name = launchers[-1]
-        screen = (proc / str(pid) / "fd/1").readlink()
-    except OSError:
-        # The system does not show its processes. Our own stdout counts if no launcher copies it.
-        return None if started_by_launcher() else _own_size()
-    return _device_size(screen) if name in LAUNCHERS and _is_terminal(screen) else None
-
-
-def _launchers(proc: Path) -> list[tuple[int, str]]:
-    """Id and name of the nearest launcher processes above this one, the lowest first.
-
-    They follow each other without a gap; a wrapper script may stand between them and this process.
-    """
-    launchers: list[tuple[int, str]] = []
-    _, pid = _name_and_parent(proc / "self")
-    while pid > 0:
-        name, parent = _name_and_parent(proc / str(pid))
-        if name in LAUNCHERS or name in DAEMONS:
-            launchers.append((pid, name))
-        elif launchers:
-            break
-        pid = parent
-    return launchers
-
-
-def _name_and_parent(process: Path) -> tuple[str, int]:
-    """A process's name and its parent's id, from `id (name) state parent ...`."""
-    # The name may hold spaces and brackets, the rest may not.
-    start, _, rest = (process / "stat").read_text(errors="replace").rpartition(")")
-    return start.partition("(")[2], int(rest.split()[1])
-
-
-def _is_terminal(device: Path) -> bool:
-    return str(device).startswith(("/dev/pts/", "/dev/tty"))
-
-
-def _own_size() -> os.terminal_size | None:
-    """Size of this process's own terminal; None if its stdout is no terminal."""
-    return _size(sys.stdout.fileno()) if sys.stdout.isatty() else None
-
-
-def _device_size(device: Path) -> os.terminal_size:
-    """Size of a terminal that this process has not opened."""
-    with contextlib.ExitStack() as later, contextlib.suppress(OSError):
-        # Without O_NOCTTY this process would get the terminal's signals if a launcher has made it
-        # a session leader. Without O_NONBLOCK a serial line would wait for its carrier.
-        descriptor = os.open(device, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
-        later.callback(os.close, descriptor)
-        return _size(descriptor)
-    return SIZE
-
-
-def _size(descriptor: int) -> os.terminal_size:
-    with contextlib.suppress(OSError):
-        columns, lines = os.get_terminal_size(descriptor)
-        return os.terminal_size((columns or SIZE.columns, lines or SIZE.lines))
-    return SIZE
+def _keeps_bar(stream: TextIO) -> bool:
+    wish = os.environ.get("AXSPARSE_PROGRESS", "")
+    is_able = os.environ.get("TERM") not in PLAIN_TERMINALS and stream.isatty()
+    return wish == "bar" or (wish == "" and is_able and not started_by_launcher())
 
 
 def format_bytes(n: float) -> str:

@@ -20,28 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Direction, Event, Message
+from axsparse.runtime.files.safetensors import DTYPES as STORED_DTYPES
 from axsparse.runtime.grid import Place
 
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-)
+DTYPES = tuple(dtype for dtype in STORED_DTYPES.values() if not dtype.is_complex)
 """The types of element that messages carry; a header gives the position in this list."""
 QUIET_PASSES = 2
 """A link stops looking for arrivals after this many looks in a row that find nothing. A look that
@@ -138,14 +122,6 @@ class HostChannels(Protocol):
     def close(self) -> None:
         """Release the channels, on which nothing is under way any more."""
         ...
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor's entries in their order, flat; a copy only where they lie
-    otherwise in memory, or where torch has only noted that they are conjugates or negatives."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    # view(-1) would keep the stride of 0 that the one entry of an expanded tensor may have.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def neighbours(place: Place, direction: Direction) -> list[tuple[int, int]]:

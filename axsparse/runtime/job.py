@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.connection import connect, connect_alone
-from axsparse.runtime.console import erase_rows
+from axsparse.runtime.console import erase_bar
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
     EXIT_INTERNAL,
@@ -185,7 +185,7 @@ def _last_words(job: Job, failure: BaseException) -> NoReturn:
         write_line(f"error: {job.where}: {words}")
     elif speaks():  # every rank of a job is interrupted
         write_line(f"error: {words}")
-    erase_rows(sys.stdout)
+    erase_bar(sys.stdout)
     job.transport.abort(code)
 
 

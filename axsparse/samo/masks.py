@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from axsparse.runtime.host_channel import bytes_of
+from axsparse.runtime.canonical_form import bytes_of
 from axsparse.samo.tensor_state import TensorState
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from axsparse.models.module_buffers import slots
+from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Collective, Op, wait
 from axsparse.runtime.exchange import gather_texts
-from axsparse.runtime.host_channel import bytes_of
 from axsparse.training.parts import Parts
 
 

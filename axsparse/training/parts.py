@@ -11,7 +11,7 @@ from torch import nn
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.survey import Survey
-from axsparse.observe.gpu_phases import make_phases
+from axsparse.observe.gpu_phases import DevicePhases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
 from axsparse.observe.watchdog.watchdog import Activity
@@ -106,7 +106,7 @@ def assemble(
     """
     place, config, transport = run.place, run.config, placement.transport
     recorder = make_recorder(run, layers, data, placement, run_dir)
-    phases = make_phases(placement.gpu, nvtx=config.train.nvtx)
+    phases = Phases() if placement.gpu is None else DevicePhases(placement.gpu)
     states, backoff = [layer.state for layer in layers], transport.backoff
     column = place.grid.column(place.stage)
     gradients = transport.collective(f"gradients of stage {place.stage}", column)

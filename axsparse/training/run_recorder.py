@@ -13,7 +13,7 @@ import torch
 from axsparse.config.validate import remarks
 from axsparse.models.start_weights import FromFile
 from axsparse.observe.banner import ModelLayout, banner
-from axsparse.observe.recorder import Recorder, RunFigures, StepForecast
+from axsparse.observe.recorder import Recorder, RunFigures
 from axsparse.observe.sinks import open_records
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.planner.stage_memory import SMALL_BLOCKS
@@ -48,10 +48,8 @@ def make_recorder(
     own.append(beside)
     rows = sum_by_owner(transport.world, transport.backoff, own)
     # What the fullest process holds beside its model state, most of it libraries.
-    overhead, predicted, peak_bytes = max(row[2] for row in rows), None, None
-    if run.prediction is not None:
-        peak_bytes = run.prediction.memory_bytes + overhead
-        predicted = StepForecast(peak_bytes, run.prediction.step_seconds)
+    overhead, predicted = max(row[2] for row in rows), run.prediction
+    peak_bytes = None if predicted is None else predicted.memory_bytes + overhead
     sequences = config.batch.global_batch_size
     figures = RunFigures(
         steps=config.train.steps,
@@ -60,8 +58,8 @@ def make_recorder(
         flops_per_step=3 * survey.flops * sequences,  # backward is twice the forward
         peak_flops=sum(row[1] for row in rows),
         unit=data.unit,
-        places=[str(run.place.grid.place(rank)) for rank in range(transport.size)],
-        predicted=predicted,
+        predicted_memory_bytes=peak_bytes,
+        predicted_step_seconds=None if predicted is None else predicted.step_seconds,
     )
     if run_dir is None:
         return Recorder(transport.world, transport.backoff, figures, None, None)

@@ -1,18 +1,16 @@
 """Makes the pictures in docs/pictures/ of real runs and plans: `make screenshots`.
 
-Trains a small GPT twice on four ranks, in a pseudo-terminal whose screen is kept, draws reports and
-a plan, and opens them in a headless Chromium.
+Trains a small GPT twice on four ranks, draws reports and a plan, and opens them in a headless
+Chromium.
 """
 
 from __future__ import annotations
 
-import html
 import io
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,6 @@ from typing import Literal
 from PIL import Image
 from support.browser import PAINTED, Browser, Tab, find_browser
 from support.mpirun import ENVIRONMENT, mpirun_path
-from support.terminal import Terminal
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 MOST_BYTES = 150_000
@@ -37,9 +34,6 @@ RUNS = {
     "half": ["--set", "pruning.at_step=60", "--set", "pruning.sparsity=0.5"],
 }
 PLAN = ["--config", "gpt3_2.7b.yaml", "--gpus", "128,256,512", "--cluster", "summit"]
-TERMINAL = """<!DOCTYPE html><meta charset="utf-8"><body style="margin: 0; background: #1e1f24">
-<pre style="margin: 0; padding: 14px 18px; color: #d8dade; font: 14px/1.35 'DejaVu Sans Mono',
-monospace; display: inline-block">{}</pre></body>"""
 
 
 @dataclass(frozen=True)
@@ -56,32 +50,18 @@ SHOTS = {
     "report": Shot("report", 1200, 1095),
     "comparison": Shot("comparison", 1200, 900, "dark"),
     "plan": Shot("plan", 1200, 1000),
-    "live-view": Shot("live-view", 860, 900),
 }
 
 
-def train(run: Path, more: Sequence[str]) -> list[str]:
-    """Train on four ranks in a terminal; returns what it showed when the run was three quarters
-    through."""
-    terminal = Terminal(96)
+def train(run: Path, more: Sequence[str]) -> None:
+    """Train on four ranks."""
     command = [mpirun_path(), "-n", "4", sys.executable, "-m", "axsparse", "train", *RUN, *more]
-    process = subprocess.Popen(  # noqa: S603 - our own command
+    subprocess.run(  # noqa: S603 - our own command
         [*command, "--run-dir", run.name],
         cwd=run.parent,
-        stdin=subprocess.DEVNULL,
-        stdout=terminal.slave,
-        stderr=terminal.slave,
-        env={**os.environ, **ENVIRONMENT, "TERM": "xterm", "NO_COLOR": "1"},
+        env={**os.environ, **ENVIRONMENT},
+        check=True,
     )
-    screens: list[list[str]] = []
-    while process.poll() is None:
-        rows = list(terminal.read())
-        if any(row.startswith("slowest rank") for row in rows[-1:]) and rows not in screens[-1:]:
-            screens.append(rows)
-        time.sleep(0.05)
-    assert process.returncode == 0, "\n".join(terminal.read())
-    terminal.close()
-    return screens[3 * len(screens) // 4]
 
 
 def axsparse(*words: object) -> None:
@@ -90,9 +70,8 @@ def axsparse(*words: object) -> None:
 
 def make_pages(folder: Path) -> None:
     """Write the pages that are shown."""
-    screens = {name: train(folder / name, more) for name, more in RUNS.items()}
-    shown = html.escape("\n".join(screens["ninety"]))
-    (folder / "live-view.html").write_text(TERMINAL.format(shown), encoding="utf-8")
+    for name, more in RUNS.items():
+        train(folder / name, more)
     ninety, half = (folder / name for name in RUNS)
     axsparse("report", ninety, "--out", folder / "report.html")
     axsparse("report", ninety, half, "--out", folder / "comparison.html")

@@ -18,7 +18,7 @@ from support.commands import Axsparse
 from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.cli import doctor
-from axsparse.cli.doctor import Finding, MachineFacts, device_map, findings, look
+from axsparse.cli.doctor import Facts, Finding, device_map, findings, look
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 
@@ -94,12 +94,12 @@ def test_a_machine_without_gpus_has_none(tmp_path: Path, monkeypatch: pytest.Mon
 
     facts = look(ALONE, tmp_path / "runs" / "mine")
 
-    assert (facts.rank, facts.size, facts.host) == (0, 1, socket.gethostname())
-    assert (facts.torch, facts.cuda) == (torch.__version__, torch.version.cuda)
-    assert facts.cores == sorted(os.sched_getaffinity(0))
-    assert (facts.where, facts.writable) == (str(tmp_path), True)
-    assert facts.room > 0
-    assert facts.infiniband == ["mlx5_0", "mlx5_1"]
+    assert (facts["rank"], facts["size"], facts["host"]) == (0, 1, socket.gethostname())
+    assert (facts["torch"], facts["cuda"]) == (torch.__version__, torch.version.cuda)
+    assert facts["cores"] == sorted(os.sched_getaffinity(0))
+    assert (facts["where"], facts["writable"]) == (str(tmp_path), True)
+    assert facts["room"] > 0
+    assert facts["infiniband"] == ["mlx5_0", "mlx5_1"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_limit_of_locked_memory_is_ulimit_l(
 
     monkeypatch.setattr(resource, "getrlimit", limits)
 
-    assert look(ALONE, tmp_path).locked_memory == said
+    assert look(ALONE, tmp_path)["locked_memory"] == said
 
 
 def test_cupy_says_what_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,40 +126,40 @@ def test_cupy_says_what_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", nccl)
 
-    assert doctor._cupy() == ("13.4.1", "12.8", "2.27.3")
+    assert list(doctor._cupy().values()) == ["13.4.1", "12.8", "2.27.3"]
     # One that finds no CUDA says its version.
     del cupy.__dict__["cuda"], nccl.__dict__["get_version"]
-    assert doctor._cupy() == ("13.4.1", None, None)
+    assert list(doctor._cupy().values()) == ["13.4.1", None, None]
 
 
 # --- findings ----------------------------------------------------------------------------
 
-LAPTOP = MachineFacts(
-    rank=0,
-    size=1,
-    host="one",
-    python="3.11.7",
-    axsparse="0.1.0",
-    torch="2.9.0",
-    mpi=None,
-    mpi_problem=None,
-    thread_level=None,
-    cuda=None,
-    gpus=(),
-    uuids=(),
-    nccl=None,
-    cupy=None,
-    cupy_cuda=None,
-    cupy_nccl=None,
-    threads_wanted=None,
-    cores=(0, 1, 2, 3),
-    locked_memory=8 << 20,
-    infiniband=(),
-    leftovers=(),
-    room=10**11,
-    writable=True,
-    where="/runs",
-)
+LAPTOP: Facts = {
+    "rank": 0,
+    "size": 1,
+    "host": "one",
+    "python": "3.11.7",
+    "axsparse": "0.1.0",
+    "torch": "2.9.0",
+    "mpi": None,
+    "mpi_problem": None,
+    "thread_level": None,
+    "cuda": None,
+    "gpus": (),
+    "uuids": (),
+    "nccl": None,
+    "cupy": None,
+    "cupy_cuda": None,
+    "cupy_nccl": None,
+    "threads_wanted": None,
+    "cores": (0, 1, 2, 3),
+    "locked_memory": 8 << 20,
+    "infiniband": (),
+    "leftovers": (),
+    "room": 10**11,
+    "writable": True,
+    "where": "/runs",
+}
 GPUS: dict[str, Any] = {
     "mpi": "MPICH 5.0.2",
     "thread_level": "multiple",
@@ -176,15 +176,15 @@ GPUS: dict[str, Any] = {
 }
 
 
-def ranks(*each: dict[str, Any], **common: Any) -> list[MachineFacts]:
+def ranks(*each: dict[str, Any], **common: Any) -> list[Facts]:
     """Facts of ranks: a laptop's, but for what is given."""
     return [
-        MachineFacts(**{**vars(LAPTOP), "rank": rank, "size": len(each), **common, **own})
+        {**LAPTOP, "rank": rank, "size": len(each), **common, **own}
         for rank, own in enumerate(each)
     ]
 
 
-def finding_of(name: str, facts: list[MachineFacts]) -> Finding:
+def finding_of(name: str, facts: list[Facts]) -> Finding:
     [finding] = [finding for finding in findings(facts) if finding.name == name]
     return finding
 
@@ -208,8 +208,8 @@ def test_on_a_cluster_nothing_is_wrong() -> None:
 
 
 def test_each_line_has_a_sign_and_what_is_wrong_a_mend() -> None:
-    assert str(Finding("ok", "torch", "2.9.0")) == "✓ torch          2.9.0"
-    assert str(Finding("wrong", "disk", "full", "make room")) == "✗ disk           full → make room"
+    assert str(Finding("torch", "ok", "2.9.0")) == "✓ torch          2.9.0"
+    assert str(Finding("disk", "wrong", "full", "make room")) == "✗ disk           full → make room"
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,10 @@ def test_a_mend_can_be_typed() -> None:
 def test_the_map_says_which_rank_computes_where() -> None:
     own: list[dict[str, Any]] = [{"host": "one"}, {"host": "one"}, {"host": "two", "gpus": ()}]
 
-    assert device_map(ranks(*own, **{**GPUS, "gpus": ("H100", "A100")})[:2]) == [
+    assert list(device_map(ranks(*own, **{**GPUS, "gpus": ("H100", "A100")})[:2])) == [
         "host one: rank 0 → cuda:0 (H100), 1 → cuda:1 (A100)"
     ]
-    assert device_map(ranks(*own)) == ["host one: rank 0 → cpu, 1 → cpu", "host two: rank 2 → cpu"]
+    assert list(device_map(ranks(*own))) == [
+        "host one: rank 0 → cpu, 1 → cpu",
+        "host two: rank 2 → cpu",
+    ]

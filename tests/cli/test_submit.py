@@ -192,7 +192,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(here: Path, submit: Axsp
     (here / "file").touch()
 
     for name, reason in (("file", "File exists"), ("file/below/it", "Not a directory")):
-        line = f"run_dir: {here / name} cannot be made ({reason}); choose another --run-dir"
+        line = f"run_dir: {here / name} cannot be written ({reason}); choose another --run-dir"
         assert_one_line(submit(*SLURM, "--run-dir", name), 74, line)
 
 

@@ -27,6 +27,9 @@ def test_the_largest_differences_come_first(axsparse: Axsparse, tmp_path: Path) 
     assert lines[0] == "step: A 2.5 s, B 4 s (+60.0 %)"
     assert lines[-1].split() == ["0", "p2p", "0.5", "1.9", "+1.4", "+56.0"]
     assert len(lines) == 4
+    write(second, [Span(1, 0, 0, "compute", "F0", 0, 2)], "a phase is missing")
+    _, screen, _ = axsparse("trace", "compare", first, second)
+    assert screen.splitlines()[3].split() == ["0", "p2p", "0.5", "0", "-0.5", "-20.0"]
 
 
 def test_traces_of_other_layouts_are_refused(axsparse: Axsparse, tmp_path: Path) -> None:

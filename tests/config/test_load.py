@@ -46,7 +46,7 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "quickstart.yaml").write_text("seed: 1\n", encoding="utf-8")
     (folder / "gpt3_2.7b.yaml").write_text("seed: 2\n", encoding="utf-8")
     (folder / "notes.txt").write_text("no config", encoding="utf-8")
-    monkeypatch.setattr(load, "_BUNDLED", (tmp_path / "wheel" / "configs", folder))
+    monkeypatch.setattr(load, "PACKAGE", tmp_path / "tree" / "axsparse")
     monkeypatch.chdir(tmp_path)
     return folder
 
@@ -126,20 +126,12 @@ def test_a_bundled_config_is_found_by_name(bundled: Path, source: str) -> None:
 
 
 def test_an_installed_package_reads_its_own_folder_only(bundled: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "wheel" / "configs"
+    folder = tmp_path / "tree" / "axsparse" / "configs"
     folder.mkdir(parents=True)
     (folder / "quickstart.yaml").write_text("seed: 9\n", encoding="utf-8")
 
     assert load_config("quickstart").config.seed == 9
     assert bundled_configs() == ["quickstart"]
-
-
-def test_bundled_files_are_looked_for_in_the_package_then_beside_it() -> None:
-    package = Path(load.__file__).parents[1]
-    installed, source_tree = load._BUNDLED
-
-    assert installed == package / "configs"
-    assert source_tree == package.parent / "configs"
 
 
 def test_a_file_of_the_same_name_goes_before_a_bundled_config(bundled: Path) -> None:
@@ -167,7 +159,7 @@ def test_a_name_that_is_not_there_is_told_with_the_nearest(bundled: Path, source
 def test_without_bundled_configs_a_missing_file_is_just_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "_BUNDLED", (tmp_path / "a", tmp_path / "b"))
+    monkeypatch.setattr(load, "PACKAGE", tmp_path / "axsparse")
 
     with pytest.raises(
         MissingInputError, match="config 'none': no such file; name an existing one"

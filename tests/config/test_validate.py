@@ -78,7 +78,6 @@ LOOKS = "true looks into a GPU, and the ranks train without one; choose false"
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("train.nvtx", LOOKS),
         ("train.memory_history", LOOKS),
         ("samo.offload", "true takes state off a GPU, and there is none; choose false"),
     ],

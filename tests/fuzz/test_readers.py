@@ -36,7 +36,7 @@ from support.runs import mlp, tiny_config, vector_data
 from support.tickets import small_ticket
 
 import axsparse
-from axsparse.cli.checkpoint import show
+from axsparse.cli import checkpoint as checkpoint_command
 from axsparse.config.json_schema import FIELDS
 from axsparse.config.load import load_config, to_yaml
 from axsparse.config.schema import Config
@@ -171,7 +171,8 @@ def test_checkpoints(checkpoint: Restored, tmp_path: Path, counted: list[int], r
     def read() -> None:
         found = open_checkpoint(folder)
         with contextlib.redirect_stdout(io.StringIO()):
-            show(folder)
+            asked = checkpoint_command.parser().parse_args(["show", str(folder)])
+            asked.work(asked)
         verify(found)
         with contextlib.suppress(OutputError):
             export(folder, "sparse", folder.parent / "out.safetensors", force=True)

@@ -182,9 +182,9 @@ def test_svg_is_the_pages_and_names_are_escaped() -> None:
 def test_a_picture_has_a_panel_for_each_chart() -> None:
     charts: list[Chart] = [lines([(1, 1.0), (2, 2.0)]) for _ in range(3)]
 
-    made = picture(charts, "axsparse test")
+    made = picture(charts)
 
-    assert made.startswith(b"\x89PNG") and b"axsparse test" in made[:500]
+    assert made.startswith(b"\x89PNG")
     width, height = (int.from_bytes(made[at : at + 4], "big") for at in (16, 20))
     assert (width, height) == (1500, 1050)
 

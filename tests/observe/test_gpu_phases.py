@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.standin_device import Hardware, StandInDevice
 
-from axsparse.observe.gpu_phases import DevicePhases, LateSeconds, make_phases
-from axsparse.observe.phases import PHASES, Phases
+from axsparse.observe.gpu_phases import DevicePhases, LateSeconds
+from axsparse.observe.phases import PHASES
 from axsparse.observe.trace_file import Span, TraceRecorder, read
 from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.runtime.backoff import SleepingBackoff
@@ -340,64 +340,6 @@ def test_spans_are_kept_of_steps_that_begin_after_they_are_asked_for() -> None:
         gpu.phases.take_spans()
 
 
-# -- ranges for a profiler --------------------------------------------------------------------
-
-
-class Ranges:
-    """The ranges that a profiler would draw."""
-
-    def __init__(self) -> None:
-        self.open: list[str] = []
-        self.seen: list[str] = []
-
-    def range_push(self, name: str, /) -> None:
-        self.open.append(name)
-        self.seen.append(" > ".join(self.open))
-
-    def range_pop(self) -> None:
-        self.open.pop()
-
-
-def test_phases_and_actions_are_ranges_that_nest() -> None:
-    gpu, ranges = Gpu(), Ranges()
-    phases = DevicePhases(gpu, ranges=ranges, clock=lambda: gpu.now)
-
-    phases.begin_step()
-    with phases("p2p"):
-        pass
-    phases.action = "B1"
-    with phases("compute"), phases("compress"):
-        gpu.work(2)
-    phases.action = "F2"
-    with pytest.raises(ZeroDivisionError), phases("compute"):
-        raise ZeroDivisionError
-    assert ranges.open == ["F2"]
-    phases.action = ""
-    seconds = phases.end_step()
-    gpu.finish()
-
-    assert ranges.open == []
-    assert ranges.seen == [
-        *("p2p", "B1", "B1 > compute", "B1 > compute > compress", "F2", "F2 > compute"),
-    ]
-    assert seconds == times(compress=2)
-
-
-def test_a_rank_asks_its_gpu_if_it_has_one_and_names_ranges_if_told_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert type(make_phases(None, nvtx=False)) is Phases
-    ranges = Ranges()
-    monkeypatch.setattr(torch.cuda, "nvtx", ranges)
-
-    for nvtx, seen in ((False, []), (True, ["compute"])):
-        phases = make_phases(Gpu(), nvtx=nvtx)
-        with phases("compute"):
-            pass
-        assert isinstance(phases, DevicePhases)
-        assert ranges.seen == seen
-
-
 # -- compressions ---------------------------------------------------------------------------
 
 
@@ -425,12 +367,10 @@ def test_only_the_last_microbatch_marks_its_compressions_and_the_others_last_as_
     assert seconds == pytest.approx(times(compute=101 * 10 * 2, compress=101 * 10 * 1))
 
 
-def test_compressions_without_marks_are_ranges_and_signs_of_life() -> None:
-    ranges = Ranges()
-    phases = DevicePhases(Gpu(), ranges=ranges)
+def test_compressions_without_marks_are_signs_of_life() -> None:
+    phases = DevicePhases(Gpu())
     before = phases.worked
     with phases.compression(False):
-        assert ranges.open == ["compress"]
+        pass
 
-    assert ranges.open == []
     assert phases.worked > before

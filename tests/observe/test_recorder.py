@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.pages import STEP_RECORD
 from support.standin_device import Hardware, StandInDevice
 from torch import Tensor
 
 from axsparse.observe.gpu_phases import DevicePhases
 from axsparse.observe.phases import PHASES
-from axsparse.observe.recorder import Recorder, RunFigures, StepFigures, StepForecast
+from axsparse.observe.recorder import Recorder, RunFigures, StepFigures, eval_line, step_line
 from axsparse.observe.sinks import MetricsFile
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Op, Work
@@ -98,9 +99,10 @@ class Screen:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
-def compared(folder: Path, predicted: StepForecast) -> Screen:
+def compared(folder: Path, step_seconds: float | None) -> Screen:
     """Six steps of 9, 2, 2, 2, 3 and 2 seconds."""
-    screen = Screen(folder, run=replace(RUN, predicted=predicted))
+    run = replace(RUN, predicted_memory_bytes=40.0, predicted_step_seconds=step_seconds)
+    screen = Screen(folder, run=run)
     for step, length in enumerate([9.0, 2.0, 2.0, 2.0, 3.0, 2.0], 1):
         screen.recorder.step(figures(step), seconds(length), MOST)
     screen.end()
@@ -108,7 +110,7 @@ def compared(folder: Path, predicted: StepForecast) -> Screen:
 
 
 def test_after_five_steps_the_plan_is_held_against_what_was_measured(tmp_path: Path) -> None:
-    screen = compared(tmp_path, StepForecast(40.0, 1.8))
+    screen = compared(tmp_path, 1.8)
 
     [record] = [each for each in screen.records if "predicted_step_seconds" in each]
     assert record == {
@@ -124,7 +126,7 @@ def test_after_five_steps_the_plan_is_held_against_what_was_measured(tmp_path: P
 
 
 def test_time_is_not_compared_where_none_was_predicted(tmp_path: Path) -> None:
-    screen = compared(tmp_path, StepForecast(40.0, None))
+    screen = compared(tmp_path, None)
 
     [record] = [each for each in screen.records if "predicted_step_seconds" in each]
     assert record["predicted_step_seconds"] is None
@@ -275,8 +277,7 @@ def test_a_terminal_has_the_last_step_below_the_lines_until_the_end(tmp_path: Pa
 
     shown = screen.stream.getvalue()
     screen.recorder.close()
-    assert " 3/12  compiling " in shown
-    assert "\nloss 2.500 ▁  grad norm 1.25\nbubble 22 %  data 11 %" in shown
+    assert " 3/12  compiling  500 tokens/s  loss 2.500" in shown
     assert screen.stream.getvalue().endswith("\r\x1b[J")
 
 
@@ -374,3 +375,23 @@ def test_peak_memory_is_that_of_this_process_in_bytes() -> None:
 
     assert 10e6 < peak < 1e12
     assert peak % 1024 == 0
+
+
+def test_a_step_and_an_evaluation_read_as_one_line() -> None:
+    step = replace(
+        STEP_RECORD,
+        step=10,
+        loss=3.9117,
+        grad_norm=1.25,
+        step_seconds=1.0,
+        bubble_seconds=0.1799,
+        tokens_per_second=3_120,
+    )
+
+    assert step_line(step, steps=30, eta=12.4, unit="samples") == (
+        "step 10/30  loss 3.912  grad norm 1.25  bubble 18 %  3.1k samples/s  eta 00:12"
+    )
+    metrics = {"perplexity": 3.43689, "top1": 0.98765}
+    assert eval_line(10, 30, 1.23456, metrics, "256 of 360 samples") == (
+        "step 10/30  validation loss 1.2346  perplexity 3.437  top1 98.77 %  (256 of 360 samples)"
+    )

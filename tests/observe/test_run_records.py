@@ -44,14 +44,15 @@ def test_a_half_last_line_is_left_out(tmp_path: Path, cut: int) -> None:
     assert found.is_cut and len(found.steps) == 1
 
 
-def test_what_is_not_finite_is_no_number(tmp_path: Path) -> None:
+def test_what_is_no_finite_number_is_none(tmp_path: Path) -> None:
     line = step_line(1).replace('"loss": 5.0', '"loss": 1e999').replace("2.0", "NaN")
     path = tmp_path / "metrics.jsonl"
-    path.write_text(line.replace("4000000", "9" * 400))
+    path.write_text(line.replace("4000000", "9" * 400).replace("0.001", '{"a": [1]}'))
 
     [step] = read_records(path).steps
 
     assert number(step, "loss") is number(step, "model_state_bytes") is None
+    assert number(step, "learning_rate") is None
 
 
 @pytest.mark.parametrize(
@@ -61,10 +62,7 @@ def test_what_is_not_finite_is_no_number(tmp_path: Path) -> None:
         "[1]",
         '{"loss": 1}',
         '{"step": "1", "loss": 1}',
-        '{"step": 1, "loss": "low"}',
-        '{"step": 1, "masks": 5}',
         '{"step": null, "loss": 1}',
-        '{"step": 1, "loss": {"a": 1}}',
         "[" * 100_000,
         '{"step": 1, "loss": ' + "9" * 5000 + "}",
         b"\xff\xfe",

@@ -11,9 +11,9 @@ import pytest
 from support.pages import body_of, figure_of, rows_of, step_line, words_of
 
 from axsparse.observe import charts
-from axsparse.observe.charts import Curve, Lines
+from axsparse.observe.charts import Bars, Curve, Lines
 from axsparse.observe.phases import PHASES
-from axsparse.observe.run_records import LayerShare, RunView, read_records
+from axsparse.observe.run_records import RunView, read_records
 from axsparse.observe.run_report import (
     memory_charts,
     phase_chart,
@@ -69,9 +69,11 @@ def complete(tmp_path: Path, name: str = "one", steps: int = 40) -> RunView:
         config_text="seed: 1\n",
         trace="trace/steps-2-3.json",
         spans=spans,
-        layers=[LayerShare("embed", 50, 50), LayerShare("block0", 10, 100)],
-        layers_from="after step 40",
-        checkpoints=[(40, 7_700_000), (20, None)],
+        sparsity=Bars(
+            f"{name}: removed share of each layer, after step 40",
+            [("embed", [0.0], "0.0 %"), ("block0", [0.9], "90.0 %")],
+            ["#123456"],
+        ),
         notes=["a note"],
     )
 
@@ -99,10 +101,9 @@ def test_every_curve_has_every_point(tmp_path: Path) -> None:
     assert {seconds for part in phases.parts.values() for seconds in part} == {0.1}
 
 
-def test_it_tells_masks_sparsity_checkpoints_and_the_last_traced_step(tmp_path: Path) -> None:
+def test_it_tells_masks_sparsity_and_the_last_traced_step(tmp_path: Path) -> None:
     page = report_page([complete(tmp_path)])
 
-    assert rows_of(page, "checkpoint") == [["step 40", "7.7 MB"], ["step 20", "unreadable"]]
     [summary] = rows_of(page, "median step")
     assert summary[:5] == ["one", "40 of 100", "0.1250", "0.0250", "2.000"]
     [mask] = rows_of(page, "what happened")
@@ -140,8 +141,7 @@ def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
             config_text=EVIL,
             trace=EVIL,
             spans=[Span(1, 0, 0, "compute", EVIL, 0.0, 1.0)],
-            layers=[LayerShare(EVIL, 1, 2)],
-            layers_from=EVIL,
+            sparsity=Bars(EVIL, [(EVIL, [0.5], EVIL)], ["#123456"]),
             notes=[EVIL],
         )
         for name in (EVIL, EVIL + "2")

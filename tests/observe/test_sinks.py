@@ -6,7 +6,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from axsparse.config.load import made_in_python
 from axsparse.observe import sinks
 from axsparse.observe.metrics import EvalRecord, Record, values
 from axsparse.observe.sinks import (
-    Sink,
     SinkThread,
+    Write,
     curves_of,
     open_records,
     refuse_missing_packages,
@@ -147,7 +147,7 @@ def test_a_sink_that_fails_is_one_warning_and_the_run_goes_on(
 def test_a_sink_that_cannot_be_opened_is_one_warning(
     failure: BaseException, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def open_sink(step: int) -> Sink:
+    def open_sink(step: int) -> AbstractContextManager[Write]:
         raise failure
 
     thread = SinkThread("observe.wandb", open_sink)
@@ -165,7 +165,7 @@ def test_a_sink_that_hangs_holds_up_nothing(
     monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.01)
     goes_on = threading.Event()
 
-    def open_sink(step: int) -> Sink:
+    def open_sink(step: int) -> AbstractContextManager[Write]:
         goes_on.wait()
         raise OSError("at last")
 

@@ -11,16 +11,14 @@ from support.clock import Clock
 
 from axsparse.observe.phases import Phases
 from axsparse.observe.trace_file import (
-    Difference,
     Span,
     TraceRecorder,
-    differences,
     from_json,
     join,
     part,
+    phase_seconds,
     read,
     step_seconds,
-    to_json,
     write,
 )
 from axsparse.runtime.errors import DataError, MissingInputError, OutputError
@@ -36,8 +34,9 @@ SPANS = [
 ]
 
 
-def test_a_trace_is_what_chrome_opens() -> None:
-    whole = json.loads(to_json(SPANS, "test"))
+def test_a_trace_is_what_chrome_opens(tmp_path: Path) -> None:
+    write(tmp_path / "trace.json", SPANS, "test")
+    whole = json.loads((tmp_path / "trace.json").read_text())
     events = [event for event in whole["traceEvents"] if event["ph"] == "X"]
     names = [
         (event["name"], event["args"]["name"])
@@ -66,7 +65,8 @@ def test_a_trace_is_what_chrome_opens() -> None:
         "[]",
         "{}",
         '{"traceEvents": [{"ph": "X"}]}',
-        to_json([Span(1, 0, 0, "lunch", "lunch", 0, 1)], ""),
+        '{"traceEvents": [{"ph": "X", "name": "lunch", "cat": "lunch", "pid": 0, "tid": 0, '
+        '"ts": 0, "dur": 1, "args": {"step": 1}}]}',
     ],
 )
 def test_what_is_no_trace_is_refused(text: str) -> None:
@@ -119,19 +119,15 @@ def test_bytes_that_are_no_text_are_no_trace(tmp_path: Path) -> None:
         read(tmp_path / "bytes")
 
 
-def test_differences_are_of_mean_seconds_the_largest_first() -> None:
-    # Over two steps of one replica: stage 0 computes 1.5 s, the bubble is gone.
+def test_seconds_of_phases_are_means_over_replicas_and_steps() -> None:
     second = [
         Span(1, 0, 0, "compute", "F0", 0.0, 1.0),
         Span(2, 0, 0, "compute", "F0", 5.0, 7.0),
         Span(1, 0, 1, "p2p", "p2p", 0.5, 1.0),
     ]
 
-    assert differences(SPANS, second) == [
-        Difference(0, "bubble", 1.0, 0.0),
-        Difference(1, "p2p", 0.25, 0.5),
-        Difference(0, "compute", 1.5, 1.5),
-    ]
+    assert phase_seconds(SPANS) == {(0, "compute"): 1.5, (0, "bubble"): 1.0, (1, "p2p"): 0.25}
+    assert phase_seconds(second) == {(0, "compute"): 1.5, (1, "p2p"): 0.5}
 
 
 def test_a_step_lasts_from_its_first_begin_to_its_last_end() -> None:

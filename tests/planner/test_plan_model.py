@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.planner_cases import cluster
-from support.resuming import ran
-from support.runs import mlp, tiny_config, tiny_gpt, vector_data
+from support.runs import mlp, tiny_config, tiny_gpt
 
 import axsparse
 from axsparse.config.load import LoadedConfig, load_config
-from axsparse.config.schema import Config
 from axsparse.planner import run_workload
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Plan
-from axsparse.planner.plan_model import Subject, plan_for, planned_memory, subject
-from axsparse.planner.stage_memory import StageMemory
+from axsparse.planner.plan_model import Subject, plan_for, subject
 from axsparse.runtime.errors import ConfigError, MissingInputError
-from axsparse.samo.state_bytes import StateBytes
-from axsparse.training.checkpoint.verification import open_checkpoint
-from axsparse.training.trainer import Trainer
 
 MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None, host_bandwidth=None)
 
@@ -196,67 +188,3 @@ def test_state_of_llama_3_8b_is_the_sum_over_its_tensors() -> None:
         # The index also says where each of its blocks begins.
         assert load.state.total == pytest.approx(16 * others + pruned, rel=1e-3)
         assert load.state.total / 1e9 == pytest.approx(gigabytes, abs=0.05)
-
-
-# -- a run that has a checkpoint -----------------------------------------------------------
-
-
-def planned_again(
-    run: Path, step: int, predicted: float
-) -> tuple[list[StageMemory], list[StageMemory]] | None:
-    manifest = open_checkpoint(run / "checkpoints" / f"step-{step}").manifest
-    shapes = {n: e.shape for layer in manifest.layers.values() for n, e in layer.parameters.items()}
-    config = Config.model_validate(manifest.config)
-    return planned_memory(config, shapes, manifest.pruned, predicted)
-
-
-def prediction(run: Path) -> float:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    [found] = [
-        line["predicted_peak_memory_bytes"] for line in lines if "predicted_step_seconds" in line
-    ]
-    return float(found)
-
-
-def test_the_plan_is_the_one_of_the_run_and_its_state_is_the_live_one(tmp_path: Path) -> None:
-    state: dict[int, int] = {}
-
-    def look(trainer: Trainer) -> None:
-        parts = trainer.parts
-        live = StateBytes.sum(layer.state.live_bytes() for layer in parts.layers)
-        state[parts.place.stage] = int(live.total)
-
-    config = tiny_config(train={"steps": 6}, pruning={"sparsity": 0.9})
-    ran((2, 1), config, tmp_path / "run", look=look)
-    predicted = prediction(tmp_path / "run")
-
-    found = planned_again(tmp_path / "run", 6, predicted)
-
-    assert found is not None
-    now, dense = found
-    assert max(stage.total for stage in now) == pytest.approx(predicted)
-    for number, stage in enumerate(now):
-        parts = (stage.weight, stage.index, stage.gradient, stage.master, stage.optimizer)
-        assert sum(parts) == state[number]
-        assert stage.optimizer < dense[number].optimizer
-        assert stage.overhead == dense[number].overhead > 0
-
-
-def test_a_run_that_is_pruned_later_was_planned_dense(tmp_path: Path) -> None:
-    config = tiny_config(train={"steps": 6}, pruning={"sparsity": 0.9, "at_step": 3})
-    ran((1, 1), config, tmp_path / "run")
-    predicted = prediction(tmp_path / "run")
-
-    found = planned_again(tmp_path / "run", 6, predicted)
-
-    assert found is not None
-    now, dense = found
-    assert max(stage.total for stage in dense) == pytest.approx(predicted)
-    assert now[0].total < dense[0].total
-
-
-def test_of_a_model_of_ones_own_nothing_is_known(tmp_path: Path) -> None:
-    config = tiny_config(train={"steps": 1})
-    ran((1, 1), config, tmp_path / "run", model=lambda _: mlp(), data=vector_data())
-
-    assert planned_again(tmp_path / "run", 1, 1e9) is None

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.host_channel import byte_pieces, bytes_of, neighbours
+from axsparse.runtime.host_channel import byte_pieces, neighbours
 
 COMPLEX = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6]], dtype=torch.complex128)
 

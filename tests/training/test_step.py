@@ -207,7 +207,7 @@ def test_spikes_that_do_not_end_end_the_run(tmp_path: Path) -> None:
 def test_the_rule_that_went_back_says_what_to_do_instead() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^spikes.rule \(configure\): 'back' is no rule any more; choose skip, and go back "
+        match=r"^spikes.rule \(configure\): 'back' is gone; choose skip, and go back "
         r"by hand with --resume RUN/checkpoints/step-N \(docs/howto/bad-numbers.md\)$",
     ):
         configure({"spikes": {"rule": "back"}})
@@ -271,7 +271,8 @@ def test_steps_that_are_skipped_leave_a_checkpoint_from_before_which_the_error_n
         f"{tmp_path} --after {good}, then --resume auto"
     )
     assert str(first.value).startswith("step 5: ")
-    checkpoint.prune(tmp_path, None, after=good)
+    asked = checkpoint.parser().parse_args(["prune", str(tmp_path), "--after", str(good)])
+    asked.work(asked)
     assert list(run_here(config, tmp_path, resume="auto").losses) == list(
         range(good + 1, STEPS + 1)
     )

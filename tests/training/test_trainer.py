@@ -272,8 +272,9 @@ def test_pruning_checkpoints_by_hand_leaves_the_best(
     said = f"lowest validation loss 0.5000 after step 5, kept in {tmp_path}/checkpoints/step-5"
     assert said in capsys.readouterr().out
 
-    checkpoint.prune(tmp_path, 1, None)
-    checkpoint.show(tmp_path)
+    for words in (["prune", str(tmp_path), "--keep-last", "1"], ["show", str(tmp_path)]):
+        asked = checkpoint.parser().parse_args(words)
+        asked.work(asked)
 
     assert saved_steps(tmp_path / "checkpoints") == [6, 5]
     assert "lowest validation loss so far 0.5000, after step 5" in capsys.readouterr().out

@@ -11,12 +11,11 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from axsparse.runtime.files.atomic import new_path
-
 HEARTBEATS = "heartbeat"
 """The folder of the heartbeats in the run directory, which exists while the run lasts."""
 RECORD_BYTES = 1024
-"""The size of every record, filled up with blanks, so that one call overwrites the last one."""
+"""The size of every record, filled up with blanks, so that one call overwrites the last one. The
+stacks of a rank that makes no progress follow its record, in lines of their own."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class HeartbeatFolder:
         """`folder` exists. OSError if this rank cannot write there."""
         self.folder = folder
         self._own = self._path(rank)
-        self._stacks = self._stacks_path(rank)
         # Takes the space now, so that heartbeats can be written even if the disk is full later.
         self._own.write_bytes(b" " * RECORD_BYTES)
 
@@ -64,38 +62,36 @@ class HeartbeatFolder:
         for path in folder.iterdir():
             path.unlink()
 
-    def write(self, heartbeat: Heartbeat) -> None:
-        """Write this rank's heartbeat. Raises OSError."""
-        record = json.dumps(asdict(heartbeat)).encode().ljust(RECORD_BYTES)
+    def write(self, heartbeat: Heartbeat, stacks: str = "") -> None:
+        """Write this rank's heartbeat, and its stacks for a report if it makes no progress.
+
+        Raises OSError, on a full disk once the heartbeat is written.
+        """
+        record = json.dumps(asdict(heartbeat)).encode().ljust(RECORD_BYTES - 1) + b"\n"
+        text = stacks.encode(errors="replace")
         # A network file system shows other hosts what was written once the file is closed.
         number = os.open(self._own, os.O_WRONLY)
         try:
             os.pwrite(number, record, 0)
+            os.pwrite(number, text, len(record))
+            os.ftruncate(number, len(record) + len(text))
         finally:
             os.close(number)
 
     def read(self, rank: int) -> Heartbeat | None:
         """The last heartbeat of a rank; None if it has left, or is just writing."""
         try:
-            values = json.loads(self._path(rank).read_bytes())
+            values = json.loads(self._path(rank).read_bytes().partition(b"\n")[0])
             return Heartbeat(**{**values, "awaited": tuple(values["awaited"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def write_stacks(self, stacks: str) -> None:
-        """Write this rank's stacks for a report; an empty text removes them. Raises OSError."""
-        if not stacks:
-            self._stacks.unlink(missing_ok=True)
-            return
-        with new_path(self._stacks, durable=False) as unfinished:
-            unfinished.write_text(stacks, encoding="utf-8", errors="replace")
-
-    def stacks_of(self, rank: int) -> str | None:
-        """The stacks of a rank that makes no progress; None if it has left none."""
+    def stacks_of(self, rank: int) -> str:
+        """The stacks of a rank that makes no progress; empty if it has left none."""
         try:
-            return self._stacks_path(rank).read_text("utf-8")
+            return self._path(rank).read_bytes().partition(b"\n")[2].decode(errors="replace")
         except OSError:
-            return None
+            return ""
 
     def claim(self) -> bool:
         """Whether this rank is the first that wants to report a hang. Raises OSError."""
@@ -106,14 +102,10 @@ class HeartbeatFolder:
         return True
 
     def remove_own(self) -> None:
-        """Take this rank's files away; the last rank removes the folder."""
+        """Take this rank's file away; the last rank removes the folder."""
         with contextlib.suppress(OSError):
-            self.write_stacks("")
             self._own.unlink()
             self.folder.rmdir()
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"
-
-    def _stacks_path(self, rank: int) -> Path:
-        return self.folder / f"stacks-{rank}.txt"

@@ -25,8 +25,8 @@ class RankView:
     """Whether it has stopped writing heartbeats."""
     system: str = ""
     """The system's account of a silent rank's process, if that is on this host."""
-    stacks: str | None = None
-    """The Python stacks of all its threads; None if it did not answer."""
+    stacks: str = ""
+    """The Python stacks of all its threads; empty if it did not answer."""
 
 
 def laggard(ranks: Sequence[RankView]) -> RankView:

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,15 +91,6 @@ class Activity:
         return self._beats + self.phases.worked
 
 
-@dataclass
-class _Peer:
-    """What this rank has seen of another one since it began to look at it."""
-
-    heartbeat: Heartbeat | None
-    since: float
-    """The time when this heartbeat was first seen."""
-
-
 class Watchdog:
     """The watchdog of one rank; its threads live from `start` to `close`."""
 
@@ -130,8 +121,9 @@ class Watchdog:
         self._progress_at = 0.0
         self._pauses = activity.backoff.pauses
         self._written = 0
-        self._watched: dict[int, _Peer] = {}
-        self._has_stacks = False
+        self._watched: dict[int, tuple[Heartbeat | None, float]] = {}
+        """The last heartbeat of each other rank since this one began to look at it, and the time
+        when that was first seen."""
         self._found_at: float | None = None
         """When this rank found a hang that another rank reports."""
         self._last_state = (0, 0)
@@ -162,20 +154,17 @@ class Watchdog:
     def look(self) -> None:
         """Every `interval`: write a heartbeat, and look at the other ranks if this one is quiet."""
         own = self._heartbeat()
-        is_quiet = own.quiet >= self._timeout / 2
         # A disk may fail for a while. The others then take this rank for silent, and that alone
         # does not end the run. On a full disk, a report has fewer stacks.
         with suppress(OSError):
-            self._heartbeats.write(own)
-        with suppress(OSError):
-            if is_quiet or self._has_stacks:
-                self._heartbeats.write_stacks(stacks() if is_quiet else "")
-                self._has_stacks = is_quiet
+            self._heartbeats.write(own, stacks() if own.quiet >= self._timeout / 2 else "")
         if own.quiet < self._timeout / 2 + self._place.rank * self.interval:
             self._watched.clear()
             self._found_at = None
-        elif self._all_hang(own):
-            self._report_hang(own)
+            return
+        ranks = [self._view(rank, own) for rank in range(self._place.grid.size)]
+        if all(rank.is_silent or rank.quiet >= self._patience for rank in ranks):
+            self._report_hang(own, ranks)
 
     def check_looks(self) -> None:
         """End the job if neither `look` nor training gets on; a second thread calls this every
@@ -222,65 +211,44 @@ class Watchdog:
             process=os.getpid(),
         )
 
-    # -- looking at others --------------------------------------------------------------
-
-    def _all_hang(self, own: Heartbeat) -> bool:
-        """Whether every rank has been quiet for too long, or is silent."""
-        for rank in range(self._place.grid.size):
-            if rank != self._place.rank:
-                self._watch(rank)
-        patience = self._patience
-        return own.quiet >= patience and all(
-            self._is_silent(watched) or self._quiet(watched) >= patience
-            for watched in self._watched.values()
+    def _view(self, rank: int, own: Heartbeat) -> RankView:
+        """What is known of a rank, without its stacks."""
+        place = self._place.grid.place(rank)
+        if rank == self._place.rank:
+            return RankView(place, own, own.quiet)
+        found = self._heartbeats.read(rank)
+        heartbeat, since = self._watched.get(rank, (None, self._time))
+        if found is not None and (heartbeat is None or found.written != heartbeat.written):
+            heartbeat, since = found, self._time
+        self._watched[rank] = heartbeat, since
+        passed = self._time - since
+        is_silent = passed >= SILENT_LOOKS * self.interval
+        is_here = heartbeat is not None and heartbeat.host == own.host
+        return RankView(
+            place,
+            heartbeat,
+            passed if heartbeat is None else heartbeat.quiet + passed,
+            is_silent=is_silent,
+            system=process_state(heartbeat.process) if heartbeat and is_here and is_silent else "",
         )
-
-    def _watch(self, rank: int) -> None:
-        heartbeat = self._heartbeats.read(rank)
-        before = self._watched.get(rank)
-        if before is None or (
-            heartbeat is not None
-            and (before.heartbeat is None or heartbeat.written != before.heartbeat.written)
-        ):
-            self._watched[rank] = _Peer(heartbeat, self._time)
-
-    def _is_silent(self, watched: _Peer) -> bool:
-        return self._time - watched.since >= SILENT_LOOKS * self.interval
-
-    def _quiet(self, watched: _Peer) -> float:
-        before = 0.0 if watched.heartbeat is None else watched.heartbeat.quiet
-        return before + self._time - watched.since
 
     # -- once the run hangs ---------------------------------------------------------------
 
-    def _report_hang(self, own: Heartbeat) -> None:
+    def _report_hang(self, own: Heartbeat, ranks: Sequence[RankView]) -> None:
         try:
             is_first = self._found_at is None and self._heartbeats.claim()
         except OSError:  # on a full disk, each rank that finds the hang reports what it knows
             is_first = True
         if is_first:
-            self._report_and_end([self._view(rank, own) for rank in range(self._place.grid.size)])
+            mine, of = self._place.rank, self._heartbeats.stacks_of
+            views = enumerate(ranks)
+            self._report_and_end(
+                [replace(v, stacks=stacks() if r == mine else of(r)) for r, v in views]
+            )
         elif self._found_at is None:
             self._found_at = self._time
         elif self._time - self._found_at >= self._timeout:
             self._end(f"{self._place}: hangs in {own}, and no rank reports it")
-
-    def _view(self, rank: int, own: Heartbeat) -> RankView:
-        place = self._place.grid.place(rank)
-        if rank == self._place.rank:
-            return RankView(place, own, own.quiet, stacks=stacks())
-        watched = self._watched[rank]
-        heartbeat, is_silent = watched.heartbeat, self._is_silent(watched)
-        return RankView(
-            place,
-            heartbeat,
-            self._quiet(watched),
-            is_silent=is_silent,
-            system=process_state(heartbeat.process)
-            if is_silent and heartbeat is not None and heartbeat.host == own.host
-            else "",
-            stacks=self._heartbeats.stacks_of(rank),
-        )
 
     def _report_and_end(self, ranks: list[RankView]) -> None:
         line = error_line(ranks, self._report)

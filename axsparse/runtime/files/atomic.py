@@ -14,13 +14,12 @@ UNFINISHED = ".unfinished-"
 
 
 @contextlib.contextmanager
-def new_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def new_path(path: Path) -> Iterator[Path]:
     """A path beside `path`, at which the code within writes a file or a folder.
 
     At the end that gets the name `path` and replaces what had it; a folder that it replaces is
-    moved aside first. If the code within raises, what it has written is removed. With `durable`
-    the file and its name are on the disk afterwards; of a folder its writer has put the files
-    there. Raises OSError.
+    moved aside first. If the code within raises, what it has written is removed. The file and its
+    name are on the disk afterwards; of a folder its writer has put the files there. Raises OSError.
     """
     unfinished = path.with_name(f".{path.name}{UNFINISHED}{secrets.token_hex(4)}")
     try:
@@ -28,11 +27,9 @@ def new_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
         if unfinished.is_dir():
             _replace_folder(unfinished, path)
         else:
-            if durable:
-                _sync(unfinished, os.O_RDONLY)
+            _sync(unfinished, os.O_RDONLY)
             unfinished.replace(path)
-        if durable:
-            sync_folder(path.parent)
+        sync_folder(path.parent)
     finally:
         _remove(unfinished)
 

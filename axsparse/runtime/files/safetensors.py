@@ -27,8 +27,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.errors import DataError, MissingInputError
-from axsparse.runtime.host_channel import bytes_of
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -3,26 +3,25 @@
 A message crosses from one stage to the next in two parts. Its *header* travels over a channel
 between the hosts (`runtime/host_channel.py`, over MPI). Its contents travel
 
-- over NCCL: straight from GPU to GPU (`NcclSender`, `NcclReceiver`). Each direction between two
-  neighbours has a peer connection of its own, so that neither can hold up the other.
+- over NCCL: straight from GPU to GPU (`Nccl`). Each direction between two neighbours has a peer
+  connection of its own, so that neither can hold up the other.
 - staged: through pinned memory of both hosts, which a GPU reaches without waiting, and over the
-  channel between them (`Staged`, which is both a sender and a receiver).
+  channel between them (`Staged`).
 
 Work of a GPU is enqueued on *streams*, CUDA's queues, and *events* tell when it is complete.
 `device_protocol.py` describes peer connections, streams and devices. The tests replace these and
 the channels by stand-ins, and run the link without a GPU.
 
-A header is sent once its tensors are ready and everything before it has been sent. A send that
-would wait on the GPU for its receiver starts once its header has left, and the receiver asks for
-contents only once their header is there. So no GPU waits in a receive through the whole forward of
-its neighbour. Headers and contents each arrive in the order of sending, so no message needs a
-number.
+A header is sent once its tensors are ready, and over NCCL once everything before it has been sent.
+Contents follow once their header has left, and the receiver asks for contents only once their
+header is there. So no GPU waits in a receive through the whole forward of its neighbour. Headers
+and contents each arrive in the order of sending, so no message needs a number.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,76 +60,28 @@ class Events:
         return not self._left
 
 
-class NcclSend:
-    """The contents of one message, which wait for their turn, then until their header has left,
-    and then for the receiver."""
+class Nccl:
+    """One direction, straight from GPU to GPU; one end sends and the other receives.
 
-    def __init__(self, connection: PeerConnection, tensors: Sequence[Tensor], ready: Event) -> None:
-        self._connection = connection
-        self._tensors = tensors
-        self._ready = ready
-        self._is_next = False
-        self._sends: Events | None = None
-
-    def take_turn(self) -> bool:
-        """Let the header go if the tensors are ready; called once nothing is in front of them."""
-        self._is_next = self._ready.query()
-        return self._is_next
-
-    def begun(self) -> bool:
-        """Whether the contents are ready and the next to be sent, so that the header may go."""
-        return self._is_next
-
-    def header_left(self) -> None:
-        """Send the contents, since the header, which has the receiver look for them, has left."""
-        if self._sends is None:
-            # NCCL knows no int16, so contents go as bytes; with 64-bit counts they need no cutting.
-            self._sends = Events([self._connection.send(as_bytes(t)) for t in self._tensors])
-            self._tensors = ()
-
-    def query(self) -> bool:
-        return self._sends is not None and self._sends.query()
-
-
-class NcclSender:
-    """Enqueues a send on the device once its header has left and nothing is in front of it.
-
-    A send spins on the device until its receive runs. If it were enqueued earlier, it could begin
-    while the host is in a call that waits for the whole device, such as the allocator's last
-    resort or the loading of a kernel. The header would then never go, and both would wait for
-    ever.
+    A send spins on the device until its receive runs. If it were enqueued before its header has
+    left, it could begin while the host is in a call that waits for the whole device, such as the
+    allocator's last resort or the loading of a kernel. The header would then never go, and both
+    would wait for ever.
     """
 
-    def __init__(self, connection: PeerConnection) -> None:
-        self._connection = connection
-        self._waiting: deque[NcclSend] = deque()
-        self._last: NcclSend | None = None
-        """The only message whose header may go, since the host could not tell when a send behind
-        another begins on the device."""
-
-    def send(self, tensors: Sequence[Tensor], ready: Event) -> NcclSend:
-        """Start sending contiguous tensors, none of them empty, once `ready` is complete."""
-        sent = NcclSend(self._connection, tensors, ready)
-        self._waiting.append(sent)
-        self.advance()
-        return sent
-
-    def advance(self) -> None:
-        """Let the next message take its turn."""
-        if self._last is not None and self._last.query():
-            self._last = None
-        if self._last is None and self._waiting and self._waiting[0].take_turn():
-            self._last = self._waiting.popleft()
-
-
-class NcclReceiver:
-    """Enqueues receives at once; they are asked for when their header has arrived."""
+    sends_in_turn = True
+    """A header goes only once all messages in front of it are through, since the host could not
+    tell when a send behind another begins on the device."""
 
     def __init__(self, connection: PeerConnection) -> None:
         self._connection = connection
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._connection.stream.empty(shape, dtype)
+
+    def send(self, tensors: Sequence[Tensor]) -> Event:
+        # NCCL knows no int16, so contents go as bytes; with 64-bit counts they need no cutting.
+        return Events([self._connection.send(as_bytes(tensor)) for tensor in tensors])
 
     def receive(self, tensors: Sequence[Tensor]) -> Event:
         return Events([self._connection.receive(as_bytes(tensor)) for tensor in tensors])
@@ -140,36 +91,28 @@ class NcclReceiver:
 
 
 @dataclass
-class StagedMessage:
-    """The contents of one message on their way through pinned memory, in pieces."""
+class StagedContents:
+    """The contents of one message on their way into pinned memory, and then out of it."""
 
-    tensors: Sequence[Tensor]
-    """On the device, as bytes."""
-    hosts: Sequence[Tensor]
-    """Where the bytes of each are in pinned memory."""
     first: Event
-    """Completes when the bytes are in pinned memory: copied there, or received."""
-    ready: Event | None = None
-    """Completes when the tensors may be read; None at the receiving end."""
+    """Completes when they are in pinned memory: copied there, or received."""
+    begin_second: Callable[[], Event]
+    """Has them leave pinned memory, which it keeps alive."""
     second: Event | None = None
-    """Completes when the bytes have left pinned memory; None until they begin to."""
-
-    def begun(self) -> bool:
-        return self.ready is None or self.ready.query()
-
-    def header_left(self) -> None:
-        """Do nothing, since these contents wait for no receiver on the GPU."""
+    """Completes when they have left pinned memory; None until they begin to."""
 
     def query(self) -> bool:
         return self.second is not None and self.second.query()
 
 
 class Staged:
-    """The sender or the receiver of one direction, by way of pinned memory.
+    """One direction by way of pinned memory; one end sends and the other receives.
 
-    A sender copies contents from the device to the host and sends them from there; a receiver
+    The one copies contents from the device to the host and sends them from there; the other
     receives them on the host and copies them to the device.
     """
+
+    sends_in_turn = False
 
     def __init__(
         self, channel: HostChannel, device: Device, max_call_bytes: int = MAX_CALL_BYTES
@@ -179,41 +122,42 @@ class Staged:
         self._device = device
         self._stream = device.stream()
         self._max_call_bytes = max_call_bytes
-        self._under_way: deque[StagedMessage] = deque()
-        """Messages of which the second part has not begun."""
+        self._under_way: deque[StagedContents] = deque()
+        """Contents of which the second part has not begun."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._stream.empty(shape, dtype)
 
-    def send(self, tensors: Sequence[Tensor], ready: Event) -> StagedMessage:
+    def send(self, tensors: Sequence[Tensor]) -> Event:
         hosts = self._pinned(tensors)
-        self._stream.wait(ready)
         for host, tensor in zip(hosts, tensors, strict=True):
             self._stream.copy(host, as_bytes(tensor))
-        return self._begun(StagedMessage(tensors, hosts, self._stream.record(), ready))
+        return self._begun(
+            self._stream.record(),
+            lambda: Events([self._channel.send(piece) for piece in self._pieces(hosts)]),
+        )
 
-    def receive(self, tensors: Sequence[Tensor]) -> StagedMessage:
+    def receive(self, tensors: Sequence[Tensor]) -> Event:
         hosts = self._pinned(tensors)
-        arrivals = Events([self._channel.receive(piece) for piece in self._pieces(hosts)])
-        return self._begun(StagedMessage(tensors, hosts, arrivals))
+
+        def to_the_device() -> Event:
+            for host, tensor in zip(hosts, tensors, strict=True):
+                self._stream.copy(as_bytes(tensor), host)
+            return self._stream.record()
+
+        arrivals = [self._channel.receive(piece) for piece in self._pieces(hosts)]
+        return self._begun(Events(arrivals), to_the_device)
 
     def advance(self) -> None:
-        """Begin the second part of every message whose first part is complete, in order."""
+        """Begin the second part of all contents whose first part is complete, in order."""
         while self._under_way and self._under_way[0].first.query():
-            message = self._under_way.popleft()
-            if message.ready is not None:
-                message.second = Events(
-                    [self._channel.send(piece) for piece in self._pieces(message.hosts)]
-                )
-                continue
-            for host, tensor in zip(message.hosts, message.tensors, strict=True):
-                self._stream.copy(as_bytes(tensor), host)
-            message.second = self._stream.record()
+            contents = self._under_way.popleft()
+            contents.second = contents.begin_second()
 
-    def _begun(self, message: StagedMessage) -> StagedMessage:
-        self._under_way.append(message)
+    def _begun(self, first: Event, begin_second: Callable[[], Event]) -> Event:
+        self._under_way.append(begun := StagedContents(first, begin_second))
         self.advance()
-        return message
+        return begun
 
     def _pinned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Pinned memory for the bytes of each, which torch keeps for the next ones."""
@@ -223,8 +167,7 @@ class Staged:
         return [piece for host in hosts for piece in byte_pieces(host, self._max_call_bytes)]
 
 
-Sender = NcclSender | Staged
-Receiver = NcclReceiver | Staged
+Way = Nccl | Staged
 
 
 @dataclass
@@ -233,13 +176,16 @@ class _OutgoingMessage:
 
     message: Message
     header: Header
-    pending: NcclSend | StagedMessage
+    ready: Event
+    """Completes when its tensors have been made."""
     header_sent: Event | None = None
     """None until the header is sent."""
+    contents_sent: Event | None = None
+    """None until the contents are, once the header has left."""
 
     def query(self) -> bool:
         """Whether header and contents have been sent."""
-        return self.header_sent is not None and self.header_sent.query() and self.pending.query()
+        return self.contents_sent is not None and self.contents_sent.query()
 
 
 class GpuLink:
@@ -247,8 +193,8 @@ class GpuLink:
 
     def __init__(
         self,
-        outgoing: Mapping[Direction, tuple[HostChannel, Sender]],
-        incoming: Mapping[Direction, tuple[HostChannel, Receiver]],
+        outgoing: Mapping[Direction, tuple[HostChannel, Way]],
+        incoming: Mapping[Direction, tuple[HostChannel, Way]],
         device: Device,
         backoff: Backoff,
     ) -> None:
@@ -268,13 +214,10 @@ class GpuLink:
         assert direction in self._outgoing, "no such neighbour"
         message = dense(message)
         header = encode_header(message)
-        tensors = contents(message)
-        self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
+        self.bytes_sent += sum(tensor.nbytes for tensor in contents(message))
         # The event comes after `dense`, which may enqueue a copy.
         ready = self._device.compute.record()
-        _, sender = self._outgoing[direction]
-        pending = sender.send(tensors, ready)
-        self._sending[direction].append(_OutgoingMessage(message, header, pending))
+        self._sending[direction].append(_OutgoingMessage(message, header, ready))
         self.push()
 
     def arrivals(self) -> list[Message]:
@@ -321,13 +264,15 @@ class GpuLink:
             while sending and sending[0].query():
                 sending.popleft()
             sender.advance()
-            for one in sending:
+            for place, one in enumerate(sending):
                 if one.header_sent is None:
-                    if not one.pending.begun():
+                    if not one.ready.query() or (place and sender.sends_in_turn):
                         break
                     one.header_sent = channel.send_header(one.header)
-                if one.header_sent.query():
-                    one.pending.header_left()
+                if one.contents_sent is None:
+                    if not one.header_sent.query():
+                        break  # contents go in the order of their headers
+                    one.contents_sent = sender.send(contents(one.message))
 
     def _collect(self, messages: list[Message]) -> bool:
         """Look at both directions once, add complete messages, and say if anything moved."""

@@ -27,11 +27,9 @@ from axsparse.runtime.gpu.collectives import NcclCollective, StagedCollective, T
 from axsparse.runtime.gpu.device_protocol import Communicator, Connections, Device, PeerConnection
 from axsparse.runtime.gpu.gpu_link import (
     GpuLink,
-    NcclReceiver,
-    NcclSender,
-    Receiver,
-    Sender,
+    Nccl,
     Staged,
+    Way,
     connect_peers,
 )
 from axsparse.runtime.grid import Place
@@ -102,16 +100,14 @@ class GpuTransport:
         connections: dict[tuple[int, int], PeerConnection] = {}
         if self._connections is not None:
             connections = connect_peers(self._connections, place, f"link {next(self._links)}")
-        outgoing: dict[Direction, tuple[HostChannel, Sender]] = {}
-        incoming: dict[Direction, tuple[HostChannel, Receiver]] = {}
+        outgoing: dict[Direction, tuple[HostChannel, Way]] = {}
+        incoming: dict[Direction, tuple[HostChannel, Way]] = {}
         for direction in Direction:
             for source, target in neighbours(place, direction):
                 channel = channels.channel(direction, source, target)
                 connection = connections.get((source, target))
-                if source == place.rank:
-                    outgoing[direction] = channel, self._sender(channel, connection)
-                else:
-                    incoming[direction] = channel, self._receiver(channel, connection)
+                ends = outgoing if source == place.rank else incoming
+                ends[direction] = channel, self._way(channel, connection)
         link = GpuLink(outgoing, incoming, self._device, self.backoff)
         self._push_while_waiting(link.push)
         # The link is closed first and the connections last, from the last made to the first. Both
@@ -176,8 +172,5 @@ class GpuTransport:
         self._pushes.append(push)
         self._backoff.pushes.append(push)
 
-    def _sender(self, channel: HostChannel, connection: PeerConnection | None) -> Sender:
-        return NcclSender(connection) if connection else Staged(channel, self._device)
-
-    def _receiver(self, channel: HostChannel, connection: PeerConnection | None) -> Receiver:
-        return NcclReceiver(connection) if connection else Staged(channel, self._device)
+    def _way(self, channel: HostChannel, connection: PeerConnection | None) -> Way:
+        return Nccl(connection) if connection else Staged(channel, self._device)

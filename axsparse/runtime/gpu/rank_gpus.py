@@ -172,8 +172,12 @@ def choose_gpu_transport(
     problem = problem_of_nccl(rank_gpus)
     if asked == "nccl" and problem is not None:
         raise ConfigError(f"{where}: nccl: {problem}, or choose transport: mpi")
-    if problem is None:
-        _refuse_hindrance(rank_gpus)
+    for one in rank_gpus if problem is None and len(rank_gpus) > 1 else ():
+        if one.hindrance is not None:
+            raise ConfigError(
+                f"transport: nccl: on rank {one.rank} of host {one.host} {one.hindrance}, or "
+                "choose transport: mpi"
+            )
     return "mpi" if problem is not None else "nccl"
 
 
@@ -196,16 +200,6 @@ def problem_of_nccl(rank_gpus: Sequence[RankGpu]) -> str | None:
                     f"{first.host}; start no more ranks a host than it has GPUs"
                 )
     return None
-
-
-def _refuse_hindrance(rank_gpus: Sequence[RankGpu]) -> None:
-    """ConfigError if NCCL would carry messages and a rank's environment hinders it."""
-    for one in rank_gpus:
-        if len(rank_gpus) > 1 and one.hindrance is not None:
-            raise ConfigError(
-                f"transport: nccl: on rank {one.rank} of host {one.host} {one.hindrance}, or "
-                "choose transport: mpi"
-            )
 
 
 def describe(rank_gpus: Sequence[RankGpu]) -> list[str]:

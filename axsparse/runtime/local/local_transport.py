@@ -135,7 +135,7 @@ class LocalCollective:
         self.size = len(ranks)
         self.bytes_sent = 0
         self._world = world
-        self._group = world.group(name, ranks)
+        self._posted = world.group(name, ranks)
         self._number = 0
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> _Post:
@@ -144,10 +144,10 @@ class LocalCollective:
         assert len(limits) == self.size + 1 and limits[0] == 0 and limits[-1] == buffer.numel()
         self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
         posted = _Post(op, buffer, limits)
-        members = self._group.posted.setdefault(self._number, {})
+        members = self._posted.setdefault(self._number, {})
         members[self.rank] = posted
         if len(members) == self.size:
-            del self._group.posted[self._number]
+            del self._posted[self._number]
             _carry_out([members[rank] for rank in range(self.size)])
             self._world.progress()
         self._number += 1

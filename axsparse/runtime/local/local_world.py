@@ -12,7 +12,6 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -28,13 +27,8 @@ class _AbandonedError(BaseException):
     """Ends a rank that waits after another one failed; no handler of `Exception` keeps it."""
 
 
-@dataclass
-class Group:
-    """What the members of one collective group share."""
-
-    size: int
-    posted: dict[int, dict[int, Any]] = field(default_factory=dict)
-    """The members' parts in each operation, by the operation's number and the member's."""
+Posted = dict[int, dict[int, Any]]
+"""The parts of a group's members in each operation, by the operation's number and the member's."""
 
 
 class LocalWorld(Generic[T]):
@@ -46,7 +40,7 @@ class LocalWorld(Generic[T]):
         self.size = size
         self.random = None if seed is None else random.Random(seed)  # noqa: S311 - test order
         self._mail: dict[tuple[int, int, str], deque[Any]] = {}
-        self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], Posted] = {}
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._alive = list(range(size))
         self._finished = threading.Event()
@@ -88,9 +82,9 @@ class LocalWorld(Generic[T]):
         """The queue of messages from one rank to another."""
         return self._mail.setdefault((source, target, channel), deque())
 
-    def group(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """The group of this name and these ranks."""
-        return self._groups.setdefault((name, ranks), Group(len(ranks)))
+    def group(self, name: str, ranks: tuple[int, ...]) -> Posted:
+        """What the members of the group of this name and these ranks share."""
+        return self._groups.setdefault((name, ranks), {})
 
     def progress(self) -> None:
         """Note that something moved, so that this is no deadlock."""

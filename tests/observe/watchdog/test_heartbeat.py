@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,18 +54,37 @@ def test_one_rank_reports(folders: list[HeartbeatFolder]) -> None:
 
 
 def test_stacks_are_there_as_long_as_a_rank_is_quiet(folders: list[HeartbeatFolder]) -> None:
-    assert folders[0].stacks_of(1) is None
-    folders[1].write_stacks("thread one:\n  line")
+    assert folders[0].stacks_of(1) == ""
+    folders[1].write(BEAT, "thread one:\n  line")
     assert folders[0].stacks_of(1) == "thread one:\n  line"
-    folders[1].write_stacks("")
-    assert folders[0].stacks_of(1) is None
+    assert folders[0].read(1) == BEAT
+    folders[1].write(BEAT)
+    assert folders[0].stacks_of(1) == ""
+
+
+def test_on_a_full_disk_a_heartbeat_goes_before_the_stacks(
+    folders: list[HeartbeatFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+
+    def full(number: int, content: bytes, at: int) -> int:
+        if at + len(content) > RECORD_BYTES:
+            raise OSError(errno.ENOSPC, "full")
+        return pwrite(number, content, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+
+    with pytest.raises(OSError):
+        folders[1].write(BEAT, "stacks")
+
+    assert folders[0].read(1) == BEAT
 
 
 def test_a_new_run_begins_with_an_empty_folder(
     tmp_path: Path, folders: list[HeartbeatFolder]
 ) -> None:
     folders[0].claim()
-    folders[1].write_stacks("any")
+    folders[1].write(BEAT, "any")
 
     HeartbeatFolder.clear(tmp_path)
 
@@ -80,7 +101,6 @@ def test_the_last_rank_to_leave_takes_the_folder_away(tmp_path: Path) -> None:
     HeartbeatFolder.clear(folder)
     folders = [HeartbeatFolder(folder, rank) for rank in range(2)]
 
-    folders[1].write_stacks("any")
     folders[1].remove_own()
     assert folders[0].read(1) is None and folder.is_dir()
     folders[0].remove_own()

@@ -49,11 +49,11 @@ def working(rank: int, quiet: float = 40.0) -> RankView:
 
 
 def silent(rank: int, quiet: float = 40.0) -> RankView:
-    return seen(rank, quiet, is_silent=True, stacks=None)
+    return seen(rank, quiet, is_silent=True, stacks="")
 
 
 def gone(rank: int) -> RankView:
-    return seen(rank, heartbeat=None, stacks=None)
+    return seen(rank, heartbeat=None, stacks="")
 
 
 @pytest.mark.parametrize(

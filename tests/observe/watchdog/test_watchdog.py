@@ -288,7 +288,7 @@ def test_nobody_reads_heartbeats_while_all_get_on(
 def test_a_disk_that_fails_for_a_while_ends_nothing(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: HeartbeatFolder, heartbeat: Heartbeat) -> None:
+    def fail(self: HeartbeatFolder, heartbeat: Heartbeat, stacks: str) -> None:
         raise OSError
 
     with monkeypatch.context() as failing:
@@ -334,7 +334,7 @@ def test_a_rank_by_itself_is_watched_also_on_a_full_disk(
     job.run(3)
     job.do("hangs")
     monkeypatch.setattr(HeartbeatFolder, "claim", fail)
-    monkeypatch.setattr(HeartbeatFolder, "write_stacks", fail)
+    monkeypatch.setattr(HeartbeatFolder, "write", fail)
 
     assert job.run(100) < 1.5 * TIMEOUT
 

@@ -11,13 +11,12 @@ from axsparse.runtime.files.atomic import UNFINISHED, new_path
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-@pytest.mark.parametrize("durable", [False, True])
 def test_it_gets_its_name_at_the_end_and_replaces_what_had_it(
-    is_folder: bool, durable: bool, tmp_path: Path
+    is_folder: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "new"
     for content in ("one", "two"):
-        with new_path(path, durable=durable) as unfinished:
+        with new_path(path) as unfinished:
             assert UNFINISHED in unfinished.name and unfinished.parent == path.parent
             assert path.exists() == (content == "two")
             if is_folder:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.gpu.device_protocol import PeerConnection
-from axsparse.runtime.gpu.gpu_link import Receiver, Sender, Staged
+from axsparse.runtime.gpu.gpu_link import Nccl, Staged
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.host_channel import HostChannel
 from axsparse.runtime.local.local_world import LocalWorld
@@ -29,14 +29,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 class SmallPieces(StandIn):
     """No call between the hosts carries more than 40 bytes."""
 
-    def _sender(self, channel: HostChannel, connection: PeerConnection | None) -> Sender:
+    def _way(self, channel: HostChannel, connection: PeerConnection | None) -> Nccl | Staged:
         if connection is not None:
-            return super()._sender(channel, connection)
-        return Staged(channel, self.device, max_call_bytes=40)
-
-    def _receiver(self, channel: HostChannel, connection: PeerConnection | None) -> Receiver:
-        if connection is not None:
-            return super()._receiver(channel, connection)
+            return super()._way(channel, connection)
         return Staged(channel, self.device, max_call_bytes=40)
 
 
