@@ -21,8 +21,8 @@ from axsparse.planner.layout_search import Plan, plan, try_layouts
 from axsparse.planner.run_workload import (
     configured_schedule,
     has_costs,
-    least_split_samples,
     only_backward,
+    run_question,
     schedules,
 )
 from axsparse.planner.stage_memory import StageMemory, gigabytes
@@ -87,17 +87,11 @@ class Subject:
     ) -> Plan:
         """The plan; ConfigError if nothing fits, which says how many devices would do."""
         config = self.loaded.config
-        question = LayoutQuestion(
-            workload=self.workload(method),
-            cluster=cluster,
-            gpus=gpus,
-            global_batch_size=config.batch.global_batch_size,
-            memory_bytes=self.room(cluster),
-            g_inter=self._stages(gpus),
+        stages, room = self._stages(gpus), self.room(cluster)
+        question = replace(
+            run_question(self.workload(method), cluster, config, gpus, stages, room),
             microbatch_sizes=microbatch_sizes,
             schedules=schedules(config, has_times=True),
-            split_backward=only_backward(config.pipeline),
-            least_split_samples=least_split_samples(self.survey, on_host=self.on_host),
         )
         try:
             return plan(question)

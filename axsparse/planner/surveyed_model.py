@@ -133,15 +133,6 @@ class SurveyedModel:
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[StageLoad] | None:
-        found = self.ranges(g_inter, g_data, fits, microbatches=microbatches)
-        if found is None:
-            return None
-        return [self._load(layers, g_data, microbatches) for layers in found]
-
-    def ranges(
-        self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
-    ) -> list[range] | None:
-        """The layers of each stage; takes what `stages` takes, and returns None where that does."""
 
         def has_room(stage: int, layers: range) -> bool:
             return fits is None or fits(stage, self._load(layers, g_data, microbatches))
@@ -149,11 +140,13 @@ class SurveyedModel:
         split = self.config.layout.split
         if split == "auto":
             work = [layer.work for layer in self.survey.layers]
-            return partition(work, g_inter, None if fits is None else has_room)
-        found = split_by_hand(split)
-        assert len(found) == g_inter, "a split says how many stages"
-        fit = all(has_room(stage, layers) for stage, layers in enumerate(found))
-        return found if fit else None
+            found = partition(work, g_inter, None if fits is None else has_room)
+        else:
+            found = split_by_hand(split)
+            assert len(found) == g_inter, "a split says how many stages"
+            if not all(has_room(stage, layers) for stage, layers in enumerate(found)):
+                found = None
+        return found and [self._load(layers, g_data, microbatches) for layers in found]
 
     def _load(self, numbers: range, g_data: int, microbatches: int) -> StageLoad:
         """The load of these layers, remembered, since the search for a split asks repeatedly."""
@@ -192,6 +185,7 @@ class SurveyedModel:
         logits = self.survey.loss_logits if is_last else None
         return StageLoad(
             layers=layers[0].name if len(layers) == 1 else f"{layers[0].name}–{layers[-1].name}",
+            numbers=numbers,
             flops=sum(layer.flops for layer in layers),
             moved=_moved(layers),
             again_flops=sum(layer.flops for layer in again),
