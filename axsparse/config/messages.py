@@ -28,7 +28,9 @@ class Setting:
 
 FORMER_KEYS = {
     "pipeline.announce": "remove it: stages announce nothing any more; pipeline.slack of 1 or more "
-    "makes up for it"
+    "makes up for it",
+    "layout.g_inter_pruned": "remove it: a run that has drawn its last masks goes on by --resume "
+    "under another layout.g_inter",
 }
 """Key of earlier versions that is gone -> what to do about it."""
 _MENDS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}

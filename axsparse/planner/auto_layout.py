@@ -8,8 +8,7 @@ functions, one after the other:
 2. `resolve_grid` otherwise. It takes the numbers that the configuration gives. If it gives neither
    g_inter nor g_data, there are 2 stages where 2 divides the ranks, and 1 elsewhere.
 
-`balanced` decides `layout.split: auto`. The layout that a run goes on with after pruning,
-`layout.g_inter_pruned`, is decided in the same way for the configuration of `pruned_layout`.
+`balanced` decides `layout.split: auto`.
 """
 
 from __future__ import annotations
@@ -197,20 +196,6 @@ def check_grid(grid: Grid, ranks: int, num_layers: int) -> None:
         raise ConfigError(
             f"grid: {grid.g_inter} stages for {num_layers} layers; choose at most {num_layers}"
         )
-
-
-def pruned_layout(loaded: LoadedConfig) -> LoadedConfig:
-    """The configuration with the layout that the run goes on with after pruning.
-
-    Its g_inter is `layout.g_inter_pruned`; replicas and split are found anew.
-    """
-    layout = loaded.config.layout
-    assert layout.g_inter_pruned is not None
-    others = {"g_inter": layout.g_inter_pruned, "g_data": "auto", "split": "auto"}
-    config = loaded.config.model_copy(update={"layout": layout.model_copy(update=others)})
-    origin = loaded.origins.get("layout.g_inter_pruned", "default")
-    named = f"by layout.g_inter_pruned, {origin}"
-    return replace(loaded, config=config, origins={**loaded.origins, "layout.g_inter": named})
 
 
 def cluster_of(config: Config) -> Cluster | None:

@@ -92,8 +92,8 @@ def run_question(
     stages: Sequence[int] | None,
     room: float,
 ) -> LayoutQuestion:
-    """What a run asks the planner: layouts of `ranks` ranks with these numbers of stages, by default
-    all, at the batch and microbatch size of the configuration, in `room` bytes a rank."""
+    """What a run asks the planner: layouts of `ranks` ranks, at the batch and microbatch sizes of
+    the configuration, in `room` bytes a rank. `stages` are the numbers to try; None: all."""
     return LayoutQuestion(
         workload=subject,
         cluster=cluster,

@@ -1,7 +1,4 @@
-"""Builds a trainer from a configuration, a model and data, for a new or a resumed run.
-
-`run_training` builds and trains, in a second layout as well if the settings ask for one.
-"""
+"""Builds a trainer from a configuration, a model and data, for a new or a resumed run."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.sinks import refuse_missing_packages
 from axsparse.observe.watchdog.watchdog import open_watchdog
-from axsparse.planner.auto_layout import pruned_layout
 from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.input_statistics import METHODS
@@ -84,25 +80,17 @@ def run_training(
 ) -> None:
     """Build a trainer and train; all ranks call this together with equal arguments.
 
-    With `layout.g_inter_pruned`, training ends a first time where the last masks are drawn,
-    saves, and lets go of all state; what was saved goes on at once on the same ranks, in the
-    layout that fits what is kept. The arguments and errors are those of `build` and
-    `Trainer.train`.
+    The arguments and errors are those of `build` and `Trainer.train`.
     """
-    while True:
-        trainer = build(
-            *(job, model, open_datasets, config),
-            score=score,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
-            resume=resume,
-            overwrite=overwrite,
-        )
-        trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
-        if not trainer.hands_over:
-            return
-        resume, overwrite = str(job.run_dir), False
-        del trainer  # the next one needs its memory
+    trainer = build(
+        *(job, model, open_datasets, config),
+        score=score,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
 
 
 # Reason: these are the arguments of the Python API, all but the first four optional.
@@ -142,7 +130,7 @@ def build(
     together(job.transport, lambda: _refuse_other_functions(optimizer, learning_rate))
     loaded = _check_settings(job, model, open_datasets, config, grid)
     if quiet:
-        together(job.transport, lambda: _refuse_quiet(loaded, resume))
+        together(job.transport, lambda: _refuse_quiet(resume))
     if overwrite:
         together(job.transport, lambda: _refuse_overwriting(loaded, resume))
     placement = _place(job, loaded)
@@ -151,24 +139,23 @@ def build(
 
     found = RunDir() if quiet else find_run(loaded, transport, resume)
     found = replace(found, overwrites=overwrite)
-    settings = _settings_from(found, loaded)
     inputs = RunInputs(
         model,
         surveyed,
         transport,
         grid,
         score,
-        found_memory(settings.config, transport, placement.room),
+        found_memory(loaded.config, transport, placement.room),
         None if found.checkpoint is None else found.checkpoint.manifest.pruned,
         on_host=placement.gpu is None,
         optimizer=optimizer,
         learning_rate=learning_rate,
     )
-    run = together(transport, lambda: resolve(settings, inputs))
+    run = together(transport, lambda: resolve(loaded, inputs))
     loops = _prepare_process(job, run, transport)
 
     data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
-    directory = None if quiet else _open_run_directory(job, run, settings, data.entry, found)
+    directory = None if quiet else _open_run_directory(job, run, loaded, data.entry, found)
     _wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
     layers, options = _build_state(run, placement, data, found.checkpoint, job.run_dir)
     parts = assemble(run, layers, options, data, placement, job.run_dir)
@@ -227,16 +214,11 @@ def _refuse_other_functions(optimizer: object, learning_rate: object) -> None:
         own_learning_rate(learning_rate, 0)
 
 
-def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
-    """ConfigError for settings that need a run directory, since a quiet run has none."""
+def _refuse_quiet(resume: str | None) -> None:
+    """ConfigError for a quiet run that is to go on with another, since it has no run directory."""
     if resume is not None:
         raise ConfigError(
             "build: resume goes on in a run directory, and quiet has none; leave one of them out"
-        )
-    if loaded.config.layout.g_inter_pruned is not None:
-        raise ConfigError(
-            f"{loaded.where('layout.g_inter_pruned')}: goes on from a checkpoint, and quiet saves "
-            "none; leave one of them out"
         )
 
 
@@ -247,13 +229,6 @@ def _refuse_overwriting(loaded: LoadedConfig, resume: str | None) -> None:
         raise ConfigError(
             f"build: overwrite begins a run_dir anew, and {why}; leave one of them out"
         )
-
-
-def _settings_from(found: RunDir, loaded: LoadedConfig) -> LoadedConfig:
-    """The configuration; once the masks are final, with the layout of `layout.g_inter_pruned`."""
-    if loaded.config.layout.g_inter_pruned is None or found.checkpoint is None:
-        return loaded
-    return pruned_layout(loaded) if found.checkpoint.manifest.standing.is_done else loaded
 
 
 # -- this process among the others --------------------------------------------------------

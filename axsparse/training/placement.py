@@ -157,7 +157,7 @@ def _room_beside_nccl(
 def _is_memory_found(config: Config) -> bool:
     """Whether the memory that is found here may decide the layout."""
     layout = config.layout
-    return layout.memory_per_rank == "auto" and "auto" in (layout.g_inter, layout.g_inter_pruned)
+    return layout.memory_per_rank == layout.g_inter == "auto"
 
 
 def _read(text: str) -> RankGpu:

@@ -25,7 +25,6 @@ from axsparse.planner.auto_layout import (
     check_grid,
     chosen_layout,
     cluster_of,
-    pruned_layout,
     resolve_grid,
 )
 from axsparse.planner.cluster import Cluster
@@ -227,7 +226,6 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         kept_at_start=kept,
         on_host=inputs.on_host,
     )
-    _check_pruned_layout(loaded, run, inputs.transport.size)
     if wanted is not None and (ticket is None or config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
@@ -298,26 +296,6 @@ def _shards(run: RunSpec) -> bool:
     whole = replace(run, config=_with(run.config, {"samo.shard_optimizer": False}))
     layers, kept = [run.layers_of(stage) for stage in range(len(run.stages))], run.kept_at_start
     return any(run.state_bytes(s, kept) < whole.state_bytes(s, kept) for s in layers)
-
-
-def _check_pruned_layout(loaded: LoadedConfig, run: RunSpec, ranks: int) -> None:
-    """ConfigError now if the run could not go on under `layout.g_inter_pruned` later."""
-    stages, method = loaded.config.layout.g_inter_pruned, loaded.config.pruning.method
-    if stages is None:
-        return
-    where = loaded.where("layout.g_inter_pruned")
-    if run.targets is None:
-        raise ConfigError(
-            f"{where}: {stages}, but nothing is pruned; leave it out, or set pruning.sparsity"
-        )
-    if run.starts_pruned:
-        raise ConfigError(
-            f"{where}: {stages}, but this run is pruned from the start (pruning.method {method}, "
-            f"pruning.ticket {loaded.config.pruning.ticket}); set layout.g_inter instead"
-        )
-    if stages != "auto":
-        second = pruned_layout(loaded)
-        check_batch(second, resolve_grid(second, ranks, len(run.survey.layers)))
 
 
 def loss_scale(config: Config) -> LossScale:

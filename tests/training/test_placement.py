@@ -52,8 +52,7 @@ def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nccl_is_tried_only_where_memory_that_is_found_decides() -> None:
-    for layout in ({}, {"g_inter_pruned": "auto", "g_inter": 2}):
-        assert placing._is_memory_found(tiny_config(layout=layout))
+    assert placing._is_memory_found(tiny_config())
     for given in ({"g_inter": 2}, {"memory_per_rank": 10.0}):
         assert not placing._is_memory_found(tiny_config(layout=given))
 
