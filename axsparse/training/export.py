@@ -22,7 +22,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,11 +38,11 @@ from axsparse.config.hf_config import (
     read_json,
     refuse_other_sizes,
 )
-from axsparse.config.model_config import Family, TextFamily
+from axsparse.config.model_config import TextFamily
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.models.start_weights import WHOLE_FILE
-from axsparse.models.zoo.hf_models import HfFamily, hf_model
+from axsparse.models.zoo.hf_models import hf_model
 from axsparse.runtime.errors import (
     ConfigError,
     DataError,
@@ -122,26 +122,21 @@ def export(
     path = path.absolute()
     _refuse_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
-    family = _hf_family(weights) if is_folder else None
-    if family is None:
-        groups = _by_global_name(weights, is_csr=form == "sparse")
-    else:
-        groups = [_dense(weights, name) for name in weights.parameters]
+    groups = _of_hf(weights) if is_folder else _by_global_name(weights, is_csr=form == "sparse")
     headers = {key: header for group in groups for key, header in group.headers.items()}
     metadata = {_STEP: str(checkpoint.step)}
     notes: Sequence[str] = ()
     with _new(path) as unfinished:
-        if family is not None:
-            tokenizer, untold = _tokenizer(weights)
-            folder = HfFolder(
-                unfinished, weights.config().model, family, weights.dtype, headers, tokenizer
-            )
-            folder.settings()  # refuses what transformers has not
-            notes = folder.notes or ([] if folder.source else untold)
+        file = unfinished
+        if is_folder:
+            files, notes = _files_of_hf(weights)
             unfinished.mkdir()
-            folder.write(weights.values(groups), metadata)
-        else:
-            write_safetensors(unfinished, headers, weights.values(groups), metadata)
+            for name, content in files.items():
+                write_new(unfinished / name, content)
+            file = unfinished / WHOLE_FILE
+        write_safetensors(file, headers, weights.values(groups), metadata)
+        if is_folder:
+            sync_folder(unfinished)
         _refuse_taken(path, is_folder=is_folder, force=force)
     nbytes = sum(header.nbytes for header in headers.values())
     return ExportSummary(checkpoint, len(headers), nbytes, notes)
@@ -290,34 +285,6 @@ def _misunderstood(settings: Mapping[str, Any]) -> list[tuple[str, ...]]:
 # -- what is written ------------------------------------------------------------------------
 
 
-def _hf_family(weights: Weights) -> HfFamily:
-    """How transformers stores the model; ConfigError if it has none or it is not the configured."""
-    path, config = weights.checkpoint.path, weights.config().model
-    found = hf_model(config)
-    if found is None:
-        raise ConfigError(
-            f"--to hf: {path} is of model.name {config.name}, and only a gpt or a llama has a "
-            "place in Hugging Face's transformers; choose --to torch"
-        )
-    shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    family, surveyed = found
-    if shapes != surveyed.shapes:
-        raise ConfigError(
-            f"--to hf: {path} is of a model of your own, not of the {config.name} of its "
-            "configuration; choose --to torch"
-        )
-    return family
-
-
-def _tokenizer(weights: Weights) -> tuple[ExportedTokenizer | None, list[str]]:
-    """The tokenizer of the run's data, if it is known, and a note if it cannot be read any more."""
-    data = weights.checkpoint.manifest.data
-    try:
-        return exported_tokenizer(weights.config().data, data.name, data.fingerprint), []
-    except (DataError, MissingInputError) as reason:
-        return None, [f"the folder has no tokenizer: {reason}"]
-
-
 def _by_global_name(weights: Weights, *, is_csr: bool) -> list[Group]:
     """All parameters and buffers, layer by layer."""
     groups = []
@@ -418,80 +385,71 @@ def _new(path: Path) -> Iterator[Path]:
 # -- folders of transformers ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HfFolder:
-    """A folder of transformers, which exists and gets the files of one model; `write` raises
-    OSError.
+def _of_hf(weights: Weights) -> list[Group]:
+    """All parameters as transformers names and stores them; ConfigError if it has no such model."""
+    path, config = weights.checkpoint.path, weights.config().model
+    found = hf_model(config)
+    if found is None:
+        raise ConfigError(
+            f"--to hf: {path} is of model.name {config.name}, and only a gpt or a llama has a "
+            "place in Hugging Face's transformers; choose --to torch"
+        )
+    shapes = {name: entry.shape for name, entry in weights.parameters.items()}
+    family, surveyed = found
+    if shapes != surveyed.shapes:
+        raise ConfigError(
+            f"--to hf: {path} is of a model of your own, not of the {config.name} of its "
+            "configuration; choose --to torch"
+        )
 
-    `settings` is called first, since it may refuse the model.
+    def group(name: str) -> Group:
+        as_stored = family.turned(name, torch.empty(shapes[name], device="meta"))
+        header = TensorHeader(weights.dtype_of(name), tuple(as_stored.shape))
+        return Group(
+            {family.named(name): header}, lambda: [family.turned(name, weights.dense(name))]
+        )
+
+    return [group(name) for name in weights.parameters]
+
+
+def _files_of_hf(weights: Weights) -> tuple[dict[str, bytes], list[str]]:
+    """The files beside the weights, by name, and what the user should know of them.
+
+    They are those of `model.from`, as long as they are there, or made of the settings and of the
+    tokenizer of the training data. ConfigError if no model of transformers has these settings, or
+    if the folder of `model.from` has others meanwhile; DataError if its config.json cannot be read.
     """
-
-    path: Path
-    config: Family
-    family: HfFamily
-    dtype: torch.dtype
-    """The type that config.json names."""
-    headers: Mapping[str, TensorHeader]
-    """All parameters by global name and in the model's shapes; a tied weight once."""
-    tokenizer: ExportedTokenizer | None = None
-    """The tokenizer of the training data, if it is known; it is written unless `model.from` has
-    another."""
-
-    @property
-    def source(self) -> Path | None:
-        """The folder of `model.from`; None if nothing is named or it is there no more."""
-        if self.config.from_ is None or not (Path(self.config.from_) / CONFIG_FILE).is_file():
-            return None
-        return Path(self.config.from_)
-
-    @property
-    def notes(self) -> list[str]:
-        """What the user should know of the folder."""
-        if self.config.from_ is None or self.source is not None or self.tokenizer is not None:
-            return []
-        return [
-            f"model.from {self.config.from_} is there no more: config.json says nothing of the "
-            "first and last tokens of a text, and there are no files of a tokenizer; copy them"
+    config, dtype = weights.config().model, str(weights.dtype).removeprefix("torch.")
+    source = None if config.from_ is None else Path(config.from_)
+    if source is not None and (source / CONFIG_FILE).is_file():
+        refuse_other_sizes(source / CONFIG_FILE, model_settings(source / CONFIG_FILE), config)
+        theirs = read_json(source / CONFIG_FILE)
+        settings = {key: value for key, value in theirs.items() if key != "torch_dtype"}
+        there = [name for name in COMPANIONS if (source / name).is_file()]
+        files = {name: (source / name).read_bytes() for name in there}
+        return {**files, CONFIG_FILE: _json({**settings, "dtype": dtype})}, []
+    tokenizer, notes = _tokenizer(weights)
+    texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, dtype)}
+    if tokenizer is not None:
+        assert isinstance(config, TextFamily), "transformers has these models only"
+        texts[CONFIG_FILE] |= tokenizer.ids
+        texts |= tokenizer.files(config.sequence_length)
+    elif source is not None:
+        notes = [
+            f"model.from {config.from_} is there no more: config.json says nothing of the first "
+            "and last tokens of a text, and there are no files of a tokenizer; copy them"
         ]
+    return {name: _json(text) for name, text in texts.items()}, notes
 
-    def settings(self) -> dict[str, Any]:
-        """What config.json holds: that of `model.from`, or one made of the settings.
 
-        ConfigError if no model of transformers has these settings, or if the folder of
-        `model.from` has others meanwhile; DataError if its config.json cannot be read.
-        """
-        dtype = str(self.dtype).removeprefix("torch.")
-        if self.source is None:
-            ids = {} if self.tokenizer is None else self.tokenizer.ids
-            return config_json(self.config, dtype) | ids
-        path = self.source / CONFIG_FILE
-        refuse_other_sizes(path, model_settings(path), self.config)
-        theirs = {key: value for key, value in read_json(path).items() if key != "torch_dtype"}
-        return theirs | {"dtype": dtype}
+def _json(content: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(content, indent=2)}\n".encode()
 
-    def write(self, tensors: Iterator[Tensor], metadata: Mapping[str, str]) -> None:
-        """Write all files; then all of the folder is on the disk.
 
-        `tensors` yields the parameters in the order of `headers` and in the model's shapes; none
-        is kept while the next is made. `metadata` are added to those of the safetensors format.
-        """
-        named, turned = self.family.named, self.family.turned
-        headers = {named(name): self._turned_header(name) for name in self.headers}
-        turned_tensors = (turned(name, next(tensors)) for name in self.headers)
-        write_safetensors(self.path / WHOLE_FILE, headers, turned_tensors, metadata)
-        texts = {CONFIG_FILE: json.dumps(self.settings(), indent=2)}
-        if self.source is None and self.tokenizer is not None:
-            assert isinstance(self.config, TextFamily), "transformers has these models only"
-            files_of_text = self.tokenizer.files(self.config.sequence_length)
-            texts |= {name: json.dumps(text, indent=2) for name, text in files_of_text.items()}
-        for name, text in texts.items():
-            write_new(self.path / name, f"{text}\n".encode())
-        for name in COMPANIONS:
-            if self.source is not None and (self.source / name).is_file():
-                write_new(self.path / name, (self.source / name).read_bytes())
-        sync_folder(self.path)
-
-    def _turned_header(self, name: str) -> TensorHeader:
-        header = self.headers[name]
-        as_stored = self.family.turned(name, torch.empty(header.shape, device="meta"))
-        return replace(header, shape=tuple(as_stored.shape))
+def _tokenizer(weights: Weights) -> tuple[ExportedTokenizer | None, list[str]]:
+    """The tokenizer of the run's data, if it is known, and a note if it cannot be read any more."""
+    data = weights.checkpoint.manifest.data
+    try:
+        return exported_tokenizer(weights.config().data, data.name, data.fingerprint), []
+    except (DataError, MissingInputError) as reason:
+        return None, [f"the folder has no tokenizer: {reason}"]
