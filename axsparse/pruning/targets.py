@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from axsparse.config.schema import Config, PruningConfig, prunes
-from axsparse.models.start_weights import MOST_NAMED
-from axsparse.models.survey import ParameterInfo, Survey, match
+from axsparse.models.start_weights import some_of
+from axsparse.models.survey import ParameterInfo, Survey, match, named_value
 from axsparse.pruning.distribution import (
     check_pattern,
     crowded_groups,
@@ -30,6 +30,9 @@ FROM_START = frozenset(
 """Methods whose first masks need nothing but the initial weights, and perhaps samples."""
 NOTHING_PRUNABLE = "no tensor that could be pruned"
 """What a pattern of names matches that matches nothing."""
+
+OWN_FORM = "pattern=sparsity with a sparsity from 0 to below 1; write it like block0.*=0.5"
+"""The form of the entries of `pruning.layers`."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
     ]
     own = {}
     for entry in pruning.layers:
-        pattern, own_sparsity = _parse_own_sparsity(entry)
+        pattern, own_sparsity = named_value("pruning.layers", entry, 1.0, OWN_FORM)
         # A pattern of names that are pruned anyway adds no others.
         among = usual if any(fnmatchcase(name, pattern) for name in usual) else candidates
         names = match([pattern], among, "pruning.layers", NOTHING_PRUNABLE)
@@ -176,8 +179,7 @@ def pruning_lines(
             parts.append(f"{len(parameters)} vectors")
             continue
         names = [parameter.name for parameter in parameters]
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        parts.append(f"{', '.join(names[:MOST_NAMED])}{more} ({why})")
+        parts.append(f"{some_of(names)} ({why})")
     return [*lines, f"dense: {' · '.join(parts)}"] if parts else lines
 
 
@@ -194,21 +196,6 @@ def kept_at_start(
     if targets is None or not starts_pruned(config, targets, ticket):
         return {}
     return targets.kept() if ticket is None else ticket.kept
-
-
-def _parse_own_sparsity(entry: str) -> tuple[str, float]:
-    """The pattern and the sparsity of an entry `pattern=sparsity` of `pruning.layers`."""
-    pattern, _, number = entry.rpartition("=")
-    try:
-        sparsity = float(number)
-    except ValueError:
-        sparsity = -1.0
-    if not pattern or not 0 <= sparsity < 1:
-        raise ConfigError(
-            f"pruning.layers: {entry!r} is not pattern=sparsity with a sparsity from 0 to below 1; "
-            "write it like block0.*=0.5"
-        )
-    return pattern.strip(), sparsity
 
 
 # -- zeros of loaded weights, which is how other tools leave a pruned model -------------

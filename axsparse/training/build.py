@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,8 +129,10 @@ def build(
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
     TrainingError where a GPU has no room for the state.
     """
-    together(job.transport, lambda: _refuse_other_functions(optimizer, learning_rate))
-    loaded = _check_settings(job, model, open_datasets, config, grid)
+    given = {"model": model, "open_datasets": open_datasets, "config": config, "grid": grid}
+    given |= {"optimizer": optimizer, "learning_rate": learning_rate}
+    together(job.transport, lambda: _refuse_other_types(**given))
+    loaded = _check_settings(job, config, model)
     if quiet:
         together(job.transport, lambda: _refuse_quiet(resume))
     if overwrite:
@@ -170,48 +174,39 @@ def build(
 # -- settings -----------------------------------------------------------------------------
 
 
-def _check_settings(
-    job: Job, model: Model, open_datasets: object, config: Config | LoadedConfig, grid: object
-) -> LoadedConfig:
-    """Check the arguments of `build`; returns the configuration and where each value is from."""
-    together(job.transport, lambda: _refuse_other_types(model, open_datasets, config, grid))
+def _check_settings(job: Job, config: Config | LoadedConfig, model: Model) -> LoadedConfig:
+    """Check the configuration; returns it and where each value is from."""
     loaded = config if isinstance(config, LoadedConfig) else made_in_python(config, model.name)
     together(job.transport, lambda: check_config(loaded))
     together(job.transport, lambda: refuse_missing_packages(loaded))
     return loaded
 
 
-def _refuse_other_types(model: object, open_datasets: object, config: object, grid: object) -> None:
+_ARGUMENTS: Mapping[str, tuple[Any, str]] = {
+    "model": (Model, "a Model; from_sequential makes one of modules"),
+    "config": ((Config, LoadedConfig), "what configure makes of a dict"),
+    "grid": ((Grid, NoneType), "Grid(g_inter, g_data)"),
+    "open_datasets": (Callable, "a function returning Datasets"),
+    "optimizer": (
+        (Optimizer, NoneType),
+        "an ax.Optimizer, or leave it out and set optimizer.name",
+    ),
+    "learning_rate": (
+        (Callable, NoneType),
+        "a function of the number of a step, or leave it out and set optimizer.learning_rate",
+    ),
+}
+"""The types of arguments of `build`, and what to give."""
+
+
+def _refuse_other_types(**arguments: Any) -> None:
     """ConfigError for arguments whose wrong type would otherwise be found deep within."""
-    for name, value, is_right, right in (
-        ("model", model, isinstance(model, Model), "a Model; from_sequential makes one of modules"),
-        (
-            "config",
-            config,
-            isinstance(config, (Config, LoadedConfig)),
-            "what configure makes of a dict",
-        ),
-        ("grid", grid, grid is None or isinstance(grid, Grid), "Grid(g_inter, g_data)"),
-        ("open_datasets", open_datasets, callable(open_datasets), "a function returning Datasets"),
-    ):
-        if not is_right:
-            raise ConfigError(f"build: {name} is {type(value).__name__}; give {right}")
-
-
-def _refuse_other_functions(optimizer: object, learning_rate: object) -> None:
-    """ConfigError for an optimizer or a schedule of the user's own that is none."""
-    if not (optimizer is None or isinstance(optimizer, Optimizer)):
-        raise ConfigError(
-            f"build: optimizer is {type(optimizer).__name__}; give an ax.Optimizer, or leave it "
-            "out and set optimizer.name"
-        )
-    if learning_rate is not None:
-        if not callable(learning_rate):
-            raise ConfigError(
-                f"build: learning_rate is {type(learning_rate).__name__}; give a function of the "
-                "number of a step, or leave it out and set optimizer.learning_rate"
-            )
-        own_learning_rate(learning_rate, 0)
+    for name, value in arguments.items():
+        right, mend = _ARGUMENTS[name]
+        if not isinstance(value, right):
+            raise ConfigError(f"build: {name} is {type(value).__name__}; give {mend}")
+    if arguments["learning_rate"] is not None:
+        own_learning_rate(arguments["learning_rate"], 0)
 
 
 def _refuse_quiet(resume: str | None) -> None:

@@ -17,7 +17,7 @@ from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
-from axsparse.models.survey import LayerInfo, Survey, match
+from axsparse.models.survey import LayerInfo, Survey, match, named_value
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     Choice,
@@ -48,7 +48,6 @@ from axsparse.pruning.targets import (
 )
 from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid, Place
 from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.gradient_norm import LossScale
@@ -388,16 +387,8 @@ def _own_values(key: str, entries: Sequence[str], names: Sequence[str]) -> dict[
     """The value of each parameter that an entry `pattern=value` names; the last one counts."""
     values: dict[str, float] = {}
     for entry in entries:
-        pattern, _, number = entry.rpartition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = -1.0
-        if not pattern or not 0 <= value < float("inf"):
-            raise ConfigError(
-                f"{key}: {entry!r} is not pattern=value with a value of at least 0; write it like "
-                "head.*=0.01"
-            )
-        named = match([pattern.strip()], names, key, "no trained parameter")
+        form = "pattern=value with a value of at least 0; write it like head.*=0.01"
+        pattern, value = named_value(key, entry, math.inf, form)
+        named = match([pattern], names, key, "no trained parameter")
         values.update(dict.fromkeys(named, value))
     return values
