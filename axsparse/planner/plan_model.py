@@ -28,7 +28,6 @@ from axsparse.planner.run_workload import (
 from axsparse.planner.stage_memory import StageMemory, gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
 from axsparse.pruning.targets import Targets, kept_at_start, starts_pruned, what_is_pruned
-from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.optimizer import optimizer_of
@@ -48,7 +47,6 @@ class Subject:
     loaded: LoadedConfig
     survey: Survey
     targets: Targets | None
-    ticket: Ticket | None
     on_host: bool
     """Whether the memory that is planned is the host's."""
     notes: Sequence[str]
@@ -58,9 +56,7 @@ class Subject:
         """What is trained; ConfigError for `samo` if nothing is pruned."""
         config, name = self.loaded.config, self.loaded.name
         optimizer = optimizer_of(config.optimizer)
-        is_pruned = method == "samo" or (
-            method == "start" and starts_pruned(config, self.targets, self.ticket)
-        )
+        is_pruned = method == "samo" or (method == "start" and starts_pruned(config, self.targets))
         if not is_pruned:
             return SurveyedModel(config, self.survey, name, {}, optimizer, on_host=self.on_host)
         if self.targets is None:
@@ -68,7 +64,7 @@ class Subject:
                 f"{self.loaded.where('pruning.sparsity')}: nothing is pruned, so that there is no "
                 "SAMO to compare with; set it above 0 (and samo.enabled to true)"
             )
-        kept = self.targets.kept() if self.ticket is None else self.ticket.kept
+        kept = self.targets.kept()
         return SurveyedModel(config, self.survey, name, kept, optimizer, on_host=self.on_host)
 
     def room(self, cluster: Cluster) -> float:
@@ -156,8 +152,8 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
             f"model {model.name}: it has no example, so that nobody knows what its layers compute; "
             "give Model(…, example=…)"
         )
-    targets, ticket = what_is_pruned(loaded.config, surveyed)
-    if targets is not None and not starts_pruned(loaded.config, targets, ticket):
+    targets = what_is_pruned(loaded.config, surveyed)
+    if targets is not None and not starts_pruned(loaded.config, targets):
         notes.append(
             f"{loaded.config.pruning.method} starts dense, and so it has to fit; --compare "
             "dense,samo shows what the pruned part would need"
@@ -170,7 +166,7 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
     check_offload(loaded, has_gpu=cluster.host_bandwidth is not None)
     if cluster.host_memory_bytes is not None:
         notes.append(_beside(loaded.config, cluster.host_memory_bytes))
-    return Subject(loaded, surveyed, targets, ticket, cluster.is_of_hosts, notes)
+    return Subject(loaded, surveyed, targets, cluster.is_of_hosts, notes)
 
 
 def _beside(config: Config, room: float) -> str:
@@ -252,6 +248,6 @@ def planned_memory(
         # The peak that a run predicts is that of its steps, without copies for checkpoints.
         return [replace(one, checkpoint=0.0) for one in planned.memory(loads, overhead)]
 
-    start = memory(kept_at_start(config, *what_is_pruned(config, surveyed)), 0.0, at_start=True)
+    start = memory(kept_at_start(config, what_is_pruned(config, surveyed)), 0.0, at_start=True)
     overhead = max(0.0, predicted - max(stage.total for stage in start))
     return memory(kept, overhead), memory({}, overhead)

@@ -84,6 +84,25 @@ def calibration_memory(
     return CalibrationMemory(moments, drawn * on_host)
 
 
+def state_format(
+    config: Config, optimizer: Optimizer, g_data: int, *, adds_in_half: bool = False
+) -> StateFormat:
+    """How a run of `g_data` replicas stores its state; `adds_in_half` decides `samo.gradient:
+    auto`."""
+    samo, width = config.samo, value_bytes(config.precision)
+    is_half = adds_in_half if samo.gradient == "auto" else samo.gradient == "half"
+    return StateFormat(
+        half=config.precision != "fp32",
+        gradient_bytes=width if is_half else 4,
+        moments=len(optimizer.moments),
+        index=samo.index,
+        split_master=samo.split_master,
+        # Where `auto` does not shard, the fullest share is as large as the whole.
+        replicas=g_data if samo.shard_optimizer else 1,
+        offload=samo.offload,
+    )
+
+
 def copied_bytes(config: Config) -> float:
     """Bytes of host memory that a rank's checkpoint copies may take while training goes on."""
     saves = config.checkpoint
@@ -156,7 +175,7 @@ class SurveyedModel:
         return self._loads[key]
 
     def _new_load(self, numbers: range, g_data: int, adds_in_half: bool) -> StageLoad:
-        config, samo = self.config, self.config.samo
+        config = self.config
         layers = [self.survey.layers[number] for number in numbers]
         every = config.pipeline.checkpoint_activations
         again = [layer for number, layer in enumerate(layers) if is_recomputed(number, every)]
@@ -165,17 +184,7 @@ class SurveyedModel:
         outputs = 0 if last is None else last.outputs
         is_last = numbers.stop == len(self.survey.layers)
         activations = held_activations(layers, every)
-        is_half = adds_in_half if samo.gradient == "auto" else samo.gradient == "half"
-        stored = StateFormat(
-            half=self.precision != "fp32",
-            gradient_bytes=width if is_half else 4,
-            moments=len(self.optimizer.moments),
-            index=samo.index,
-            split_master=samo.split_master,
-            # Where `auto` does not shard, the fullest share is as large as the whole.
-            replicas=g_data if samo.shard_optimizer else 1,
-            offload=samo.offload,
-        )
+        stored = state_format(config, self.optimizer, g_data, adds_in_half=adds_in_half)
         calibration = CalibrationMemory()
         draws = config.pruning.method in METHODS and config.pruning.ticket is None
         if draws and self.kept and not self.has_masks:

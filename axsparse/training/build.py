@@ -435,9 +435,10 @@ def _first_masks(
     Drawing them, ranks communicate, so that no `together` can stand around it: a rank that fails
     meanwhile ends the job.
     """
-    if not run.starts_pruned or run.ticket is not None:
-        return run.ticket
-    assert run.targets is not None
+    if run.targets is None or not run.starts_pruned:
+        return None
+    if run.targets.ticket is not None:
+        return run.targets.ticket
     ties = run.survey.ties
     if run.config.pruning.method in METHODS:
         calibration = Calibration(

@@ -38,7 +38,7 @@ from axsparse.planner.run_workload import (
     split_trade,
 )
 from axsparse.planner.schedule_choice import Trade
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.surveyed_model import SurveyedModel, state_format
 from axsparse.pruning.criteria import Criterion, Score, configured_criterion
 from axsparse.pruning.targets import (
     Targets,
@@ -46,14 +46,13 @@ from axsparse.pruning.targets import (
     starts_pruned,
     what_is_pruned,
 )
-from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.grid import Grid, Place
 from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.gradient_norm import LossScale
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
-from axsparse.samo.state_bytes import StateFormat, master_kind, stage_bytes
+from axsparse.samo.state_bytes import master_kind, stage_bytes
 from axsparse.training.checkpoint.verification import flat
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
@@ -111,8 +110,6 @@ class RunSpec:
     """The pruned tensors; None trains dense."""
     criterion: Criterion
     """The score by which entries are kept."""
-    ticket: Ticket | None
-    """The ticket whose masks are used from the start; None without one."""
     optimizer: Optimizer
     learning_rate: LearningRate | None
     """A schedule of the user's own; None for that of the configuration."""
@@ -153,7 +150,7 @@ class RunSpec:
     @property
     def starts_pruned(self) -> bool:
         """Whether state is built compressed; otherwise it is dense until the first pruning."""
-        return starts_pruned(self.config, self.targets, self.ticket)
+        return starts_pruned(self.config, self.targets)
 
     @property
     def memory_is_tight(self) -> bool:
@@ -169,15 +166,7 @@ class RunSpec:
             layers,
             self.survey.ties,
             kept,
-            StateFormat(
-                half=self.dtype != torch.float32,
-                gradient_bytes=self.gradient_dtype.itemsize,
-                moments=len(self.optimizer.moments),
-                index=self.config.samo.index,
-                split_master=self.config.samo.split_master,
-                replicas=self.place.grid.g_data if self.config.samo.shard_optimizer else 1,
-                offload=self.config.samo.offload,
-            ),
+            state_format(self.config, self.optimizer, self.place.grid.g_data),
         ).total
 
     def stage_of(self, name: str) -> int:
@@ -194,10 +183,11 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     """
     config, survey = loaded.config, inputs.survey
     check_transport(loaded, inputs.transport, on_host=inputs.on_host)
-    wanted, ticket = what_is_pruned(config, survey)
-    if config.pruning.method in ("zeros", "sparsegpt") and wanted is not None and ticket is None:
+    wanted = what_is_pruned(config, survey)
+    draws = wanted is not None and wanted.ticket is None
+    if wanted is not None and draws and config.pruning.method in ("zeros", "sparsegpt"):
         check_weights_are_loaded(loaded, inputs.model, wanted)
-    kept = kept_at_start(config, wanted, ticket) if inputs.saved is None else inputs.saved
+    kept = kept_at_start(config, wanted) if inputs.saved is None else inputs.saved
     subject = SurveyedModel(
         config,
         survey,
@@ -218,14 +208,13 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         place=grid.place(inputs.transport.rank),
         targets=wanted,
         criterion=configured_criterion(loaded, inputs.score),
-        ticket=ticket,
         optimizer=subject.optimizer,
         learning_rate=inputs.learning_rate,
         groups=parameter_groups(config, survey),
         kept_at_start=kept,
         on_host=inputs.on_host,
     )
-    if wanted is not None and (ticket is None or config.pruning.method in UNTIL):
+    if draws or (wanted is not None and config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
     stages = (

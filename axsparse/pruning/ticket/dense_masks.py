@@ -37,15 +37,14 @@ def import_masks(file: WeightFile, surveyed: Survey, path: Path) -> TicketManife
     """
     shapes = surveyed.shapes
     there = _places(file, shapes)
-    pruned = {name: shape for name, shape in shapes.items() if name in there}
     for name in there:
         if len(shapes[name]) < 2:
             raise DataError(
                 f"{file.path}: {there[name][0]!r} is a mask of {name}, which is a vector; only "
                 "matrices are pruned: leave it out"
             )
-    masks = {name: partial(_read, file, name, there[name]) for name in pruned}
-    origin = TicketOrigin(algorithm=IMPORTED, step=0, seed=0, parameters=shapes, pruned=pruned)
+    masks = {name: partial(_read, file, name, place) for name, place in there.items()}
+    origin = TicketOrigin(IMPORTED, step=0, seed=0, parameters=shapes)
     transport = LocalTransport(LocalWorld(1), 0)
     return write_ticket(path, origin, masks, transport=transport, place=Grid(1, 1).place(0))
 
