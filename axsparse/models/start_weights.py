@@ -260,11 +260,6 @@ def start_from(
         if there in file.shapes:
             names[name] = there
             _check_shape(file, there, name, shape, convert)
-        elif f"{name}.indptr" in file.shapes:
-            raise DataError(
-                f"{file.path}: has {name!r} in CSR, which is not read back; export the checkpoint "
-                "with --to torch"
-            )
         elif required:
             raise DataError(
                 f"{file.path}: has no tensor {there!r}, which is {name} of the model; take the "

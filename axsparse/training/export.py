@@ -2,11 +2,6 @@
 
     hf      a folder of model.safetensors, with transformers' names, and config.json
     torch   a safetensors file of dense tensors by global name
-    sparse  the same, but a pruned NAME of shape (R, …) is in CSR, as R rows of C columns:
-                NAME.indptr   R + 1    the position in the next two at which each row begins
-                NAME.indices  kept     the column of each kept entry, ascending in a row
-                NAME.values   kept     its value, which training may have made zero
-                NAME.shape    int64    (R, …)
 
 The folder of `hf` is what `from_pretrained` loads, with the files of a tokenizer: copies of what
 `model.from` had beside its weights, else that of the data. `axsparse.models.zoo.hf_models` knows
@@ -20,12 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import ValidationError
@@ -42,7 +36,7 @@ from axsparse.config.model_config import TextFamily
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.models.start_weights import WHOLE_FILE
-from axsparse.models.zoo.hf_models import hf_model
+from axsparse.models.zoo.hf_models import HfFamily, hf_model
 from axsparse.runtime.errors import (
     ConfigError,
     DataError,
@@ -58,7 +52,6 @@ from axsparse.runtime.files.safetensors import (
     write_safetensors,
 )
 from axsparse.samo.precision import DTYPES, round_to
-from axsparse.samo.state_bytes import INT32_LIMIT
 from axsparse.training.checkpoint.layer_files import (
     BUFFER,
     MASTER,
@@ -69,7 +62,7 @@ from axsparse.training.checkpoint.layer_files import (
 from axsparse.training.checkpoint.manifest import ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
 
-Form = Literal["hf", "torch", "sparse"]
+Form = Literal["hf", "torch"]
 COMPANIONS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
@@ -80,6 +73,10 @@ settings of how it generates."""
 _FOLDER_FILES = {WHOLE_FILE, CONFIG_FILE}
 _OF_WEIGHTS = ("model", "data", "batch", "precision")
 """The sections and settings that say what the weights are, and what they are good for."""
+Value = Callable[[], Tensor]
+"""Reads a tensor."""
+Tensors = Mapping[str, tuple[TensorHeader, Value]]
+"""Tensors to be written, by their names there."""
 _STEP = "step"
 """Names the steps done, in the metadata of all that is exported."""
 
@@ -116,14 +113,16 @@ def export(
     or is removed meanwhile.
     """
     checkpoint, path = checkpoint_of(Path(run), step), Path(path)
+    if form not in get_args(Form):
+        raise ConfigError(f"export: {form!r} is no form; choose one of {', '.join(get_args(Form))}")
     is_folder = form == "hf"
     if not is_folder and path.suffix != SUFFIX:
         raise ConfigError(f"--out: {str(path)!r} does not end in {SUFFIX}; add that")
     path = path.absolute()
     _refuse_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
-    groups = _of_hf(weights) if is_folder else _by_global_name(weights, is_csr=form == "sparse")
-    headers = {key: header for group in groups for key, header in group.headers.items()}
+    tensors = _of_hf(weights) if is_folder else _by_global_name(weights)
+    headers = {name: header for name, (header, _) in tensors.items()}
     metadata = {_STEP: str(checkpoint.step)}
     notes: Sequence[str] = ()
     with _new(path) as unfinished:
@@ -134,7 +133,8 @@ def export(
             for name, content in files.items():
                 write_new(unfinished / name, content)
             file = unfinished / WHOLE_FILE
-        write_safetensors(file, headers, weights.values(groups), metadata)
+        values = weights.read(value for _, value in tensors.values())
+        write_safetensors(file, headers, values, metadata)
         if is_folder:
             sync_folder(unfinished)
         _refuse_taken(path, is_folder=is_folder, force=force)
@@ -160,20 +160,7 @@ def load(
     Raises MissingInputError if there is no such checkpoint, DataError if it is damaged.
     """
     weights = Weights(checkpoint_of(Path(run), step), trained=trained)
-    tensors = {name: weights.dense(name) for name in weights.parameters}
-    for layer, buffers in weights.buffers.items():
-        tensors |= {name: weights.buffer(layer, name) for name in buffers}
-    return tensors
-
-
-@dataclass(frozen=True)
-class Group:
-    """The output tensors that one parameter or buffer of the checkpoint becomes."""
-
-    headers: Mapping[str, TensorHeader]
-    """By output name."""
-    values: Callable[[], Iterable[Tensor]]
-    """Reads the tensors, in the order of `headers`."""
+    return {name: value() for name, (_, value) in _by_global_name(weights).items()}
 
 
 class Weights:
@@ -220,10 +207,6 @@ class Weights:
             settings[section] = {key: value for key, value in values if key != leaf[0]}
         return Config.model_validate(settings)
 
-    def is_pruned(self, name: str) -> bool:
-        """Whether some entries of a parameter are pruned."""
-        return name in self._masks.kept
-
     def dtype_of(self, name: str) -> torch.dtype:
         """The type in which a parameter is written.
 
@@ -236,36 +219,27 @@ class Weights:
 
     def dense(self, name: str) -> Tensor:
         """A parameter in its shape, with zeros at pruned positions."""
-        shape = self.parameters[name].shape
-        kept_K = self.kept(name)
-        if not self.is_pruned(name):
-            return kept_K.view(shape)
-        mask_D = self.mask(name)
-        dense_D = torch.zeros(mask_D.shape, dtype=kept_K.dtype)
-        return dense_D.masked_scatter_(mask_D, kept_K).view(shape)
-
-    def kept(self, name: str) -> Tensor:
-        """The kept entries of a parameter, flat."""
         entry = self.parameters[name]
         if name in self._untrained:
             wanted = TensorHeader(self._untrained[name].dtype, entry.shape)
-            return self._files.read(VALUE, name, wanted).to(self.dtype_of(name)).view(-1)
-        master = self._files.read(MASTER, name, TensorHeader(torch.float32, (entry.kept,)))
-        return round_to(master, self.dtype)
-
-    def mask(self, name: str) -> Tensor:
-        """The flat mask of a pruned parameter."""
-        return self._masks.mask(name, self.parameters[name].shape, partial(self.dense, name))
+            return self._files.read(VALUE, name, wanted).to(self.dtype_of(name))
+        master_K = self._files.read(MASTER, name, TensorHeader(torch.float32, (entry.kept,)))
+        kept_K = round_to(master_K, self.dtype)
+        if name not in self._masks.kept:
+            return kept_K.view(entry.shape)
+        mask_D = self._masks.mask(name, entry.shape, partial(self.dense, name))
+        dense_D = torch.zeros(mask_D.shape, dtype=kept_K.dtype)
+        return dense_D.masked_scatter_(mask_D, kept_K).view(entry.shape)
 
     def buffer(self, layer: str, name: str) -> Tensor:
         """A buffer in the type in which it was saved."""
         return self._files.read_buffer(layer, name, self.buffers[layer][name])
 
-    def values(self, groups: Sequence[Group]) -> Iterator[Tensor]:
-        """The tensors of all groups in turn; MissingInputError if the checkpoint is removed."""
+    def read(self, values: Iterable[Value]) -> Iterator[Tensor]:
+        """These tensors in turn; MissingInputError if the checkpoint is removed meanwhile."""
         try:
-            for group in groups:
-                yield from group.values()
+            for value in values:
+                yield value()
         except OSError as reason:
             raise MissingInputError(
                 f"checkpoint {self.checkpoint.path}: cannot be read any more ({reason.strerror}); "
@@ -285,52 +259,16 @@ def _misunderstood(settings: Mapping[str, Any]) -> list[tuple[str, ...]]:
 # -- what is written ------------------------------------------------------------------------
 
 
-def _by_global_name(weights: Weights, *, is_csr: bool) -> list[Group]:
+def _by_global_name(weights: Weights) -> Tensors:
     """All parameters and buffers, layer by layer."""
-    groups = []
+    tensors: dict[str, tuple[TensorHeader, Value]] = {}
     for name, layer in weights.checkpoint.manifest.layers.items():
-        for parameter in layer.parameters:
-            is_sparse = is_csr and weights.is_pruned(parameter)
-            groups.append((_csr if is_sparse else _dense)(weights, parameter))
-        groups.extend(_buffer(weights, name, buffer) for buffer in weights.buffers[name])
-    return groups
-
-
-def _dense(weights: Weights, name: str) -> Group:
-    header = TensorHeader(weights.dtype_of(name), weights.parameters[name].shape)
-    return Group({name: header}, lambda: [weights.dense(name)])
-
-
-def _buffer(weights: Weights, layer: str, name: str) -> Group:
-    header = weights.buffers[layer][name]
-    return Group({name: header}, lambda: [weights.buffer(layer, name)])
-
-
-def _csr(weights: Weights, name: str) -> Group:
-    """A pruned parameter in CSR; its columns are all dimensions but the first, flattened.
-
-    Both index tensors have the same integer type, since torch and scipy want that.
-    """
-    shape, kept = weights.parameters[name].shape, weights.parameters[name].kept
-    rows, columns = shape[0], math.prod(shape[1:])
-    integer = torch.int32 if max(kept, columns) <= INT32_LIMIT else torch.int64
-
-    def values() -> Iterator[Tensor]:
-        mask = weights.mask(name).view(rows, columns)
-        indptr = torch.zeros(rows + 1, dtype=integer)
-        indptr[1:] = mask.sum(1).cumsum(0)
-        yield indptr
-        yield mask.view(-1).nonzero().view(-1).remainder_(columns).to(integer)
-        yield weights.kept(name)
-        yield torch.tensor(shape)
-
-    headers = {
-        f"{name}.indptr": TensorHeader(integer, (rows + 1,)),
-        f"{name}.indices": TensorHeader(integer, (kept,)),
-        f"{name}.values": TensorHeader(weights.dtype_of(name), (kept,)),
-        f"{name}.shape": TensorHeader(torch.int64, (len(shape),)),
-    }
-    return Group(headers, values)
+        for parameter, entry in layer.parameters.items():
+            header = TensorHeader(weights.dtype_of(parameter), entry.shape)
+            tensors[parameter] = header, partial(weights.dense, parameter)
+        for buffer, header in weights.buffers[name].items():
+            tensors[buffer] = header, partial(weights.buffer, name, buffer)
+    return tensors
 
 
 # -- where it appears -----------------------------------------------------------------------
@@ -385,7 +323,7 @@ def _new(path: Path) -> Iterator[Path]:
 # -- folders of transformers ---------------------------------------------------------------
 
 
-def _of_hf(weights: Weights) -> list[Group]:
+def _of_hf(weights: Weights) -> Tensors:
     """All parameters as transformers names and stores them; ConfigError if it has no such model."""
     path, config = weights.checkpoint.path, weights.config().model
     found = hf_model(config)
@@ -402,14 +340,16 @@ def _of_hf(weights: Weights) -> list[Group]:
             "configuration; choose --to torch"
         )
 
-    def group(name: str) -> Group:
-        as_stored = family.turned(name, torch.empty(shapes[name], device="meta"))
+    tensors: dict[str, tuple[TensorHeader, Value]] = {}
+    for name, shape in shapes.items():
+        as_stored = family.turned(name, torch.empty(shape, device="meta"))
         header = TensorHeader(weights.dtype_of(name), tuple(as_stored.shape))
-        return Group(
-            {family.named(name): header}, lambda: [family.turned(name, weights.dense(name))]
-        )
+        tensors[family.named(name)] = header, partial(_turned, weights, family, name)
+    return tensors
 
-    return [group(name) for name in weights.parameters]
+
+def _turned(weights: Weights, family: HfFamily, name: str) -> Tensor:
+    return family.turned(name, weights.dense(name))
 
 
 def _files_of_hf(weights: Weights) -> tuple[dict[str, bytes], list[str]]:
