@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +46,6 @@ def from_sequential(
             raise ConfigError(
                 f"sequential: kinds names {layer!r}, and the modules are {', '.join(layers)}; "
                 "choose one of them"
-            )
-        if kinds[layer] not in get_args(Kind):
-            raise ConfigError(
-                f"sequential: kinds says that {layer!r} is {kinds[layer]!r}; choose one of "
-                f"{', '.join(get_args(Kind))}"
             )
     _refuse_shared(layers)
     full = [layer for layer, module in layers.items() if any(True for _ in module.parameters())]

@@ -165,17 +165,12 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
         )
     check_offload(loaded, has_gpu=cluster.host_bandwidth is not None)
     if cluster.host_memory_bytes is not None:
-        notes.append(_beside(loaded.config, cluster.host_memory_bytes))
+        notes.append(
+            f"of the host's {gigabytes(cluster.host_memory_bytes)} GB a rank takes up to "
+            f"{gigabytes(copied_bytes(loaded.config))} GB for copies of checkpoints "
+            "(checkpoint.buffer), and messages under way where they go through it"
+        )
     return Subject(loaded, surveyed, targets, cluster.is_of_hosts, notes)
-
-
-def _beside(config: Config, room: float) -> str:
-    """A note of what a rank on a GPU takes of its host's memory, beside the process itself."""
-    return (
-        f"of the host's {gigabytes(room)} GB a rank takes up to {gigabytes(copied_bytes(config))} "
-        "GB for copies of checkpoints (checkpoint.buffer), and messages under way where they go "
-        "through it"
-    )
 
 
 def plan_for(
