@@ -216,16 +216,16 @@ def refuse_dotted_names(model: Model) -> None:
             )
 
 
-def plain_model(
+def filled_modules(
     model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]
-) -> nn.Sequential:
-    """The model with these parameters and buffers, in evaluation mode; a `PlainModel`, or a copy of
-    the model's container with other children.
+) -> dict[str, nn.Module]:
+    """The modules of the layers with these parameters and buffers, in evaluation mode, by the names
+    of the layers.
 
     `tensors` has all of them by global name, a tied weight under the name of its first use, which
     both uses then share. `ties` maps second uses to first ones.
     """
-    made = PlainModel()
+    made: dict[str, nn.Module] = {}
     owners: dict[str, nn.Parameter] = {}
     for layer in model.layers:
         module = on_meta(layer)
@@ -242,7 +242,18 @@ def plain_model(
             for key, parameter in child._parameters.items():
                 if parameter is not None:
                     child._parameters[key] = filled[id(parameter)]
-        made.add_module(layer.name, module)
+        made[layer.name] = module.eval()
+    return made
+
+
+def plain_model(
+    model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> nn.Sequential:
+    """What `filled_modules` makes as one module in evaluation mode: a `PlainModel`, or a copy of
+    the model's container with other children."""
+    made = PlainModel()
+    for name, module in filled_modules(model, ties, tensors).items():
+        made.add_module(name, module)
     if model.container is None:
         return made.eval()
     own = copy.copy(model.container)

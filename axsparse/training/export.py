@@ -121,7 +121,7 @@ def export(
     path = path.absolute()
     _refuse_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
-    tensors = _of_hf(weights) if is_folder else _by_global_name(weights)
+    tensors = _of_hf(weights) if is_folder else weights.by_name()
     headers = {name: header for name, (header, _) in tensors.items()}
     metadata = {_STEP: str(checkpoint.step)}
     notes: Sequence[str] = ()
@@ -160,7 +160,7 @@ def load(
     Raises MissingInputError if there is no such checkpoint, DataError if it is damaged.
     """
     weights = Weights(checkpoint_of(Path(run), step), trained=trained)
-    return {name: value() for name, (_, value) in _by_global_name(weights).items()}
+    return weights.tensors()
 
 
 class Weights:
@@ -235,6 +235,21 @@ class Weights:
         """A buffer in the type in which it was saved."""
         return self._files.read_buffer(layer, name, self.buffers[layer][name])
 
+    def by_name(self) -> Tensors:
+        """All parameters and buffers, layer by layer."""
+        tensors: dict[str, tuple[TensorHeader, Value]] = {}
+        for name, layer in self.checkpoint.manifest.layers.items():
+            for parameter, entry in layer.parameters.items():
+                header = TensorHeader(self.dtype_of(parameter), entry.shape)
+                tensors[parameter] = header, partial(self.dense, parameter)
+            for buffer, header in self.buffers[name].items():
+                tensors[buffer] = header, partial(self.buffer, name, buffer)
+        return tensors
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters and buffers in memory."""
+        return {name: value() for name, (_, value) in self.by_name().items()}
+
     def read(self, values: Iterable[Value]) -> Iterator[Tensor]:
         """These tensors in turn; MissingInputError if the checkpoint is removed meanwhile."""
         try:
@@ -257,18 +272,6 @@ def _misunderstood(settings: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 # -- what is written ------------------------------------------------------------------------
-
-
-def _by_global_name(weights: Weights) -> Tensors:
-    """All parameters and buffers, layer by layer."""
-    tensors: dict[str, tuple[TensorHeader, Value]] = {}
-    for name, layer in weights.checkpoint.manifest.layers.items():
-        for parameter, entry in layer.parameters.items():
-            header = TensorHeader(weights.dtype_of(parameter), entry.shape)
-            tensors[parameter] = header, partial(weights.dense, parameter)
-        for buffer, header in weights.buffers[name].items():
-            tensors[buffer] = header, partial(weights.buffer, name, buffer)
-    return tensors
 
 
 # -- where it appears -----------------------------------------------------------------------
