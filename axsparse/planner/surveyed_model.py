@@ -157,6 +157,7 @@ class SurveyedModel:
             return fits is None or fits(stage, self._load(layers, g_data, microbatches))
 
         split = self.config.layout.split
+        found: list[range] | None
         if split == "auto":
             work = [layer.work for layer in self.survey.layers]
             found = partition(work, g_inter, None if fits is None else has_room)
@@ -165,7 +166,9 @@ class SurveyedModel:
             assert len(found) == g_inter, "a split says how many stages"
             if not all(has_room(stage, layers) for stage, layers in enumerate(found)):
                 found = None
-        return found and [self._load(layers, g_data, microbatches) for layers in found]
+        if found is None:
+            return None
+        return [self._load(layers, g_data, microbatches) for layers in found]
 
     def _load(self, numbers: range, g_data: int, microbatches: int) -> StageLoad:
         """The load of these layers, remembered, since the search for a split asks repeatedly."""

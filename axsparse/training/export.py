@@ -32,7 +32,7 @@ from axsparse.config.hf_config import (
     read_json,
     refuse_other_sizes,
 )
-from axsparse.config.model_config import TextFamily
+from axsparse.config.model_config import Family, TextFamily
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.models.start_weights import WHOLE_FILE
@@ -128,7 +128,9 @@ def export(
     with _new(path) as unfinished:
         file = unfinished
         if is_folder:
-            files, notes = _files_of_hf(weights)
+            tokenizer, untold = _tokenizer(weights)
+            files, notes = hf_files(weights.config().model, weights.dtype, tokenizer)
+            notes = notes or untold
             unfinished.mkdir()
             for name, content in files.items():
                 write_new(unfinished / name, content)
@@ -355,14 +357,16 @@ def _turned(weights: Weights, family: HfFamily, name: str) -> Tensor:
     return family.turned(name, weights.dense(name))
 
 
-def _files_of_hf(weights: Weights) -> tuple[dict[str, bytes], list[str]]:
-    """The files beside the weights, by name, and what the user should know of them.
+def hf_files(
+    config: Family, dtype: torch.dtype, tokenizer: ExportedTokenizer | None
+) -> tuple[dict[str, bytes], list[str]]:
+    """The files beside weights of type `dtype`, by name, and what the user should know of them.
 
     They are those of `model.from`, as long as they are there, or made of the settings and of the
     tokenizer of the training data. ConfigError if no model of transformers has these settings, or
     if the folder of `model.from` has others meanwhile; DataError if its config.json cannot be read.
     """
-    config, dtype = weights.config().model, str(weights.dtype).removeprefix("torch.")
+    named, notes = str(dtype).removeprefix("torch."), []
     source = None if config.from_ is None else Path(config.from_)
     if source is not None and (source / CONFIG_FILE).is_file():
         refuse_other_sizes(source / CONFIG_FILE, model_settings(source / CONFIG_FILE), config)
@@ -370,9 +374,8 @@ def _files_of_hf(weights: Weights) -> tuple[dict[str, bytes], list[str]]:
         settings = {key: value for key, value in theirs.items() if key != "torch_dtype"}
         there = [name for name in COMPANIONS if (source / name).is_file()]
         files = {name: (source / name).read_bytes() for name in there}
-        return {**files, CONFIG_FILE: _json({**settings, "dtype": dtype})}, []
-    tokenizer, notes = _tokenizer(weights)
-    texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, dtype)}
+        return {**files, CONFIG_FILE: _json({**settings, "dtype": named})}, []
+    texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}
     if tokenizer is not None:
         assert isinstance(config, TextFamily), "transformers has these models only"
         texts[CONFIG_FILE] |= tokenizer.ids
@@ -390,9 +393,11 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _tokenizer(weights: Weights) -> tuple[ExportedTokenizer | None, list[str]]:
-    """The tokenizer of the run's data, if it is known, and a note if it cannot be read any more."""
-    data = weights.checkpoint.manifest.data
+    """The tokenizer of the run's data, if it is known; and a note if it cannot be read any more and
+    `model.from` names no other."""
+    config, data = weights.config(), weights.checkpoint.manifest.data
     try:
-        return exported_tokenizer(weights.config().data, data.name, data.fingerprint), []
+        return exported_tokenizer(config.data, data.name, data.fingerprint), []
     except (DataError, MissingInputError) as reason:
-        return None, [f"the folder has no tokenizer: {reason}"]
+        said = [f"the folder has no tokenizer: {reason}"]
+        return None, said if config.model.from_ is None else []
