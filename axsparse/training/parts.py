@@ -124,12 +124,8 @@ def assemble(
         while_idle=sync.advance,
     )
     live = _live_masks(run, layers, options, transport)
-    masking = None
-    if live is not None:
-        is_pruned = run.starts_pruned
-        masking = choose_masking(
-            config, run.criterion, live, collector, ties, starts_pruned=is_pruned
-        )
+    starts = run.starts_pruned
+    masking = choose_masking(config, run.criterion, live, collector, ties, starts_pruned=starts)
     offload = None
     if config.samo.offload and placement.gpu is not None:
         offload = Offload(placement.gpu, states, backoff)

@@ -56,7 +56,7 @@ def _widened(value: Any) -> Any:
 
 
 @compiled
-def master_of(master: Array | None, weight: Array | None, low: Array | None, at: int) -> Any:
+def master_of(master: Array | None, weight: Any, low: Array | None, at: int) -> Any:
     """The fp32 master of one entry: stored, or joined (`samo/precision.py`)."""
     value = np.float32(0)
     if master is not None:
