@@ -148,9 +148,7 @@ def ticket(training: Training, folder: Path) -> Path:
         return tile.repeat(-(-numel // TILE))[:numel]
 
     shapes = asked.targets.shapes
-    drawn = TicketOrigin(
-        algorithm="random", step=0, seed=1, parameters=asked.survey.shapes, pruned=shapes
-    )
+    drawn = TicketOrigin("random", step=0, seed=1, parameters=asked.survey.shapes)
     own = {name: partial(mask, math.prod(shape)) for name, shape in shapes.items()}
     alone = LocalTransport(LocalWorld(1), 0)
     path = folder / f"{Path(training.config).stem}-{asked.survey.num_params}.safetensors"

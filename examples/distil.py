@@ -24,10 +24,11 @@ from axsparse.config.model_config import Family
 from axsparse.data.sources import open_datasets
 from axsparse.models.layer import StartValues
 from axsparse.models.losses import linear_cross_entropy
+from axsparse.models.start_weights import WHOLE_FILE
 from axsparse.models.zoo.hf_models import hf_model
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.files.safetensors import TensorHeader
-from axsparse.training.export import HfFolder
+from axsparse.runtime.files.safetensors import header_of, write_safetensors
+from axsparse.training.export import hf_files
 
 ALPHA, TEMPERATURE = 0.5, 2.0
 """The teacher's part in the loss, and what logits are divided by to compare the two."""
@@ -140,8 +141,12 @@ def write_folder(path: Path, settings: Family, weights: Mapping[str, Tensor]) ->
     """Write the model of these settings for transformers, with the tokenizer of `model.from`."""
     found = hf_model(settings)
     assert found is not None, "model.from has a model of transformers"
-    headers = {name: TensorHeader(w.dtype, tuple(w.shape)) for name, w in weights.items()}
-    HfFolder(path, settings, found[0], torch.float32, headers).write(iter(weights.values()), {})
+    family, files = found[0], hf_files(settings, torch.float32, None)[0]
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    tensors = {family.named(name): family.turned(name, w) for name, w in weights.items()}
+    headers = {name: header_of(w) for name, w in tensors.items()}
+    write_safetensors(path / WHOLE_FILE, headers, iter(tensors.values()))
 
 
 if __name__ == "__main__":

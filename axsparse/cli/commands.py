@@ -24,7 +24,7 @@ COMMANDS = {
     "trace": Command("axsparse.cli.trace", "compare two traces of steps"),
     "compare": Command("axsparse.cli.compare", "say whether two runs are the same, bit by bit"),
     "data": Command("axsparse.cli.data", "turn text files into tokens"),
-    "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds, or make one"),
+    "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds"),
     "prune": Command("axsparse.cli.prune", "say what a run would prune, and what not and why"),
     "checkpoint": Command("axsparse.cli.checkpoint", "look at what a run saved"),
     "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),

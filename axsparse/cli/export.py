@@ -13,7 +13,6 @@ checkpoint is taken, or one checkpoint in it:
 
   axsparse export runs/my_run --to hf --out my_gpt
   axsparse export runs/my_run --step 500 --to torch --out weights.safetensors
-  axsparse export runs/my_run/checkpoints/step-500 --sparse --out pruned.safetensors
 
 Values are the fp32 master weights. The checkpoint is verified first; its run may still go on.
 """
@@ -23,17 +22,12 @@ def parser() -> CommandParser:
     """The command line."""
     arguments = CommandParser(_export, prog="axsparse export", description=DESCRIPTION)
     add_checkpoint(arguments.add_argument)
-    form = arguments.add_mutually_exclusive_group(required=True)
-    form.add_argument(
+    arguments.add_argument(
         "--to",
         choices=("hf", "torch"),
+        required=True,
         help="hf: a folder that from_pretrained of transformers loads, with the tokenizer of the "
         "data; torch: a safetensors file of dense tensors, named as axsparse names them",
-    )
-    form.add_argument(
-        "--sparse",
-        action="store_true",
-        help="as torch, with pruned tensors in CSR (.indptr, .indices, .values, .shape)",
     )
     arguments.add_argument("--out", metavar="PATH", type=Path, required=True)
     arguments.add_argument(
@@ -52,7 +46,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
     done = export(
         arguments.run,
-        "sparse" if arguments.sparse else arguments.to,
+        arguments.to,
         arguments.out,
         step=arguments.step,
         trained=arguments.trained,

@@ -141,8 +141,7 @@ def _profile(loaded: LoadedConfig, steps: int, size: int, *, is_split: bool = Fa
     changes = {
         "batch": {"global_batch_size": MICROBATCHES * size, "microbatch_size": size},
         "layout": {
-            **{"g_inter": 1, "g_data": 1, "g_inter_pruned": None},
-            **{"split": "auto", "memory_per_rank": "auto"},
+            **{"g_inter": 1, "g_data": 1, "split": "auto", "memory_per_rank": "auto"},
         },
         "pipeline": {"schedule": "message-driven", "split_backward": is_split, "held": "auto"},
     }

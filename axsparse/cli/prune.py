@@ -51,11 +51,11 @@ def lines(loaded: LoadedConfig) -> Iterator[str]:
     from axsparse.pruning.targets import left_dense, what_is_pruned
 
     surveyed = survey(model_without_weights(loaded))
-    targets, ticket = what_is_pruned(loaded.config, surveyed)
+    targets = what_is_pruned(loaded.config, surveyed)
     if targets is None:
         yield "nothing is pruned: samo.enabled is false, or pruning.sparsity is 0"
         return
-    kept = targets.kept() if ticket is None else ticket.kept
+    kept, ticket = targets.kept(), targets.ticket
     yield f"pruned by {loaded.config.pruning.method if ticket is None else ticket.path}:"
     rows = [
         (name, " × ".join(map(str, shape)), math.prod(shape), kept[name])

@@ -1,4 +1,4 @@
-"""`axsparse ticket show | import | export`: looks at masks, and takes them from and to others."""
+"""`axsparse ticket show`: says what a file of masks holds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from axsparse.cli.parser import CommandParser, add_configuration, say
+from axsparse.cli.parser import CommandParser, say
 from axsparse.planner.plan_report import table
-from axsparse.runtime.errors import MissingInputError, OutputError, writing
-from axsparse.runtime.files.atomic import new_path
+from axsparse.runtime.errors import MissingInputError
 
 if TYPE_CHECKING:
     from axsparse.pruning.ticket.ticket_reader import TicketManifest
@@ -27,19 +26,6 @@ starts from one under any layout:
 
   axsparse train --config my.yaml --set pruning.ticket=ticket.safetensors
 """
-IMPORT = """\
-Make a ticket of dense masks: safetensors or a torch state dict with a tensor of zeros and ones for
-each pruned matrix, under our name of it or that of transformers.
-
-  axsparse ticket import masks.safetensors --out ticket.safetensors --config my.yaml
-  axsparse ticket import masks.safetensors --out ticket.safetensors --config prune_llama.yaml \\
-    --set model.from=my_llama
-"""
-EXPORT = """\
-Write the masks of a ticket as safetensors of dense uint8 tensors, zeros and ones.
-
-  axsparse ticket export ticket.safetensors --out masks.safetensors --names hf
-"""
 
 
 def parser() -> CommandParser:
@@ -51,51 +37,7 @@ def parser() -> CommandParser:
     show.add_argument(
         "--json", action="store_true", help="the whole manifest, with the model's parameters"
     )
-    purpose = "a ticket of dense masks that another tool has drawn"
-    dense = group.add_member("import", _import, help=purpose, description=IMPORT)
-    dense.add_argument("file", metavar="MASKS", type=Path, help="the dense masks")
-    dense.add_argument("--out", metavar="FILE", type=Path, required=True, help="the ticket")
-    add_configuration(dense.add_argument)
-    purpose = "the masks of a ticket as dense tensors of zeros and ones"
-    export = group.add_member("export", _export, help=purpose, description=EXPORT)
-    export.add_argument("file", metavar="FILE", type=Path, help="the ticket, or a run with one")
-    export.add_argument("--out", metavar="MASKS", type=Path, required=True, help="a new file")
-    export.add_argument(
-        "--names",
-        choices=("axsparse", "hf"),
-        default="axsparse",
-        help="names and shapes of axsparse or of Hugging Face's transformers (default %(default)s)",
-    )
     return group
-
-
-def _import(arguments: argparse.Namespace) -> None:
-    # Imported late, so that --help does not load torch.
-    from axsparse.config.load import load_config
-    from axsparse.models.start_weights import open_weights
-    from axsparse.models.survey import survey
-    from axsparse.models.zoo.model_registry import model_without_weights
-    from axsparse.pruning.ticket.dense_masks import import_masks
-
-    _refuse_taken(arguments.out)
-    loaded = load_config(arguments.config, arguments.overrides)
-    surveyed = survey(model_without_weights(loaded))
-    manifest = import_masks(open_weights(arguments.file), surveyed, arguments.out)
-    say(f"{arguments.out}: {_summary(manifest)}")
-
-
-def _export(arguments: argparse.Namespace) -> None:
-    from axsparse.pruning.ticket.dense_masks import export_masks
-    from axsparse.pruning.ticket.ticket_reader import open_ticket
-
-    ticket = open_ticket(_of_run(arguments.file))
-    _refuse_taken(arguments.out)
-    with (
-        writing(f"--out: {arguments.out}", "choose another place"),
-        new_path(arguments.out) as unfinished,
-    ):
-        export_masks(ticket, unfinished, foreign=arguments.names == "hf")
-    say(f"{arguments.out}: {_summary(ticket.manifest)}")
 
 
 def _of_run(path: Path) -> Path:
@@ -111,15 +53,6 @@ def _of_run(path: Path) -> Path:
             "trainer.save_ticket writes them"
         )
     return path / TICKET_FILE
-
-
-def _refuse_taken(path: Path) -> None:
-    if path.is_symlink() or path.exists():
-        raise OutputError(f"--out: {path} is there already; choose another place, or move it away")
-
-
-def _summary(manifest: TicketManifest) -> str:
-    return f"masks of {len(manifest.tensors)} tensors, {100 * manifest.sparsity:.3f} % pruned"
 
 
 def _show(arguments: argparse.Namespace) -> None:

@@ -31,6 +31,8 @@ FORMER_KEYS = {
     "makes up for it",
     "train.nvtx": "remove it: train.trace names phases, forwards and backwards, and in Python "
     "torch.autograd.profiler.emit_nvtx names operations in NVIDIA's profilers",
+    "layout.g_inter_pruned": "remove it: a run that has drawn its last masks goes on by --resume "
+    "under another layout.g_inter",
 }
 """Key of earlier versions that is gone -> what to do about it."""
 FORMER_VALUES = {

@@ -92,10 +92,6 @@ class LayoutConfig(Section):
     takes 2 if 2 divides the ranks, else 1, and more only if the host's memory requires it."""
     g_data: Count | Auto = "auto"
     """Replicas of the pipeline; `auto` takes ranks / g_inter."""
-    g_inter_pruned: Count | Auto | None = None
-    """Pipeline stages after a method that prunes during training has drawn its last masks: the run
-    saves there and continues at once, on the same ranks, as if resumed under this layout. `auto`
-    plans again, with what is kept. null keeps the layout."""
     split: Annotated[tuple[Count, ...] | Auto, FromList] = "auto"
     """Layers of each stage, first to last, embedding and head included; `auto` balances the work
     of the stages, among the splits that fit `memory_per_rank`."""

@@ -124,8 +124,6 @@ def byte_tokenizer(separator: int) -> ExportedTokenizer:
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     tokenizer: dict[str, Any] = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [
             {
                 "id": separator,
@@ -137,19 +135,10 @@ def byte_tokenizer(separator: int) -> ExportedTokenizer:
                 "special": True,
             }
         ],
-        "normalizer": None,
         "pre_tokenizer": {**by_bytes, "use_regex": True},
-        "post_processor": None,
         "decoder": {**by_bytes, "use_regex": True},
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
             "vocab": {**vocabulary, SEPARATOR: separator},
             "merges": [],
         },

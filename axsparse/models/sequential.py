@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +46,6 @@ def from_sequential(
             raise ConfigError(
                 f"sequential: kinds names {layer!r}, and the modules are {', '.join(layers)}; "
                 "choose one of them"
-            )
-        if kinds[layer] not in get_args(Kind):
-            raise ConfigError(
-                f"sequential: kinds says that {layer!r} is {kinds[layer]!r}; choose one of "
-                f"{', '.join(get_args(Kind))}"
             )
     _refuse_shared(layers)
     full = [layer for layer, module in layers.items() if any(True for _ in module.parameters())]
@@ -221,16 +216,16 @@ def refuse_dotted_names(model: Model) -> None:
             )
 
 
-def plain_model(
+def filled_modules(
     model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]
-) -> nn.Sequential:
-    """The model with these parameters and buffers, in evaluation mode; a `PlainModel`, or a copy of
-    the model's container with other children.
+) -> dict[str, nn.Module]:
+    """The modules of the layers with these parameters and buffers, in evaluation mode, by the names
+    of the layers.
 
     `tensors` has all of them by global name, a tied weight under the name of its first use, which
     both uses then share. `ties` maps second uses to first ones.
     """
-    made = PlainModel()
+    made: dict[str, nn.Module] = {}
     owners: dict[str, nn.Parameter] = {}
     for layer in model.layers:
         module = on_meta(layer)
@@ -247,7 +242,18 @@ def plain_model(
             for key, parameter in child._parameters.items():
                 if parameter is not None:
                     child._parameters[key] = filled[id(parameter)]
-        made.add_module(layer.name, module)
+        made[layer.name] = module.eval()
+    return made
+
+
+def plain_model(
+    model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> nn.Sequential:
+    """What `filled_modules` makes as one module in evaluation mode: a `PlainModel`, or a copy of
+    the model's container with other children."""
+    made = PlainModel()
+    for name, module in filled_modules(model, ties, tensors).items():
+        made.add_module(name, module)
     if model.container is None:
         return made.eval()
     own = copy.copy(model.container)

@@ -217,11 +217,12 @@ class FromFile:
         """What begins anew, for the user; empty if nothing does."""
         if not self.new:
             return ""
-        left = f"; left out of it: {_some(self.unused)}" if self.unused else ""
-        return f"{self.file.path}: new, and not from the file: {_some(self.new)}{left}"
+        left = f"; left out of it: {some_of(self.unused)}" if self.unused else ""
+        return f"{self.file.path}: new, and not from the file: {some_of(self.new)}{left}"
 
 
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"{', '.join(names[:MOST_NAMED])}{more}"
 
@@ -259,11 +260,6 @@ def start_from(
         if there in file.shapes:
             names[name] = there
             _check_shape(file, there, name, shape, convert)
-        elif f"{name}.indptr" in file.shapes:
-            raise DataError(
-                f"{file.path}: has {name!r} in CSR, which is not read back; export the checkpoint "
-                "with --to torch"
-            )
         elif required:
             raise DataError(
                 f"{file.path}: has no tensor {there!r}, which is {name} of the model; take the "

@@ -245,6 +245,21 @@ def match(patterns: Sequence[str], names: Sequence[str], where: str, none: str) 
     return [name for name in names if any(fnmatchcase(name, one) for one in patterns)]
 
 
+def named_value(key: str, entry: str, below: float, form: str) -> tuple[str, float]:
+    """The pattern and the number of an entry `pattern=number` of the setting `key`.
+
+    ConfigError, which says the form, unless the number is at least 0 and less than `below`.
+    """
+    pattern, _, number = entry.rpartition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if not pattern or not 0 <= value < below:
+        raise ConfigError(f"{key}: {entry!r} is not {form}")
+    return pattern.strip(), value
+
+
 def costs_text(surveyed: Survey) -> str:
     """The costs of all layers as JSON, to be sent to ranks that have not measured them."""
     return json.dumps(

@@ -8,12 +8,12 @@ functions, one after the other:
 2. `resolve_grid` otherwise. It takes the numbers that the configuration gives. If it gives neither
    g_inter nor g_data, there are 2 stages where 2 divides the ranks, and 1 elsewhere.
 
-`balanced` decides `layout.split: auto`. The layout that a run goes on with after pruning,
-`layout.g_inter_pruned`, is decided in the same way for the configuration of `pruned_layout`.
+`balanced` decides `layout.split: auto`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,14 +26,18 @@ from axsparse.config.validate import (
     divisors,
     one_of,
 )
-from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
+from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout import Layout, LayoutQuestion, Row
-from axsparse.planner.layout_search import Rejection, try_layouts
-from axsparse.planner.run_workload import configured_schedule, run_question, schedules
+from axsparse.planner.layout_search import Rejection, split_layers, try_layouts
+from axsparse.planner.run_workload import (
+    configured_schedule,
+    machine_of,
+    run_question,
+    schedules,
+)
 from axsparse.planner.schedule_choice import Trade, with_schedule_that_pays
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel
-from axsparse.planner.workload import StageLoad
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -102,8 +106,7 @@ def chosen_layout(
     if not stages:
         return None
     # Without a named cluster memory alone decides, and no time is predicted.
-    assumed = cluster or replace(load_cluster(DEFAULT_CLUSTER), overhead_bytes=0.0)
-    question = run_question(subject, assumed, config, ranks, stages, room)
+    question = run_question(subject, machine_of(cluster), config, ranks, stages, room)
     tried = schedules(config, has_times=cluster is not None)
     found = fewest_stages(replace(question, schedules=tried))
     if isinstance(found, Rejection):
@@ -193,20 +196,6 @@ def check_grid(grid: Grid, ranks: int, num_layers: int) -> None:
         )
 
 
-def pruned_layout(loaded: LoadedConfig) -> LoadedConfig:
-    """The configuration with the layout that the run goes on with after pruning.
-
-    Its g_inter is `layout.g_inter_pruned`; replicas and split are found anew.
-    """
-    layout = loaded.config.layout
-    assert layout.g_inter_pruned is not None
-    others = {"g_inter": layout.g_inter_pruned, "g_data": "auto", "split": "auto"}
-    config = loaded.config.model_copy(update={"layout": layout.model_copy(update=others)})
-    origin = loaded.origins.get("layout.g_inter_pruned", "default")
-    named = f"by layout.g_inter_pruned, {origin}"
-    return replace(loaded, config=config, origins={**loaded.origins, "layout.g_inter": named})
-
-
 def cluster_of(config: Config) -> Cluster | None:
     """The cluster by whose constants times are predicted, if the configuration names one.
 
@@ -227,27 +216,17 @@ def balanced(
     The work of the busiest stage is as small as it can be while every stage fits
     `layout.memory_per_rank`; ConfigError if none fits. The pipeline of `config` is resolved.
     """
-    room, batch, pipeline = config.layout.memory_per_rank, config.batch, config.pipeline
+    limit, batch = config.layout.memory_per_rank, config.batch
+    room = math.inf if limit == "auto" else limit * 1e9
     microbatches = num_microbatches(batch, grid.g_data)
-    layout = Layout(grid, configured_schedule(pipeline), batch.microbatch_size, microbatches)
-
-    def needs(stage: int, load: StageLoad) -> float:
-        return layout.stage_memory(stage, load, overhead=0.0).total
-
-    def fits(stage: int, load: StageLoad) -> bool:
-        return room == "auto" or needs(stage, load) <= room * 1e9
-
-    found = subject.ranges(grid.g_inter, grid.g_data, fits, microbatches=microbatches)
-    if found is not None:
-        return found
-    assert room != "auto"
-    even = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
-    assert even is not None, "there is no limit"
-    most, fullest = max((needs(stage, load), stage) for stage, load in enumerate(even))
+    schedule = configured_schedule(config.pipeline)
+    layout = Layout(grid, schedule, batch.microbatch_size, microbatches)
+    found = split_layers(subject, layout, 0.0, room)
+    if not isinstance(found, Rejection):
+        return [load.numbers for load in found]
     raise ConfigError(
         f"{loaded.where('layout.memory_per_rank')}: no split of {len(subject.survey.layers)} "
-        f"layers into {grid.g_inter} stages fits {format_bytes(room * 1e9)}; with the work "
-        f"balanced, stage {fullest} needs {format_bytes(most)}; take more stages "
-        "(layout.g_inter), prune more, or recompute activations "
+        f"layers into {grid.g_inter} stages fits {format_bytes(room)}; with the work balanced, "
+        f"{found.reason}; take more stages (layout.g_inter), prune more, or recompute activations "
         "(pipeline.checkpoint_activations)"
     )

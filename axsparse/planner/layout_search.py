@@ -161,7 +161,7 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
         layout = Layout(grid, schedule, size, -(-microbatches // grid.g_data))
         if question.split_backward is None and not may_split(question, layout):
             layout = replace(layout, schedule=replace(schedule, split_backward=False))
-        found = _split(question, layout, room)
+        found = split_layers(question.workload, layout, question.cluster.overhead_bytes, room)
         if not isinstance(found, Rejection):
             row = _row(question, layout.with_sizes(found), found)
             return row if question.schedules else faster_split(question, row)
@@ -169,16 +169,16 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
     return rejection
 
 
-def _split(
-    question: LayoutQuestion, layout: Layout, room: float
+def split_layers(
+    workload: Workload, layout: Layout, overhead: float, room: float
 ) -> Sequence[StageLoad] | Rejection:
-    """The loads of the stages, with their work balanced as well as the memory allows.
+    """The loads of the stages, with their work balanced as well as `room` bytes a rank allow.
 
-    If no split fits, the reason is what the fullest stage of the best balanced split needs.
+    `overhead` is as in `Cluster.overhead_bytes`. If no split fits, the reason is what the fullest
+    stage of the best balanced split needs.
     """
-    workload, grid = question.workload, layout.grid
-    overhead = question.cluster.overhead_bytes
-    balanced = workload.stages(grid.g_inter, grid.g_data, microbatches=layout.microbatches)
+    grid, microbatches = layout.grid, layout.microbatches
+    balanced = workload.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
     assert balanced is not None, "there is no limit"
     memory = layout.memory(balanced, overhead)
     most, fullest = max((stage.total, number) for number, stage in enumerate(memory))
@@ -190,9 +190,7 @@ def _split(
 
     loads = None
     if sum(load.state.total for load in balanced) <= room * grid.g_inter:
-        loads = workload.stages(
-            grid.g_inter, grid.g_data, has_room, microbatches=layout.microbatches
-        )
+        loads = workload.stages(grid.g_inter, grid.g_data, has_room, microbatches=microbatches)
     if loads is not None:
         return loads
     reason = f"stage {fullest} needs {needed(most, room)}"

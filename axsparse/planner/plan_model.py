@@ -21,14 +21,13 @@ from axsparse.planner.layout_search import Plan, plan, try_layouts
 from axsparse.planner.run_workload import (
     configured_schedule,
     has_costs,
-    least_split_samples,
     only_backward,
+    run_question,
     schedules,
 )
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
 from axsparse.pruning.targets import Targets, starts_pruned, what_is_pruned
-from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
@@ -47,7 +46,6 @@ class Subject:
     loaded: LoadedConfig
     survey: Survey
     targets: Targets | None
-    ticket: Ticket | None
     on_host: bool
     """Whether the memory that is planned is the host's."""
     notes: Sequence[str]
@@ -57,9 +55,7 @@ class Subject:
         """What is trained; ConfigError for `samo` if nothing is pruned."""
         config, name = self.loaded.config, self.loaded.name
         optimizer = optimizer_of(config.optimizer)
-        is_pruned = method == "samo" or (
-            method == "start" and starts_pruned(config, self.targets, self.ticket)
-        )
+        is_pruned = method == "samo" or (method == "start" and starts_pruned(config, self.targets))
         if not is_pruned:
             return SurveyedModel(config, self.survey, name, {}, optimizer, on_host=self.on_host)
         if self.targets is None:
@@ -67,7 +63,7 @@ class Subject:
                 f"{self.loaded.where('pruning.sparsity')}: nothing is pruned, so that there is no "
                 "SAMO to compare with; set it above 0 (and samo.enabled to true)"
             )
-        kept = self.targets.kept() if self.ticket is None else self.ticket.kept
+        kept = self.targets.kept()
         return SurveyedModel(config, self.survey, name, kept, optimizer, on_host=self.on_host)
 
     def room(self, cluster: Cluster) -> float:
@@ -86,17 +82,11 @@ class Subject:
     ) -> Plan:
         """The plan; ConfigError if nothing fits, which says how many devices would do."""
         config = self.loaded.config
-        question = LayoutQuestion(
-            workload=self.workload(method),
-            cluster=cluster,
-            gpus=gpus,
-            global_batch_size=config.batch.global_batch_size,
-            memory_bytes=self.room(cluster),
-            g_inter=self._stages(gpus),
+        stages, room = self._stages(gpus), self.room(cluster)
+        question = replace(
+            run_question(self.workload(method), cluster, config, gpus, stages, room),
             microbatch_sizes=microbatch_sizes,
             schedules=schedules(config, has_times=True),
-            split_backward=only_backward(config.pipeline),
-            least_split_samples=least_split_samples(self.survey, on_host=self.on_host),
         )
         try:
             return plan(question)
@@ -161,8 +151,8 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
             f"model {model.name}: it has no example, so that nobody knows what its layers compute; "
             "give Model(…, example=…)"
         )
-    targets, ticket = what_is_pruned(loaded.config, surveyed)
-    if targets is not None and not starts_pruned(loaded.config, targets, ticket):
+    targets = what_is_pruned(loaded.config, surveyed)
+    if targets is not None and not starts_pruned(loaded.config, targets):
         notes.append(
             f"{loaded.config.pruning.method} starts dense, and so it has to fit; --compare "
             "dense,samo shows what the pruned part would need"
@@ -174,17 +164,12 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
         )
     check_offload(loaded, has_gpu=cluster.host_bandwidth is not None)
     if cluster.host_memory_bytes is not None:
-        notes.append(_beside(loaded.config, cluster.host_memory_bytes))
-    return Subject(loaded, surveyed, targets, ticket, cluster.is_of_hosts, notes)
-
-
-def _beside(config: Config, room: float) -> str:
-    """A note of what a rank on a GPU takes of its host's memory, beside the process itself."""
-    return (
-        f"of the host's {gigabytes(room)} GB a rank takes up to {gigabytes(copied_bytes(config))} "
-        "GB for copies of checkpoints (checkpoint.buffer), and messages under way where they go "
-        "through it"
-    )
+        notes.append(
+            f"of the host's {gigabytes(cluster.host_memory_bytes)} GB a rank takes up to "
+            f"{gigabytes(copied_bytes(loaded.config))} GB for copies of checkpoints "
+            "(checkpoint.buffer), and messages under way where they go through it"
+        )
+    return Subject(loaded, surveyed, targets, cluster.is_of_hosts, notes)
 
 
 def plan_for(

@@ -9,14 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from axsparse.config.schema import Config, PipelineConfig, num_microbatches
+from axsparse.config.schema import Config, PipelineConfig
 from axsparse.models.survey import Survey
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
-from axsparse.planner.layout import DEFAULT_SLACK, Layout, LayoutQuestion
+from axsparse.planner.layout import DEFAULT_SLACK, LayoutQuestion
 from axsparse.planner.layout_search import try_layouts
 from axsparse.planner.schedule_choice import Trade, may_split, split_row, trade
-from axsparse.planner.stage_memory import StageMemory
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.grid import Grid
 
@@ -90,11 +89,11 @@ def run_question(
     cluster: Cluster,
     config: Config,
     ranks: int,
-    stages: Sequence[int],
+    stages: Sequence[int] | None,
     room: float,
 ) -> LayoutQuestion:
-    """What a run asks the planner: layouts of `ranks` ranks with these numbers of stages, at the
-    batch and microbatch size of the configuration, in `room` bytes a rank."""
+    """What a run asks the planner: layouts of `ranks` ranks, at the batch and microbatch sizes of
+    the configuration, in `room` bytes a rank. `stages` are the numbers to try; None: all."""
     return LayoutQuestion(
         workload=subject,
         cluster=cluster,
@@ -119,15 +118,13 @@ def split_trade(
     """What split backwards cost and bring a run, where `pipeline.split_backward: auto` decides.
 
     `room` is what a rank may take, in bytes beside what the process holds before it builds
-    anything. Without a cluster, whose constants would tell the seconds of each action, an action
-    is assumed to take as long as its flops say, and messages no time. None if there is nothing to
+    anything. Without a cluster, `machine_of` says what is assumed. None if there is nothing to
     decide, or nothing that could wait: one stage, one microbatch, or products that are too small.
     """
     if only_backward(config.pipeline) is not None:
         return None
-    machine = _by_flops(load_cluster(DEFAULT_CLUSTER)) if cluster is None else cluster
     question = replace(
-        run_question(subject, machine, config, grid.size, [grid.g_inter], math.inf),
+        run_question(subject, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf),
         schedules=[configured_schedule(config.pipeline, slack=slack, is_split=False)],
         least_split_samples=1,  # the caller knows where the ranks compute
     )
@@ -138,10 +135,11 @@ def split_trade(
     return trade(question, "split backwards", whole, split_row(question, whole))
 
 
-def _by_flops(cluster: Cluster) -> Cluster:
-    """A cluster of which only arithmetic takes time, whatever its rate."""
-    return replace(
-        cluster,
+def machine_of(cluster: Cluster | None) -> Cluster:
+    """The cluster; None stands for one whose actions take as long as their flops say, at whatever
+    rate, and whose messages take no time."""
+    return cluster or replace(
+        load_cluster(DEFAULT_CLUSTER),
         overhead_bytes=0.0,
         jitter=0.0,
         intra_node_latency=0.0,
@@ -183,19 +181,11 @@ def predict(
 
     Backwards are whole where the configuration leaves that open.
     """
-    microbatches = num_microbatches(config.batch, grid.g_data)
     schedule = configured_schedule(config.pipeline, slack=slack, is_split=False)
-    if cluster is None:
-        loads = subject.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
-        assert loads is not None, "there is no limit"
-        layout = Layout(grid, schedule, config.batch.microbatch_size, microbatches)
-        memory = layout.memory(loads, overhead=0.0)
-        return Prediction(_until_saved(memory), None, reason)
-    question = run_question(subject, cluster, config, grid.size, [grid.g_inter], math.inf)
+    question = run_question(
+        subject, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf
+    )
     [row], _ = try_layouts(replace(question, schedules=[schedule]))
-    return Prediction(_until_saved(row.memory), row.seconds, reason)
-
-
-def _until_saved(memory: Sequence[StageMemory]) -> float:
-    """Bytes of the fullest stage while no checkpoint is being written."""
-    return max(stage.total - stage.checkpoint for stage in memory)
+    # The fullest stage while no checkpoint is being written.
+    peak = max(stage.total - stage.checkpoint for stage in row.memory)
+    return Prediction(peak, None if cluster is None else row.seconds, reason)

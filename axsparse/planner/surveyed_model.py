@@ -84,6 +84,25 @@ def calibration_memory(
     return CalibrationMemory(moments, drawn * on_host)
 
 
+def state_format(
+    config: Config, optimizer: Optimizer, g_data: int, *, adds_in_half: bool = False
+) -> StateFormat:
+    """How a run of `g_data` replicas stores its state; `adds_in_half` decides `samo.gradient:
+    auto`."""
+    samo, width = config.samo, value_bytes(config.precision)
+    is_half = adds_in_half if samo.gradient == "auto" else samo.gradient == "half"
+    return StateFormat(
+        half=config.precision != "fp32",
+        gradient_bytes=8 if samo.gradient == "exact" else width if is_half else 4,
+        moments=len(optimizer.moments),
+        index=samo.index,
+        split_master=samo.split_master,
+        # Where `auto` does not shard, the fullest share is as large as the whole.
+        replicas=g_data if samo.shard_optimizer else 1,
+        offload=samo.offload,
+    )
+
+
 def copied_bytes(config: Config) -> float:
     """Bytes of host memory that a rank's checkpoint copies may take while training goes on."""
     saves = config.checkpoint
@@ -133,27 +152,23 @@ class SurveyedModel:
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[StageLoad] | None:
-        found = self.ranges(g_inter, g_data, fits, microbatches=microbatches)
-        if found is None:
-            return None
-        return [self._load(layers, g_data, microbatches) for layers in found]
-
-    def ranges(
-        self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
-    ) -> list[range] | None:
-        """The layers of each stage; takes what `stages` takes, and returns None where that does."""
 
         def has_room(stage: int, layers: range) -> bool:
             return fits is None or fits(stage, self._load(layers, g_data, microbatches))
 
         split = self.config.layout.split
+        found: list[range] | None
         if split == "auto":
             work = [layer.work for layer in self.survey.layers]
-            return partition(work, g_inter, None if fits is None else has_room)
-        found = split_by_hand(split)
-        assert len(found) == g_inter, "a split says how many stages"
-        fit = all(has_room(stage, layers) for stage, layers in enumerate(found))
-        return found if fit else None
+            found = partition(work, g_inter, None if fits is None else has_room)
+        else:
+            found = split_by_hand(split)
+            assert len(found) == g_inter, "a split says how many stages"
+            if not all(has_room(stage, layers) for stage, layers in enumerate(found)):
+                found = None
+        if found is None:
+            return None
+        return [self._load(layers, g_data, microbatches) for layers in found]
 
     def _load(self, numbers: range, g_data: int, microbatches: int) -> StageLoad:
         """The load of these layers, remembered, since the search for a split asks repeatedly."""
@@ -163,7 +178,7 @@ class SurveyedModel:
         return self._loads[key]
 
     def _new_load(self, numbers: range, g_data: int, adds_in_half: bool) -> StageLoad:
-        config, samo = self.config, self.config.samo
+        config = self.config
         layers = [self.survey.layers[number] for number in numbers]
         every = config.pipeline.checkpoint_activations
         again = [layer for number, layer in enumerate(layers) if is_recomputed(number, every)]
@@ -172,17 +187,7 @@ class SurveyedModel:
         outputs = 0 if last is None else last.outputs
         is_last = numbers.stop == len(self.survey.layers)
         activations = held_activations(layers, every)
-        is_half = adds_in_half if samo.gradient == "auto" else samo.gradient == "half"
-        stored = StateFormat(
-            half=self.precision != "fp32",
-            gradient_bytes=8 if samo.gradient == "exact" else width if is_half else 4,
-            moments=len(self.optimizer.moments),
-            index=samo.index,
-            split_master=samo.split_master,
-            # Where `auto` does not shard, the fullest share is as large as the whole.
-            replicas=g_data if samo.shard_optimizer else 1,
-            offload=samo.offload,
-        )
+        stored = state_format(config, self.optimizer, g_data, adds_in_half=adds_in_half)
         calibration = CalibrationMemory()
         draws = config.pruning.method in METHODS and config.pruning.ticket is None
         if draws and self.kept and not self.has_masks:
@@ -192,6 +197,7 @@ class SurveyedModel:
         logits = self.survey.loss_logits if is_last else None
         return StageLoad(
             layers=layers[0].name if len(layers) == 1 else f"{layers[0].name}–{layers[-1].name}",
+            numbers=numbers,
             flops=sum(layer.flops for layer in layers),
             moved=_moved(layers),
             again_flops=sum(layer.flops for layer in again),

@@ -56,6 +56,8 @@ class StageLoad:
     """Bytes that the loss takes, for a sample; 0 before the last stage."""
     outputs: float
     """Bytes that go to the next stage and come back as gradients, for a sample."""
+    numbers: range = range(0)
+    """The numbers of the stage's layers in the model; empty where a formula has no layers."""
     calibration: Callable[[int], float] = no_bytes
     """Bytes, by the samples of a microbatch, of drawing masks from calibration samples before there
     is state."""

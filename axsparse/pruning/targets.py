@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from axsparse.config.schema import Config, PruningConfig, prunes
-from axsparse.models.start_weights import MOST_NAMED
-from axsparse.models.survey import ParameterInfo, Survey, match
+from axsparse.models.start_weights import some_of
+from axsparse.models.survey import ParameterInfo, Survey, match, named_value
 from axsparse.pruning.distribution import (
     check_pattern,
     crowded_groups,
@@ -31,6 +31,9 @@ FROM_START = frozenset(
 NOTHING_PRUNABLE = "no tensor that could be pruned"
 """What a pattern of names matches that matches nothing."""
 
+OWN_FORM = "pattern=sparsity with a sparsity from 0 to below 1; write it like block0.*=0.5"
+"""The form of the entries of `pruning.layers`."""
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -43,12 +46,17 @@ class Targets:
     distribution: Literal["uniform", "erk", "global"]
     own: Mapping[str, float]
     """The sparsities of tensors that `pruning.layers` names."""
+    ticket: Ticket | None = None
+    """The ticket whose masks are used from the start, and which names the tensors; None without."""
 
     def kept(self, at: Callable[[float], float] = lambda final: final) -> dict[str, int]:
         """How many entries each tensor keeps; `at` maps a final sparsity to the present one.
 
-        A global distribution needs the weights to say that; here it counts as uniform.
+        A ticket says that by itself. A global distribution needs the weights to say it; here it
+        counts as uniform.
         """
+        if self.ticket is not None:
+            return dict(self.ticket.kept)
         return kept_counts(
             self.shapes,
             at(self.sparsity),
@@ -64,23 +72,23 @@ class Targets:
         return [name for name in self.shapes if name not in self.own]
 
 
-def what_is_pruned(config: Config, surveyed: Survey) -> tuple[Targets | None, Ticket | None]:
-    """The tensors that a run prunes, and the ticket whose masks it uses from the start.
+def what_is_pruned(config: Config, surveyed: Survey) -> Targets | None:
+    """The tensors that a run prunes, with the ticket of the settings, if there is one; None for
+    dense training.
 
-    The first is None for dense training, the second unless the settings name a ticket; a ticket
-    decides which tensors are pruned. Raises ConfigError where the settings or the ticket do not
-    fit the model, and what `open_ticket` raises.
+    Raises ConfigError where the settings or the ticket do not fit the model, and what `open_ticket`
+    raises.
     """
     pruning = config.pruning
     targets = find_targets(surveyed, pruning) if config.samo.enabled else None
     if targets is None or not prunes(pruning):
-        return None, None
+        return None
     if pruning.ticket is None:
-        return targets, None
+        return targets
     ticket = open_ticket(pruning.ticket)
     ticket.check(surveyed.shapes)
     shapes = {name: entry.shape for name, entry in ticket.manifest.tensors.items()}
-    return replace(targets, shapes=shapes, own={}), ticket
+    return replace(targets, shapes=shapes, own={}, ticket=ticket)
 
 
 def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
@@ -106,7 +114,7 @@ def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
     ]
     own = {}
     for entry in pruning.layers:
-        pattern, own_sparsity = _parse_own_sparsity(entry)
+        pattern, own_sparsity = named_value("pruning.layers", entry, 1.0, OWN_FORM)
         # A pattern of names that are pruned anyway adds no others.
         among = usual if any(fnmatchcase(name, pattern) for name in usual) else candidates
         names = match([pattern], among, "pruning.layers", NOTHING_PRUNABLE)
@@ -158,17 +166,12 @@ def left_dense(
     return dense
 
 
-def pruning_lines(
-    surveyed: Survey, targets: Targets, pruning: PruningConfig, kept: Mapping[str, int]
-) -> list[str]:
-    """What is pruned in the end and what stays dense, for the start of a run.
-
-    `kept` has the kept entries of each pruned tensor.
-    """
+def pruning_lines(surveyed: Survey, targets: Targets, pruning: PruningConfig) -> list[str]:
+    """What is pruned in the end and what stays dense, for the start of a run."""
     numel = sum(map(math.prod, targets.shapes.values()))
     lines = [
         f"pruned: {len(targets.shapes)} tensors, {numel:,} of {surveyed.num_params:,} entries, of "
-        f"which {sum(kept.values()):,} stay"
+        f"which {sum(targets.kept().values()):,} stay"
     ]
     parts = []
     for why, parameters in left_dense(surveyed, targets, pruning).items():
@@ -176,39 +179,19 @@ def pruning_lines(
             parts.append(f"{len(parameters)} vectors")
             continue
         names = [parameter.name for parameter in parameters]
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        parts.append(f"{', '.join(names[:MOST_NAMED])}{more} ({why})")
+        parts.append(f"{some_of(names)} ({why})")
     return [*lines, f"dense: {' · '.join(parts)}"] if parts else lines
 
 
-def starts_pruned(config: Config, targets: Targets | None, ticket: Ticket | None) -> bool:
+def starts_pruned(config: Config, targets: Targets | None) -> bool:
     """Whether state is built compressed; otherwise it is dense until the first pruning."""
     at_start = config.pruning.at_step == 0 and config.pruning.method in FROM_START
-    return targets is not None and (ticket is not None or at_start)
+    return targets is not None and (targets.ticket is not None or at_start)
 
 
-def kept_at_start(
-    config: Config, targets: Targets | None, ticket: Ticket | None
-) -> Mapping[str, int]:
+def kept_at_start(config: Config, targets: Targets | None) -> Mapping[str, int]:
     """Kept entries of the tensors that are built compressed, by name; empty if none is."""
-    if targets is None or not starts_pruned(config, targets, ticket):
-        return {}
-    return targets.kept() if ticket is None else ticket.kept
-
-
-def _parse_own_sparsity(entry: str) -> tuple[str, float]:
-    """The pattern and the sparsity of an entry `pattern=sparsity` of `pruning.layers`."""
-    pattern, _, number = entry.rpartition("=")
-    try:
-        sparsity = float(number)
-    except ValueError:
-        sparsity = -1.0
-    if not pattern or not 0 <= sparsity < 1:
-        raise ConfigError(
-            f"pruning.layers: {entry!r} is not pattern=sparsity with a sparsity from 0 to below 1; "
-            "write it like block0.*=0.5"
-        )
-    return pattern.strip(), sparsity
+    return targets.kept() if targets is not None and starts_pruned(config, targets) else {}
 
 
 # -- zeros of loaded weights, which is how other tools leave a pruned model -------------

@@ -1,7 +1,4 @@
-"""Builds a trainer from a configuration, a model and data, for a new or a resumed run.
-
-`run_training` builds and trains, in a second layout as well if the settings ask for one.
-"""
+"""Builds a trainer from a configuration, a model and data, for a new or a resumed run."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.sinks import refuse_missing_packages
 from axsparse.observe.watchdog.watchdog import open_watchdog
-from axsparse.planner.auto_layout import pruned_layout
 from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.input_statistics import METHODS
@@ -84,25 +82,17 @@ def run_training(
 ) -> None:
     """Build a trainer and train; all ranks call this together with equal arguments.
 
-    With `layout.g_inter_pruned`, training ends a first time where the last masks are drawn,
-    saves, and lets go of all state; what was saved goes on at once on the same ranks, in the
-    layout that fits what is kept. The arguments and errors are those of `build` and
-    `Trainer.train`.
+    The arguments and errors are those of `build` and `Trainer.train`.
     """
-    while True:
-        trainer = build(
-            *(job, model, open_datasets, config),
-            score=score,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
-            resume=resume,
-            overwrite=overwrite,
-        )
-        trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
-        if not trainer.hands_over:
-            return
-        resume, overwrite = str(job.run_dir), False
-        del trainer  # the next one needs its memory
+    trainer = build(
+        *(job, model, open_datasets, config),
+        score=score,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
 
 
 # Reason: these are the arguments of the Python API, all but the first four optional.
@@ -139,10 +129,12 @@ def build(
     Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
     TrainingError where a GPU has no room for the state.
     """
-    together(job.transport, lambda: _refuse_other_functions(optimizer, learning_rate))
-    loaded = _check_settings(job, model, open_datasets, config, grid)
+    given = {"model": model, "open_datasets": open_datasets, "config": config, "grid": grid}
+    given |= {"optimizer": optimizer, "learning_rate": learning_rate}
+    together(job.transport, lambda: _refuse_other_types(**given))
+    loaded = _check_settings(job, config, model)
     if quiet:
-        together(job.transport, lambda: _refuse_quiet(loaded, resume))
+        together(job.transport, lambda: _refuse_quiet(resume))
     if overwrite:
         together(job.transport, lambda: _refuse_overwriting(loaded, resume))
     placement = _place(job, loaded)
@@ -151,24 +143,23 @@ def build(
 
     found = RunDir() if quiet else find_run(loaded, transport, resume)
     found = replace(found, overwrites=overwrite)
-    settings = _settings_from(found, loaded)
     inputs = RunInputs(
         model,
         surveyed,
         transport,
         grid,
         score,
-        found_memory(settings.config, transport, placement.room),
+        found_memory(loaded.config, transport, placement.room),
         None if found.checkpoint is None else found.checkpoint.manifest.pruned,
         on_host=placement.gpu is None,
         optimizer=optimizer,
         learning_rate=learning_rate,
     )
-    run = together(transport, lambda: resolve(settings, inputs))
+    run = together(transport, lambda: resolve(loaded, inputs))
     loops = _prepare_process(job, run, transport)
 
     data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
-    directory = None if quiet else _open_run_directory(job, run, settings, data.entry, found)
+    directory = None if quiet else _open_run_directory(job, run, loaded, data.entry, found)
     _wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
     layers, options = _build_state(run, placement, data, found.checkpoint, job.run_dir)
     parts = assemble(run, layers, options, data, placement, job.run_dir)
@@ -183,60 +174,46 @@ def build(
 # -- settings -----------------------------------------------------------------------------
 
 
-def _check_settings(
-    job: Job, model: Model, open_datasets: object, config: Config | LoadedConfig, grid: object
-) -> LoadedConfig:
-    """Check the arguments of `build`; returns the configuration and where each value is from."""
-    together(job.transport, lambda: _refuse_other_types(model, open_datasets, config, grid))
+def _check_settings(job: Job, config: Config | LoadedConfig, model: Model) -> LoadedConfig:
+    """Check the configuration; returns it and where each value is from."""
     loaded = config if isinstance(config, LoadedConfig) else made_in_python(config, model.name)
     together(job.transport, lambda: check_config(loaded))
     together(job.transport, lambda: refuse_missing_packages(loaded))
     return loaded
 
 
-def _refuse_other_types(model: object, open_datasets: object, config: object, grid: object) -> None:
+_ARGUMENTS: Mapping[str, tuple[Any, str]] = {
+    "model": (Model, "a Model; from_sequential makes one of modules"),
+    "config": ((Config, LoadedConfig), "what configure makes of a dict"),
+    "grid": ((Grid, NoneType), "Grid(g_inter, g_data)"),
+    "open_datasets": (Callable, "a function returning Datasets"),
+    "optimizer": (
+        (Optimizer, NoneType),
+        "an ax.Optimizer, or leave it out and set optimizer.name",
+    ),
+    "learning_rate": (
+        (Callable, NoneType),
+        "a function of the number of a step, or leave it out and set optimizer.learning_rate",
+    ),
+}
+"""The types of arguments of `build`, and what to give."""
+
+
+def _refuse_other_types(**arguments: Any) -> None:
     """ConfigError for arguments whose wrong type would otherwise be found deep within."""
-    for name, value, is_right, right in (
-        ("model", model, isinstance(model, Model), "a Model; from_sequential makes one of modules"),
-        (
-            "config",
-            config,
-            isinstance(config, (Config, LoadedConfig)),
-            "what configure makes of a dict",
-        ),
-        ("grid", grid, grid is None or isinstance(grid, Grid), "Grid(g_inter, g_data)"),
-        ("open_datasets", open_datasets, callable(open_datasets), "a function returning Datasets"),
-    ):
-        if not is_right:
-            raise ConfigError(f"build: {name} is {type(value).__name__}; give {right}")
+    for name, value in arguments.items():
+        right, mend = _ARGUMENTS[name]
+        if not isinstance(value, right):
+            raise ConfigError(f"build: {name} is {type(value).__name__}; give {mend}")
+    if arguments["learning_rate"] is not None:
+        own_learning_rate(arguments["learning_rate"], 0)
 
 
-def _refuse_other_functions(optimizer: object, learning_rate: object) -> None:
-    """ConfigError for an optimizer or a schedule of the user's own that is none."""
-    if not (optimizer is None or isinstance(optimizer, Optimizer)):
-        raise ConfigError(
-            f"build: optimizer is {type(optimizer).__name__}; give an ax.Optimizer, or leave it "
-            "out and set optimizer.name"
-        )
-    if learning_rate is not None:
-        if not callable(learning_rate):
-            raise ConfigError(
-                f"build: learning_rate is {type(learning_rate).__name__}; give a function of the "
-                "number of a step, or leave it out and set optimizer.learning_rate"
-            )
-        own_learning_rate(learning_rate, 0)
-
-
-def _refuse_quiet(loaded: LoadedConfig, resume: str | None) -> None:
-    """ConfigError for settings that need a run directory, since a quiet run has none."""
+def _refuse_quiet(resume: str | None) -> None:
+    """ConfigError for a quiet run that is to go on with another, since it has no run directory."""
     if resume is not None:
         raise ConfigError(
             "build: resume goes on in a run directory, and quiet has none; leave one of them out"
-        )
-    if loaded.config.layout.g_inter_pruned is not None:
-        raise ConfigError(
-            f"{loaded.where('layout.g_inter_pruned')}: goes on from a checkpoint, and quiet saves "
-            "none; leave one of them out"
         )
 
 
@@ -247,13 +224,6 @@ def _refuse_overwriting(loaded: LoadedConfig, resume: str | None) -> None:
         raise ConfigError(
             f"build: overwrite begins a run_dir anew, and {why}; leave one of them out"
         )
-
-
-def _settings_from(found: RunDir, loaded: LoadedConfig) -> LoadedConfig:
-    """The configuration; once the masks are final, with the layout of `layout.g_inter_pruned`."""
-    if loaded.config.layout.g_inter_pruned is None or found.checkpoint is None:
-        return loaded
-    return pruned_layout(loaded) if found.checkpoint.manifest.standing.is_done else loaded
 
 
 # -- this process among the others --------------------------------------------------------
@@ -465,9 +435,10 @@ def _first_masks(
     Drawing them, ranks communicate, so that no `together` can stand around it: a rank that fails
     meanwhile ends the job.
     """
-    if not run.starts_pruned or run.ticket is not None:
-        return run.ticket
-    assert run.targets is not None
+    if run.targets is None or not run.starts_pruned:
+        return None
+    if run.targets.ticket is not None:
+        return run.targets.ticket
     ties = run.survey.ties
     if run.config.pruning.method in METHODS:
         calibration = Calibration(

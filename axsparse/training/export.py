@@ -2,11 +2,6 @@
 
     hf      a folder of model.safetensors, with transformers' names, and config.json
     torch   a safetensors file of dense tensors by global name
-    sparse  the same, but a pruned NAME of shape (R, …) is in CSR, as R rows of C columns:
-                NAME.indptr   R + 1    the position in the next two at which each row begins
-                NAME.indices  kept     the column of each kept entry, ascending in a row
-                NAME.values   kept     its value, which training may have made zero
-                NAME.shape    int64    (R, …)
 
 The folder of `hf` is what `from_pretrained` loads, with the files of a tokenizer: copies of what
 `model.from` had beside its weights, else that of the data. `axsparse.models.zoo.hf_models` knows
@@ -20,12 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import ValidationError
@@ -58,7 +52,6 @@ from axsparse.runtime.files.safetensors import (
     write_safetensors,
 )
 from axsparse.samo.precision import DTYPES, round_to
-from axsparse.samo.state_bytes import INT32_LIMIT
 from axsparse.training.checkpoint.layer_files import (
     BUFFER,
     MASTER,
@@ -69,7 +62,7 @@ from axsparse.training.checkpoint.layer_files import (
 from axsparse.training.checkpoint.manifest import ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
 
-Form = Literal["hf", "torch", "sparse"]
+Form = Literal["hf", "torch"]
 COMPANIONS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
@@ -80,6 +73,10 @@ settings of how it generates."""
 _FOLDER_FILES = {WHOLE_FILE, CONFIG_FILE}
 _OF_WEIGHTS = ("model", "data", "batch", "precision")
 """The sections and settings that say what the weights are, and what they are good for."""
+Value = Callable[[], Tensor]
+"""Reads a tensor."""
+Tensors = Mapping[str, tuple[TensorHeader, Value]]
+"""Tensors to be written, by their names there."""
 _STEP = "step"
 """Names the steps done, in the metadata of all that is exported."""
 
@@ -116,32 +113,32 @@ def export(
     or is removed meanwhile.
     """
     checkpoint, path = checkpoint_of(Path(run), step), Path(path)
+    if form not in get_args(Form):
+        raise ConfigError(f"export: {form!r} is no form; choose one of {', '.join(get_args(Form))}")
     is_folder = form == "hf"
     if not is_folder and path.suffix != SUFFIX:
         raise ConfigError(f"--out: {str(path)!r} does not end in {SUFFIX}; add that")
     path = path.absolute()
     _refuse_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
-    family = _hf_family(weights) if is_folder else None
-    if family is None:
-        groups = _by_global_name(weights, is_csr=form == "sparse")
-    else:
-        groups = [_dense(weights, name) for name in weights.parameters]
-    headers = {key: header for group in groups for key, header in group.headers.items()}
+    tensors = _of_hf(weights) if is_folder else weights.by_name()
+    headers = {name: header for name, (header, _) in tensors.items()}
     metadata = {_STEP: str(checkpoint.step)}
     notes: Sequence[str] = ()
     with _new(path) as unfinished:
-        if family is not None:
+        file = unfinished
+        if is_folder:
             tokenizer, untold = _tokenizer(weights)
-            folder = HfFolder(
-                unfinished, weights.config().model, family, weights.dtype, headers, tokenizer
-            )
-            folder.settings()  # refuses what transformers has not
-            notes = folder.notes or ([] if folder.source else untold)
+            files, notes = hf_files(weights.config().model, weights.dtype, tokenizer)
+            notes = notes or untold
             unfinished.mkdir()
-            folder.write(weights.values(groups), metadata)
-        else:
-            write_safetensors(unfinished, headers, weights.values(groups), metadata)
+            for name, content in files.items():
+                write_new(unfinished / name, content)
+            file = unfinished / WHOLE_FILE
+        values = weights.read(value for _, value in tensors.values())
+        write_safetensors(file, headers, values, metadata)
+        if is_folder:
+            sync_folder(unfinished)
         _refuse_taken(path, is_folder=is_folder, force=force)
     nbytes = sum(header.nbytes for header in headers.values())
     return ExportSummary(checkpoint, len(headers), nbytes, notes)
@@ -165,20 +162,7 @@ def load(
     Raises MissingInputError if there is no such checkpoint, DataError if it is damaged.
     """
     weights = Weights(checkpoint_of(Path(run), step), trained=trained)
-    tensors = {name: weights.dense(name) for name in weights.parameters}
-    for layer, buffers in weights.buffers.items():
-        tensors |= {name: weights.buffer(layer, name) for name in buffers}
-    return tensors
-
-
-@dataclass(frozen=True)
-class Group:
-    """The output tensors that one parameter or buffer of the checkpoint becomes."""
-
-    headers: Mapping[str, TensorHeader]
-    """By output name."""
-    values: Callable[[], Iterable[Tensor]]
-    """Reads the tensors, in the order of `headers`."""
+    return weights.tensors()
 
 
 class Weights:
@@ -225,10 +209,6 @@ class Weights:
             settings[section] = {key: value for key, value in values if key != leaf[0]}
         return Config.model_validate(settings)
 
-    def is_pruned(self, name: str) -> bool:
-        """Whether some entries of a parameter are pruned."""
-        return name in self._masks.kept
-
     def dtype_of(self, name: str) -> torch.dtype:
         """The type in which a parameter is written.
 
@@ -241,36 +221,42 @@ class Weights:
 
     def dense(self, name: str) -> Tensor:
         """A parameter in its shape, with zeros at pruned positions."""
-        shape = self.parameters[name].shape
-        kept_K = self.kept(name)
-        if not self.is_pruned(name):
-            return kept_K.view(shape)
-        mask_D = self.mask(name)
-        dense_D = torch.zeros(mask_D.shape, dtype=kept_K.dtype)
-        return dense_D.masked_scatter_(mask_D, kept_K).view(shape)
-
-    def kept(self, name: str) -> Tensor:
-        """The kept entries of a parameter, flat."""
         entry = self.parameters[name]
         if name in self._untrained:
             wanted = TensorHeader(self._untrained[name].dtype, entry.shape)
-            return self._files.read(VALUE, name, wanted).to(self.dtype_of(name)).view(-1)
-        master = self._files.read(MASTER, name, TensorHeader(torch.float32, (entry.kept,)))
-        return round_to(master, self.dtype)
-
-    def mask(self, name: str) -> Tensor:
-        """The flat mask of a pruned parameter."""
-        return self._masks.mask(name, self.parameters[name].shape, partial(self.dense, name))
+            return self._files.read(VALUE, name, wanted).to(self.dtype_of(name))
+        master_K = self._files.read(MASTER, name, TensorHeader(torch.float32, (entry.kept,)))
+        kept_K = round_to(master_K, self.dtype)
+        if name not in self._masks.kept:
+            return kept_K.view(entry.shape)
+        mask_D = self._masks.mask(name, entry.shape, partial(self.dense, name))
+        dense_D = torch.zeros(mask_D.shape, dtype=kept_K.dtype)
+        return dense_D.masked_scatter_(mask_D, kept_K).view(entry.shape)
 
     def buffer(self, layer: str, name: str) -> Tensor:
         """A buffer in the type in which it was saved."""
         return self._files.read_buffer(layer, name, self.buffers[layer][name])
 
-    def values(self, groups: Sequence[Group]) -> Iterator[Tensor]:
-        """The tensors of all groups in turn; MissingInputError if the checkpoint is removed."""
+    def by_name(self) -> Tensors:
+        """All parameters and buffers, layer by layer."""
+        tensors: dict[str, tuple[TensorHeader, Value]] = {}
+        for name, layer in self.checkpoint.manifest.layers.items():
+            for parameter, entry in layer.parameters.items():
+                header = TensorHeader(self.dtype_of(parameter), entry.shape)
+                tensors[parameter] = header, partial(self.dense, parameter)
+            for buffer, header in self.buffers[name].items():
+                tensors[buffer] = header, partial(self.buffer, name, buffer)
+        return tensors
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters and buffers in memory."""
+        return {name: value() for name, (_, value) in self.by_name().items()}
+
+    def read(self, values: Iterable[Value]) -> Iterator[Tensor]:
+        """These tensors in turn; MissingInputError if the checkpoint is removed meanwhile."""
         try:
-            for group in groups:
-                yield from group.values()
+            for value in values:
+                yield value()
         except OSError as reason:
             raise MissingInputError(
                 f"checkpoint {self.checkpoint.path}: cannot be read any more ({reason.strerror}); "
@@ -288,82 +274,6 @@ def _misunderstood(settings: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 # -- what is written ------------------------------------------------------------------------
-
-
-def _hf_family(weights: Weights) -> HfFamily:
-    """How transformers stores the model; ConfigError if it has none or it is not the configured."""
-    path, config = weights.checkpoint.path, weights.config().model
-    found = hf_model(config)
-    if found is None:
-        raise ConfigError(
-            f"--to hf: {path} is of model.name {config.name}, and only a gpt or a llama has a "
-            "place in Hugging Face's transformers; choose --to torch"
-        )
-    shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    family, surveyed = found
-    if shapes != surveyed.shapes:
-        raise ConfigError(
-            f"--to hf: {path} is of a model of your own, not of the {config.name} of its "
-            "configuration; choose --to torch"
-        )
-    return family
-
-
-def _tokenizer(weights: Weights) -> tuple[ExportedTokenizer | None, list[str]]:
-    """The tokenizer of the run's data, if it is known, and a note if it cannot be read any more."""
-    data = weights.checkpoint.manifest.data
-    try:
-        return exported_tokenizer(weights.config().data, data.name, data.fingerprint), []
-    except (DataError, MissingInputError) as reason:
-        return None, [f"the folder has no tokenizer: {reason}"]
-
-
-def _by_global_name(weights: Weights, *, is_csr: bool) -> list[Group]:
-    """All parameters and buffers, layer by layer."""
-    groups = []
-    for name, layer in weights.checkpoint.manifest.layers.items():
-        for parameter in layer.parameters:
-            is_sparse = is_csr and weights.is_pruned(parameter)
-            groups.append((_csr if is_sparse else _dense)(weights, parameter))
-        groups.extend(_buffer(weights, name, buffer) for buffer in weights.buffers[name])
-    return groups
-
-
-def _dense(weights: Weights, name: str) -> Group:
-    header = TensorHeader(weights.dtype_of(name), weights.parameters[name].shape)
-    return Group({name: header}, lambda: [weights.dense(name)])
-
-
-def _buffer(weights: Weights, layer: str, name: str) -> Group:
-    header = weights.buffers[layer][name]
-    return Group({name: header}, lambda: [weights.buffer(layer, name)])
-
-
-def _csr(weights: Weights, name: str) -> Group:
-    """A pruned parameter in CSR; its columns are all dimensions but the first, flattened.
-
-    Both index tensors have the same integer type, since torch and scipy want that.
-    """
-    shape, kept = weights.parameters[name].shape, weights.parameters[name].kept
-    rows, columns = shape[0], math.prod(shape[1:])
-    integer = torch.int32 if max(kept, columns) <= INT32_LIMIT else torch.int64
-
-    def values() -> Iterator[Tensor]:
-        mask = weights.mask(name).view(rows, columns)
-        indptr = torch.zeros(rows + 1, dtype=integer)
-        indptr[1:] = mask.sum(1).cumsum(0)
-        yield indptr
-        yield mask.view(-1).nonzero().view(-1).remainder_(columns).to(integer)
-        yield weights.kept(name)
-        yield torch.tensor(shape)
-
-    headers = {
-        f"{name}.indptr": TensorHeader(integer, (rows + 1,)),
-        f"{name}.indices": TensorHeader(integer, (kept,)),
-        f"{name}.values": TensorHeader(weights.dtype_of(name), (kept,)),
-        f"{name}.shape": TensorHeader(torch.int64, (len(shape),)),
-    }
-    return Group(headers, values)
 
 
 # -- where it appears -----------------------------------------------------------------------
@@ -418,80 +328,76 @@ def _new(path: Path) -> Iterator[Path]:
 # -- folders of transformers ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HfFolder:
-    """A folder of transformers, which exists and gets the files of one model; `write` raises
-    OSError.
+def _of_hf(weights: Weights) -> Tensors:
+    """All parameters as transformers names and stores them; ConfigError if it has no such model."""
+    path, config = weights.checkpoint.path, weights.config().model
+    found = hf_model(config)
+    if found is None:
+        raise ConfigError(
+            f"--to hf: {path} is of model.name {config.name}, and only a gpt or a llama has a "
+            "place in Hugging Face's transformers; choose --to torch"
+        )
+    shapes = {name: entry.shape for name, entry in weights.parameters.items()}
+    family, surveyed = found
+    if shapes != surveyed.shapes:
+        raise ConfigError(
+            f"--to hf: {path} is of a model of your own, not of the {config.name} of its "
+            "configuration; choose --to torch"
+        )
 
-    `settings` is called first, since it may refuse the model.
+    tensors: dict[str, tuple[TensorHeader, Value]] = {}
+    for name, shape in shapes.items():
+        as_stored = family.turned(name, torch.empty(shape, device="meta"))
+        header = TensorHeader(weights.dtype_of(name), tuple(as_stored.shape))
+        tensors[family.named(name)] = header, partial(_turned, weights, family, name)
+    return tensors
+
+
+def _turned(weights: Weights, family: HfFamily, name: str) -> Tensor:
+    return family.turned(name, weights.dense(name))
+
+
+def hf_files(
+    config: Family, dtype: torch.dtype, tokenizer: ExportedTokenizer | None
+) -> tuple[dict[str, bytes], list[str]]:
+    """The files beside weights of type `dtype`, by name, and what the user should know of them.
+
+    They are those of `model.from`, as long as they are there, or made of the settings and of the
+    tokenizer of the training data. ConfigError if no model of transformers has these settings, or
+    if the folder of `model.from` has others meanwhile; DataError if its config.json cannot be read.
     """
-
-    path: Path
-    config: Family
-    family: HfFamily
-    dtype: torch.dtype
-    """The type that config.json names."""
-    headers: Mapping[str, TensorHeader]
-    """All parameters by global name and in the model's shapes; a tied weight once."""
-    tokenizer: ExportedTokenizer | None = None
-    """The tokenizer of the training data, if it is known; it is written unless `model.from` has
-    another."""
-
-    @property
-    def source(self) -> Path | None:
-        """The folder of `model.from`; None if nothing is named or it is there no more."""
-        if self.config.from_ is None or not (Path(self.config.from_) / CONFIG_FILE).is_file():
-            return None
-        return Path(self.config.from_)
-
-    @property
-    def notes(self) -> list[str]:
-        """What the user should know of the folder."""
-        if self.config.from_ is None or self.source is not None or self.tokenizer is not None:
-            return []
-        return [
-            f"model.from {self.config.from_} is there no more: config.json says nothing of the "
-            "first and last tokens of a text, and there are no files of a tokenizer; copy them"
+    named, notes = str(dtype).removeprefix("torch."), []
+    source = None if config.from_ is None else Path(config.from_)
+    if source is not None and (source / CONFIG_FILE).is_file():
+        refuse_other_sizes(source / CONFIG_FILE, model_settings(source / CONFIG_FILE), config)
+        theirs = read_json(source / CONFIG_FILE)
+        settings = {key: value for key, value in theirs.items() if key != "torch_dtype"}
+        there = [name for name in COMPANIONS if (source / name).is_file()]
+        files = {name: (source / name).read_bytes() for name in there}
+        return {**files, CONFIG_FILE: _json({**settings, "dtype": named})}, []
+    texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}
+    if tokenizer is not None:
+        assert isinstance(config, TextFamily), "transformers has these models only"
+        texts[CONFIG_FILE] |= tokenizer.ids
+        texts |= tokenizer.files(config.sequence_length)
+    elif source is not None:
+        notes = [
+            f"model.from {config.from_} is there no more: config.json says nothing of the first "
+            "and last tokens of a text, and there are no files of a tokenizer; copy them"
         ]
+    return {name: _json(text) for name, text in texts.items()}, notes
 
-    def settings(self) -> dict[str, Any]:
-        """What config.json holds: that of `model.from`, or one made of the settings.
 
-        ConfigError if no model of transformers has these settings, or if the folder of
-        `model.from` has others meanwhile; DataError if its config.json cannot be read.
-        """
-        dtype = str(self.dtype).removeprefix("torch.")
-        if self.source is None:
-            ids = {} if self.tokenizer is None else self.tokenizer.ids
-            return config_json(self.config, dtype) | ids
-        path = self.source / CONFIG_FILE
-        refuse_other_sizes(path, model_settings(path), self.config)
-        theirs = {key: value for key, value in read_json(path).items() if key != "torch_dtype"}
-        return theirs | {"dtype": dtype}
+def _json(content: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(content, indent=2)}\n".encode()
 
-    def write(self, tensors: Iterator[Tensor], metadata: Mapping[str, str]) -> None:
-        """Write all files; then all of the folder is on the disk.
 
-        `tensors` yields the parameters in the order of `headers` and in the model's shapes; none
-        is kept while the next is made. `metadata` are added to those of the safetensors format.
-        """
-        named, turned = self.family.named, self.family.turned
-        headers = {named(name): self._turned_header(name) for name in self.headers}
-        turned_tensors = (turned(name, next(tensors)) for name in self.headers)
-        write_safetensors(self.path / WHOLE_FILE, headers, turned_tensors, metadata)
-        texts = {CONFIG_FILE: json.dumps(self.settings(), indent=2)}
-        if self.source is None and self.tokenizer is not None:
-            assert isinstance(self.config, TextFamily), "transformers has these models only"
-            files_of_text = self.tokenizer.files(self.config.sequence_length)
-            texts |= {name: json.dumps(text, indent=2) for name, text in files_of_text.items()}
-        for name, text in texts.items():
-            write_new(self.path / name, f"{text}\n".encode())
-        for name in COMPANIONS:
-            if self.source is not None and (self.source / name).is_file():
-                write_new(self.path / name, (self.source / name).read_bytes())
-        sync_folder(self.path)
-
-    def _turned_header(self, name: str) -> TensorHeader:
-        header = self.headers[name]
-        as_stored = self.family.turned(name, torch.empty(header.shape, device="meta"))
-        return replace(header, shape=tuple(as_stored.shape))
+def _tokenizer(weights: Weights) -> tuple[ExportedTokenizer | None, list[str]]:
+    """The tokenizer of the run's data, if it is known; and a note if it cannot be read any more and
+    `model.from` names no other."""
+    config, data = weights.config(), weights.checkpoint.manifest.data
+    try:
+        return exported_tokenizer(config.data, data.name, data.fingerprint), []
+    except (DataError, MissingInputError) as reason:
+        said = [f"the folder has no tokenizer: {reason}"]
+        return None, said if config.model.from_ is None else []

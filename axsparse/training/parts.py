@@ -124,6 +124,8 @@ def assemble(
         while_idle=sync.advance,
     )
     live = _live_masks(run, layers, options, transport)
+    starts = run.starts_pruned
+    masking = choose_masking(config, run.criterion, live, collector, ties, starts_pruned=starts)
     offload = None
     if config.samo.offload and placement.gpu is not None:
         offload = Offload(placement.gpu, states, backoff)
@@ -142,7 +144,7 @@ def assemble(
         offload=offload,
         loss_scale=loss_scale(config),
         live=live,
-        masking=None if live is None else _masking(run, live, collector, ties),
+        masking=masking,
         phases=phases,
         activity=Activity(phases, backoff, engine.awaited),
         recorder=recorder,
@@ -158,14 +160,6 @@ def _live_masks(
         return None
     pattern, ties = run.criterion.pattern, run.survey.ties
     return LiveMasks(layers, ties, run.targets, pattern, options, run.place, transport)
-
-
-def _masking(
-    run: RunSpec, live: LiveMasks, collector: GradientCollector, ties: list[StageTie]
-) -> Masking | None:
-    """The pruning method; None if the masks never change."""
-    starts = run.starts_pruned
-    return choose_masking(run.config, run.criterion, live, collector, ties, starts_pruned=starts)
 
 
 def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector) -> Stage:

@@ -18,9 +18,8 @@ from axsparse.planner.run_workload import only_backward
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_of, together
-from axsparse.runtime.gpu.collectives import free_beside_nccl
 from axsparse.runtime.gpu.cuda_device import CudaDevice
-from axsparse.runtime.gpu.device_protocol import Connections, Device
+from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
 from axsparse.runtime.gpu.rank_gpus import (
     Gpu,
@@ -40,6 +39,10 @@ from axsparse.runtime.process_memory import (
 )
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.launch import CupyLauncher
+
+NCCL_BYTES = 2_000_000_000
+"""Memory of a GPU that NCCL takes for the connections of a rank: in and out on either side of its
+stage, a group of replicas, and one of a tied weight. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,7 @@ def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
 
         rendezvous = Rendezvous(transport, nccl_backend)
         connections = NcclConnections(rendezvous, gpu, transport.backoff)
-        if _is_memory_found(loaded.config):
-            room = _room_beside_nccl(room, transport, connections, gpu)
+        room = replace(room, nbytes=room.nbytes - NCCL_BYTES)
     reaching = GpuTransport(transport, gpu, connections=connections)
     return Placement(reaching, backend, gpu, table, room)
 
@@ -137,27 +139,6 @@ def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, MemoryRoom]:
     backend = Backend(device, CupyLauncher(number))
     gpu = CudaDevice(device)
     return backend, gpu, MemoryRoom(gpu.free_bytes(), uuid)
-
-
-def _room_beside_nccl(
-    room: MemoryRoom, transport: Transport, connections: Connections, gpu: CudaDevice
-) -> MemoryRoom:
-    """The memory that is left beside the most connections that a rank can have.
-
-    Each rank tries them with one neighbour. The smallest result of all ranks counts, so a last
-    rank without a neighbour may leave the trial out.
-    """
-    first = transport.rank // 2 * 2
-    if first + 1 == transport.size:
-        return room
-    free = free_beside_nccl(connections, (first, first + 1), gpu.free_bytes)
-    return replace(room, nbytes=free)
-
-
-def _is_memory_found(config: Config) -> bool:
-    """Whether the memory that is found here may decide the layout."""
-    layout = config.layout
-    return layout.memory_per_rank == "auto" and "auto" in (layout.g_inter, layout.g_inter_pruned)
 
 
 def _read(text: str) -> RankGpu:

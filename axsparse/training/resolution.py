@@ -17,7 +17,7 @@ from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
-from axsparse.models.survey import LayerInfo, Survey, match
+from axsparse.models.survey import LayerInfo, Survey, match, named_value
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     Choice,
@@ -25,7 +25,6 @@ from axsparse.planner.auto_layout import (
     check_grid,
     chosen_layout,
     cluster_of,
-    pruned_layout,
     resolve_grid,
 )
 from axsparse.planner.cluster import Cluster
@@ -39,7 +38,7 @@ from axsparse.planner.run_workload import (
     split_trade,
 )
 from axsparse.planner.schedule_choice import Trade
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.surveyed_model import SurveyedModel, state_format
 from axsparse.pruning.criteria import Criterion, Score, configured_criterion
 from axsparse.pruning.targets import (
     Targets,
@@ -47,15 +46,13 @@ from axsparse.pruning.targets import (
     starts_pruned,
     what_is_pruned,
 )
-from axsparse.pruning.ticket.ticket_reader import Ticket
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid, Place
 from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.gradient_norm import LossScale
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
-from axsparse.samo.state_bytes import StateFormat, master_kind, stage_bytes
+from axsparse.samo.state_bytes import master_kind, stage_bytes
 from axsparse.training.checkpoint.verification import flat
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
@@ -113,8 +110,6 @@ class RunSpec:
     """The pruned tensors; None trains dense."""
     criterion: Criterion
     """The score by which entries are kept."""
-    ticket: Ticket | None
-    """The ticket whose masks are used from the start; None without one."""
     optimizer: Optimizer
     learning_rate: LearningRate | None
     """A schedule of the user's own; None for that of the configuration."""
@@ -156,7 +151,7 @@ class RunSpec:
     @property
     def starts_pruned(self) -> bool:
         """Whether state is built compressed; otherwise it is dense until the first pruning."""
-        return starts_pruned(self.config, self.targets, self.ticket)
+        return starts_pruned(self.config, self.targets)
 
     @property
     def memory_is_tight(self) -> bool:
@@ -172,15 +167,7 @@ class RunSpec:
             layers,
             self.survey.ties,
             kept,
-            StateFormat(
-                half=self.dtype != torch.float32,
-                gradient_bytes=self.gradient_dtype.itemsize,
-                moments=len(self.optimizer.moments),
-                index=self.config.samo.index,
-                split_master=self.config.samo.split_master,
-                replicas=self.place.grid.g_data if self.config.samo.shard_optimizer else 1,
-                offload=self.config.samo.offload,
-            ),
+            state_format(self.config, self.optimizer, self.place.grid.g_data),
         ).total
 
     def stage_of(self, name: str) -> int:
@@ -197,10 +184,11 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     """
     config, survey = loaded.config, inputs.survey
     check_transport(loaded, inputs.transport, on_host=inputs.on_host)
-    wanted, ticket = what_is_pruned(config, survey)
-    if config.pruning.method in ("zeros", "sparsegpt") and wanted is not None and ticket is None:
+    wanted = what_is_pruned(config, survey)
+    draws = wanted is not None and wanted.ticket is None
+    if wanted is not None and draws and config.pruning.method in ("zeros", "sparsegpt"):
         check_weights_are_loaded(loaded, inputs.model, wanted)
-    kept = kept_at_start(config, wanted, ticket) if inputs.saved is None else inputs.saved
+    kept = kept_at_start(config, wanted) if inputs.saved is None else inputs.saved
     subject = SurveyedModel(
         config,
         survey,
@@ -221,15 +209,13 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         place=grid.place(inputs.transport.rank),
         targets=wanted,
         criterion=configured_criterion(loaded, inputs.score),
-        ticket=ticket,
         optimizer=subject.optimizer,
         learning_rate=inputs.learning_rate,
         groups=parameter_groups(config, survey),
         kept_at_start=kept,
         on_host=inputs.on_host,
     )
-    _check_pruned_layout(loaded, run, inputs.transport.size)
-    if wanted is not None and (ticket is None or config.pruning.method in UNTIL):
+    if draws or (wanted is not None and config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
     stages = (
@@ -299,26 +285,6 @@ def _shards(run: RunSpec) -> bool:
     whole = replace(run, config=_with(run.config, {"samo.shard_optimizer": False}))
     layers, kept = [run.layers_of(stage) for stage in range(len(run.stages))], run.kept_at_start
     return any(run.state_bytes(s, kept) < whole.state_bytes(s, kept) for s in layers)
-
-
-def _check_pruned_layout(loaded: LoadedConfig, run: RunSpec, ranks: int) -> None:
-    """ConfigError now if the run could not go on under `layout.g_inter_pruned` later."""
-    stages, method = loaded.config.layout.g_inter_pruned, loaded.config.pruning.method
-    if stages is None:
-        return
-    where = loaded.where("layout.g_inter_pruned")
-    if run.targets is None:
-        raise ConfigError(
-            f"{where}: {stages}, but nothing is pruned; leave it out, or set pruning.sparsity"
-        )
-    if run.starts_pruned:
-        raise ConfigError(
-            f"{where}: {stages}, but this run is pruned from the start (pruning.method {method}, "
-            f"pruning.ticket {loaded.config.pruning.ticket}); set layout.g_inter instead"
-        )
-    if stages != "auto":
-        second = pruned_layout(loaded)
-        check_batch(second, resolve_grid(second, ranks, len(run.survey.layers)))
 
 
 def loss_scale(config: Config) -> LossScale:
@@ -411,16 +377,8 @@ def _own_values(key: str, entries: Sequence[str], names: Sequence[str]) -> dict[
     """The value of each parameter that an entry `pattern=value` names; the last one counts."""
     values: dict[str, float] = {}
     for entry in entries:
-        pattern, _, number = entry.rpartition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = -1.0
-        if not pattern or not 0 <= value < float("inf"):
-            raise ConfigError(
-                f"{key}: {entry!r} is not pattern=value with a value of at least 0; write it like "
-                "head.*=0.01"
-            )
-        named = match([pattern.strip()], names, key, "no trained parameter")
+        form = "pattern=value with a value of at least 0; write it like head.*=0.01"
+        pattern, value = named_value(key, entry, math.inf, form)
+        named = match([pattern], names, key, "no trained parameter")
         values.update(dict.fromkeys(named, value))
     return values

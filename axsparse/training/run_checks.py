@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from axsparse.config.load import LoadedConfig
+from axsparse.config.messages import shorten
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import FromFile
@@ -110,11 +111,7 @@ def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> tuple[str
             if fact != "host" and (has := there.get(fact, "nothing")) != common:
                 others = "the others have" if len(everyone) > 2 else "rank 0 has"
                 return fact, (
-                    f"{fact}: rank {rank} on host {there['host']} has {_short(has)}, {others} "
-                    f"{_short(common)}"
+                    f"{fact}: rank {rank} on host {there['host']} has {shorten(has)}, {others} "
+                    f"{shorten(common)}"
                 )
     return None
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."

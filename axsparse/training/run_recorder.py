@@ -111,8 +111,7 @@ def _pruned(run: RunSpec) -> list[str]:
     """What is pruned, and what stays dense."""
     if run.targets is None:
         return []
-    kept = run.targets.kept() if run.ticket is None else run.ticket.kept
-    return pruning_lines(run.survey, run.targets, run.config.pruning, kept)
+    return pruning_lines(run.survey, run.targets, run.config.pruning)
 
 
 def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:

@@ -18,7 +18,8 @@ from axsparse.config.schema import sample_length
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import Dataset, Datasets, PartedDataset
-from axsparse.models.layer import Model, as_tuple, on_meta
+from axsparse.models.layer import Model, as_tuple
+from axsparse.models.sequential import filled_modules
 from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.observe.phases import Phases
@@ -75,18 +76,10 @@ def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: 
             "of its configuration; in Python, ax.build(…, resume=RUN).evaluate() evaluates it, and "
             "ax.load gives its weights"
         )
-    tensors = {name: weights.dense(name) for name in weights.parameters}
-    for second, first in surveyed.ties.items():
-        tensors[second] = tensors[first]
-    modules = []
-    for layer, info in zip(model.layers, surveyed.layers, strict=True):
-        module = on_meta(layer)
-        state = {parameter.name: tensors[parameter.name] for parameter in info.parameters}
-        state |= {name: weights.buffer(layer.name, name) for name in weights.buffers[layer.name]}
-        local = {name.removeprefix(f"{layer.name}."): value for name, value in state.items()}
-        module.load_state_dict(local, assign=True)
-        modules.append(module.eval().requires_grad_(requires_grad=False))
-    return SavedModel(weights.checkpoint, loaded, model, modules)
+    modules = filled_modules(model, surveyed.ties, weights.tensors())
+    for module in modules.values():
+        module.requires_grad_(requires_grad=False)
+    return SavedModel(weights.checkpoint, loaded, model, list(modules.values()))
 
 
 # -- evaluation ---------------------------------------------------------------------------

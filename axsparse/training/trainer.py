@@ -71,8 +71,6 @@ class Trainer:
         self._stop = stop
         self._watchdog = watchdog
         self._is_stopped = False
-        self.hands_over = False
-        """Whether the run is to continue in the layout of `layout.g_inter_pruned`."""
         self._closed = False
         self._is_ended = False
         """Whether a callback has asked to end the run."""
@@ -92,7 +90,7 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        """Whether no step follows, but for the layout of `layout.g_inter_pruned`."""
+        """Whether no step follows."""
         return self._is_ended or self.steps_done >= self.config.train.steps
 
     @property
@@ -124,8 +122,6 @@ class Trainer:
         on_checkpoint: OnCheckpoint | None = None,
     ) -> None:
         """Run all steps that are left, with evaluations, checkpoints and records, and close.
-
-        It ends early where another layout takes over (`hands_over`).
 
         The callbacks are called on every rank, between two steps: `on_step(steps done, verdict)`
         after each; then `on_checkpoint(step, folder)` for each checkpoint that has become whole,
@@ -187,8 +183,7 @@ class Trainer:
             self._change_masks()
         saver = self._saver
         is_due = saver is not None and (
-            self.hands_over
-            or saver.due(self.steps_done, is_last=is_over)
+            saver.due(self.steps_done, is_last=is_over)
             or (self._best.is_at(self.steps_done) and saver.last_step != self.steps_done)
         )
         if saver is not None and (stops or is_due):
@@ -197,7 +192,7 @@ class Trainer:
             saver.start(self._progress())
         if stops:
             self._end_stopped()
-        return not is_over and not self.hands_over
+        return not is_over
 
     def _evaluation_is_due(self) -> bool:
         settings, step = self.config.train, self.steps_done
@@ -291,7 +286,7 @@ class Trainer:
         self._closed = True
         if self._saver is not None:
             self._saver.close()
-        if self._stop is not None and not self.hands_over:
+        if self._stop is not None:
             self._stop.release()
         self._step.close()
         for batches in (self.parts.data.training, self.parts.data.validation):
@@ -398,7 +393,6 @@ class Trainer:
         )
         if change.is_ticket and self.parts.run_dir is not None:
             self.save_ticket(self.parts.run_dir / TICKET_FILE)
-            self.hands_over = self.config.layout.g_inter_pruned is not None
 
     def _bytes_sent(self) -> tuple[int, int]:
         """Bytes that were sent so far to other replicas, and to other stages."""

@@ -71,16 +71,6 @@ def test_ranks_of_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         world.run(main)
 
 
-def test_settings_that_need_checkpoints_are_no_hindrance() -> None:
-    asked = ["model.hidden_size=64", "model.num_layers=1"]
-    loaded = load_config("quickstart.yaml", [*asked, "layout.g_inter_pruned=1"])
-
-    profile = _profile(loaded, steps=1, size=1)
-
-    assert profile.trainer.steps_done == 2
-    assert profile.weight == 0
-
-
 def test_weight_gradients_are_timed_whatever_the_schedule() -> None:
     asked = ["model.hidden_size=64", "model.num_layers=1", "pipeline.schedule=1f1b"]
     loaded = load_config("quickstart.yaml", [*asked, "pipeline.split_backward=false"])

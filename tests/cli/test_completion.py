@@ -36,7 +36,7 @@ CASES = {
     "axsparse checkpoint v": "verify",
     "axsparse plan --config quick": "quickstart.yaml",
     "axsparse plan --cluster sum": "summit",
-    "axsparse train --set layout.g_i": "layout.g_inter= layout.g_inter_pruned=",
+    "axsparse train --set layout.g_i": "layout.g_inter=",
     "axsparse nothing --se": "",
 }
 

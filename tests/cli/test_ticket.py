@@ -1,4 +1,4 @@
-"""`axsparse ticket show`, `import` and `export`."""
+"""`axsparse ticket show`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from support.commands import Axsparse, assert_one_line
-from support.images import write_safetensors
 from support.tickets import PARAMETERS, small_ticket, some_masks
 
 from axsparse.pruning.ticket.ticket_reader import open_ticket
-from axsparse.runtime.files.safetensors import SafetensorsFile
 
 
 @pytest.fixture(autouse=True)
@@ -74,32 +71,3 @@ def test_a_mistake_is_told_in_one_line(tmp_path: Path, axsparse: Axsparse) -> No
         ("short", 65, "short: no safetensors file, or cut short; get it anew"),
     ):
         assert_one_line(axsparse("ticket", "show", file), code, message)
-
-
-def test_masks_come_in_and_go_out_and_replace_nothing(tmp_path: Path, axsparse: Axsparse) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-    model = ["--set=model.name=llama", "--set=model.num_layers=2", "--set=model.hidden_size=8"]
-    model += ["--set=model.num_heads=2", "--set=model.intermediate_size=5"]
-    mask = torch.ones(5, 8)
-    mask[0] = 0
-    write_safetensors(tmp_path / "masks.safetensors", {name: mask})
-
-    code, out, err = axsparse("ticket", "import", "masks.safetensors", "--out", "t", *model)
-    assert (code, out, err) == (0, "t: masks of 1 tensors, 20.000 % pruned\n", "")
-    code, out, err = axsparse("ticket", "export", "t", "--out", "o.safetensors", "--names", "hf")
-    assert (code, out) == (0, "o.safetensors: masks of 1 tensors, 20.000 % pruned\n")
-    assert SafetensorsFile(tmp_path / "o.safetensors").read(name).tolist() == mask.tolist()
-
-    before = sorted(tmp_path.iterdir())
-    for arguments in (["import", "masks.safetensors", "--out", "t", *model], ["export", "t"]):
-        more = [] if "--out" in arguments else ["--out", "t"]
-        taken = "--out: t is there already; choose another place, or move it away"
-        assert_one_line(axsparse("ticket", *arguments, *more), 74, taken)
-    said = axsparse("ticket", "export", "t", "--out", "gone/o.safetensors")
-    assert_one_line(
-        said,
-        74,
-        "--out: gone/o.safetensors cannot be written (No such file or directory); choose another "
-        "place",
-    )
-    assert sorted(tmp_path.iterdir()) == before

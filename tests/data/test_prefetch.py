@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 
 from axsparse.data.batches import Batch
-from axsparse.data.prefetch import Prefetcher
+from axsparse.data.prefetch import AHEAD, Prefetcher
 
 PATIENCE = 30
 """Seconds after which a test gives up on a hanging thread; passing tests take far less."""
@@ -41,24 +41,24 @@ def test_batches_come_in_the_order_of_the_steps() -> None:
     assert steps == list(range(5, 25))
 
 
-def test_it_reads_ahead_but_no_further_than_its_depth_and_one_more() -> None:
+def test_it_reads_so_many_batches_ahead_and_no_more() -> None:
     asked_for = 0
     leads: list[int] = []
     far_ahead = threading.Event()
 
     def read_and_note(step: int) -> Batch:
         leads.append(step - asked_for)
-        if step == 3:
+        if step == AHEAD - 1:
             far_ahead.set()
         return read(step)
 
-    with Prefetcher(read_and_note, first_step=0, depth=3) as prefetcher:
+    with Prefetcher(read_and_note, first_step=0) as prefetcher:
         far_ahead.wait()
         for step in range(200):
             asked_for = step + 1
             prefetcher.get(step)
 
-    assert max(leads) == 3
+    assert max(leads) == AHEAD - 1
 
 
 def test_with_an_end_it_reads_no_further() -> None:
@@ -68,19 +68,15 @@ def test_with_an_end_it_reads_no_further() -> None:
         steps.append(step)
         return read(step)
 
-    with Prefetcher(read_and_note, first_step=2, depth=5, end=5) as prefetcher:
+    with Prefetcher(read_and_note, first_step=2, end=5) as prefetcher:
         got = [prefetcher.get(step).step for step in (2, 3, 4)]
-        # A further call must not wait for a thread that has ended.
         with pytest.raises(AssertionError, match="step 5 is the end"):
             prefetcher.get(5)
 
     assert got == steps == [2, 3, 4]
 
 
-def test_a_depth_of_zero_and_a_step_out_of_order_are_mistakes() -> None:
-    # A queue of size 0 has no bound.
-    with pytest.raises(AssertionError, match="depth 0"):
-        Prefetcher(read, first_step=0, depth=0)
+def test_a_step_out_of_order_is_a_mistake() -> None:
     with (
         Prefetcher(read, first_step=0) as prefetcher,
         pytest.raises(AssertionError, match="step 1 asked for, 0 comes next"),
@@ -101,27 +97,8 @@ def test_what_read_raises_comes_out_of_get_at_its_step(kind: type[BaseException]
         assert [prefetcher.get(step).step for step in (0, 1)] == [0, 1]
         with pytest.raises(kind) as caught:
             prefetcher.get(2)
-        # A second call must not wait for a thread that has ended.
-        with pytest.raises(AssertionError, match="closed"):
-            prefetcher.get(2)
 
     assert caught.value is error
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_closing_ends_a_thread_that_waits_for_room(depth: int) -> None:
-    last_that_fits = threading.Event()
-
-    def read_and_tell(step: int) -> Batch:
-        if step == depth:
-            last_that_fits.set()
-        return read(step)
-
-    prefetcher = Prefetcher(read_and_tell, first_step=0, depth=depth)
-    last_that_fits.wait()
-
-    prefetcher.close()
-    prefetcher.close()
 
 
 def test_closing_waits_for_the_read_under_way() -> None:
@@ -137,6 +114,10 @@ def test_closing_waits_for_the_read_under_way() -> None:
     threading.Thread(target=may_end.set).start()
 
     prefetcher.close()
+    prefetcher.close()
+
+    with pytest.raises(AssertionError, match="closed"):
+        prefetcher.get(0)
 
 
 def test_an_error_in_the_training_loop_ends_the_thread() -> None:

@@ -175,7 +175,7 @@ def test_checkpoints(checkpoint: Restored, tmp_path: Path, counted: list[int], r
             asked.work(asked)
         verify(found)
         with contextlib.suppress(OutputError):
-            export(folder, "sparse", folder.parent / "out.safetensors", force=True)
+            export(folder, "torch", folder.parent / "out.safetensors", force=True)
         refuse_other_settings(found, DEFAULTS.config, DEFAULTS)
 
     read_or_refused(read, folder.parent)

@@ -160,7 +160,6 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "shared parameters": ([LINEAR, nn.ReLU(), LINEAR], {}),
     "a function": ([LINEAR, torch.relu], {}),
     "a kind of no layer": ([LINEAR], {"kinds": {"head": "head"}}),
-    "no kind": ([LINEAR], {"kinds": {"0": "blok"}}),
     "values beside none": ([EMPTY, LINEAR], {}),
     "nothing to start itself with": ([EMPTY, OWN], {}),
     "no list": (LINEAR, {}),

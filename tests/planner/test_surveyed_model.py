@@ -231,7 +231,7 @@ def test_drawing_masks_takes_what_torchs_allocator_counts(
     model = named_model(made_in_python(asked, "tiny"))
     model = replace(model, start=RandomStart(model))
     info = survey(model, DTYPES[asked.precision])
-    kept = kept_at_start(asked, *what_is_pruned(asked, info))
+    kept = kept_at_start(asked, what_is_pruned(asked, info))
     loads = SurveyedModel(asked, info, "tiny", kept, ADAMW).stages(1, 1)
     assert loads is not None
     peaks: list[int] = []
@@ -254,7 +254,7 @@ def test_more_samples_take_more_and_another_method_nothing() -> None:
     for method, samples in (("wanda", 24), ("wanda", 240), ("magnitude", 24)):
         asked = config(method, "bf16", samples)
         info = survey(named_model(made_in_python(asked, "tiny")), torch.bfloat16)
-        kept = kept_at_start(asked, *what_is_pruned(asked, info))
+        kept = kept_at_start(asked, what_is_pruned(asked, info))
         subject = SurveyedModel(asked, info, "tiny", kept, ADAMW)
         for stages in (1, 2):
             loads = subject.stages(stages, 1)

@@ -209,7 +209,7 @@ def test_the_start_of_a_run_says_what_is_pruned_and_why_the_rest_is_dense() -> N
     pruning = tiny_config(pruning={"exclude": ["a.proj.weight"]}).pruning
     targets = find_targets(VISION, pruning)
 
-    assert pruning_lines(VISION, targets, pruning, targets.kept()) == [
+    assert pruning_lines(VISION, targets, pruning) == [
         "pruned: 5 tensors, 960 of 1,467 entries, of which 191 stay",
         "dense: a.cls, a.pos, a.experts, a.embedding.weight, a.attention.bias_k, "
         "a.attention.bias_v (of no linear, convolution, recurrent or attention module; "

@@ -28,7 +28,7 @@ PARAMETERS = {
 """Of a model whose pruned tensors have 20, 16 and 18 entries."""
 PRUNED = {name: shape for name, shape in PARAMETERS.items() if name.startswith("block")}
 del PRUNED["block0.fc.bias"]
-DRAWN = TicketOrigin(algorithm="early-bird", step=640, seed=7, parameters=PARAMETERS, pruned=PRUNED)
+DRAWN = TicketOrigin("early-bird", step=640, seed=7, parameters=PARAMETERS)
 
 
 def some_masks(shapes: Mapping[str, tuple[int, ...]] = PRUNED) -> dict[str, Tensor]:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from support.late_device import LateDevice
-from support.resuming import Ran, note_state, ran, records_of, same_state, settings
 from support.runs import tiny_config, tiny_gpt, token_data
 
 import axsparse.training.build
 import axsparse.training.parts
-from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
-from axsparse.data_parallel.agreement import Verdict
-from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -28,7 +21,7 @@ from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.optimizer import Optimizer
-from axsparse.training.build import build, run_training
+from axsparse.training.build import build
 from axsparse.training.placement import MemoryRoom, Placement
 from axsparse.training.trainer import Trainer
 
@@ -160,173 +153,6 @@ def test_a_start_that_waits_for_loops_says_so(
 
     said = capsys.readouterr().out
     assert said.startswith("axsparse: machine code for this processor is being") is is_told
-
-
-DRAWN = 4
-"""Steps done when the last masks are drawn."""
-METHODS: dict[str, dict[str, Any]] = {
-    "once": {"method": "magnitude", "at_step": DRAWN},
-    "rewound": {"method": "iterative", "interval": 2, "until_step": DRAWN},
-    "early-bird": {"method": "early-bird", "interval": 1, "until_step": 6, "threshold": 0.9},
-}
-
-
-def config_of(method: str = "once", **sections: Any) -> Config:
-    sections.setdefault("layout", {"g_inter": 4, "g_inter_pruned": 2})
-    return tiny_config(
-        pruning=METHODS[method],
-        schedule={"warmup_steps": 0},
-        **{"train": {"steps": 8}, "checkpoint": {"every": 3}, **sections},
-    )
-
-
-def run_here(
-    config: Config,
-    run_dir: Path,
-    *,
-    ranks: int = 4,
-    resume: str | None = None,
-    look: Callable[[Trainer], None] = lambda trainer: None,
-    fails_after: int | None = None,
-    origins: Mapping[str, str] | None = None,
-) -> Ran:
-    """`run_training` on all ranks of a world; `look` sees every trainer that is built."""
-    world: LocalWorld[None] = LocalWorld(ranks)
-    found = Ran()
-    loaded = LoadedConfig(
-        config.model_copy(update={"run_dir": str(run_dir)}), "tiny", origins or {}
-    )
-    trainers: dict[int, weakref.ref[Trainer]] = {}
-    branch = Job.branch
-
-    def alone(job: Job) -> Transport:
-        opened = branch(job)
-        before = trainers.get(job.transport.rank)
-        assert before is None or before() is None, "two trainers of a rank at once"
-        return opened
-
-    def noted(job: Job, *arguments: Any, **settings: Any) -> Trainer:
-        trainer = build(job, *arguments, **settings)
-        trainers[job.transport.rank] = weakref.ref(trainer)
-        look(trainer)
-        return trainer
-
-    def body(rank: int) -> None:
-        def note(step: int, verdict: Verdict) -> None:
-            found.losses[step] = verdict.loss
-            if step == fails_after:
-                raise InterruptedError
-            if step == config.train.steps:
-                trainer = trainers[rank]()
-                assert trainer is not None
-                note_state(found, trainer)
-
-        run_training(
-            Job(LocalTransport(world, rank)),
-            tiny_gpt(config),
-            lambda: Datasets(token_data(), None),
-            loaded,
-            resume=resume,
-            on_step=note,
-        )
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("axsparse.training.build.build", noted)
-        patch.setattr(Job, "branch", alone)
-        world.run(body)
-    return found
-
-
-def grids(seen: list[str]) -> Callable[[Trainer], None]:
-    def look(trainer: Trainer) -> None:
-        if trainer.parts.place.rank == 0:
-            seen.append(str(trainer.parts.place.grid))
-
-    return look
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_one_command_is_the_two_jobs_that_stop_and_resume(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was dense is freed before the second layout connects: `run_here` sees to it that a rank
-    never has two trainers, and what torch keeps of freed memory is of no use to NCCL."""
-    seen: list[str] = []
-    happened: list[str] = []
-    monkeypatch.setattr("torch.cuda.empty_cache", lambda: happened.append("given back"))
-
-    def look(trainer: Trainer) -> None:
-        happened.append("built")
-        grids(seen)(trainer)
-
-    whole = run_here(config_of(method), tmp_path / "whole", look=look)
-
-    assert happened == ["built"] * 4 + ["given back"] * 4 + ["built"] * 4
-    change = records_of(tmp_path / "whole", "masks")[-1]
-    assert change["model_state_bytes"] < change["model_state_bytes_before"]
-    assert (tmp_path / "whole" / "ticket.safetensors").is_file()
-    steps = [record["step"] for record in records_of(tmp_path / "whole", "loss")]
-    assert steps == list(range(1, 9))
-    config = config_of(method, layout={}, checkpoint={"every": 5})
-    first = ran((4, 1), config, tmp_path / "jobs", stop_after=change["step"])
-    second = ran((2, 2), config, tmp_path / "jobs", resume="auto")
-    assert first.stopped is not None
-    assert whole.losses == {**first.losses, **second.losses}
-    same_state(whole, second)
-    assert seen == ["4 stages × 1 replica", "2 stages × 2 replicas"]
-
-
-def test_a_run_that_broke_off_goes_on_under_the_layout_it_had_reached(tmp_path: Path) -> None:
-    seen: list[str] = []
-    with pytest.raises(InterruptedError):
-        run_here(config_of(), tmp_path, fails_after=DRAWN - 1)
-    with pytest.raises(InterruptedError):
-        run_here(config_of(), tmp_path, resume="auto", look=grids(seen), fails_after=DRAWN + 2)
-
-    run_here(config_of(), tmp_path, resume="auto", look=grids(seen))
-
-    assert seen == ["4 stages × 1 replica", "2 stages × 2 replicas", "2 stages × 2 replicas"]
-
-
-def test_the_first_layout_is_planned_dense_and_the_second_with_what_is_kept(
-    tmp_path: Path,
-) -> None:
-    seen: list[str] = []
-    # kB of the fullest rank: dense 358 with 2 stages, 350 with 4; pruned 354 with one.
-    layout = {"g_inter_pruned": "auto", "memory_per_rank": 356e-6}
-
-    # Nothing is saved but at the draw, so that no copies count.
-    run_here(config_of(layout=layout, checkpoint={"every": 0}), tmp_path, look=grids(seen))
-
-    assert seen == ["4 stages × 1 replica", "1 stage × 4 replicas"]
-
-
-@pytest.mark.parametrize(
-    ("sections", "text"),
-    [
-        ({"pruning": {"sparsity": 0.0}}, r"2, but nothing is pruned; leave it out, or set prun"),
-        ({"pruning": {"at_step": 0}}, r"2, but this run is pruned from the start .*magnitude"),
-        ({"pruning": {"method": "rigl", "at_step": 0}}, "pruned from the start .*method rigl"),
-        ({"layout": {"g_inter": 4, "g_inter_pruned": 3}}, r"by layout.g_inter_pruned, --set\): 3"),
-        ({"batch": {"global_batch_size": 3}}, "batch.global_batch_size .*3 does not divide"),
-    ],
-)
-def test_a_second_layout_that_cannot_be_is_refused_before_the_first_step(
-    sections: dict[str, Any], text: str, tmp_path: Path
-) -> None:
-    origins = {"layout.g_inter_pruned": "--set"}
-
-    with pytest.raises(ConfigError, match=text):
-        run_here(settings(config_of(), **sections), tmp_path / "run", origins=origins)
-
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_quiet_run_has_no_place_to_save_what_goes_on() -> None:
-    config = config_of(layout={"g_inter": 1, "g_inter_pruned": 1})
-
-    with pytest.raises(ConfigError, match=r"g_inter_pruned .*goes on from a checkpoint, and quiet"):
-        build_quietly(config, job_of_one(has_gpu=False))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -88,7 +87,6 @@ def run(original: Path, tmp_path: Path) -> Path:
 
 # -- the bits -------------------------------------------------------------------------------
 
-FORMS: tuple[Form, ...] = ("torch", "sparse")
 LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "plain": ((1, 1), {}),
     "dense": ((1, 1), {"samo": {"enabled": False}}),
@@ -104,51 +102,12 @@ def test_masters_come_out_bit_by_bit_however_they_were_stored(case: str, tmp_pat
     config, out = config_of(**sections), tmp_path / "out.safetensors"
     found = ran(layout, config, tmp_path / "run")
 
-    for form in FORMS:
-        done = export(newest(tmp_path / "run"), form, out, force=True)
+    done = export(newest(tmp_path / "run"), "torch", out)
 
-        written = tensors_of(out)
-        assert done.tensors == len(written)
-        assert done.nbytes == sum(tensor.nbytes for tensor in written.values())
-        dense = from_csr(written) if form == "sparse" else written
-        assert (len(dense) < len(written)) == (form == "sparse" and case != "dense")
-        assert_equal_tensors(dense, dense_state(found, tiny_gpt(config)))
-
-
-def test_csr_is_not_read_back_and_said_to_be_csr(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.safetensors"
-    export(newest(run), "sparse", out)
-
-    with pytest.raises(DataError) as told:
-        start_from(tiny_gpt(config_of()), open_weights(out))
-
-    assert str(told.value) == (
-        f"{out}: has 'block0.attention.qkv.weight' in CSR, which is not read back; export the "
-        "checkpoint with --to torch"
-    )
-
-
-def from_csr(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Dense tensors again, row by row as the format says."""
-    dense = {}
-    for name, tensor in tensors.items():
-        owner, _, part = name.rpartition(".")
-        if f"{owner}.indptr" not in tensors:
-            dense[name] = tensor
-        elif part == "shape":
-            indptr, indices, values = (
-                tensors[f"{owner}.{key}"] for key in ("indptr", "indices", "values")
-            )
-            assert indptr.dtype == indices.dtype == torch.int32
-            whole = torch.zeros(tuple(tensor.tolist()))
-            rows = whole.view(len(whole), -1)
-            assert len(indptr) == len(rows) + 1
-            for row, (start, stop) in enumerate(itertools.pairwise(indptr)):
-                columns = indices[start:stop].long()
-                assert columns.equal(columns.unique())
-                rows[row, columns] = values[start:stop]
-            dense[owner] = whole
-    return dense
+    written = tensors_of(out)
+    assert done.tensors == len(written)
+    assert done.nbytes == sum(tensor.nbytes for tensor in written.values())
+    assert_equal_tensors(written, dense_state(found, tiny_gpt(config)))
 
 
 def test_kernels_of_convolutions_and_buffers_come_out(tmp_path: Path) -> None:
@@ -157,15 +116,14 @@ def test_kernels_of_convolutions_and_buffers_come_out(tmp_path: Path) -> None:
     model = small_wide_resnet()
     found = ran((2, 1), config, tmp_path / "run", model=lambda _: model, data=data)
 
-    for form in FORMS:
-        out = tmp_path / f"{form}.safetensors"
-        export(newest(tmp_path / "run", 1), form, out)
+    out = tmp_path / "torch.safetensors"
+    export(newest(tmp_path / "run", 1), "torch", out)
 
-        written = from_csr(tensors_of(out))
-        assert written["stem.bn1.running_mean"].abs().sum() > 0
-        assert written["stem.bn1.num_batches_tracked"].dtype == torch.int64
-        assert_equal_tensors(written, dense_state(found, model))
-    start_from(model, open_weights(tmp_path / "torch.safetensors"))
+    written = tensors_of(out)
+    assert written["stem.bn1.running_mean"].abs().sum() > 0
+    assert written["stem.bn1.num_batches_tracked"].dtype == torch.int64
+    assert_equal_tensors(written, dense_state(found, model))
+    start_from(model, open_weights(out))
 
 
 def half_frozen(config: Config) -> Model:
@@ -411,10 +369,14 @@ def test_another_ending_and_a_damaged_checkpoint_are_refused(run: Path, tmp_path
     assert refused(ConfigError, newest(run), "torch", tmp_path / "out.pt") == (
         f"--out: '{tmp_path}/out.pt' does not end in .safetensors; add that"
     )
+    form: Any = "sparse"
+    assert refused(ConfigError, newest(run), form, tmp_path / "out.safetensors") == (
+        "export: 'sparse' is no form; choose one of hf, torch"
+    )
     file = newest(run).path / "0002-block1.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xaa")
 
-    text = refused(DataError, newest(run), "sparse", tmp_path / "out.safetensors")
+    text = refused(DataError, newest(run), "torch", tmp_path / "out.safetensors")
 
     assert "0002-block1.safetensors has another hash than its manifest says" in text
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -49,35 +47,6 @@ def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch
     assert (placement.transport, placement.backend, placement.gpu) == (transport, backend, gpu)
     assert placement.room is room and placement.pins
     assert len(placement.table) == 1 and placement.table[0].endswith("rank 0 → GPU 0 (H200)")
-
-
-def test_nccl_is_tried_only_where_memory_that_is_found_decides() -> None:
-    for layout in ({}, {"g_inter_pruned": "auto", "g_inter": 2}):
-        assert placing._is_memory_found(tiny_config(layout=layout))
-    for given in ({"g_inter": 2}, {"memory_per_rank": 10.0}):
-        assert not placing._is_memory_found(tiny_config(layout=given))
-
-
-@pytest.mark.parametrize(("rank", "left"), [(0, 5), (1, 5), (2, 9)])
-def test_memory_is_found_beside_nccl_with_a_neighbour(
-    rank: int, left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last of three ranks has none, and the least of all ranks counts."""
-    asked: list[object] = []
-
-    def free(connections: object, ranks: tuple[int, int], free_bytes: object) -> int:
-        asked.append(ranks)
-        return 5
-
-    monkeypatch.setattr(placing, "free_beside_nccl", free)
-    transport = SimpleNamespace(rank=rank, size=3, backoff=None)
-    nothing, gpu = cast("Any", None), SimpleNamespace(free_bytes=lambda: 0)
-    room = placing.MemoryRoom(9, "a")
-
-    found = placing._room_beside_nccl(room, cast("Any", transport), nothing, cast("Any", gpu))
-
-    assert found == placing.MemoryRoom(left, "a")
-    assert asked == ([(0, 1)] if rank < 2 else [])
 
 
 def test_the_most_memory_of_a_rank_is_that_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

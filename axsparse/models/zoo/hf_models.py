@@ -7,8 +7,7 @@ such as OpenAI's, leave out the prefix. A tied head is stored as the embedding o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,16 +101,6 @@ LLAMA = HfFamily(  # and Mistral, Qwen2, Qwen3
     old_buffers=re.compile(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
     settings=model_settings,
 )
-
-
-def family_of(parameters: Collection[str]) -> HfFamily | None:
-    """The family whose models have parameters of these global names; None if there is none."""
-    for family in (LLAMA, GPT2):
-        with suppress(KeyError):
-            for name in parameters:
-                family.named(name)
-            return family
-    return None
 
 
 def hf_model(config: Family) -> tuple[HfFamily, Survey] | None:

@@ -45,8 +45,7 @@ class Masking(Protocol):
 
     1. Write the class in `pruning/methods/`; `gradual.py` has a short one.
        What it must know after a resume goes into `MethodState` (numbers that all ranks share) and
-       into the tensors of `MaskingState`. Once a `Change` had `is_ticket`, `is_done` must be True,
-       since `layout.g_inter_pruned` depends on it.
+       into the tensors of `MaskingState`.
     2. Add its name to `PruningConfig.method` in `config/schema.py` and say there what it does;
        rules between its settings are that section's validators, those with the run's in
        `config/validate.py` (`check_rounds`).

@@ -24,13 +24,13 @@ from axsparse.samo.layer_state import StageTie
 def choose_masking(
     config: Config,
     criterion: Criterion,
-    live: LiveMasks,
+    live: LiveMasks | None,
     collector: GradientCollector,
     ties: Sequence[StageTie],
     *,
     starts_pruned: bool,
 ) -> Masking | None:
-    """The pruning method of a run; None if the masks that it starts with stay.
+    """The pruning method of a run; None if nothing is pruned, or if the first masks stay.
 
     `config` has every `auto` resolved. `ties` are in an order that all stages share.
     `starts_pruned` says whether the state was built with masks.
@@ -39,7 +39,7 @@ def choose_masking(
     until = pruning.until_step
     assert until != "auto" and pruning.rewind_step != "auto", "the configuration is resolved"
     moves = pruning.method in ("set", "rigl")
-    if starts_pruned and not moves:
+    if live is None or (starts_pruned and not moves):
         return None
     if moves:
         regrowth = Regrowth(

@@ -126,9 +126,7 @@ class TicketOrigin:
     seed: int
     """The run's seed."""
     parameters: Mapping[str, Shape]
-    """All parameters of the model, in model order."""
-    pruned: Mapping[str, Shape]
-    """The pruned ones, in the same order; a tied weight once, by its first use."""
+    """All parameters of the model, in model order; a tied weight once, by its first use."""
 
 
 def make_manifest(
@@ -139,10 +137,11 @@ def make_manifest(
     `masks` has the number of kept entries and the hash of each pruned tensor by global name.
     """
     tensors = {}
-    for name, shape in origin.pruned.items():
-        kept, bits = masks[name]
-        sparsity = _sparsity(kept, math.prod(shape))
-        tensors[name] = Entry(shape=shape, kept=kept, sparsity=sparsity, hash=bits)
+    for name, shape in origin.parameters.items():
+        if name in masks:
+            kept, bits = masks[name]
+            sparsity = _sparsity(kept, math.prod(shape))
+            tensors[name] = Entry(shape=shape, kept=kept, sparsity=sparsity, hash=bits)
     return TicketManifest(
         version=FORMAT,
         algorithm=origin.algorithm,
@@ -189,22 +188,9 @@ def read_manifest(path: Path, metadata: Mapping[str, Any]) -> TicketManifest:
         raise DataError(
             f"{path}: its manifest is malformed at {place!r} ({first['type']}); get the ticket anew"
         ) from reason
-    _refuse_contradictions(path, manifest)
-    return manifest
-
-
-def _refuse_contradictions(path: Path, manifest: TicketManifest) -> None:
-    for name, entry in manifest.tensors.items():
-        if manifest.parameters.get(name) != entry.shape:
-            raise DataError(
-                f"{path}: prunes {name!r} of shape {entry.shape}, which is no parameter of the "
-                "model that it names; get the ticket anew"
-            )
-    entries, parameters = manifest.tensors, manifest.parameters
-    pruned = {name: entry.shape for name, entry in entries.items()}
     computed = make_manifest(
-        TicketOrigin(manifest.algorithm, manifest.step, manifest.seed, parameters, pruned),
-        {name: (entry.kept, entry.hash) for name, entry in entries.items()},
+        TicketOrigin(manifest.algorithm, manifest.step, manifest.seed, manifest.parameters),
+        {name: (entry.kept, entry.hash) for name, entry in manifest.tensors.items()},
         manifest.axsparse,
     )
     if computed != manifest:
@@ -212,6 +198,7 @@ def _refuse_contradictions(path: Path, manifest: TicketManifest) -> None:
         raise DataError(
             f"{path}: its manifest contradicts itself at {odd[0]!r}; get the ticket anew"
         )
+    return manifest
 
 
 def hash_of(data: bytes | memoryview) -> str:
@@ -349,16 +336,18 @@ def _check_tensors(file: SafetensorsFile, manifest: TicketManifest) -> None:
 
     This comes first, since their sizes are trusted afterwards.
     """
-    for name in sorted(file.shapes.keys() ^ manifest.tensors.keys()):
+    there = {name: file.described(name) for name in file.shapes}
+    wanted = {name: packed_header(entry) for name, entry in manifest.tensors.items()}
+    for name in sorted(there.keys() ^ wanted.keys()):
         raise DataError(
             f"{file.path}: {name!r} is in its manifest or among its masks, but not in both; get "
             "the ticket anew"
         )
-    for name, entry in manifest.tensors.items():
-        if file.described(name) != packed_header(entry):
+    for name, header in there.items():
+        if header != wanted[name]:
             raise DataError(
-                f"{file.path}: the mask of {name} is a tensor of shape {file.shapes[name]}, which "
-                f"does not fit its {entry.numel} entries; get the ticket anew"
+                f"{file.path}: the mask of {name} is a tensor of shape {header.shape}, which does "
+                f"not fit its {manifest.tensors[name].numel} entries; get the ticket anew"
             )
 
 

@@ -89,7 +89,6 @@ def _collect_manifest(
         for name, summary in json.loads(text).items():
             assert name not in owners, f"{name} is on ranks {owners[name]} and {rank}"
             owners[name], summaries[name] = rank, summary
-    assert owners.keys() == origin.pruned.keys(), owners.keys() ^ origin.pruned.keys()
     return owners, make_manifest(origin, summaries)
 
 
@@ -117,13 +116,7 @@ def save_live(live: LiveMasks, surveyed: Survey, path: Path, algorithm: str, ste
 
     All ranks call this together. Raises OutputError on all ranks alike.
     """
-    origin = TicketOrigin(
-        algorithm=algorithm,
-        step=step,
-        seed=live.options.seed,
-        parameters=surveyed.shapes,
-        pruned=live.targets.shapes,
-    )
+    origin = TicketOrigin(algorithm, step, live.options.seed, surveyed.shapes)
     masks = {name: partial(_mask, tensor) for name, _, tensor in live.counted()}
     write_ticket(path, origin, masks, transport=live.transport, place=live.place)
 

@@ -15,7 +15,7 @@ of the hosts' collective.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from axsparse.runtime.communication import (
     Backoff,
-    Closable,
     Collective,
     Event,
     Op,
@@ -31,7 +30,7 @@ from axsparse.runtime.communication import (
     shard_bounds,
     wait,
 )
-from axsparse.runtime.gpu.device_protocol import Communicator, Connections, Device
+from axsparse.runtime.gpu.device_protocol import Communicator, Device
 from axsparse.runtime.rank_order import exchanged_bytes
 
 
@@ -202,22 +201,3 @@ class TwoWayCollective:
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
         group = self._devices if buffer.device.type == self._kind else self._hosts
         return group.start(op, buffer, bounds)
-
-
-def free_beside_nccl(
-    connections: Connections, ranks: tuple[int, int], free_bytes: Callable[[], int]
-) -> int:
-    """The bytes that are free on this rank's GPU while it has the most connections that a run
-    makes, here all to one other rank; they are closed again.
-
-    These are a peer connection in and out on either side of a stage, a group of replicas, and one
-    of a tied weight. Both ranks call this together, `ranks` being equal for both.
-    """
-    made: list[Closable] = []
-    for number, (source, target) in enumerate([ranks, ranks[::-1]] * 2):
-        made.append(connections.peer(f"trial connection {number}", source, target))
-    made += [connections.communicator(f"trial group {number}", ranks) for number in range(2)]
-    free = free_bytes()
-    for connection in reversed(made):
-        connection.close()
-    return free

@@ -60,30 +60,22 @@ def _widened(value: Any) -> Any:
     return lambda value: value
 
 
-def master_of(master: Any, weight: Any, low: Any, at: int) -> Any:
+@compiled
+def master_of(master: Array | None, weight: Any, low: Array | None, at: int) -> Any:
     """The fp32 master of one entry: stored, or joined (`samo/precision.py`)."""
-    raise NotImplementedError
+    value = np.float32(0)
+    if master is not None:
+        value = master[at]
+    if low is not None:
+        high = np.uint32(np.uint32(weight[at]) << SIXTEEN)
+        value = from_bits(np.uint32(high + np.uint32(np.int32(low[at]))))
+    return value
 
 
-@compiles_to(master_of)
-def _master_of(master: Any, weight: Any, low: Any, at: Any) -> Any:
-    if low is types.none:
-        return lambda master, weight, low, at: master[at]
-    return lambda master, weight, low, at: from_bits(
-        np.uint32(np.uint32(np.uint32(weight[at]) << SIXTEEN) + np.uint32(np.int32(low[at])))
-    )
-
-
-def part(array: Any, begin: int, end: int) -> Any:
+@compiled
+def part(array: Array | None, begin: int, end: int) -> Any:
     """The entries [begin, end) of an array, or None of None."""
-    raise NotImplementedError
-
-
-@compiles_to(part)
-def _part(array: Any, begin: Any, end: Any) -> Any:
-    if array is types.none:
-        return lambda array, begin, end: None
-    return lambda array, begin, end: array[begin:end]
+    return array[begin:end] if array is not None else None
 
 
 @compiled

@@ -142,12 +142,8 @@ def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[st
         yield f"{MASK}/{name}", TensorCopy(header, packed, is_fixed=True)
     values, is_sharded = TensorHeader(torch.float32, (kept,)), state.shares.is_sharded
     yield f"{MASTER}/{name}", TensorCopy(values, lambda: state.master(name), is_sharded)
-
-    def moment(kind: str) -> Callable[[], Tensor]:
-        return lambda: state.moment(name, kind)
-
     for kind in state.optimizer_state.moments_K:
-        yield f"{kind}/{name}", TensorCopy(values, moment(kind), is_sharded)
+        yield f"{kind}/{name}", TensorCopy(values, partial(state.moment, name, kind), is_sharded)
 
 
 def _plain_tensor(tensor: Tensor) -> TensorCopy:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import xxhash
 
 from axsparse.config.load import LoadedConfig
+from axsparse.config.messages import shorten
 from axsparse.config.schema import ONCE, Config
 from axsparse.models.survey import Survey
 from axsparse.runtime.communication import Transport
@@ -314,5 +315,4 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _short(value: object) -> str:
-    text = "".join(letter if letter.isprintable() else "?" for letter in repr(value))
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shorten("".join(letter if letter.isprintable() else "?" for letter in repr(value)))

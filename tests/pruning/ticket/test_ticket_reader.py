@@ -77,7 +77,7 @@ def test_a_tensor_without_entries_and_one_that_is_whole_or_empty_are_kept_so(
     masks = {"a": torch.zeros(0).bool(), "b": torch.ones(9).bool(), "c": torch.zeros(16).bool()}
     path = tmp_path / "t"
 
-    ticket = open_ticket(write_masks(path, masks, TicketOrigin("random", 0, 0, shapes, shapes)))
+    ticket = open_ticket(write_masks(path, masks, TicketOrigin("random", 0, 0, shapes)))
 
     assert ticket.kept == {"a": 0, "b": 9, "c": 0}
     assert all(torch.equal(ticket.mask(name), mask) for name, mask in masks.items())
@@ -323,7 +323,7 @@ MASKS = dict.fromkeys(PRUNED, (4, "00"))
 def small_manifest(
     masks: dict[str, tuple[int, str]] = MASKS, version: str = "1", **changed: Any
 ) -> TicketManifest:
-    origin = TicketOrigin("magnitude", 3, 1, PARAMETERS, PRUNED)
+    origin = TicketOrigin("magnitude", 3, 1, PARAMETERS)
     return make_manifest(replace(origin, **changed), masks, version)
 
 
@@ -337,18 +337,19 @@ def test_sparsity_is_exact_per_tensor_and_in_total() -> None:
     }
     assert (manifest.kept, manifest.numel) == (12, 54)
     assert manifest.sparsity == 1 - 12 / 54
-    assert small_manifest(pruned={}).sparsity == 0
+    assert small_manifest({}).sparsity == 0
     assert read_manifest(PATH, manifest.metadata()) == manifest
 
 
 def test_the_hash_of_masks_depends_on_names_shapes_and_bits_only() -> None:
     one = small_manifest().hash
-    renamed = {name.replace("block2", "block9"): shape for name, shape in PRUNED.items()}
+    renamed = {name.replace("block2", "block9"): shape for name, shape in PARAMETERS.items()}
+    masks = {name.replace("block2", "block9"): mask for name, mask in MASKS.items()}
 
     assert small_manifest(step=9, seed=2, algorithm="snip", version="9").hash == one
     assert small_manifest({**MASKS, "block0.fc.weight": (4, "01")}).hash != one
-    assert small_manifest(pruned={**PRUNED, "block0.fc.weight": (4, 5)}).hash != one
-    assert small_manifest(dict.fromkeys(renamed, (4, "00")), pruned=renamed).hash != one
+    assert small_manifest(parameters={**PARAMETERS, "block0.fc.weight": (4, 5)}).hash != one
+    assert small_manifest(masks, parameters=renamed).hash != one
 
 
 def test_the_signature_depends_on_every_parameter() -> None:

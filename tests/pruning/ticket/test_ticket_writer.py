@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from support.tickets import DRAWN, PARAMETERS, PRUNED, given, small_ticket, some_masks
 from torch import Tensor
 
@@ -132,8 +131,3 @@ def test_masks_may_not_change_on_the_way(tmp_path: Path) -> None:
         write_alone(tmp_path / "t", own)
 
     assert list(tmp_path.iterdir()) == []
-
-
-def test_every_pruned_tensor_needs_a_mask_from_one_rank(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"block1.fc.weight"):
-        write_alone(tmp_path / "t", {"block0.fc.weight": lambda: torch.ones(20).bool()})

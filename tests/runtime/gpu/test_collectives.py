@@ -23,7 +23,7 @@ from support.standin_transport import (
 from torch import Tensor
 
 from axsparse.runtime.communication import Op, Transport, Work, shard_bounds, wait
-from axsparse.runtime.gpu.collectives import StagedCollective, TwoWayCollective, free_beside_nccl
+from axsparse.runtime.gpu.collectives import StagedCollective, TwoWayCollective
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
 from axsparse.runtime.rank_order import sum_in_rank_order
 
@@ -229,14 +229,3 @@ def test_a_group_of_one_has_none() -> None:
 
     assert not isinstance(transport.collective("alone", [0]), TwoWayCollective)
     assert transport.connections.groups == []
-
-
-def test_an_inner_stage_with_replicas_and_a_tie_has_this_much_left() -> None:
-    def main(transport: Counted) -> int:
-        made = transport.connections
-        free = free_beside_nccl(made, (0, 1), lambda: made.free)
-        assert made.free == MEMORY, "all are closed again"
-        return free
-
-    expected = MEMORY - 4 * PEER - 2 * GROUP
-    assert on_standins(2, "nccl", main, seed=1, make=Counted) == [expected] * 2
