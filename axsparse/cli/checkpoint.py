@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from axsparse.cli.parser import CommandParser, say, whole
@@ -38,7 +39,11 @@ def parser() -> CommandParser:
         member.add_argument("path", metavar="DIR", type=Path)
     which = member.add_mutually_exclusive_group(required=True)
     which.add_argument(
-        "--keep-last", metavar="N", type=whole(), help="keep the N newest whole checkpoints"
+        "--keep-last",
+        metavar="N",
+        type=whole(),
+        help="keep the N newest whole checkpoints, the best, and the newest whose weights a "
+        "later step has trained on",
     )
     which.add_argument("--after", metavar="STEP", type=whole(0), help="remove those of later steps")
     return group
@@ -107,8 +112,8 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _prune(arguments: argparse.Namespace) -> None:
-    """Remove all but the newest `keep_last` whole checkpoints and the best, or those of steps after
-    `after`; the other argument is None.
+    """Remove all but the newest `keep_last` whole checkpoints and those that training would keep
+    besides, or those of steps after `after`; the other argument is None.
 
     The run must not be in use, and one whole checkpoint always stays.
     """
@@ -127,34 +132,37 @@ def _prune(arguments: argparse.Namespace) -> None:
         with writing(f"{folder}:", "nothing else went"):
             if keep_last is not None:
                 gone = checkpoint_folder.outdated(folder, keep_last, 0, is_whole)
-                best = _best_step(path)
+                kept = _kept_besides(path, is_whole)
             else:
                 steps = verification.steps_in(path)
-                gone, best = [step for step in steps if step > after], None
+                gone, kept = [step for step in steps if step > after], {}
                 if gone and not any(is_whole(step) for step in steps if step <= after):
                     raise ConfigError(
                         f"--after: {after} would leave no whole checkpoint; choose a later step"
                     )
             for step in gone:
-                if step != best:
-                    checkpoint_folder.remove(checkpoint_folder.path_of(folder, step))
-                    say(f"removed {checkpoint_folder.path_of(folder, step)}")
+                if step in kept:
+                    say(f"kept {checkpoint_folder.path_of(folder, step)}: it {kept[step]}")
+                    continue
+                checkpoint_folder.remove(checkpoint_folder.path_of(folder, step))
+                say(f"removed {checkpoint_folder.path_of(folder, step)}")
     finally:
         lock.release()
 
 
-def _best_step(run: Path) -> int | None:
-    """The step of the checkpoint of lowest validation loss, as the newest whole one names it."""
+def _kept_besides(run: Path, is_whole: Callable[[int], bool]) -> dict[int, str]:
+    """The steps of checkpoints that training would keep, and why, as the newest that can be read
+    says."""
     from axsparse.training.checkpoint import checkpoint_folder, verification
 
+    folder = run / checkpoint_folder.CHECKPOINTS
     for step in verification.steps_in(run):
-        path = checkpoint_folder.path_of(run / checkpoint_folder.CHECKPOINTS, step)
         try:
-            best = verification.open_checkpoint(path).manifest.progress.best
+            opened = verification.open_checkpoint(checkpoint_folder.path_of(folder, step))
         except AxsparseError:
             continue
-        return None if best is None else best.step
-    return None
+        return checkpoint_folder.kept_besides(folder, opened.manifest.progress, is_whole)
+    return {}
 
 
 def _checkpoints(path: Path) -> list[Path]:

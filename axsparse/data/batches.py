@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.data.dataset import Dataset, PartedDataset
+from axsparse.data.dataset import Dataset, PartedDataset, length_of, some_samples, steady_digest
 from axsparse.data.order import epochs_of_step, samples_of_step
 from axsparse.runtime.communication import shard_bounds
 from axsparse.runtime.errors import DataError
@@ -33,6 +33,10 @@ class Microbatch:
     batch. Random numbers are keyed by it, so that they do not depend on the layout."""
     size: int
     """Number of samples."""
+    samples: Sequence[int] = ()
+    """Their numbers in the data; messages name them."""
+    source: str = ""
+    """The name of the data; empty on a stage that reads none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +85,10 @@ class Batches:
         """`Samples.targets_per_sample` of the dataset; None on a stage that reads nothing."""
         return None if self.dataset is None else self.dataset.targets_per_sample
 
+    @property
+    def _source(self) -> str:
+        return "" if self.dataset is None else self.dataset.name
+
     def training(self, step: int) -> Batch:
         """The batch of a training step, a pure function of (seed, step); each epoch is shuffled."""
         size = self.global_batch_size
@@ -104,6 +112,24 @@ class Batches:
         samples = np.arange(first, min(first + self.global_batch_size, self.num_samples))
         return self._read(number, samples, np.zeros_like(samples))
 
+    def refuse_draws(self) -> None:
+        """DataError for a data set that gives other values when samples are read again.
+
+        In threads it would also take random numbers from layers, which find theirs seeded.
+        """
+        some = some_samples(self.num_samples)
+
+        def read() -> Sequence[Tensor]:
+            inputs, targets = self._plain(*self._start(some, np.zeros_like(some))(), len(some))
+            return inputs if targets is None else (*inputs, targets)
+
+        if steady_digest(read) is None:
+            raise DataError(
+                f"data ({self._source}): its samples differ when they are read again, or draw from "
+                "the global generators of torch, random or numpy; draw from a generator that is "
+                "made in read, of the numbers of epoch and sample (reads_epochs = True)"
+            )
+
     def close(self) -> None:
         """Release what a `PartedDataset` needs for reading; a later read acquires it again."""
         if isinstance(self.dataset, PartedDataset):
@@ -111,7 +137,10 @@ class Batches:
 
     def _check_length(self) -> None:
         """Raise DataError if the dataset has another length than when it was opened."""
-        if self.dataset is not None and (now := len(self.dataset)) != self.num_samples:
+        if (
+            self.dataset is not None
+            and (now := length_of(self.dataset, self._source)) != self.num_samples
+        ):
             raise DataError(
                 f"data ({self.dataset.name}): it has {now} samples, and had {self.num_samples} "
                 "when it was opened; give a data set whose length stays"
@@ -137,8 +166,10 @@ class Batches:
                 inputs = tuple(tensor.pin_memory() for tensor in inputs)
                 targets = None if targets is None else targets.pin_memory()
             first_sample = step * self.global_batch_size + span.start
-            size = span.stop - span.start
-            microbatches.append(Microbatch(inputs, targets, first_sample, size))
+            size, numbers = span.stop - span.start, samples[span].tolist()
+            microbatches.append(
+                Microbatch(inputs, targets, first_sample, size, numbers, self._source)
+            )
         return Batch(step, tuple(microbatches), sum(map(self._count_targets, microbatches)))
 
     def _start(

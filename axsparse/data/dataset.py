@@ -8,7 +8,8 @@ targets together; `PartedDataset` reads them apart, for inputs that are expensiv
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,9 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from axsparse.runtime.bounds import IGNORED
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.errors import DataError
+from axsparse.runtime.seeds import preserved_rng
 
+COMPARED = 4
+"""Samples, evenly spread, that are read twice before they are used."""
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
@@ -87,7 +92,8 @@ class Dataset(Samples, Protocol):
     The first and the last stage of every replica open the data and read it. Batches are read
     ahead of the steps in a thread, and an evaluation may read at the same time: therefore
     `read` is a pure function of the sample numbers, draws no random numbers, and changes
-    nothing that others see.
+    nothing that others see. A few samples are read twice at the start, and a DataError says so if
+    they differ or the global generators have moved.
 
     Samples that are augmented differ from epoch to epoch. A class with `reads_epochs = True` has
     `read(indices, epochs)` instead: `epochs` is (b,), the epoch that each sample belongs to (0 in
@@ -155,14 +161,20 @@ class Datasets:
 class ArrayDataset:
     """Tensors in memory whose first dimension numbers the samples: a `Dataset`.
 
-    Every target counts in the loss. Raises DataError if the tensors differ in their number of
-    samples, or have none.
+    Every target counts in the loss, except integers that are `ignore_index`, which cross entropy
+    leaves out; with None these count as well. Raises DataError if the tensors differ in their
+    number of samples, or have none.
     """
 
     vocab_size = None
 
     def __init__(
-        self, inputs: Tensor | tuple[Tensor, ...], targets: Tensor, name: str = "arrays"
+        self,
+        inputs: Tensor | tuple[Tensor, ...],
+        targets: Tensor,
+        name: str = "arrays",
+        *,
+        ignore_index: int | None = IGNORED,
     ) -> None:
         tensors = (*(inputs if isinstance(inputs, tuple) else (inputs,)), targets)
         # A 0-dimensional tensor has no first dimension: its () differs from every (n,).
@@ -177,7 +189,9 @@ class ArrayDataset:
         *self._inputs, self._targets = (tensor.detach() for tensor in tensors)
         self.name = name
         self.fingerprint = digest_of_tensors(tensors)
-        self.targets_per_sample: int | None = targets[0].numel()
+        self.ignore_index = ignore_index
+        has_gaps = counted(targets, ignore_index) < targets.numel()
+        self.targets_per_sample: int | None = None if has_gaps else targets[0].numel()
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -188,7 +202,7 @@ class ArrayDataset:
         return tuple(tensor[rows] for tensor in self._inputs), self._targets[rows]
 
     def count_targets(self, targets: Tensor) -> int:
-        return targets.numel()
+        return counted(targets, self.ignore_index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,6 +270,50 @@ def document_starts(tokens: NDArray[np.int64], separator: int) -> NDArray[np.int
     positions = np.arange(1, tokens.shape[1], dtype=np.int32)
     starts[:, 1:] = np.where(tokens[:, :-1] == separator, positions, 0)
     return np.maximum.accumulate(starts, axis=1)
+
+
+def counted(targets: Tensor, ignore_index: int | None = IGNORED) -> int:
+    """How many targets count in the loss; integers that are `ignore_index` do not."""
+    if ignore_index is None or targets.is_floating_point():
+        return targets.numel()
+    return int((targets != ignore_index).sum())
+
+
+def length_of(samples: Samples, name: str) -> int:
+    """The length of a data set; DataError for a `__len__` that gives none."""
+    try:
+        length = len(samples)
+        if isinstance(type(samples).__len__(samples), bool):
+            raise TypeError("it returns a bool")
+    except Exception as reason:
+        raise DataError(
+            f"data ({name}): its __len__ gives no length ({type(reason).__name__}: "
+            f"{' '.join(str(reason).split())}); return the number of samples, an int of at least 1"
+        ) from reason
+    return length
+
+
+def some_samples(length: int) -> NDArray[np.int64]:
+    """The numbers of a few samples, evenly spread."""
+    return np.unique(np.linspace(0, length - 1, COMPARED).astype(np.int64))
+
+
+def steady_digest(read: Callable[[], Sequence[Tensor]]) -> str | None:
+    """A digest of what `read` returns; None if a second call returns something else, or if it draws
+    from the global generators of torch, Python or numpy, which threads share.
+
+    The states are compared as well: a coin may fall twice on the same side.
+    """
+    with preserved_rng():
+        states = _global_states()
+        first, second = (digest_of_tensors(tuple(read())) for _ in range(2))
+        return first if first == second and states == _global_states() else None
+
+
+def _global_states() -> tuple[object, ...]:
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    torchs = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), np.asarray(keys).tobytes(), position, torchs
 
 
 def digest_of_tensors(tensors: tuple[Tensor, ...]) -> str:

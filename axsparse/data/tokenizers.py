@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -82,13 +83,9 @@ class Subwords:
     def __init__(self, path: Path, record: TokenizerRecord, separator: str) -> None:
         """DataError if the file holds no tokenizer, ConfigError if it has no token `separator`."""
         library = import_tokenizers()
-        try:
+        self._path = path
+        with self._refusing("holds no tokenizer"):
             self._tokenizer = library.Tokenizer.from_file(str(path))
-        except Exception as reason:  # The library raises no narrower class.
-            raise DataError(
-                f"--tokenizer: {path} holds no tokenizer ({' '.join(str(reason).split())}); name "
-                "a tokenizer.json of Hugging Face's tokenizers library"
-            ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # A separator that occurs in a document is encoded as ordinary text.
@@ -108,12 +105,30 @@ class Subwords:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         # This call alone leaves out the places of the tokens in the text.
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._refusing("cannot encode a text"):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with self._refusing("cannot decode ids"):
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
+
+    @contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        """DataError for what the library raises: an Exception, or a panic of Rust, which is none.
+
+        Its module, pyo3_runtime, cannot be imported.
+        """
+        try:
+            yield
+        except BaseException as reason:
+            if not isinstance(reason, Exception) and type(reason).__name__ != "PanicException":
+                raise
+            raise DataError(
+                f"--tokenizer: {self._path} {what} ({' '.join(str(reason).split())}); name a "
+                "tokenizer.json of Hugging Face's tokenizers library"
+            ) from None
 
 
 def in_folder(path: Path) -> tuple[Path, str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +13,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
-from axsparse.data.dataset import digest_of_tensors
+from axsparse.data.dataset import counted, length_of, some_samples, steady_digest
+from axsparse.runtime.bounds import IGNORED
 from axsparse.runtime.errors import DataError
 from axsparse.runtime.seeds import keyed_generator
 
-COMPARED = 4
-"""Samples, evenly spread, that are read twice when a data set is taken."""
 DRAWS = frozenset(
     (
         *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"),
@@ -54,18 +52,15 @@ def from_torch(
 
     `name` is what the banner and messages say. `vocab_size` is for samples of tokens, whose ids are
     all below it. `count_targets` says how many targets of a microbatch count in the loss; by
-    default all of them do.
+    default all of them do but integers that are -100, which cross entropy leaves out.
 
     Raises DataError for a data set that has no length or no sample, one whose samples are no such
     pairs, and one that gives other values when a sample is read again. Its `fingerprint` is a
     digest of its length and of some samples.
     """
     name = type(dataset).__name__ if name is None else name
-    try:
-        length = len(dataset)
-    except TypeError:
-        length = 0
-    if not length or not hasattr(dataset, "__getitem__"):
+    has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))
+    if not has_members or not (length := length_of(dataset, name)):
         raise DataError(
             f"from_torch ({name}): it has no length, or no sample; give a data set with __len__ "
             "and __getitem__, such as a list of what an iterable one yields"
@@ -73,19 +68,24 @@ def from_torch(
     samples = TorchSamples(
         name, "", vocab_size, None, dataset, length, collate_fn, count_targets, seed
     )
-    some = np.unique(np.linspace(0, length - 1, COMPARED).astype(np.int64))
-    # The states are compared as well: a coin may fall twice on the same side.
-    states = _global_states()
-    reads = [samples.read(some) for _ in range(2)]
-    digests = [digest_of_tensors((torch.tensor(length), *of, to)) for of, to in reads]
-    if digests[0] != digests[1] or _global_states() != states:
+    some = some_samples(length)
+    targets = torch.empty(0)
+
+    def read_some() -> tuple[Tensor, ...]:
+        nonlocal targets
+        inputs, targets = samples.read(some)
+        return torch.tensor(length), *inputs, targets
+
+    digest = steady_digest(read_some)
+    if digest is None:
         raise DataError(
             f"from_torch ({name}): its samples differ when they are read again, or draw random "
             "numbers of Python or numpy; draw by torch.rand, torch.randint and their like, in "
             "__getitem__, where seed, epoch and sample seed them"
         )
-    per_sample = reads[0][1].numel() // len(some) if count_targets is None else None
-    return replace(samples, fingerprint=digests[0], targets_per_sample=per_sample)
+    is_whole = count_targets is None and counted(targets) == targets.numel()
+    per_sample = targets.numel() // len(some) if is_whole else None
+    return replace(samples, fingerprint=digest, targets_per_sample=per_sample)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,10 +135,18 @@ class TorchSamples:
                 f"where others have {self.targets_per_sample} each; give count_targets, which says "
                 "how many of a microbatch count in the loss"
             )
+        if self.targets_per_sample is not None and counted(targets) < targets.numel():
+            rows = (targets == IGNORED).reshape(len(samples), -1).any(1)
+            first = indices[int(rows.int().argmax())]
+            raise DataError(
+                f"from_torch ({self.name}): sample {first} has a target "
+                f"{IGNORED}, which does not count, and the first samples had none; give "
+                f"count_targets=lambda y: int((y != {IGNORED}).sum())"
+            )
         return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), targets
 
     def count_targets(self, targets: Tensor) -> int:
-        return targets.numel() if self.counts is None else self.counts(targets)
+        return counted(targets) if self.counts is None else self.counts(targets)
 
 
 class _DrawnFrom(TorchFunctionMode):
@@ -155,9 +163,3 @@ class _DrawnFrom(TorchFunctionMode):
         if getattr(func, "__name__", "") in DRAWS and kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": self._generator}
         return func(*args, **kwargs)
-
-
-def _global_states() -> tuple[object, ...]:
-    """Where Python's and numpy's generators are, which all threads share."""
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    return random.getstate(), np.asarray(keys).tobytes(), position

@@ -133,6 +133,11 @@ class Tracer:
         self._dtype = dtype
         self._flow = tuple(self._on_meta(tensor) for tensor in example)
 
+    @property
+    def shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Those of the inputs of the next layer."""
+        return [(tensor.shape, tensor.dtype) for tensor in self._flow]
+
     def run(self, name: str, module: nn.Module) -> tuple[float, Activations]:
         """Flops and activations of one sample's forward through the next layer.
 

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from axsparse.runtime.bounds import IGNORED, refuse_beyond
+
 CHUNK_LOGITS = 2**21
 """Logits that exist at a time: 8 MB in fp32, which fits into caches. Changing it changes bits."""
 GPU_CHUNK_LOGITS = 2**25
 """The same on a GPU, where launches count and not caches: 128 MB in fp32. Not measured."""
 CHUNK_WORDS = 1_024
 """Least number of words in a chunk; narrower matrix products are inefficient."""
-IGNORED = -100
-"""The target of a token that does not count, as in `torch.nn.functional.cross_entropy`."""
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -65,13 +65,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         counts = targets != IGNORED
-        are_words = ((targets >= 0) & (targets < weight.shape[0]) | ~counts).all()
-        wrong = f"a target is no word of a vocabulary of {weight.shape[0]}"
-        if targets.device.type != "cpu":
+        wrong = f"no word of a vocabulary of {weight.shape[0]}"
+        if targets.device.type == "cpu":
+            refuse_beyond(targets, weight.shape[0], wrong, ignored=IGNORED)
+        else:
             # To read the answer from a GPU would block the host in every microbatch.
-            torch._assert_async(are_words, wrong)
-        elif not are_words:
-            raise IndexError(wrong)
+            are_words = ((targets >= 0) & (targets < weight.shape[0]) | ~counts).all()
+            torch._assert_async(are_words, f"a target is {wrong}")
         log_total = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         at_target = torch.zeros_like(log_total)
         for start, stop in _chunks(weight, targets):

@@ -38,8 +38,11 @@ def from_sequential(
     layers by their `reset_parameters`, from the run's seed.
 
     Raises ConfigError if two modules share a parameter or buffer, if some are on the meta
-    device and others are not, or if one there has no `reset_parameters`.
+    device and others are not, or if one there has no `reset_parameters`; and for an
+    `nn.Sequential` that does more than to call its modules one after the other.
     """
+    if isinstance(modules, nn.Sequential):
+        _refuse_more(modules)
     layers = _by_name(modules)
     for layer in kinds:
         if layer not in layers:
@@ -66,6 +69,28 @@ def from_sequential(
         example=example,
         container=_container(modules),
     )
+
+
+def _refuse_more(modules: nn.Sequential) -> None:
+    """ConfigError for what no stage would run or train, since stages have the children alone."""
+    forwards = (nn.Sequential.forward, PlainModel.forward)
+    tensors = {**modules._parameters, **modules._buffers}
+    hooks = (
+        *(modules._forward_hooks, modules._forward_pre_hooks),
+        *(modules._backward_hooks, modules._backward_pre_hooks),
+    )
+    more = {
+        "a forward of its own": type(modules).forward not in forwards or "forward" in vars(modules),
+        f"a parameter or buffer of its own ({', '.join(tensors)})": bool(tensors),
+        "hooks of its own": any(hooks),
+    }
+    for what, is_so in more.items():
+        if is_so:
+            raise ConfigError(
+                f"sequential: {type(modules).__name__} has {what}, and stages have its modules "
+                "alone; move it into a module (docs/howto/own-models.md cuts a forward), or give "
+                "list(modules) to leave it out"
+            )
 
 
 def _container(modules: object) -> nn.Sequential | None:

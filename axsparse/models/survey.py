@@ -6,6 +6,7 @@ names, shapes and costs.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -33,6 +35,8 @@ FLOPS_PER_BYTE = 100
 """Flops in the time that it takes to move one byte; weighs pooling and norms against matrix
 products. Assumed: between a CPU with matrix units (60) and a data-centre GPU (200)."""
 
+PLAIN = (bool, int, float, str)
+"""Types whose equal values make no difference to a function; others have to be the same object."""
 MULTIPLYING = (
     nn.Linear,
     nn.Bilinear,
@@ -172,7 +176,7 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
                 "the model with from_sequential"
             )
     tracer = None if model.example is None else Tracer(_example(model.example), dtype)
-    layers = [_survey_layer(layer, tracer) for layer in model.layers]
+    layers = _survey_layers(model.layers, tracer)
     parameters: dict[str, ParameterInfo] = {}
     names: set[str] = set()
     for layer in layers:
@@ -277,6 +281,44 @@ def with_costs(surveyed: Survey, text: str) -> Survey:
         for layer, (flops, activations) in zip(surveyed.layers, json.loads(text), strict=True)
     ]
     return replace(surveyed, layers=layers)
+
+
+def _survey_layers(layers: Sequence[Layer], tracer: Tracer | None) -> list[LayerInfo]:
+    """The contents of all layers; a layer like the one before, with inputs like its, is not built
+    and run again."""
+    found: list[LayerInfo] = []
+    shapes: object = None
+    for number, layer in enumerate(layers):
+        shapes_before, shapes = shapes, None if tracer is None else tracer.shapes
+        if number and shapes == shapes_before and _are_alike(layers[number - 1], layer):
+            found.append(_renamed(found[-1], layer.name))
+        else:
+            found.append(_survey_layer(layer, tracer))
+    return found
+
+
+def _are_alike(one: Layer, other: Layer) -> bool:
+    """Whether two layers are built by the same function of the same arguments."""
+    if one != replace(other, name=one.name, build=one.build):
+        return False
+    if not (isinstance(one.build, partial) and isinstance(other.build, partial)):
+        return False
+    first, second = (
+        [b.func, *b.args, *itertools.chain(*sorted(b.keywords.items(), key=lambda kv: kv[0]))]
+        for b in (one.build, other.build)
+    )
+    return len(first) == len(second) and all(
+        a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _renamed(info: LayerInfo, name: str) -> LayerInfo:
+    """The contents of a layer that is like another but for its name."""
+    begin = len(info.name)
+    parameters = tuple(replace(p, name=name + p.name[begin:]) for p in info.parameters)
+    buffers = tuple(replace(b, name=name + b.name[begin:]) for b in info.buffers)
+    return replace(info, name=name, parameters=parameters, buffers=buffers)
 
 
 def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:

@@ -19,6 +19,7 @@ from axsparse.observe.phases import Phases
 from axsparse.pipeline.policy import BACKWARD, FORWARD, Action, ForwardOnly, Kind, Policy
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
+from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu.device_protocol import Device
@@ -135,7 +136,12 @@ class Engine:
             inputs, _ = self._inputs(action.microbatch, batch)
             with self._phases("compute"):
                 key = Key(batch.step, microbatch.first_sample)
-                outputs = self._stage.evaluate(inputs, key, self._targets(microbatch))
+                targets = self._targets(microbatch)
+                outputs = telling_sample(
+                    lambda: self._stage.evaluate(inputs, key, targets),
+                    microbatch.samples,
+                    microbatch.source,
+                )
             if self._place.is_last:
                 found.append(torch.stack([output.double() for output in outputs]))
             else:
@@ -255,7 +261,11 @@ class Engine:
         key = Key(batch.step, microbatch.first_sample)
         with self._phases("compute"):
             targets = self._targets(microbatch)
-            outputs = self._stage.forward(number, inputs, key, targets, divisor)
+            outputs = telling_sample(
+                lambda: self._stage.forward(number, inputs, key, targets, divisor),
+                microbatch.samples,
+                microbatch.source,
+            )
         if self._place.is_last:
             return [outputs[0].detach()]
         self._send(FORWARD, number, outputs)

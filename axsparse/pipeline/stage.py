@@ -157,7 +157,7 @@ class Stage:
             for root, gradient in zip(roots, gradients, strict=True)
             if gradient is not None
         ]
-        products = self._products
+        products, draws = self._products, torch.get_rng_state()
         with nullcontext() if products is None else products.backward_of(microbatch):
             if pairs:
                 # The gradient hooks need this thread's stream and device, so autograd runs in it.
@@ -165,6 +165,12 @@ class Stage:
                     roots = [root for root, _ in pairs]
                     start: Callable[..., Tensor] = _Start.apply
                     start([gradient for _, gradient in pairs], *roots).backward()
+        if not torch.equal(torch.get_rng_state(), draws):
+            raise ConfigError(
+                f"layers {self._layers[0].name} to {self._layers[-1].name}: a backward draws "
+                "random numbers, which no key seeds; draw them in the forward and keep them "
+                "(ctx.save_for_backward)"
+            )
         return [tensor.grad for tensor in inputs if tensor.requires_grad]
 
     def weight_gradients(self, microbatch: int) -> None:

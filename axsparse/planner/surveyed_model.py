@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 from axsparse.config.schema import Config
 from axsparse.models.layer_cost import Activations
@@ -24,6 +27,8 @@ the loss computes itself: two fp32 numbers, a copy and its gradient. A loss that
 measured to take 5 bytes a logit in fp32 and 6.5 in bf16."""
 
 
+Contents: TypeAlias = tuple[int, int, int, int, bool]
+"""`SurveyedModel._contents`."""
 CHOSEN_BYTES = 16
 """Bytes that torch takes for each entry which it picks out of a matrix by a mask."""
 
@@ -124,9 +129,11 @@ class SurveyedModel:
     """Whether the memory that is planned is the host's, where the copies for checkpoints are."""
     has_masks: bool = False
     """Whether a run that resumes has its masks already, so that none are drawn from samples."""
-    _loads: dict[tuple[range, int, bool], StageLoad] = field(
+    _loads: dict[tuple[Contents, int, bool], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    """Loads by what their layers are: a search asks for the same stages repeatedly, and stages of
+    equal layers have equal loads."""
 
     @property
     def precision(self) -> Precision:
@@ -153,8 +160,14 @@ class SurveyedModel:
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[StageLoad] | None:
 
+        known: dict[tuple[int, Contents], bool] = {}
+
         def has_room(stage: int, layers: range) -> bool:
-            return fits is None or fits(stage, self._load(layers, g_data, microbatches))
+            key = stage, self._contents(layers)
+            if key not in known:
+                load = self._load(layers, g_data, microbatches)
+                known[key] = fits is None or fits(stage, load)
+            return known[key]
 
         split = self.config.layout.split
         found: list[range] | None
@@ -171,11 +184,42 @@ class SurveyedModel:
         return [self._load(layers, g_data, microbatches) for layers in found]
 
     def _load(self, numbers: range, g_data: int, microbatches: int) -> StageLoad:
-        """The load of these layers, remembered, since the search for a split asks repeatedly."""
-        key = (numbers, g_data, accumulates_in_half(microbatches))
+        """The load of these layers."""
+        adds_in_half = accumulates_in_half(microbatches)
+        key = (self._contents(numbers), g_data, adds_in_half)
         if key not in self._loads:
-            self._loads[key] = self._new_load(*key)
-        return self._loads[key]
+            self._loads[key] = self._new_load(numbers, g_data, adds_in_half)
+        first, last = (self.survey.layers[n].name for n in (numbers[0], numbers[-1]))
+        name = first if len(numbers) == 1 else f"{first}–{last}"
+        return replace(self._loads[key], layers=name, numbers=numbers)
+
+    def _contents(self, numbers: range) -> Contents:
+        """What decides the load of these layers: the run of equal layers that the first belongs to
+        and how many of it are here, the same of the last, and whether that is the model's last."""
+        runs, is_last = self._runs, numbers.stop == len(self.survey.layers)
+        first, last = runs[numbers[0]], runs[numbers[-1]]
+        if first == last:
+            return first, len(numbers), last, len(numbers), is_last
+        after = bisect_right(runs, first, lo=numbers[0])
+        before = bisect_left(runs, last, hi=numbers.stop)
+        return first, after - numbers[0], last, numbers.stop - before, is_last
+
+    @cached_property
+    def _runs(self) -> list[int]:
+        """For each layer the number of the run of equal layers that it belongs to."""
+        kinds = list(map(self._kind, self.survey.layers))
+        changes = (int(one != other) for one, other in pairwise(kinds))
+        return list(accumulate(changes, initial=0))
+
+    def _kind(self, layer: LayerInfo) -> object:
+        """All of a layer that its bytes and times depend on; tied weights by their names."""
+        ties = self.survey.ties
+        tied = {*ties, *ties.values()}
+        parameters = [
+            (replace(p, name=p.name if p.name in tied else ""), self.kept.get(p.name))
+            for p in layer.parameters
+        ]
+        return layer.flops, layer.activations, layer.buffer_bytes, parameters
 
     def _new_load(self, numbers: range, g_data: int, adds_in_half: bool) -> StageLoad:
         config = self.config
@@ -196,7 +240,7 @@ class SurveyedModel:
             )
         logits = self.survey.loss_logits if is_last else None
         return StageLoad(
-            layers=layers[0].name if len(layers) == 1 else f"{layers[0].name}–{layers[-1].name}",
+            layers="",
             numbers=numbers,
             flops=sum(layer.flops for layer in layers),
             moved=_moved(layers),

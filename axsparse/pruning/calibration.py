@@ -17,13 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from axsparse.data.batches import Microbatch
 from axsparse.models.layer import Layer, StartValues, as_tuple, on_meta
 from axsparse.models.module_products import forwards_in_place
 from axsparse.pruning.input_statistics import METHODS, HowMany, InputStatistics
 from axsparse.pruning.targets import Targets
+from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, noted
 from axsparse.runtime.grid import Place
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import StateOptions, build_layers
@@ -87,6 +89,8 @@ class Calibration:
     loss: Callable[[Tensors], float]
     """The loss of each target of the first microbatch, of the outputs of the last layer; called on
     the last stage."""
+    samples: Sequence[Microbatch]
+    """Those that pass; on stages behind the first without inputs."""
     says: Callable[[str], None] = lambda _: None
     """Shows the user how far it is."""
 
@@ -109,9 +113,8 @@ class Calibration:
                         f"layer, and {name} is of none; name it in pruning.exclude"
                     )
 
-    def draw(self, samples: Sequence[Tensors]) -> CalibratedMasks:
-        """The masks; all ranks call this together. `samples` has a tuple of inputs of the first
-        layer for each microbatch, on stages behind the first an empty tuple."""
+    def draw(self) -> CalibratedMasks:
+        """The masks; all ranks call this together."""
         kept = {
             name: METHODS[self.method].kept(shape, self._how_many(name))
             for name, shape in self.targets.shapes.items()
@@ -120,7 +123,7 @@ class Calibration:
         branch = self.transport.branch()
         link = branch.link(self.place)
         # The first microbatch also passes through the layers as they were, for the loss before.
-        flow = [self._prepared(inputs) for inputs in (*samples, *samples[:1])]
+        flow = [self._prepared(each.inputs) for each in (*self.samples, self.samples[0])]
         if not self.place.is_first:
             flow = self._received(link, len(flow))
         *pruned, dense = flow
@@ -187,7 +190,9 @@ class Calibration:
         """The outputs of a layer for a microbatch; what it draws is the same in every pass."""
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
-            return tuple(map(canonical, as_tuple(name, module(*inputs))))
+            own = self.samples[number]
+            outputs = telling_sample(lambda: _named(name, module, inputs), own.samples, own.source)
+            return tuple(map(canonical, as_tuple(name, outputs)))
 
     def _prune(
         self,
@@ -246,6 +251,12 @@ class Progress:
         if self._clock() - self._shown >= SECONDS:
             self._shown = self._clock()
             self._says(text)
+
+
+def _named(name: str, module: nn.Module, inputs: Tensors) -> object:
+    """What a layer returns, whose errors name it."""
+    with noted(f"layer {name}"):
+        return module(*inputs)
 
 
 def _linear_weights(layer: str, module: nn.Module) -> dict[str, nn.Linear]:

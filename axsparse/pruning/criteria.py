@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Literal, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Cut, Keys, by_magnitude, by_value, cut_of, select
 
-Score: TypeAlias = Callable[[str, Tensor], Tensor]
+Score: TypeAlias = Callable[..., Tensor]
 """`score(name, weight)` scores the entries of one tensor, and those of highest score are kept.
 
 `name` is the tensor's global name. `weight` has its fp32 weights on the CPU, zero where they are
@@ -27,6 +28,14 @@ must depend on the two arguments alone. This one prunes the entries of smallest 
 
     def by_magnitude(name: str, weight: Tensor) -> Tensor:
         return weight.abs()
+
+A function with a third argument `gradient` also gets the gradient of the coming step's batch, of
+the shape of the weights, zero where they are pruned; the tensor's alone, summed over replicas:
+
+    def by_sensitivity(name: str, weight: Tensor, gradient: Tensor) -> Tensor:
+        return (weight * gradient).abs()
+
+There is one for `gradual`, `iterative`, and `custom` with `pruning.at_step` above 0.
 
 A run uses it with `build(…, score=by_magnitude)` and `pruning.method: custom`, or with a method
 that prunes over time.
@@ -55,6 +64,11 @@ class Criterion:
     """Seeds the generator of the random score."""
     pattern: tuple[int, int] | None = None
     """With (n, m), the n highest of every m consecutive inputs are kept."""
+
+    @property
+    def sees_gradients(self) -> bool:
+        """Whether the score takes the gradient of its tensor."""
+        return callable(self.score) and _takes_gradient(self.score)
 
     def scores(self, name: str, shape: Shape, weight: Weight) -> tuple[Tensor, Keys]:
         """The flat fp32 scores of a tensor, without NaN, and the keys that put them in order.
@@ -123,11 +137,27 @@ def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion
             f"{loaded.where('pruning.method')}: {pruning.method} has a score already; choose "
             "custom, or a method over time, for the one given to build"
         )
+    draws_later = pruning.method in ("gradual", "iterative") or (
+        pruning.method == "custom" and pruning.at_step > 0
+    )
+    if score is not None and _takes_gradient(score) and not draws_later:
+        raise ConfigError(
+            f"{loaded.where('pruning.method')}: {pruning.method} has no gradients when it draws "
+            "masks, and the score given to build takes one; choose custom with pruning.at_step "
+            "above 0, gradual or iterative"
+        )
     pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
     if score is not None:
         return Criterion(score, config.seed, pattern)
     at_random = pruning.method in ("random", "set", "rigl")
     return Criterion("random" if at_random else "magnitude", config.seed, pattern)
+
+
+def _takes_gradient(score: Score) -> bool:
+    try:
+        return "gradient" in signature(score).parameters
+    except (TypeError, ValueError):  # a built-in function without a signature
+        return False
 
 
 def _is_plain(scores: Tensor) -> bool:

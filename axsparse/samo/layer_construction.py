@@ -6,7 +6,7 @@ exists, so building a stage needs memory for its final state and one fp32 parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -84,7 +84,12 @@ def build_layers(
     of the right shape, or a buffer has no contents.
     """
     tensors: dict[str, TensorState] = {}
-    return [_construct_layer(layer, ties, tensors, options) for layer in layers]
+    built = []
+    for layer in layers:
+        drawn_before = set(options.draws)
+        built.append(_construct_layer(layer, ties, tensors, options))
+        _draw_again(layer, ties, options, options.draws.keys() - drawn_before)
+    return built
 
 
 def _construct_layer(
@@ -161,13 +166,28 @@ def start_values(
     }
 
 
+def _draw_again(
+    layer: Layer, ties: Mapping[str, str], options: StateOptions, once: Set[str]
+) -> None:
+    """ConfigError if a layer gives other values for the parameters that it has drawn once so far.
+
+    Those of a generator of the user's own would depend on which layers the stage has.
+    """
+    if not once:
+        return
+    module, values = _skeleton(layer, ties, options)
+    for name, _ in module.named_parameters():
+        if f"{layer.name}.{name}" in once:
+            values(name)
+
+
 def _skeleton(
     layer: Layer, ties: Mapping[str, str], options: StateOptions
 ) -> tuple[nn.Module, Callable[[str], Tensor]]:
     """The module, and a function that makes the fp32 start value of a parameter by its local name.
 
-    It is called twice for a parameter, for the mask and for the state, because keeping the values
-    would hold a whole layer in fp32.
+    It is called twice for a parameter with a mask, because keeping the values would hold a whole
+    layer in fp32.
     """
     init, start, seed = layer.init, options.start, options.seed
     if init is None:
@@ -213,7 +233,7 @@ def _skeleton(
         if is_drawn and options.draws.setdefault(drawn_as, digest) != digest:
             raise ConfigError(
                 f"layer {layer.name}: its {'build' if init is None else 'init'} gave other values "
-                f"for {name} when it was called again, for the mask or for the weights; draw them "
+                f"for {name} when it was called again; draw them "
                 "from torch's generators, which are seeded here, and not from one of your own"
             )
         return made

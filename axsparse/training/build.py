@@ -28,6 +28,7 @@ from axsparse.pruning.criteria import Score
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.targets import masks_of_zeros
+from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, everywhere
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
@@ -377,7 +378,12 @@ def _loss_of_first(run: RunSpec, data: Data, outputs: tuple[Tensor, ...]) -> flo
     [microbatch] = batch.microbatches
     targets = microbatch.targets
     assert targets is not None, "the last stage reads targets"
-    return float(run.model.loss(*outputs, targets.to(outputs[0].device))) / batch.num_targets
+    loss = telling_sample(
+        lambda: run.model.loss(*outputs, targets.to(outputs[0].device)),
+        microbatch.samples,
+        microbatch.source,
+    )
+    return float(loss) / batch.num_targets
 
 
 def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
@@ -451,11 +457,11 @@ def _first_masks(
             run.place,
             transport,
             partial(_loss_of_first, run, data),
+            data.training.first(run.config.pruning.calibration_samples),
             says=partial(print, flush=True) if is_shown else lambda _: None,
         )
         together(transport, calibration.check)
-        samples = data.training.first(run.config.pruning.calibration_samples)
-        return calibration.draw([microbatch.inputs for microbatch in samples])
+        return calibration.draw()
     values = (
         value
         for layer in own

@@ -11,7 +11,7 @@ from typing import Any
 from axsparse.config.load import LoadedConfig
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, whole_number
-from axsparse.data.dataset import Datasets, PartedDataset
+from axsparse.data.dataset import Datasets, PartedDataset, length_of
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
 from axsparse.runtime.errors import DataError
@@ -98,6 +98,8 @@ def open_data(
     if facts["validation_samples"]:
         dataset = None if datasets is None else datasets.validation
         validation = batches(dataset, num_samples=facts["validation_samples"])
+    for opened in (training, validation):
+        together(transport, (lambda: None) if opened is None else opened.refuse_draws)
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
     return Data(facts["name"], training, validation, unit, facts["fingerprint"])
 
@@ -142,8 +144,8 @@ def _facts_of(datasets: Datasets) -> dict[str, Any]:
         "name": training.name,
         "fingerprint": training.fingerprint,
         "vocab_size": training.vocab_size or 0,
-        "samples": len(training),
-        "validation_samples": 0 if validation is None else len(validation),
+        "samples": length_of(training, training.name),
+        "validation_samples": 0 if validation is None else length_of(validation, validation.name),
         "validation_fingerprint": "" if validation is None else validation.fingerprint,
     }
 

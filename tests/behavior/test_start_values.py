@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ OWN = torch.Generator()
 
 def from_its_own(_: str, shape: tuple[int, ...], __: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=OWN)
+
+
+def another_on_each_rank(_: str, shape: tuple[int, ...], __: torch.Generator) -> Tensor:
+    """Ranks are threads here."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(get_ident() % 2**63))
 
 
 def not_a_number(_: str, shape: tuple[int, ...], __: torch.Generator) -> Tensor:
@@ -41,9 +47,8 @@ def model_of(init: InitFunction) -> Model:
             from_its_own,
             (1, 1),
             {},
-            "layer block: its init gave other values for weight when it was called again, for the "
-            "mask or for the weights; draw them from torch's generators, which are seeded here, "
-            "and not from one of your own",
+            "layer block: its init gave other values for weight when it was called again; draw "
+            "them from torch's generators, which are seeded here, and not from one of your own",
         ),
         (
             not_a_number,
@@ -76,7 +81,12 @@ def test_values_that_cannot_be_trusted_are_refused(
 
 def test_a_tied_weight_that_two_stages_draw_apart_is_refused() -> None:
     layers = [
-        Layer(name, partial(nn.Linear, 16, 16, bias=False), kind="embedding", init=from_its_own)
+        Layer(
+            name,
+            partial(nn.Linear, 16, 16, bias=False),
+            kind="embedding",
+            init=another_on_each_rank,
+        )
         for name in ("a", "b")
     ]
     model = Model(layers, lambda output, _: output.float().sum(), [Tie("a.weight", "b.weight")])

@@ -79,7 +79,7 @@ def test_show_says_what_was_saved_without_reading_it(run: Path, axsparse: Axspar
 @pytest.mark.parametrize(
     ("arguments", "left"),
     [
-        (["--keep-last", "1"], [4]),
+        (["--keep-last", "2"], [4, 3]),
         (["--keep-last", "3"], [4, 3, 2]),
         (["--after", "2"], [2, 1]),
         (["--after", "9"], [4, 3, 2, 1]),
@@ -94,6 +94,19 @@ def test_prune_removes_what_is_asked_for(
     assert saved_steps(run / "checkpoints") == left
     gone = [step for step in (4, 3, 2, 1) if step not in left]
     assert out == "".join(f"removed {run}/checkpoints/step-{step}\n" for step in gone)
+
+
+def test_prune_keeps_the_newest_that_a_later_step_has_trained_on(
+    run: Path, axsparse: Axsparse
+) -> None:
+    """Those after it may hold weights that a last update has ruined."""
+    code, out, _ = axsparse("checkpoint", "prune", run, "--keep-last", "1")
+
+    assert (code, saved_steps(run / "checkpoints")) == (0, [4, 3])
+    assert out == (
+        f"kept {run}/checkpoints/step-3: it is the newest whose weights a later step has trained "
+        f"on\nremoved {run}/checkpoints/step-2\nremoved {run}/checkpoints/step-1\n"
+    )
 
 
 def test_prune_never_removes_the_newest_whole_one(run: Path, axsparse: Axsparse) -> None:
@@ -143,7 +156,7 @@ def test_what_cannot_be_removed_is_told(
 
     monkeypatch.setattr(shutil, "rmtree", fail)
 
-    said = axsparse("checkpoint", "prune", run, "--keep-last", "1")
+    said = axsparse("checkpoint", "prune", run, "--after", "3")
 
     reason = "cannot be written (Read-only file system); nothing else went"
     assert_one_line(said, 74, f"{run}/checkpoints: {reason}")

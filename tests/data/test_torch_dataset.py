@@ -135,6 +135,24 @@ def test_targets_that_differ_in_number_need_to_be_counted() -> None:
         ax.from_torch(ragged, padded).read(np.arange(9), np.zeros(9, int))
 
 
+def test_targets_that_cross_entropy_leaves_out_do_not_count() -> None:
+    """Where the first samples have none, others may not have one either."""
+    pairs = [(torch.ones(1), torch.tensor([1, -100 if number == 3 else 2])) for number in range(10)]
+    numbers, epochs = np.arange(10), np.zeros(10, int)
+
+    found = ax.from_torch(pairs)
+
+    assert found.targets_per_sample is None
+    assert found.count_targets(found.read(numbers, epochs)[1]) == 19
+    pairs[3], pairs[4] = pairs[4], pairs[3]
+    with pytest.raises(
+        DataError,
+        match=r"^from_torch \(list\): sample 4 has a target -100, which does not count, and the "
+        r"first samples had none; give count_targets=lambda y: int\(\(y != -100\).sum\(\)\)$",
+    ):
+        ax.from_torch(pairs).read(numbers, epochs)
+
+
 def test_the_fingerprint_is_that_of_contents_and_augmentation() -> None:
     plain = Noisy(lambda: torch.ones(1))
     made = [

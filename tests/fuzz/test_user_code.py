@@ -18,8 +18,6 @@ from fuzz.user_code import Program, draw, items, judge, smaller
 PROGRAMS = int(os.environ.get("AXSPARSE_MODELS", "10"))
 SEED = os.environ.get("AXSPARSE_MODELS_SEED", "")
 ONE = os.environ.get("AXSPARSE_PROGRAM", "")
-OPEN = frozenset({4})
-"""Numbers of faults that are known and not mended yet; drawn programs leave them out."""
 KNOWN = (
     *(
         (1, Program(loss=f"noise by {source}"))
@@ -56,14 +54,7 @@ def test_one_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "program"),
     [
-        pytest.param(
-            number,
-            program,
-            marks=pytest.mark.xfail(strict=False, reason=f"item {number}")
-            if number in OPEN
-            else (),
-            id=f"item {number} {program.line()}",
-        )
+        pytest.param(number, program, id=f"item {number} {program.line()}")
         for number, program in KNOWN
     ],
 )
@@ -79,8 +70,6 @@ def test_drawn_programs_are_refused_or_train_the_same_everywhere(tmp_path: Path)
     rng = Random(f"programs {SEED}")  # noqa: S311 - to be drawn again
     while counts.total() < PROGRAMS:
         program = draw(rng)
-        if items(program) & OPEN:
-            continue
         try:
             counts[judge(program, tmp_path)] += 1
         except Exception as failure:

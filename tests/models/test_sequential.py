@@ -153,6 +153,25 @@ class OwnTensor(nn.Module):
         return x * self.weight
 
 
+class Forward(nn.Sequential):
+    def forward(self, x: Tensor) -> Any:
+        return 2 * nn.Sequential.forward(self, x)  # type: ignore[no-untyped-call]
+
+
+class Scaled(nn.Sequential):
+    """It has a parameter beside its modules."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 3))
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def hooked() -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(3, 3))
+    made.register_forward_hook(lambda _, __, output: 2 * output)
+    return made
+
+
 LINEAR = nn.Linear(3, 3)
 with torch.device("meta"):
     EMPTY, OWN = nn.Linear(3, 3), OwnTensor()
@@ -163,6 +182,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "values beside none": ([EMPTY, LINEAR], {}),
     "nothing to start itself with": ([EMPTY, OWN], {}),
     "no list": (LINEAR, {}),
+    "a forward": (Forward(LINEAR), {}),
+    "a parameter": (Scaled(), {}),
+    "a hook": (hooked(), {}),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ from axsparse.planner.layout_search import plan
 from axsparse.planner.stage_memory import stage_memory
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad
-from axsparse.pruning.calibration import CalibratedMasks, Calibration, Tensors
+from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.targets import kept_at_start, what_is_pruned
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.precision import DTYPES
@@ -236,9 +235,9 @@ def test_drawing_masks_takes_what_torchs_allocator_counts(
     assert loads is not None
     peaks: list[int] = []
 
-    def measured(self: Calibration, samples: Sequence[Tensors]) -> CalibratedMasks:
+    def measured(self: Calibration) -> CalibratedMasks:
         found: list[CalibratedMasks] = []
-        peaks.append(peak_of_torch(lambda: found.append(draw(self, samples))))
+        peaks.append(peak_of_torch(lambda: found.append(draw(self))))
         return found[0]
 
     draw = Calibration.draw

@@ -61,7 +61,7 @@ class GradualPruning:
         *,
         geometric: bool = False,
     ) -> None:
-        """Without a `criterion`, the gradients decide (`sensitivity`). With `geometric`, each round
+        """Without a `criterion`, `sensitivity` decides. With `geometric`, each round
         removes the same share of what is left; without, the sparsity rises as a cubic. There is at
         least one round.
         """
@@ -77,10 +77,10 @@ class GradualPruning:
         if self._is_done or number is None:
             return None
         self._is_done = number == rounds
-        criterion = self._criterion
-        if criterion is None:
+        criterion = self._criterion or Criterion(sensitivity, pattern=self._live.pattern)
+        if criterion.sees_gradients:
             now.gradients()
-            criterion = sensitivity(self._live)
+            criterion = with_gradients(criterion, self._live)
         masks = self._live.masks(
             criterion, lambda final: self._sparsity(number, final=final, rounds=rounds)
         )
@@ -96,17 +96,25 @@ class GradualPruning:
         self._is_done = standing.is_done
 
 
-def sensitivity(live: LiveMasks) -> Criterion:
+def sensitivity(name: str, weight: Tensor, gradient: Tensor) -> Tensor:
     """Scores entries by |weight × gradient| (SNIP, Lee et al. 2019)."""
+    del name
+    return (gradient * weight).abs_()
+
+
+def with_gradients(criterion: Criterion, live: LiveMasks) -> Criterion:
+    """A criterion whose score is given the gradients that are in the state now."""
     here = {owner: (state, tensor) for owner, state, tensor in live.pruned()}
     for layer in live.layers:
         layer.state.gather_gradient()
+    own = criterion.score
+    assert callable(own)
 
     def score(name: str, weight: Tensor) -> Tensor:
         state, tensor = here[name]
-        return (state.dense_gradient(tensor.name) * weight).abs_()
+        return own(name, weight, gradient=state.dense_gradient(tensor.name).view_as(weight))
 
-    return Criterion(score, pattern=live.pattern)
+    return replace(criterion, score=score)
 
 
 def gradual_sparsity(number: int, *, final: float, rounds: int) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from axsparse.runtime.files.atomic import sync_folder, write_new
-from axsparse.training.checkpoint.manifest import MANIFEST_FILE
+from axsparse.training.checkpoint.manifest import MANIFEST_FILE, Progress
 
 CHECKPOINTS = "checkpoints"
 """The name of this folder in a run directory."""
@@ -113,3 +113,22 @@ def outdated(
         elif not (keep_every and step % keep_every == 0):
             gone.append(step)
     return gone
+
+
+def kept_besides(
+    folder: Path, progress: Progress, is_whole: Callable[[int], bool]
+) -> dict[int, str]:
+    """The steps whose checkpoints stay beside the newest ones, and why; `progress` is that of the
+    newest.
+
+    Weights that no later step has trained on may be ruined already, so that the newest of those
+    that a step has trained on stay.
+    """
+    kept = {}
+    if progress.best is not None:
+        kept[progress.best.step] = "has the lowest validation loss"
+    trained_on = (step for step in saved_steps(folder) if step < progress.last_good)
+    confirmed = next(filter(is_whole, trained_on), None)
+    if confirmed is not None:
+        kept[confirmed] = "is the newest whose weights a later step has trained on"
+    return kept

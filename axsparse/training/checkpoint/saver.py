@@ -283,15 +283,8 @@ class Saver:
                 )
         folders.commit(folder, manifest_bytes(manifest))
         self._whole.add(manifest.progress.step)
-        settings, progress = self._settings, manifest.progress
-        # Weights that no later step has trained on may be ruined already, so that the newest of
-        # those that a step has trained on stay.
-        trained_on = (
-            step for step in folders.saved_steps(self.folder) if step < progress.last_good
-        )
-        kept = {next(filter(self._is_whole, trained_on), None)}
-        if progress.best is not None:
-            kept.add(progress.best.step)
+        settings = self._settings
+        kept = folders.kept_besides(self.folder, manifest.progress, self._is_whole)
         for step in folders.outdated(
             self.folder, settings.keep_last, settings.keep_every, self._is_whole
         ):

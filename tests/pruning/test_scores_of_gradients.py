@@ -1,0 +1,62 @@
+"""A score of the user's own may see gradients: SNIP from outside is the package's, bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.runs import mlp, tiny_config, train_in_process, vector_data
+from torch import Tensor
+
+from axsparse.config.schema import Config
+from axsparse.runtime.errors import ConfigError
+
+
+def from_outside(name: str, weight: Tensor, gradient: Tensor) -> Tensor:
+    del name
+    assert gradient.shape == weight.shape
+    return (weight * gradient).abs()
+
+
+def config_of(**pruning: Any) -> Config:
+    return tiny_config(pruning={"sparsity": 0.7, **pruning}, train={"steps": 4})
+
+
+def kept_by(layout: tuple[int, int], config: Config, **own: Any) -> dict[str, Tensor]:
+    kept: dict[str, Tensor] = {}
+    for _, trace in train_in_process(*layout, mlp(), config, vector_data(), **own):
+        kept |= trace.kept
+    return kept
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (2, 2)])
+def test_sensitivity_from_outside_draws_the_masks_of_snip(layout: tuple[int, int]) -> None:
+    snip = kept_by(layout, config_of(method="snip", at_step=2))
+
+    own = kept_by(layout, config_of(method="custom", at_step=2), score=from_outside)
+
+    plain = kept_by(layout, config_of(method="magnitude", at_step=2))
+    assert own.keys() == snip.keys()
+    assert all(torch.equal(own[name], snip[name]) for name in snip)
+    assert not all(torch.equal(own[name], plain[name]) for name in snip)
+
+
+def test_every_round_of_gradual_pruning_sees_gradients() -> None:
+    seen: list[str] = []
+
+    def noting(name: str, weight: Tensor, gradient: Tensor) -> Tensor:
+        seen.append(name)
+        return from_outside(name, weight, gradient)
+
+    kept_by((1, 1), config_of(method="gradual", interval=1, until_step=3), score=noting)
+
+    assert len(seen) == 3 * len(set(seen))
+
+
+@pytest.mark.parametrize(
+    "pruning", [{"method": "custom"}, {"method": "early-bird"}, {"method": "set", "interval": 1}]
+)
+def test_a_method_without_gradients_is_refused(pruning: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"has no gradients when it draws masks, and the score "):
+        kept_by((1, 1), config_of(**pruning), score=from_outside)
