@@ -25,7 +25,7 @@ commands:
   trace      compare two traces of steps (axsparse trace --help)
   compare    say whether two runs are the same, bit by bit (axsparse compare --help)
   data       turn text files into tokens (axsparse data --help)
-  ticket     say what a file of masks holds, or make one (axsparse ticket --help)
+  ticket     say what a file of masks holds (axsparse ticket --help)
   prune      say what a run would prune, and what not and why (axsparse prune --help)
   checkpoint look at what a run saved (axsparse checkpoint --help)
   generate   continue a text with a trained model (axsparse generate --help)

@@ -31,7 +31,7 @@ CASES = {
     "axsparse tr": "trace train",
     "axsparse train --res": "--resume",
     "axsparse train -": "--config --help --resume --run-dir --set --steps",
-    "axsparse ticket ''": "export import show",
+    "axsparse ticket ''": "show",
     "axsparse ticket show --j": "--json",
     "axsparse checkpoint v": "verify",
     "axsparse plan --config quick": "quickstart.yaml",

@@ -111,11 +111,11 @@ def test_trace_and_page_are_written(plan: Axsparse, tmp_path: Path) -> None:
 def test_only_the_microbatches_that_were_asked_for_are_tried(
     plan: Axsparse,
 ) -> None:
-    _, screen, _ = plan("--gpus", "2", "--microbatch-size", "3,5", "--json")
+    _, screen, _ = plan("--gpus", "2", "--microbatch-size", "3,5,60", "--json")
 
     [told] = json.loads(screen)["plans"]
-    assert {row["microbatch_size"] for row in told["rows"]} == {3}
-    assert "microbatches of 5 do not divide 24 samples" in {r["reason"] for r in told["rejected"]}
+    assert {row["microbatch_size"] for row in told["rows"]} == {3, 5}
+    assert "microbatches of 60 are 1 for 2 replicas" in {r["reason"] for r in told["rejected"]}
 
 
 @pytest.mark.parametrize(
