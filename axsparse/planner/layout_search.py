@@ -148,8 +148,8 @@ def _impossible(question: LayoutQuestion, grid: Grid) -> str | None:
 def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejection:
     """One grid at one microbatch size, under the first of the question's schedules that fits."""
     microbatches = -(-question.global_batch_size // size)
-    if microbatches < grid.g_data:
-        reason = f"microbatches of {size} are {microbatches} for {grid.g_data} replicas"
+    if size > question.global_batch_size or microbatches < grid.g_data:
+        reason = f"microbatches of {size} make too few of a batch of {question.global_batch_size}"
         return Rejection(grid.g_inter, grid.g_data, size, reason)
     is_split = question.split_backward is True
     for schedule in question.schedules or [

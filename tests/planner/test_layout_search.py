@@ -51,7 +51,7 @@ def test_every_layout_is_either_a_row_or_rejected_with_a_reason() -> None:
     [
         (
             {"global_batch_size": 48, "g_inter": [5, 48, 1], "microbatch_sizes": [1, 2]},
-            ["5 does not divide 48 devices", "microbatches of 2 are 24 for 48 replicas"],
+            ["5 does not divide 48 devices", "microbatches of 2 make too few of a batch of 48"],
         ),
         (
             {"global_batch_size": 12, "g_inter": [1, 4], "microbatch_sizes": [1]},
