@@ -115,7 +115,8 @@ def test_only_the_microbatches_that_were_asked_for_are_tried(
 
     [told] = json.loads(screen)["plans"]
     assert {row["microbatch_size"] for row in told["rows"]} == {3, 5}
-    assert "microbatches of 60 make too few of a batch of 48" in {r["reason"] for r in told["rejected"]}
+    reasons = {row["reason"] for row in told["rejected"]}
+    assert "microbatches of 60 make too few of a batch of 48" in reasons
 
 
 @pytest.mark.parametrize(
