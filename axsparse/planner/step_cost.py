@@ -69,10 +69,11 @@ def step_costs(
 ) -> StepCosts:
     """The costs of a layout, by the formulas at the head of this file."""
     width = value_bytes(workload.precision)
+    reduced = [(load.sum_bytes or width) * load.kept for load in loads]
     return StepCosts(
         stages=[stage_seconds(workload, load, cluster, microbatch_size) for load in loads],
         messages=[microbatch_size * load.outputs for load in loads[:-1]],
-        all_reduce=[all_reduce_seconds(width * load.kept, cluster, grid) for load in loads],
+        all_reduce=[all_reduce_seconds(nbytes, cluster, grid) for nbytes in reduced],
         optimizer=[optimizer_seconds(load, cluster, width) for load in loads],
     )
 

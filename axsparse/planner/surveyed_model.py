@@ -241,6 +241,7 @@ class SurveyedModel:
         logits = self.survey.loss_logits if is_last else None
         return StageLoad(
             layers="",
+            sum_bytes=8 if config.samo.gradient == "exact" else None,
             numbers=numbers,
             flops=sum(layer.flops for layer in layers),
             moved=_moved(layers),

@@ -56,6 +56,8 @@ class StageLoad:
     """Bytes that the loss takes, for a sample; 0 before the last stage."""
     outputs: float
     """Bytes that go to the next stage and come back as gradients, for a sample."""
+    sum_bytes: int | None = None
+    """Bytes in which replicas sum a gradient entry; None for those of a weight."""
     numbers: range = range(0)
     """The numbers of the stage's layers in the model; empty where a formula has no layers."""
     calibration: Callable[[int], float] = no_bytes

@@ -292,7 +292,7 @@ class Step:
             masked=masked,
             loss_scale=self._parts.loss_scale.scale,
             spikes=self.skips.spikes.history(),
-            exponents={} if self._units is None else self._units.exponents,
+            exponents={} if self._units is None else dict(self._units.exponents),
             **{name: getattr(owner, name) for name, owner in self._counters().items()},
         )
 

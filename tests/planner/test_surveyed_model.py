@@ -23,8 +23,9 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.layout import LayoutQuestion, Row
 from axsparse.planner.layout_search import plan
 from axsparse.planner.stage_memory import stage_memory
+from axsparse.planner.step_cost import step_costs
 from axsparse.planner.surveyed_model import SurveyedModel
-from axsparse.planner.workload import StageLoad
+from axsparse.planner.workload import StageLoad, value_bytes
 from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.targets import kept_at_start, what_is_pruned
 from axsparse.samo.optim.adamw import ADAMW
@@ -32,6 +33,7 @@ from axsparse.samo.precision import DTYPES
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
 
 MODEL = surveyed()
+CLUSTER = cluster()
 CUT: dict[str, Any] = {"layout": {"split": [1, 3]}}
 
 
@@ -129,6 +131,20 @@ def test_auto_accumulates_in_the_precision_of_a_run(microbatches: int, width: in
     loads = loads_of(1, microbatches=microbatches, samo={"gradient": "auto"})
 
     assert loads[0].state.gradient == width * (40 + 20 + 100 + 100)
+
+
+def test_exact_sums_take_eight_bytes_an_entry_in_memory_and_on_the_wire() -> None:
+    exact = loads_of(1, microbatches=8, samo={"gradient": "exact"})[0]
+    half = loads_of(1, microbatches=8)[0]
+    seconds = [
+        step_costs(MODEL, [load], CLUSTER, Grid(1, 2), 1).all_reduce[0] for load in (half, exact)
+    ]
+    hops = 2 * CLUSTER.ring_latency
+
+    assert exact.state.gradient == 8 * (40 + 20 + 100 + 100)
+    assert seconds[1] - hops == pytest.approx(
+        8 / value_bytes(MODEL.precision) * (seconds[0] - hops)
+    )
 
 
 def test_stages_are_balanced_by_work_unless_that_does_not_fit() -> None:
