@@ -28,6 +28,7 @@ from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad, value_bytes
 from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.targets import kept_at_start, what_is_pruned
+from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
