@@ -20,6 +20,7 @@ from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pipeline.schedules import Schedule
+from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout import LayoutQuestion, Row
 from axsparse.planner.layout_search import plan
 from axsparse.planner.stage_memory import stage_memory
@@ -34,7 +35,7 @@ from axsparse.samo.precision import DTYPES
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
 
 MODEL = surveyed()
-CLUSTER = cluster()
+CLUSTER = load_cluster("dgx-h100")
 CUT: dict[str, Any] = {"layout": {"split": [1, 3]}}
 
 
@@ -140,7 +141,8 @@ def test_exact_sums_take_eight_bytes_an_entry_in_memory_and_on_the_wire() -> Non
     seconds = [
         step_costs(MODEL, [load], CLUSTER, Grid(1, 2), 1).all_reduce[0] for load in (half, exact)
     ]
-    hops = 2 * CLUSTER.ring_latency
+    assert CLUSTER.node_ring_latency is not None
+    hops = 2 * CLUSTER.node_ring_latency
 
     assert exact.state.gradient == 8 * (40 + 20 + 100 + 100)
     assert seconds[1] - hops == pytest.approx(
