@@ -24,7 +24,7 @@ from axsparse.runtime.seeds import preserved_rng, seed_all
 
 Tensors = tuple[Tensor, ...]
 DrawKey = tuple[int | str, ...]
-"""What the random numbers of a call follow from."""
+"""The key from which the random numbers of a call follow."""
 GRAPHS = 4
 """The most graphs that torch.compile makes of one layer: in training and in evaluation, and each
 again for a last microbatch that is smaller."""

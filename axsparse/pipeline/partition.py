@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 Fits = Callable[[int, range], bool]
 """`fits(stage, layers)` says whether the stage of this number has memory for these layers. A stage
-that has none has none for these and the layer beside them either."""
+without memory for some layers has none for these and a further layer either."""
 Combine = Callable[[float, float], float]
 """Joins the price of the stages so far with that of one more."""
 WIDER = 1.25

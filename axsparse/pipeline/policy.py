@@ -279,8 +279,8 @@ class InOrder:
 class Inputs:
     """How many inputs have arrived (`here`) and how many actions have begun, for each kind.
 
-    Counts are enough, since every kind runs in microbatch order. What is there for a WEIGHT action
-    is what a BACKWARD has left.
+    Counts are enough, since every kind runs in microbatch order. The input of a WEIGHT action is
+    what its BACKWARD has saved.
     """
 
     __slots__ = ("_is_first", "begun", "here", "is_last", "microbatches")

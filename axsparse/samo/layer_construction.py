@@ -139,7 +139,7 @@ def _construct_layer(
     )
     for tensor in state.owned:
         fill(state, tensor, values(tensor.name.removeprefix(f"{layer.name}.")))
-    # This allocates the moments, which wait until the last fp32 start value is freed.
+    # This allocates the moments, and does so only now, when the last fp32 start value is freed.
     state.optimizer_state.reset_moments()
     return BuiltLayer(layer, module, state)
 
@@ -250,7 +250,8 @@ def _put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
     if torch._has_compatible_shallow_copy_type(parameter, storage):
         parameter.data = storage
         return
-    # It is on the meta device. Autograd's record of its hooks is lost with its old contents.
+    # The parameter is on the meta device. Autograd's record of its hooks is lost with its old
+    # contents.
     made = nn.Parameter(storage, parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, made)
     if type(made) is not type(parameter):  # such as that of a device written in Python
@@ -263,7 +264,8 @@ def _put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
 
 
 def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> None:
-    """Give buffers their start values, on the device; those on the meta device have none yet."""
+    """Give buffers their start values, on the device; buffers on the meta device have no values
+    yet."""
     start = options.start
     for slot in slots(module):
         given = None if start is None else start.read(f"{layer.name}.{slot.name}")

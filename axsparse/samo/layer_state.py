@@ -167,7 +167,8 @@ class OptimizerState:
         return {name: values[held] for name, values in self.moments_K.items()}
 
     def whole_moment(self, tensor: TensorState, moment: str) -> Tensor:
-        """One moment of all kept entries, `(kept,)`; called as `whole_master`."""
+        """One moment of all kept entries, `(kept,)`; replicas call this together as
+        `whole_master`."""
         values_K = self.moments_K[moment]
         return self._shares.gathered(
             tensor,
@@ -183,7 +184,7 @@ class OptimizerState:
     # -- the whole of it --------------------------------------------------------------
 
     def relocate(self, relocation: Relocation) -> None:
-        """Move all values to where the shares, which are laid out anew, have them now.
+        """Move all values to their places in the shares, which have just been laid out anew.
 
         Buffers are replaced one at a time. All replicas call this together.
         """
@@ -262,8 +263,8 @@ class LayerState:
         """The sums of microbatches, uses and replicas, flat: the gradient itself, or integers
         (`samo/fixed_point.py`)."""
         self.gradient = accumulator
-        """The gradient of all tensors, flat; of integers `finish_gradient` makes it, in their
-        memory."""
+        """The gradient of all tensors, flat. Where sums are integers, `finish_gradient` makes the
+        gradient from the sums, in the memory of the sums."""
         if self.is_exact:
             self.gradient = accumulator.view(torch.float32)[: accumulator.numel()]
 
@@ -273,7 +274,7 @@ class LayerState:
         return self.accumulator.dtype == torch.int64
 
     def finish_gradient(self) -> None:
-        """Make the gradient of the sums, which are complete."""
+        """Make the gradient from the sums, once these are complete."""
         if self.is_exact:
             for tensor in self.owned:
                 fixed_point.in_fp32(self.accumulator, self._span(tensor), tensor.unit)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from axsparse.samo.layer_construction import BuiltLayer
 
 DIGESTS = 1 << 52
-"""The number of digests of weights: a float holds each of them exactly."""
+"""How many different digests of weights there are: fp64 holds each of them exactly."""
 
 
 class Masks(Protocol):

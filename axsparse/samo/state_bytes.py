@@ -112,7 +112,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How the state of a training is stored, as far as its bytes depend on it."""
+    """How the state of a training is stored: all that decides its bytes, beside the tensors."""
 
     half: bool
     """Whether weights are bf16 or fp16; otherwise they are fp32."""
@@ -142,7 +142,7 @@ class StateFormat:
 
 @dataclass(frozen=True)
 class TensorSize:
-    """One tensor, as far as its bytes depend on it."""
+    """What of one tensor decides its bytes."""
 
     numel: int
     """Entries before pruning."""
@@ -167,7 +167,7 @@ def visit_bytes(tensors: Iterable[int]) -> int:
 
 
 def fits_int32(number: int) -> bool:
-    """Whether int32 can hold it."""
+    """Whether int32 can hold a number."""
     return number <= INT32_LIMIT
 
 

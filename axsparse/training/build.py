@@ -219,7 +219,7 @@ def _refuse_quiet(resume: str | None) -> None:
 
 
 def _refuse_overwriting(loaded: LoadedConfig, resume: str | None) -> None:
-    """ConfigError where there is nothing to overwrite, or where it would be gone on with."""
+    """ConfigError where there is no run to overwrite, or where it is also to be resumed."""
     if resume is not None or loaded.config.run_dir == "auto":
         why = "resume goes on with a run" if resume is not None else "run_dir is auto, a new one"
         raise ConfigError(
@@ -266,7 +266,7 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> Thread | N
     torch.set_num_threads(run.config.train.threads)
     if run.on_host:
         multiply_in_fp32(run.dtype)
-        # What a build takes for a while would leave holes between what stays.
+        # Memory that a build takes for a while would leave holes between the blocks that stay.
         give_back_at_once()
         layers = run.layers_of(run.place.stage)
         if any(size.numel > FEW for layer in layers for size in layer.parameters):
@@ -284,8 +284,8 @@ def _facts_of_functions(run: RunSpec) -> dict[str, str]:
 
 
 def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
-    """Wait until loops are loaded, which building the state and the first step would wait for, and
-    before the memory beside the state is measured."""
+    """Wait until loops are loaded: building the state and the first step would wait for the loops,
+    and the memory beside the state is measured only after that."""
     if loops is None:
         return
     loops.join(SILENT_SECONDS)
@@ -438,8 +438,8 @@ def _first_masks(
     """The masks that state is built with; None where it starts dense. With `is_shown`, this rank
     says how far its calibration is.
 
-    Drawing them, ranks communicate, so that no `together` can stand around it: a rank that fails
-    meanwhile ends the job.
+    Ranks communicate while they draw masks, so that no `together` can stand around the drawing: a
+    rank that fails there ends the job.
     """
     if run.targets is None or not run.starts_pruned:
         return None

@@ -3,9 +3,9 @@
     hf      a folder of model.safetensors, with transformers' names, and config.json
     torch   a safetensors file of dense tensors by global name
 
-The folder of `hf` is what `from_pretrained` loads, with the files of a tokenizer: copies of what
-`model.from` had beside its weights, else that of the data. `axsparse.models.zoo.hf_models` knows
-the names and shapes of transformers.
+The folder of `hf` is what `from_pretrained` loads. It also has the files of a tokenizer: copies of
+those beside the weights of `model.from`, or else files made from the tokenizer of the data.
+`axsparse.models.zoo.hf_models` knows the names and shapes of transformers.
 
 Pruned entries are zero in dense tensors. A tied weight is written once, under the name of its
 first use. Buffers are written after the parameters of their layer.
@@ -76,7 +76,7 @@ _OF_WEIGHTS = ("model", "data", "batch", "precision")
 Value = Callable[[], Tensor]
 """Reads a tensor."""
 Tensors = Mapping[str, tuple[TensorHeader, Value]]
-"""Tensors to be written, by their names there."""
+"""Tensors to be written, by their names in the file."""
 _STEP = "step"
 """Names the steps done, in the metadata of all that is exported."""
 
@@ -273,9 +273,6 @@ def _misunderstood(settings: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return []
 
 
-# -- what is written ------------------------------------------------------------------------
-
-
 # -- where it appears -----------------------------------------------------------------------
 
 
@@ -362,9 +359,10 @@ def hf_files(
 ) -> tuple[dict[str, bytes], list[str]]:
     """The files beside weights of type `dtype`, by name, and what the user should know of them.
 
-    They are those of `model.from`, as long as they are there, or made of the settings and of the
-    tokenizer of the training data. ConfigError if no model of transformers has these settings, or
-    if the folder of `model.from` has others meanwhile; DataError if its config.json cannot be read.
+    They are copies of the files of `model.from` as long as its folder is there; otherwise they are
+    made from the settings and from the tokenizer of the training data. ConfigError if no model of
+    transformers has these settings, or if the folder of `model.from` has other settings meanwhile;
+    DataError if its config.json cannot be read.
     """
     named, notes = str(dtype).removeprefix("torch."), []
     source = None if config.from_ is None else Path(config.from_)

@@ -86,7 +86,8 @@ class LiveWeights:
                     yield _Tensor(name, now.dtype, tuple(now.shape), value)
 
     def _groups(self) -> dict[int, Collective]:
-        """Rank 0 with the first rank of each later stage, of which this rank has its own."""
+        """The groups of rank 0 with the first rank of each later stage, as far as this rank is in
+        them."""
         if self._to_first is None:
             place, transport = self._parts.place, self._parts.transport
             stages = range(1, place.grid.g_inter) if place.is_first else [place.stage]

@@ -83,8 +83,8 @@ class MemoryRoom:
 def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
     """Bind this rank to a GPU, if there are any, and choose the transport.
 
-    All ranks call this together. Raises ConfigError on all of them if the setting
-    `transport` cannot be had, and on one that cannot reach the first.
+    All ranks call this together. Raises ConfigError on all ranks if the setting `transport` asks
+    for what these ranks lack, and on a rank that cannot reach the first one.
     """
     asked, where = loaded.config.transport, loaded.where("transport")
     local = transport.local_rank() if isinstance(transport, MpiTransport) else 0

@@ -57,7 +57,7 @@ from axsparse.training.checkpoint.verification import flat
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
 HOLES = 0.3
-"""The part of a process's memory that glibc may keep of freed blocks."""
+"""The part of a process's memory that may be freed blocks, which glibc keeps."""
 UNTIL = {"set": 0.75, "rigl": 0.75}
 """The part of all steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
 
@@ -155,7 +155,8 @@ class RunSpec:
 
     @property
     def memory_is_tight(self) -> bool:
-        """Whether `layout.memory_per_rank` leaves no room for the C library's holes."""
+        """Whether `layout.memory_per_rank` leaves no room for freed blocks that the C library
+        keeps."""
         room = self.config.layout.memory_per_rank
         if room == "auto" or self.prediction is None or not self.on_host:
             return False
@@ -359,8 +360,8 @@ def _with(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def parameter_groups(config: Config, survey: Survey) -> dict[str, ParameterGroup]:
-    """The settings that some parameters have of their own; ConfigError for an entry or pattern that
-    cannot be meant."""
+    """The settings that some parameters have of their own; ConfigError for an entry of
+    another form, or with a pattern that no parameter matches."""
     settings, names, shapes = config.optimizer, survey.counted, survey.shapes
     rates = _own_values("optimizer.learning_rates", settings.learning_rates, names)
     decays = _own_values("optimizer.weight_decays", settings.weight_decays, names)

@@ -61,12 +61,12 @@ def check_weights_are_loaded(loaded: LoadedConfig, model: Model, targets: Target
 
 
 START = "start values"
-"""The fact that differs where ranks have drawn modules for themselves."""
+"""The name of the fact that differs where each rank has drawn start values of its own."""
 MENDS = {
     START: "make the modules within `main`, where torch has one seed on all ranks, or call "
     "torch.manual_seed before you make them"
 }
-"""What helps where a fact differs, if it is not the same start of all ranks."""
+"""What mends a difference in a fact, where starting all ranks alike does not mend it."""
 
 
 def facts_of(config: Config, survey: Survey) -> dict[str, str]:

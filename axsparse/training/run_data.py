@@ -38,7 +38,7 @@ class Data:
 
     @property
     def entry(self) -> DataEntry:
-        """The training data as a checkpoint names them, at their beginning."""
+        """What a checkpoint says of the training data, with the position at their beginning."""
         return DataEntry(
             name=self.name,
             fingerprint=self.fingerprint,

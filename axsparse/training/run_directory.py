@@ -291,7 +291,7 @@ def _last_run(loaded: LoadedConfig) -> Path | None:
 def _refuse_older(run_dir: Path, named: Path) -> None:
     """ConfigError if the run has checkpoints after the one that is named.
 
-    They belong to steps that the resumed run would do again.
+    The later checkpoints belong to steps that the resumed run would do again.
     """
     step = step_of(named)
     if named.resolve().parent != (run_dir / CHECKPOINTS).resolve() or step is None:

@@ -261,8 +261,8 @@ class Trainer:
     def model(self, *, trained: bool = False) -> nn.Sequential | None:
         """The model as a module of plain torch on the CPU, on rank 0; None on the others.
 
-        What `from_sequential` made of an `nn.Sequential` of a class of the user's is one of that
-        class, with all attributes of the user's.
+        If `from_sequential` made the model from a user's subclass of `nn.Sequential`, the result is
+        of that subclass, with all attributes that the user has set.
 
         Its weights are copies of the fp32 masters, zero where pruned, or with `trained` of the
         weights in the training precision. It is in evaluation mode, and its state dict has the
@@ -451,8 +451,8 @@ class BestEvaluation:
     """Remembers the evaluation of lowest loss whose checkpoint is kept, alike on all ranks.
 
     A checkpoint holds the masks that are drawn after the evaluation of its step. So an evaluation
-    counts only if no mask changes then, and what was found before a network loses entries counts
-    no more, since a dense network would stay the best for ever.
+    counts only if no mask changes then, and an evaluation from before the network lost entries
+    counts no more, since a dense network would stay the best for ever.
     """
 
     def __init__(self, config: Config, progress: Progress | None) -> None:

@@ -42,7 +42,7 @@ class MpiWork:
         self.second = second
         """None once the last phase has begun."""
         self._owner = owner
-        # Held, since mpi4py's Iallreduce and Iallgatherv do not keep their memory alive.
+        # Kept here, since mpi4py's Iallreduce and Iallgatherv do not keep their memory alive.
         self._buffer = buffer
         self._requests = requests
 

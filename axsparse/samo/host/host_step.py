@@ -58,7 +58,7 @@ def _chunks(
     """
     index, held, kind = slot.index, slot.held, slot.master_kind
     is_dense, is_fp16 = index.kept == slot.weight.numel(), slot.gradient.dtype == torch.float16
-    # What needs no memory of its own is one chunk.
+    # A tensor that is neither gathered nor converted needs no memory, so it is one chunk.
     each = CHUNK if is_fp16 or not is_dense else max(len(held), 1)
     for start in range(held.start, held.stop, each):
         stop = min(start + each, held.stop)

@@ -121,8 +121,8 @@ def kept_besides(
     """The steps whose checkpoints stay beside the newest ones, and why; `progress` is that of the
     newest.
 
-    Weights that no later step has trained on may be ruined already, so that the newest of those
-    that a step has trained on stay.
+    Weights that no later step has trained on may be ruined already. So the newest checkpoint whose
+    weights a later step has trained on stays as well.
     """
     kept = {}
     if progress.best is not None:
