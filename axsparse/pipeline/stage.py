@@ -258,12 +258,12 @@ class Stage:
                 for times in (1, 2)
             )
             parts = [part for part in sample.values() if part.requires_grad]
-            found = torch.autograd.grad(once, parts, allow_unused=True)
+            gradients = torch.autograd.grad(once, parts, allow_unused=True)
             costs = [loss.detach().item() for loss in (once, twice)]
         except Exception:  # the loss may work for microbatches of one size only
             return
         # A sample that costs nothing tells nothing.
-        tells = any(gradient is not None and bool(gradient.any()) for gradient in found)
+        tells = any(gradient is not None and bool(gradient.any()) for gradient in gradients)
         if tells and math.isfinite(costs[0]) and costs[0] == costs[1]:
             raise ConfigError(
                 "loss: the same sample twice costs as much as once, so it is a mean; make it the "

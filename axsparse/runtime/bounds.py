@@ -59,10 +59,10 @@ def telling_sample(run: Callable[[], Result], samples: Sequence[int], source: st
     except (IndexError, RuntimeError) as error:
         if type(error) not in (IndexError, RuntimeError, IndexBeyondError):
             raise
-        found = error if isinstance(error, IndexBeyondError) else _found_again(run)
-        if found is None:
+        beyond = error if isinstance(error, IndexBeyondError) else _found_again(run)
+        if beyond is None:
             raise
-        raise DataError(_text(found, samples, source)) from error
+        raise DataError(_text(beyond, samples, source)) from error
 
 
 def _found_again(run: Callable[[], object]) -> IndexBeyondError | None:

@@ -112,16 +112,16 @@ def sum_by_owner(
 
 def gather_texts(collective: Collective, backoff: Backoff, text: str) -> list[str]:
     """Every member's text, in rank order, on all members, which call this together."""
-    own = text.encode(errors="surrogateescape")
-    lengths = [int(row[0]) for row in sum_by_owner(collective, backoff, [len(own)])]
+    encoded = text.encode(errors="surrogateescape")
+    lengths = [int(row[0]) for row in sum_by_owner(collective, backoff, [len(encoded)])]
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
     buffer = torch.zeros(bounds[-1], dtype=torch.uint8)
     start, stop = bounds[collective.rank], bounds[collective.rank + 1]
-    if own:
-        buffer[start:stop] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    if encoded:
+        buffer[start:stop] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     if buffer.numel():
         wait(collective.start(Op.ALL_GATHER, buffer, bounds), backoff)
-    whole = bytes(buffer.numpy())
-    return [whole[a:b].decode(errors="surrogateescape") for a, b in itertools.pairwise(bounds)]
+    everything = bytes(buffer.numpy())
+    return [everything[a:b].decode(errors="surrogateescape") for a, b in itertools.pairwise(bounds)]

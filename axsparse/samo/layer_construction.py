@@ -226,8 +226,8 @@ def _skeleton(
                 f"parameter {full}: its start value is {odd}; mend the layer's init or "
                 "build, or what it starts from"
             )
-        made = given.float().contiguous()
-        bits = made.view(-1).view(torch.int32).split(DIGESTED)
+        value_fp32 = given.float().contiguous()
+        bits = value_fp32.view(-1).view(torch.int32).split(DIGESTED)
         digest = sum(int(part.sum(dtype=torch.int64)) for part in bits)
         drawn_as = owner if init is not None else full
         if is_drawn and options.draws.setdefault(drawn_as, digest) != digest:
@@ -236,7 +236,7 @@ def _skeleton(
                 f"for {name} when it was called again; draw them "
                 "from torch's generators, which are seeded here, and not from one of your own"
             )
-        return made
+        return value_fp32
 
     return module, value
 
@@ -252,11 +252,11 @@ def _put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
         return
     # The parameter is on the meta device. Autograd's record of its hooks is lost with its old
     # contents.
-    made = nn.Parameter(storage, parameter.requires_grad)
-    torch._C._swap_tensor_impl(parameter, made)
-    if type(made) is not type(parameter):  # such as that of a device written in Python
-        parameter.__class__ = type(made)
-        vars(parameter).update(vars(made))
+    new = nn.Parameter(storage, parameter.requires_grad)
+    torch._C._swap_tensor_impl(parameter, new)
+    if type(new) is not type(parameter):  # such as that of a device written in Python
+        parameter.__class__ = type(new)
+        vars(parameter).update(vars(new))
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, kind)
         if hooks:

@@ -215,13 +215,13 @@ def owned_entries(size: TensorSize) -> int:
 
 def layer_bytes(sizes: Sequence[TensorSize], stored: StateFormat, replica: int = 0) -> StateBytes:
     """The formula above for the tensors of one layer, in order, on one replica; not offloaded."""
-    whole = StateBytes.sum(tensor_bytes(size, stored) for size in sizes)
+    unsharded = StateBytes.sum(tensor_bytes(size, stored) for size in sizes)
     if stored.replicas == 1:
-        return whole
+        return unsharded
     bounds = share_bounds([owned_entries(size) for size in sizes], stored.replicas)
     share = bounds[replica + 1] - bounds[replica]
     return replace(
-        whole,
+        unsharded,
         master=stored.master_bytes * share,
         optimizer=MOMENT_BYTES * stored.moments * share,
     )
@@ -274,11 +274,11 @@ def _fullest(sizes: Iterable[Sequence[TensorSize]], replicas: int) -> int:
     """The replica whose shares of these layers have the most entries in total."""
     if replicas == 1:
         return 0
-    held = [0] * replicas
+    entries = [0] * replicas
     for kept, times in Counter(tuple(map(owned_entries, of_layer)) for of_layer in sizes).items():
         for replica, (begin, end) in enumerate(pairwise(share_bounds(kept, replicas))):
-            held[replica] += times * (end - begin)
-    return held.index(max(held))
+            entries[replica] += times * (end - begin)
+    return entries.index(max(entries))
 
 
 def _size(

@@ -134,11 +134,11 @@ class Shares:
         `read(start, stop)` returns the values of held entries. Where the state is sharded, all
         replicas call this together, and the result is on `device`.
         """
-        own = tensor.entries_in(self.held)
+        held = tensor.entries_in(self.held)
         if not self.is_sharded:
-            return read(own.start, own.stop)
+            return read(held.start, held.stop)
         whole_K = torch.zeros(tensor.kept, device=device)
-        whole_K[own.start : own.stop] = read(own.start, own.stop)
+        whole_K[held.start : held.stop] = read(held.start, held.stop)
         bounds = [min(max(bound - tensor.offset, 0), tensor.kept) for bound in self.bounds]
         self.replicas.exchange(Op.ALL_GATHER, whole_K, bounds)
         return whole_K

@@ -142,8 +142,8 @@ def build(
     transport = placement.transport
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
 
-    found = RunDir() if quiet else find_run(loaded, transport, resume)
-    found = replace(found, overwrites=overwrite)
+    existing = RunDir() if quiet else find_run(loaded, transport, resume)
+    existing = replace(existing, overwrites=overwrite)
     inputs = RunInputs(
         model,
         surveyed,
@@ -151,7 +151,7 @@ def build(
         grid,
         score,
         found_memory(loaded.config, transport, placement.room),
-        None if found.checkpoint is None else found.checkpoint.manifest.pruned,
+        None if existing.checkpoint is None else existing.checkpoint.manifest.pruned,
         on_host=placement.gpu is None,
         optimizer=optimizer,
         learning_rate=learning_rate,
@@ -160,13 +160,13 @@ def build(
     loops = _prepare_process(job, run, transport)
 
     data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
-    directory = None if quiet else _open_run_directory(job, run, loaded, data.entry, found)
+    directory = None if quiet else _open_run_directory(job, run, loaded, data.entry, existing)
     _wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
-    layers, options = _build_state(run, placement, data, found.checkpoint, job.run_dir)
+    layers, options = _build_state(run, placement, data, existing.checkpoint, job.run_dir)
     parts = assemble(run, layers, options, data, placement, job.run_dir)
     job.keep_branch(parts)
-    if found.checkpoint is not None:
-        together(transport, partial(_load, found.checkpoint, parts))
+    if existing.checkpoint is not None:
+        together(transport, partial(_load, existing.checkpoint, parts))
     if run.on_host and not run.memory_is_tight:
         keep_freed_blocks()
     return _make_trainer(job, parts, directory)
@@ -350,11 +350,11 @@ def _build_state(
         shard=bool(run.config.samo.shard_optimizer),
     )
     options = _state_options(run, replicas, placement)
-    own = [run.model.layers[number] for number in run.stages[place.stage]]
+    stage_layers = [run.model.layers[number] for number in run.stages[place.stage]]
     masks: Masks | None
     if checkpoint is None:
         is_shown = run_dir is not None and place.replica == 0
-        masks = _first_masks(run, own, options, transport, data, is_shown=is_shown)
+        masks = _first_masks(run, stage_layers, options, transport, data, is_shown=is_shown)
     else:
         masks = CheckpointMasks(checkpoint)
     # SparseGPT changes weights as well.
@@ -364,7 +364,9 @@ def _build_state(
     def construct() -> list[BuiltLayer]:
         where = f"building {place}"
         with explained(place.rank, lambda: where, StateBytes, planned, run_dir):
-            return build_layers(own, run.survey.ties, replace(options, masks=masks, start=start))
+            return build_layers(
+                stage_layers, run.survey.ties, replace(options, masks=masks, start=start)
+            )
 
     built = together(transport, construct)
     _compare_draws(options.draws if place.replica == 0 else {}, transport)

@@ -223,8 +223,8 @@ class Weights:
         """A parameter in its shape, with zeros at pruned positions."""
         entry = self.parameters[name]
         if name in self._untrained:
-            wanted = TensorHeader(self._untrained[name].dtype, entry.shape)
-            return self._files.read(VALUE, name, wanted).to(self.dtype_of(name))
+            header = TensorHeader(self._untrained[name].dtype, entry.shape)
+            return self._files.read(VALUE, name, header).to(self.dtype_of(name))
         master_K = self._files.read(MASTER, name, TensorHeader(torch.float32, (entry.kept,)))
         kept_K = round_to(master_K, self.dtype)
         if name not in self._masks.kept:
@@ -328,14 +328,14 @@ def _new(path: Path) -> Iterator[Path]:
 def _of_hf(weights: Weights) -> Tensors:
     """All parameters as transformers names and stores them; ConfigError if it has no such model."""
     path, config = weights.checkpoint.path, weights.config().model
-    found = hf_model(config)
-    if found is None:
+    known = hf_model(config)
+    if known is None:
         raise ConfigError(
             f"--to hf: {path} is of model.name {config.name}, and only a gpt or a llama has a "
             "place in Hugging Face's transformers; choose --to torch"
         )
     shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    family, surveyed = found
+    family, surveyed = known
     if shapes != surveyed.shapes:
         raise ConfigError(
             f"--to hf: {path} is of a model of your own, not of the {config.name} of its "

@@ -185,11 +185,11 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     """
     config, survey = loaded.config, inputs.survey
     check_transport(loaded, inputs.transport, on_host=inputs.on_host)
-    wanted = what_is_pruned(config, survey)
-    draws = wanted is not None and wanted.ticket is None
-    if wanted is not None and draws and config.pruning.method in ("zeros", "sparsegpt"):
-        check_weights_are_loaded(loaded, inputs.model, wanted)
-    kept = kept_at_start(config, wanted) if inputs.saved is None else inputs.saved
+    targets = what_is_pruned(config, survey)
+    draws = targets is not None and targets.ticket is None
+    if targets is not None and draws and config.pruning.method in ("zeros", "sparsegpt"):
+        check_weights_are_loaded(loaded, inputs.model, targets)
+    kept = kept_at_start(config, targets) if inputs.saved is None else inputs.saved
     subject = SurveyedModel(
         config,
         survey,
@@ -208,7 +208,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         survey=survey,
         stages=(),
         place=grid.place(inputs.transport.rank),
-        targets=wanted,
+        targets=targets,
         criterion=configured_criterion(loaded, inputs.score),
         optimizer=subject.optimizer,
         learning_rate=inputs.learning_rate,
@@ -216,7 +216,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         kept_at_start=kept,
         on_host=inputs.on_host,
     )
-    if draws or (wanted is not None and config.pruning.method in UNTIL):
+    if draws or (targets is not None and config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
     stages = (
@@ -283,9 +283,9 @@ def _shards(run: RunSpec) -> bool:
     asked = run.config.samo.shard_optimizer
     if asked != "auto":
         return asked
-    whole = replace(run, config=_with(run.config, {"samo.shard_optimizer": False}))
+    unsharded = replace(run, config=_with(run.config, {"samo.shard_optimizer": False}))
     layers, kept = [run.layers_of(stage) for stage in range(len(run.stages))], run.kept_at_start
-    return any(run.state_bytes(s, kept) < whole.state_bytes(s, kept) for s in layers)
+    return any(run.state_bytes(s, kept) < unsharded.state_bytes(s, kept) for s in layers)
 
 
 def loss_scale(config: Config) -> LossScale:

@@ -204,10 +204,10 @@ class Step:
             }
             extremes = [*parts.sync.own_extremes, *largest.values()]
             # Losses, extremes and squares reach the host in one copy.
-            found = iter(to_host([*losses, *extremes, *squares.values()]))
-        each = [float(next(found)) for _ in losses]
-        ends = [float(next(found)) for _ in extremes]
-        partials = {name: next(found) for name in squares}
+            values = iter(to_host([*losses, *extremes, *squares.values()]))
+        each = [float(next(values)) for _ in losses]
+        ends = [float(next(values)) for _ in extremes]
+        partials = {name: next(values) for name in squares}
         excess = self._excess(dict(zip(largest, ends[len(ends) - len(largest) :], strict=True)))
         with parts.phases("collective"):
             is_finite = all(map(math.isfinite, ends))

@@ -360,14 +360,16 @@ class Trainer:
                 self._call_back("on_checkpoint", "of step", step, folder)
 
     def _recorded_evaluation(self) -> None:
-        found = self.evaluate()
+        evaluation = self.evaluate()
         self._evaluated_at = self.steps_done
-        if found is not None:
-            self._best.look(self.steps_done, found.loss)
-            part = found.samples < found.available
-            said = f"{found.samples} of {found.available} samples" if part else ""
-            self.parts.recorder.evaluation(self.steps_done, found.loss, found.metrics, said)
-            self._call_back("on_evaluation", "after step", self.steps_done, found)
+        if evaluation is not None:
+            self._best.look(self.steps_done, evaluation.loss)
+            part = evaluation.samples < evaluation.available
+            said = f"{evaluation.samples} of {evaluation.available} samples" if part else ""
+            self.parts.recorder.evaluation(
+                self.steps_done, evaluation.loss, evaluation.metrics, said
+            )
+            self._call_back("on_evaluation", "after step", self.steps_done, evaluation)
 
     def _change_masks(self) -> None:
         """Let the pruning method change the masks, and adapt all that depends on them."""

@@ -160,7 +160,7 @@ class Staged:
         return begun
 
     def _pinned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Pinned memory for the bytes of each tensor; torch keeps freed memory for later messages."""
+        """Pinned memory for the bytes of each tensor; torch reuses it for later messages."""
         return [self._device.pinned(tensor.nbytes) for tensor in tensors]
 
     def _pieces(self, hosts: Sequence[Tensor]) -> list[Tensor]:

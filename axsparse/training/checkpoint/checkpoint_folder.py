@@ -38,8 +38,8 @@ def unfinished_path_of(folder: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int | None:
     """The step in a checkpoint's name; None for other names."""
-    found = _STEP.fullmatch(path.name)
-    return None if found is None else int(found[1])
+    match = _STEP.fullmatch(path.name)
+    return None if match is None else int(match[1])
 
 
 def saved_steps(folder: Path) -> list[int]:
