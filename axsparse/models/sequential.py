@@ -94,7 +94,7 @@ def _refuse_more(modules: nn.Sequential) -> None:
 
 
 def _container(modules: object) -> nn.Sequential | None:
-    """The modules if they are in a class of the user's."""
+    """The `nn.Sequential` of the modules, if it is of a class of the user's; else None."""
     if isinstance(modules, nn.Sequential) and type(modules) not in (nn.Sequential, PlainModel):
         return modules
     return None

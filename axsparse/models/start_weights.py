@@ -194,13 +194,13 @@ class FromFile:
     new: tuple[str, ...] = ()
     """Global names that begin as the model would without the file."""
     unused: tuple[str, ...] = ()
-    """Names in the file of tensors that such names would have had."""
+    """The names that these tensors would have in the file."""
     without: StartValues | None = None
     """The start of the model without the file; None leaves that to its layers."""
 
     def read(self, name: str) -> Tensor | None:
-        """DataError for a tensor of real numbers that is of others in the file, and for a trained
-        one with NaN or infinities."""
+        """DataError for a tensor of real numbers that has another kind of numbers in the file, and
+        for a trained one with NaN or infinities."""
         there = self.names.get(name)
         if there is None:
             return None if self.without is None else self.without.read(name)
@@ -214,7 +214,7 @@ class FromFile:
         return self.convert(name, tensor)
 
     def note(self) -> str:
-        """What begins anew, for the user; empty if nothing does."""
+        """A text for the user that names what begins anew; empty if nothing does."""
         if not self.new:
             return ""
         left = f"; left out of it: {some_of(self.unused)}" if self.unused else ""

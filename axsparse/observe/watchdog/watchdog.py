@@ -123,7 +123,7 @@ class Watchdog:
         self._written = 0
         self._watched: dict[int, tuple[Heartbeat | None, float]] = {}
         """The last heartbeat of each other rank since this one began to look at it, and the time
-        when that was first seen."""
+        when this heartbeat was first seen."""
         self._found_at: float | None = None
         """When this rank found a hang that another rank reports."""
         self._last_state = (0, 0)
