@@ -154,9 +154,9 @@ def _weights_in(folder: Path) -> Path:
         if (folder / name).exists():
             return folder / name
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix == PICKLED)
-    found = f"; {pickled[0]} is pickled, which may run code when it is read" if pickled else ""
+    note = f"; {pickled[0]} is pickled, which may run code when it is read" if pickled else ""
     raise MissingInputError(
-        f"weights {str(folder)!r}: has neither {WHOLE_FILE} nor {INDEX_FILE}{found}; name a folder "
+        f"weights {str(folder)!r}: has neither {WHOLE_FILE} nor {INDEX_FILE}{note}; name a folder "
         "that save_pretrained of a recent transformers wrote"
     )
 
