@@ -56,12 +56,12 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     train = config.train.model_copy(update={"eval_steps": "all"})
     asking = replace(saved.loaded, config=config.model_copy(update={"train": train}))
     datasets = open_datasets(asking)
-    found = evaluate_saved(saved, datasets, arguments.batches, _progress(time.monotonic))
-    parts = [f"step {saved.checkpoint.step}: validation loss {found.loss:.6g}"]
+    evaluation = evaluate_saved(saved, datasets, arguments.batches, _progress(time.monotonic))
+    parts = [f"step {saved.checkpoint.step}: validation loss {evaluation.loss:.6g}"]
     if datasets.training.vocab_size:
-        parts.append(f"perplexity {perplexity(found.loss):.6g}")
-    parts += [f"{name} {value:.6g}" for name, value in found.metrics.items()]
-    parts.append(f"({found.samples} of {found.available} samples)")
+        parts.append(f"perplexity {perplexity(evaluation.loss):.6g}")
+    parts += [f"{name} {value:.6g}" for name, value in evaluation.metrics.items()]
+    parts.append(f"({evaluation.samples} of {evaluation.available} samples)")
     say("  ".join(parts))
 
 

@@ -61,8 +61,8 @@ def _generate(arguments: argparse.Namespace) -> None:
     temperature = arguments.temperature if arguments.temperature is not None else float(draws)
     sampling = Sampling(temperature, arguments.top_k, arguments.seed or 0)
     prompt = tokenizer.encode(arguments.prompt).tolist() or [end]
-    found = list(continuation(saved, prompt, arguments.tokens, end, sampling))
-    say(arguments.prompt + _printable(tokenizer.decode(found)))
+    tokens = list(continuation(saved, prompt, arguments.tokens, end, sampling))
+    say(arguments.prompt + _printable(tokenizer.decode(tokens)))
 
 
 def _check(arguments: argparse.Namespace) -> None:

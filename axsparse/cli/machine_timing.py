@@ -199,15 +199,15 @@ def _by_size(
     """
     if transport.size == 1:
         return []
-    found = []
+    timings = []
     for size in SIZES:
         times = []
         for number in range(REPEATS):
             sum_by_owner(transport.world, transport.backoff, [0.0])  # waits for all ranks
             times.append(seconds(torch.zeros(size // 4), number))
         rows = sum_by_owner(transport.world, transport.backoff, [median(times)])
-        found.append((float(size), max(row[0] for row in rows)))
-    return found
+        timings.append((float(size), max(row[0] for row in rows)))
+    return timings
 
 
 def _one_way(transport: Transport, link: Link, tensor: torch.Tensor, number: int) -> float:

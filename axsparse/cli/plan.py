@@ -67,7 +67,8 @@ def parser() -> CommandParser:
         "--microbatch-size",
         metavar="N[,N…]",
         type=_numbers,
-        help="sizes to try; by default every power of two that divides the batch of a replica",
+        help="sizes to try; by default every power of two that divides the batch and leaves each "
+        "replica a microbatch",
     )
     add("--compare", metavar="METHODS", type=_methods, help="dense,samo: plan both, side by side")
     add("--json", action="store_true", help="print everything as one JSON object")

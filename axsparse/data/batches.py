@@ -187,7 +187,8 @@ class Batches:
     def _plain(
         self, inputs: object, targets: object, size: int
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What a dataset has read, without gradients; DataError if `Dataset.read` allows it not."""
+        """What a dataset has read, without gradients; DataError if it is not what `Dataset.read`
+        may return."""
         if self.dataset is None:
             return (), None
         if not isinstance(inputs, (tuple, list)):
@@ -243,7 +244,8 @@ def _pair(
 
 
 def _odd(read: object, size: int) -> tuple[str, str]:
-    """What a batch is that no layer can take, and what to give instead; empty if there is none."""
+    """What a dataset has read if no layer can take it, and what to give instead; both are empty if
+    layers can take it."""
     if not isinstance(read, Tensor):
         return type(read).__name__, "tensors, samples first"
     kinds = {

@@ -162,8 +162,8 @@ class Agreement:
         vector[self._flags][place.rank] = not report.is_finite
         vector[self._digests][place.rank] = report.digest
         if place.is_last:
-            own = slice(2 * place.replica, 2 * place.replica + 2)
-            vector[own] = torch.tensor(exact_sum(report.losses), dtype=torch.float64)
+            slots = slice(2 * place.replica, 2 * place.replica + 2)
+            vector[slots] = torch.tensor(exact_sum(report.losses), dtype=torch.float64)
         for name, partial in report.partials.items():
             vector[self._slots[name]] = partial
         for name, number in (report.excess or {}).items():

@@ -215,9 +215,9 @@ class GradientSync:
                 if bucket.wire is not None:
                     # A sharded layer is one bucket, so its shares count from the bucket's start.
                     shares = bucket.layer.shares
-                    own = shares.held if shares.is_sharded else range(len(bucket.part))
+                    summed = shares.held if shares.is_sharded else range(len(bucket.part))
                     gradient = bucket.layer.owned_sums[bucket.part.start :]
-                    gradient[own.start : own.stop] = bucket.wire[own.start : own.stop]
+                    gradient[summed.start : summed.stop] = bucket.wire[summed.start : summed.stop]
                 bucket.work = bucket.wire = None
 
     def _is_done(self) -> bool:

@@ -61,19 +61,19 @@ class RunningStatistics:
         What a layer computes in training may depend on such a buffer. All replicas of a stage call
         this together.
         """
-        found = [
+        compared = [
             (number, slot)
             for number, layer in enumerate(self._layers)
             for slot in layer
             if not slot.is_statistic
         ]
-        digests = torch.zeros(self._replicas.size, len(found), dtype=torch.float64)
-        for column, (_, slot) in enumerate(found):
+        digests = torch.zeros(self._replicas.size, len(compared), dtype=torch.float64)
+        for column, (_, slot) in enumerate(compared):
             digests[self._replicas.rank, column] = _digest(slot.tensor)
         self._replicas.exchange(Op.ALL_REDUCE, digests.view(-1))
         is_odd = (digests != digests[:1]).any(dim=0).tolist()
         return [
-            (number, slot.name) for (number, slot), odd in zip(found, is_odd, strict=True) if odd
+            (number, slot.name) for (number, slot), odd in zip(compared, is_odd, strict=True) if odd
         ]
 
     def _received(self, tensors: Sequence[Tensor]) -> list[Tensor]:

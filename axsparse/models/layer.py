@@ -146,13 +146,14 @@ class Model:
     nothing."""
     container: nn.Sequential | None = None
     """A module of the user's own class that has the layers' modules as its children, by the names
-    of the layers; `Trainer.model` gives one of its kind. None: it gives a `PlainModel`."""
+    of the layers; `Trainer.model` gives one of its kind. None: `Trainer.model` gives a
+    `PlainModel`."""
 
 
 def odd_values(tensor: Tensor, *, trained: bool) -> str:
     """What keeps a tensor from being the start values of a parameter; empty if nothing does.
 
-    What is not trained may be infinite, such as a mask of scores.
+    Values that are not trained may be infinite, such as a mask of scores.
     """
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")

@@ -42,7 +42,7 @@ class Activations:
     """What a split backward keeps for the gradients of weights: inputs and output gradients of the
     linear and convolution calls whose weight nothing else uses."""
     weight_flops: float = 0.0
-    """Flops of these gradients."""
+    """Flops of the gradients that a split backward puts off."""
 
 
 class _Calls(TorchFunctionMode):
@@ -135,7 +135,7 @@ class Tracer:
 
     @property
     def shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Those of the inputs of the next layer."""
+        """The shapes and types of the inputs of the next layer."""
         return [(tensor.shape, tensor.dtype) for tensor in self._flow]
 
     def run(self, name: str, module: nn.Module) -> tuple[float, Activations]:
@@ -149,7 +149,7 @@ class Tracer:
         module = module.to(device="meta", dtype=self._dtype).train()
         weights = {_storage(p) for p in (*module.parameters(), *module.buffers())}
         inputs = {_storage(tensor) for tensor in self._flow}
-        # References, so that no storage is freed and its identity used again.
+        # References keep every storage alive, so that no identity of a storage is used twice.
         kept: dict[int, Tensor] = {}
         before = self._flow
         calls = _Calls()

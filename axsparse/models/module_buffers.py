@@ -28,9 +28,9 @@ class BufferSlot:
     @property
     def tensor(self) -> Tensor:
         """The tensor that is there now; a forward may replace it by another one."""
-        found = self.owner._buffers[self.key]
-        assert found is not None
-        return found
+        buffer = self.owner._buffers[self.key]
+        assert buffer is not None
+        return buffer
 
     def put(self, tensor: Tensor) -> None:
         """Replace the tensor; the old one is not changed."""

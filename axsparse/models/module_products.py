@@ -52,9 +52,10 @@ class Products(Protocol):
         saved: tuple[Tensor, Tensor],
         compute: Callable[..., list[Tensor]],
     ) -> list[Tensor | None]:
-        """What autograd is to have as the gradients of `weights`: the module's weight, and of a
-        convolution its bias. `compute(*saved)` makes them, of the product's input and the gradient
-        of its output. None says that the gradient is taken, or will be."""
+        """The gradients with which autograd goes on, one for each of `weights`: the module's
+        weight, and of a convolution also its bias. `compute(*saved)` makes them from the product's
+        input and the gradient of its output. None stands for a gradient that has been taken or
+        deferred."""
         ...
 
 
@@ -142,12 +143,14 @@ def _wanted(ctx: Any, place: int) -> bool:
 
 
 def _accumulates(ctx: Any, place: int) -> bool | None:
-    """Whether the present backward accumulates into a leaf, the function's tensor `place`: False
-    if it makes gradients of others alone, None if `autograd.grad` was asked for that of the leaf.
+    """Whether the present backward accumulates into a leaf, the function's tensor `place`: False if
+    it only makes gradients of other tensors, None if `autograd.grad` was asked for the gradient of
+    this leaf.
     """
     try:
         return bool(torch._C._will_engine_execute_node(ctx.next_functions[place][0]))
-    except RuntimeError:  # What torch says of a leaf that autograd.grad was asked for.
+    except RuntimeError:
+        # torch raises this where autograd.grad was asked for the gradient of the leaf.
         return None
 
 
@@ -157,9 +160,9 @@ def _gradients(
     saved: tuple[Tensor, Tensor],
     compute: Callable[..., list[Tensor]],
 ) -> list[Tensor | None]:
-    """What autograd is to have of the gradients that `compute` makes: all, unless the module's
-    products take them. They take none of a backward that will be differentiated itself, or that
-    `autograd.grad` has started."""
+    """The gradients with which autograd goes on: all that `compute` makes, unless the module's
+    products take them. The products take no gradient of a backward that will itself be
+    differentiated, or that `autograd.grad` has started."""
     if not any(_wanted(ctx, place) for place in places):
         return [None] * len(places)
     if torch.is_grad_enabled() or not _accumulates(ctx, places[0]):
@@ -312,7 +315,7 @@ def _convolution_backward(
     inputs: Tensor,
     outer: Tensor,
 ) -> list[Tensor]:
-    """The wanted ones of the gradients of input, weight and bias."""
+    """Those of the gradients of input, weight and bias that `wanted` asks for."""
     gradients = torch.ops.aten.convolution_backward(
         outer, inputs, weight, bias_sizes, *settings, wanted
     )

@@ -94,7 +94,7 @@ def _refuse_more(modules: nn.Sequential) -> None:
 
 
 def _container(modules: object) -> nn.Sequential | None:
-    """The modules if they are in a class of the user's."""
+    """The `nn.Sequential` of the modules, if it is of a class of the user's; else None."""
     if isinstance(modules, nn.Sequential) and type(modules) not in (nn.Sequential, PlainModel):
         return modules
     return None
@@ -208,13 +208,13 @@ def _structure(module: nn.Module) -> nn.Module:
 
 def _started(module: nn.Module) -> nn.Module:
     """A newly initialised copy of a module, on torch's default device."""
-    made = _structure(module).to_empty(device=torch.empty(0).device)
+    fresh = _structure(module).to_empty(device=torch.empty(0).device)
     # Submodules first, as in construction: a module may change the start values of its submodules.
-    for child in reversed(list(made.modules())):
+    for child in reversed(list(fresh.modules())):
         reset = _reset(child)
         if reset is not None:
             reset()
-    return made
+    return fresh
 
 
 # -- the way back ------------------------------------------------------------------------
@@ -276,11 +276,11 @@ def plain_model(
 ) -> nn.Sequential:
     """What `filled_modules` makes as one module in evaluation mode: a `PlainModel`, or a copy of
     the model's container with other children."""
-    made = PlainModel()
+    plain = PlainModel()
     for name, module in filled_modules(model, ties, tensors).items():
-        made.add_module(name, module)
+        plain.add_module(name, module)
     if model.container is None:
-        return made.eval()
+        return plain.eval()
     own = copy.copy(model.container)
-    vars(own)["_modules"] = made._modules
+    vars(own)["_modules"] = plain._modules
     return own.eval()

@@ -154,9 +154,9 @@ def _weights_in(folder: Path) -> Path:
         if (folder / name).exists():
             return folder / name
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix == PICKLED)
-    found = f"; {pickled[0]} is pickled, which may run code when it is read" if pickled else ""
+    note = f"; {pickled[0]} is pickled, which may run code when it is read" if pickled else ""
     raise MissingInputError(
-        f"weights {str(folder)!r}: has neither {WHOLE_FILE} nor {INDEX_FILE}{found}; name a folder "
+        f"weights {str(folder)!r}: has neither {WHOLE_FILE} nor {INDEX_FILE}{note}; name a folder "
         "that save_pretrained of a recent transformers wrote"
     )
 
@@ -194,13 +194,13 @@ class FromFile:
     new: tuple[str, ...] = ()
     """Global names that begin as the model would without the file."""
     unused: tuple[str, ...] = ()
-    """Names in the file of tensors that such names would have had."""
+    """The names that these tensors would have in the file."""
     without: StartValues | None = None
     """The start of the model without the file; None leaves that to its layers."""
 
     def read(self, name: str) -> Tensor | None:
-        """DataError for a tensor of real numbers that is of others in the file, and for a trained
-        one with NaN or infinities."""
+        """DataError for a tensor of real numbers that has another kind of numbers in the file, and
+        for a trained one with NaN or infinities."""
         there = self.names.get(name)
         if there is None:
             return None if self.without is None else self.without.read(name)
@@ -214,7 +214,7 @@ class FromFile:
         return self.convert(name, tensor)
 
     def note(self) -> str:
-        """What begins anew, for the user; empty if nothing does."""
+        """A text for the user that names what begins anew; empty if nothing does."""
         if not self.new:
             return ""
         left = f"; left out of it: {some_of(self.unused)}" if self.unused else ""

@@ -217,17 +217,17 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
 def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """The inputs that `Model.example` makes; ConfigError if these are not tensors."""
     try:
-        made = make(SAMPLES)
+        inputs = make(SAMPLES)
     except Exception as reason:
         raise ConfigError(
             f"Model.example: {_told(reason)}; it is called with a number of samples"
         ) from reason
-    if not isinstance(made, tuple) or not all(isinstance(tensor, Tensor) for tensor in made):
+    if not isinstance(inputs, tuple) or not all(isinstance(tensor, Tensor) for tensor in inputs):
         raise ConfigError(
-            f"Model.example: returned {type(made).__name__}; return a tuple of tensors, what the "
+            f"Model.example: returned {type(inputs).__name__}; return a tuple of tensors, what the "
             "first layer gets"
         )
-    return made
+    return inputs
 
 
 def _told(reason: Exception) -> str:

@@ -55,7 +55,7 @@ svg { font-family: system-ui, sans-serif; stroke-linejoin: round; display: block
 .key { display: inline-block; max-width: 100%; margin-right: 1em; overflow-wrap: anywhere; }
 .key i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
 """
-"""Of pictures and their legends; pages of others that show them need it, too."""
+"""The style sheet of pictures and their legends; other pages that show them need it, too."""
 PAGE_STYLE = """
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --rule: #ddd; --soft: #666; }
 @media (prefers-color-scheme: dark) {
@@ -84,7 +84,7 @@ pre { overflow-x: auto; }
 PHONE = 44
 """Letters that are beside each other on a telephone; a wider table says that it scrolls."""
 LONG = 32
-"""Letters from which on the text of a cell is broken into lines of half of that."""
+"""A text of a cell with more letters than this is broken into lines of half as many."""
 COLOURS = list(PHASE_COLOURS.values())
 Point = tuple[float, float | None]
 """A step, and a value; None where there is none, which interrupts the curve."""
@@ -97,7 +97,8 @@ ROW = 18
 COLUMNS = 2_000
 """The resolution of a timeline: in each column it shows the phase that takes most of it."""
 LARGEST = 1e150
-"""Beyond which axes would overflow; the loss of a run that diverges grows without end."""
+"""The largest value that is drawn: beyond it axes would overflow, and the loss of a run that
+diverges grows without end."""
 RED = "#d0342c"
 INK = "#010203"
 """Stands for the colour of the page's text until the SVG is part of the page."""
@@ -145,7 +146,7 @@ class Lines:
     logarithmic: bool = False
     """Whether values lie on a logarithmic axis; those that are not positive are left out."""
     across_logarithmic: bool = False
-    """Whether steps do, too; each then has its number."""
+    """Whether steps lie on a logarithmic axis, too; each step is then labelled with its number."""
     crosses: Sequence[float] = ()
     """Steps that are marked below the curves."""
     key: Mapping[str, str] = field(default_factory=dict)
@@ -249,7 +250,7 @@ class Bars:
     title: str
     rows: Sequence[tuple[str, Sequence[float], str]]
     colours: Sequence[str]
-    """Of the parts."""
+    """The colours of the parts."""
     key: Mapping[str, str] = field(default_factory=dict)
     mark: tuple[float, str] | None = None
     """A line across all bars, and its name."""
@@ -290,7 +291,7 @@ class Timeline:
     title: str
     spans: Sequence[Span]
     length: float
-    """Of the step, which begins at 0."""
+    """The end of the step, which begins at 0."""
     unit: str = " s"
     key: Mapping[str, str] = field(default_factory=lambda: PHASE_COLOURS)
 
@@ -411,7 +412,8 @@ def picture(charts: Sequence[Chart]) -> bytes:
 def _rendered(
     draw: Callable[[Figure], None], size: tuple[float, float], ink: str, **how: Any
 ) -> bytes:
-    """What matplotlib writes of a figure of this size in inches, with texts of the colour `ink`."""
+    """The bytes that matplotlib writes for a figure of this size in inches, with texts of the
+    colour `ink`."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -65,7 +65,7 @@ class EvalRecord:
     eval_loss: float
     """Mean loss of the validation targets."""
     metrics: Mapping[str, float]
-    """Each is a key of its own in the file: for tokens `perplexity`, which is
+    """Each metric is a key of its own in the file: for tokens `perplexity`, which is
     `perplexity(eval_loss)`, and for each metric of the model the fraction of targets it counts."""
 
 
@@ -78,10 +78,10 @@ class MaskRecord:
     masks: str
     """What happened, in words."""
     metrics: Mapping[str, float]
-    """Each is a key of its own in the file, such as `sparsity` (of all pruned tensors) and an
-    Early-Bird search's `churn`."""
+    """Each figure is a key of its own in the file, such as `sparsity` (of all pruned tensors) and
+    an Early-Bird search's `churn`."""
     model_state_bytes: int
-    """After the change, the maximum over ranks."""
+    """Bytes of model state after the change, the maximum over ranks."""
     model_state_bytes_before: int
 
 

@@ -124,8 +124,8 @@ class Recorder:
         self._slow = slow
         self._late: tuple[StepFigures, LateSeconds, Mapping[str, int]] | None = None
         self._pending: tuple[StepFigures, Sequence[str], Sequence[str], Tensor, Work] | None = None
-        """A step whose sums over ranks are under way: its figures, the names of times and of
-        maxima, the buffer and the operation."""
+        """A step whose sums over ranks are under way: its figures, the names of its times and
+        maxima, the buffer of the sums and the operation."""
         self._since = 0.0
         """When the first step was shown, which also compiles and counts in no rate."""
         self._compared_seconds: list[float] = []

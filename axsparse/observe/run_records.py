@@ -57,7 +57,7 @@ def number(record: Record, name: str) -> float | None:
 
 
 def step_of(record: Record) -> float:
-    """The steps that were done when a record was written, or with the step that it is of."""
+    """The steps that were done when a record was written; the record of a step counts that step."""
     return number(record, "step") or 0.0
 
 

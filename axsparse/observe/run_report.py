@@ -32,9 +32,9 @@ from axsparse.runtime.console import Unit, format_bytes, format_count
 MOST_RUNS = len(SERIES_COLOURS)
 """A page has no more colours."""
 MOST_ROWS = 40
-"""Of a table of what happened in a run."""
+"""The most rows of a table of what happened in a run."""
 MOST_POINTS = 200
-"""Of a curve; with several runs fewer, so that the page stays below 1 MB."""
+"""The most points of a curve; with several runs fewer, so that the page stays below 1 MB."""
 MOST_COLUMNS = 80
 """Stretches of steps in a chart of phases; with several runs fewer."""
 
@@ -91,7 +91,8 @@ def _lines(runs: Sequence[RunView]) -> Iterator[str]:
 
 
 def _grid(charts: Iterable[Chart]) -> Iterator[str]:
-    """Charts beside each other, as many as there is room for, and below them what is flat."""
+    """Charts beside each other, as many as there is room for, and below them sentences for the
+    charts without a change."""
     yield '<div class="charts">'
     for chart in sorted(charts, key=lambda chart: isinstance(chart, Lines) and chart.is_flat):
         yield from chart_html(chart)
@@ -99,7 +100,8 @@ def _grid(charts: Iterable[Chart]) -> Iterator[str]:
 
 
 def _most(of_one: int, runs: Sequence[RunView]) -> int:
-    """How much is drawn of each run, if so much is drawn of one that is alone."""
+    """How many points or stretches are drawn of each run, if `of_one` are drawn of a run that is
+    alone."""
     return max(16, 2 * of_one // (1 + len(runs)))
 
 

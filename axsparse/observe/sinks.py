@@ -35,7 +35,7 @@ GROUPS: Mapping[type[object], str] = {
     EvalRecord: "validation",
     MaskRecord: "masks",
 }
-"""What the names of a record's curves begin with; others are records of the plan."""
+"""By kind of record, how the names of its curves begin; a record of no such kind is of the plan."""
 
 
 Write = Callable[[int, Mapping[str, float]], None]

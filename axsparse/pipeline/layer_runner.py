@@ -24,7 +24,7 @@ from axsparse.runtime.seeds import preserved_rng, seed_all
 
 Tensors = tuple[Tensor, ...]
 DrawKey = tuple[int | str, ...]
-"""What the random numbers of a call follow from."""
+"""The key from which the random numbers of a call follow."""
 GRAPHS = 4
 """The most graphs that torch.compile makes of one layer: in training and in evaluation, and each
 again for a last microbatch that is smaller."""
@@ -116,8 +116,8 @@ class LayerRunner:
 
     def _copies(self) -> list[tuple[BufferSlot, Tensor]]:
         """Copies of the buffers that the forward changes, or of all while these are not known."""
-        found = self._slots if self._changing is None else self._changing
-        return [(slot, slot.tensor.clone()) for slot in found]
+        copied = self._slots if self._changing is None else self._changing
+        return [(slot, slot.tensor.clone()) for slot in copied]
 
     def _watched(
         self,
@@ -236,14 +236,14 @@ def _half_parameters_of_norms(
     Statistics stay in fp32, since half precision would lose small changes, and torch wants weights
     and statistics of one type.
     """
-    found = []
+    narrow = []
     for prefix, norm in tracked_norms(module).items():
         statistics = norm.running_mean
         assert isinstance(statistics, Tensor)
         for key, parameter in norm.named_parameters(prefix, recurse=False):
             if parameter.dtype != statistics.dtype:
-                found.append((key, parameter, statistics.dtype))
-    return found
+                narrow.append((key, parameter, statistics.dtype))
+    return narrow
 
 
 # -- buffers ----------------------------------------------------------------------------

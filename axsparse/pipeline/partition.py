@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 Fits = Callable[[int, range], bool]
 """`fits(stage, layers)` says whether the stage of this number has memory for these layers. A stage
-that has none has none for these and the layer beside them either."""
+without memory for some layers has none for these and a further layer either."""
 Combine = Callable[[float, float], float]
 """Joins the price of the stages so far with that of one more."""
 WIDER = 1.25
@@ -31,9 +31,9 @@ def partition(costs: Sequence[float], stages: int, fits: Fits | None = None) -> 
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot fill {stages} stages")
     before = list(itertools.accumulate(costs, initial=0.0))
-    found = _cheapest(before, stages, None)
-    if fits is None or found is None or all(itertools.starmap(fits, enumerate(found))):
-        return found
+    cut = _cheapest(before, stages, None)
+    if fits is None or cut is None or all(itertools.starmap(fits, enumerate(cut))):
+        return cut
     # Some cut may fit that is less balanced.
     return _cheapest(before, stages, fits)
 
@@ -115,10 +115,10 @@ class _Within:
 
     def earliest(self, stages: int) -> list[int]:
         """For each stage the first end behind which the other stages may still reach all layers."""
-        found = [self.layers]
-        while len(found) < stages:
-            found.append(bisect_left(self._reaches, found[-1]))
-        return found[::-1]
+        ends = [self.layers]
+        while len(ends) < stages:
+            ends.append(bisect_left(self._reaches, ends[-1]))
+        return ends[::-1]
 
 
 def _best(

@@ -279,8 +279,8 @@ class InOrder:
 class Inputs:
     """How many inputs have arrived (`here`) and how many actions have begun, for each kind.
 
-    Counts are enough, since every kind runs in microbatch order. What is there for a WEIGHT action
-    is what a BACKWARD has left.
+    Counts are enough, since every kind runs in microbatch order. The input of a WEIGHT action is
+    what its BACKWARD has saved.
     """
 
     __slots__ = ("_is_first", "begun", "here", "is_last", "microbatches")
@@ -325,18 +325,18 @@ class Inputs:
 def _check_order(actions: Sequence[Action]) -> int:
     """The microbatches of a list; ValueError if it breaks a rule of `Policy` or runs too early."""
     seen = [0, 0, 0]
-    for found in actions:
-        due = action(found.kind, seen[found.kind])
-        if found != due:
+    for given in actions:
+        due = action(given.kind, seen[given.kind])
+        if given != due:
             raise ValueError(
-                f"schedule: {found} where {due} is next; actions of one kind each run once, in "
+                f"schedule: {given} where {due} is next; actions of one kind each run once, in "
                 "microbatch order"
             )
-        seen[found.kind] += 1
+        seen[given.kind] += 1
         for before, after in ((Kind.FORWARD, Kind.BACKWARD), (Kind.BACKWARD, Kind.WEIGHT)):
             if seen[after] > seen[before]:
-                first = action(before, found.microbatch)
-                raise ValueError(f"schedule: {found} before its {first}; put {first} first")
+                first = action(before, given.microbatch)
+                raise ValueError(f"schedule: {given} before its {first}; put {first} first")
     forwards, backwards, weights = seen
     if forwards != backwards or weights not in (0, forwards):
         raise ValueError(

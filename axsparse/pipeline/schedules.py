@@ -56,7 +56,7 @@ class Schedule:
     empty: 1 on all."""
 
     def bounds(self, stage: int, g_inter: int) -> Bounds:
-        """What a stage may hold: of whole backwards g_inter − stage + slack microbatches.
+        """What a stage may hold: with whole backwards, g_inter − stage + slack microbatches.
 
         With split backwards a stage has at most about twice g_inter − stage in flight: more would
         wait for their backward while those of later stages wait for a forward.

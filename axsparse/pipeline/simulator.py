@@ -1,7 +1,7 @@
 """Simulates one step of one pipeline, in which every stage plays its real policy object.
 
-A simulation of discrete events, without torch and MPI. Replicas do not meet before their
-gradients are summed, so `planner.step_simulation` plays each of them by itself.
+A simulation of discrete events, without torch and MPI. Replicas do not exchange anything before
+their gradients are summed, so `planner.step_simulation` plays each of them by itself.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ class Durations:
 
     forward: Sequence[Sequence[float]]
     backward: Sequence[Sequence[float]]
-    """Of whole backwards, or of the gradients of inputs alone if backwards are split."""
+    """The seconds of whole backwards, or of the gradients of inputs alone if backwards are
+    split."""
     weight: Sequence[Sequence[float]] = ()
-    """Of weight gradients, if backwards are split."""
+    """The seconds of weight gradients, if backwards are split."""
 
     @staticmethod
     def uniform(
@@ -43,7 +44,7 @@ class MessageCost:
     """What a message costs between two neighbouring stages, in seconds."""
 
     latency: float = 0.0
-    """From the end of sending to the arrival; neither stage is busy meanwhile."""
+    """Time from the end of sending to the arrival; neither stage is busy meanwhile."""
     handling: float = 0.0
     """Time that the sender is busy after its action, and the receiver before its next one."""
 
@@ -57,11 +58,12 @@ class StageRun:
     ends: list[float] = field(default_factory=list)
     """The ends of the actions, without the handling of messages that follows them."""
     compute: float = 0.0
-    """The sum over actions."""
+    """The time of all actions together."""
     p2p: float = 0.0
-    """The sum over messages handled."""
+    """The time of handling all messages together."""
     end: float = 0.0
-    """When its last action was done and sent: it can reduce its gradients from then on."""
+    """When the result of its last action was sent: the stage can reduce its gradients from then
+    on."""
     handled: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of the handling of each message that takes time."""
 
@@ -110,7 +112,7 @@ class _Stage:
     is_idle: bool = False
     """Whether it waits for a message."""
     free: float = 0.0
-    """Until when it handles messages that it has taken in."""
+    """Until when the stage handles messages that it has taken in."""
 
 
 class _Simulation:
@@ -152,7 +154,7 @@ class _Simulation:
         heapq.heappush(self._events, (when, 1, self._number, number, None))
 
     def _decide(self, number: int, now: float) -> None:
-        """Ask a stage's policy what to do now, and begin that."""
+        """Ask a stage's policy for the action to run now, and begin that action."""
         stage = self._stages[number]
         if stage.inbox:
             now = stage.free = self._take_in(number, now)
@@ -163,7 +165,8 @@ class _Simulation:
             self._execute(number, action, now)
 
     def _take_in(self, number: int, now: float) -> float:
-        """Tell the policy of the messages in the inbox; when the last of them was handled."""
+        """Tell the policy of the messages in the inbox; returns when the last of them is
+        handled."""
         stage = self._stages[number]
         for direction, microbatch in stage.inbox:
             stage.policy.arrived(direction, microbatch)
@@ -187,7 +190,7 @@ class _Simulation:
         self._decide_at(end, number)
 
     def _send(self, number: int, action: Action, end: float) -> float:
-        """Send an action's result from `end` on; when the sending is done."""
+        """Send an action's result from `end` on; returns when the sending is done."""
         is_forward = action.kind is Kind.FORWARD
         target = number + 1 if is_forward else number - 1
         if not 0 <= target < len(self._stages):
@@ -201,7 +204,7 @@ class _Simulation:
 
 
 def _handle(run: StageRun, edge: MessageCost, begin: float) -> float:
-    """Spend a stage's time on sending or receiving one message; when that is done."""
+    """Spend a stage's time on sending or receiving one message; returns when that is done."""
     if not edge.handling:
         return begin
     end = begin + edge.handling

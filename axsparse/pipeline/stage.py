@@ -56,7 +56,7 @@ class _InFlight:
     inputs: Tensors
     outputs: Tensors
     versions: list[int]
-    """Those of the outputs."""
+    """The versions of the outputs after the forward: a later write changes them."""
 
 
 class Stage:
@@ -78,8 +78,8 @@ class Stage:
     ) -> None:
         """The last stage has the model's `loss` (other stages: None) and `metrics` (other stages:
         none). On the first stage, floating-point samples are cast to `input_dtype`; None leaves
-        them as they are. `seed` is the run's. `products` take part in what linear and
-        convolution modules multiply; where they are split, backwards defer weight gradients to
+        them as they are. `seed` is the run's. `products` take part in what linear and convolution
+        modules multiply; where backwards are split, they defer weight gradients to
         `weight_gradients`.
         """
         self._layers = layers
@@ -233,8 +233,8 @@ class Stage:
         assert self._loss is not None
         if targets is None or targets.dim() == 0 or not len(targets):
             return
-        # The first sample's rows of an output; other outputs, such as a weight or a scalar, are
-        # everybody's. Rows may be tokens.
+        # The first sample's rows of an output; other outputs, such as a weight or a scalar, belong
+        # to all samples. Rows may be tokens.
         each = {len(targets): 1, targets.numel(): targets[0].numel()}
         common, sample = dict[int, Tensor](), dict[int, Tensor]()
         for number, output in enumerate(outputs):
@@ -258,12 +258,12 @@ class Stage:
                 for times in (1, 2)
             )
             parts = [part for part in sample.values() if part.requires_grad]
-            found = torch.autograd.grad(once, parts, allow_unused=True)
+            gradients = torch.autograd.grad(once, parts, allow_unused=True)
             costs = [loss.detach().item() for loss in (once, twice)]
         except Exception:  # the loss may work for microbatches of one size only
             return
         # A sample that costs nothing tells nothing.
-        tells = any(gradient is not None and bool(gradient.any()) for gradient in found)
+        tells = any(gradient is not None and bool(gradient.any()) for gradient in gradients)
         if tells and math.isfinite(costs[0]) and costs[0] == costs[1]:
             raise ConfigError(
                 "loss: the same sample twice costs as much as once, so it is a mean; make it the "

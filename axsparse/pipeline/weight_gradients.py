@@ -3,14 +3,15 @@
 A backward computes gradients of activations, and of weights. Of the plain modules of a stage
 (`models/module_products.py`) the gradient of the weight can be taken out of the backward:
 
-- where backwards are split, what it is a product of is deferred, and `DeferredGradients.run`
-  computes it in the action W of its microbatch;
-- of a mostly pruned weight just the kept entries are computed, and the layer's other products from
-  them, at once in an unsplit backward, and in W in a split one.
+- where backwards are split, the two factors of this gradient are saved, and `DeferredGradients.run`
+  multiplies them in the action W of their microbatch;
+- of a mostly pruned weight only the kept entries of the gradient are computed, at once in an
+  unsplit backward and in W in a split one. The layer's other two products are then computed from
+  the kept entries of the weight.
 
-Whatever else makes a gradient of such a weight, a penalty or a use of the weight itself, comes
-through autograd and is added. Where backwards are split it waits for W as well, so that gradients
-are added in the order of the microbatches.
+Any other gradient of such a weight, from a penalty or from another use of the weight, comes through
+autograd and is added. Where backwards are split, this gradient waits for W as well, so that
+gradients are added in the order of the microbatches.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ class Deferred:
     """The gradients of one product's weights, before they are computed."""
 
     products: WeightProducts | None
-    """Of the module whose product it is; None for a gradient that autograd has made."""
+    """The products of the module that multiplied; None for a gradient that autograd has made."""
     weights: tuple[nn.Parameter, ...]
     saved: tuple[Tensor, ...]
     compute: Callable[..., list[Tensor]]
-    """Makes the gradients of `weights` of what is saved."""
+    """Makes the gradients of `weights` from the saved tensors."""
     versions: tuple[int, ...]
-    """Of what is saved, when it was deferred."""
+    """The versions of the saved tensors when the gradients were deferred: a later write changes
+    them."""
 
     def gradients(self) -> list[Tensor]:
         """The dense gradients; none if just the kept entries could be accumulated.
@@ -65,11 +67,11 @@ class DeferredGradients:
     def __init__(self, collector: GradientCollector) -> None:
         self._collector = collector
         self._waiting: dict[int, list[Deferred]] = {}
-        """In the order of the backward."""
+        """By microbatch, the deferred gradients in the order of the backward."""
         self._current: int | None = None
         """The microbatch whose backward runs."""
         self._weights: set[nn.Parameter] = set()
-        """Of which it has deferred a gradient."""
+        """The weights of which this backward has deferred a gradient."""
 
     def __len__(self) -> int:
         """How many microbatches wait for their weight gradients."""
@@ -117,7 +119,7 @@ class DeferredGradients:
         """Compute the gradients of one microbatch, and hand each to the collector.
 
         Products of one weight are added in the order in which the backward reached them, as
-        autograd adds them. What a product saved is freed once it is used.
+        autograd adds them. The tensors that a product has saved are freed once they are used.
         """
         waiting = self._waiting.pop(microbatch)
         left = Counter(weight for each in waiting for weight in each.weights)
@@ -150,8 +152,8 @@ class WeightProducts:
         sparse: SparseWeight | None,
         stage: StageProducts,
     ) -> None:
-        """`name` is the weight's, for errors; `sparse` computes what is kept, where enough is
-        pruned."""
+        """`name` is the weight's, for errors. `sparse` computes the products from kept entries,
+        where enough of the weight is pruned; None if this weight never has such products."""
         self.name = name
         self.weight = weight
         self.sparse = sparse
@@ -161,7 +163,7 @@ class WeightProducts:
         self._stage = stage
         self._first: dict[nn.Parameter, Tensor | None] = {}
         """The gradients of the first call in the backward that shows it, until they are compared
-        with those that arrive."""
+        with the gradients that autograd has accumulated."""
 
     def output(self, rows: Tensor, bias: Tensor | None) -> Tensor | None:
         if self.sparse is None or not self.sparse.takes(rows, bias):
@@ -180,8 +182,9 @@ class WeightProducts:
     ) -> list[Tensor | None]:
         """Defer the gradients, or accumulate what is kept of them; None for each that is taken.
 
-        Hooks of others on a weight are for the gradient as autograd has it, so these weights keep
-        theirs; and a backward that a layer starts itself has nothing to do with microbatches.
+        A weight on which others than the collector have hooks keeps its gradient in autograd, where
+        those hooks expect it. So does every weight in a backward that a layer starts by itself,
+        which belongs to no microbatch.
         """
         stage = self._stage
         if stage.is_in_backward and not any(map(_has_hooks, weights)):
@@ -198,9 +201,9 @@ class WeightProducts:
     def _is_deferred(self, deferred: DeferredGradients) -> bool:
         """Whether the gradient of a call waits.
 
-        The first gradient does not: autograd makes all of it, and shows whether this call was all
-        that there is. If it was not, autograd adds the gradients of this weight in its own order
-        for good, as an unsplit backward does.
+        The first gradient of a weight does not wait: autograd makes all of it, which shows whether
+        the weight has a gradient besides that of this call. If it has, autograd adds the gradients
+        of this weight in its own order from then on, as in an unsplit backward.
         """
         if self.is_alone is None:
             is_sparse = self.sparse is not None and self.sparse.is_wanted
@@ -270,8 +273,8 @@ class StageProducts:
 
     @property
     def unsplit(self) -> list[str]:
-        """The weights whose gradients split backwards leave to autograd, since they have others
-        besides that of one call of their module; known once a microbatch has shown it."""
+        """The weights whose gradients split backwards leave to autograd, since these weights have
+        gradients besides that of one call of their module; known once a microbatch has shown it."""
         return [each.name for each in self._products.values() if each.is_alone is False]
 
     def begin_step(self) -> None:
@@ -307,12 +310,12 @@ class StageProducts:
             self._showing.pop().conclude()
 
     def show(self, products: WeightProducts) -> None:
-        """Have the gradients of these products looked at in the present backward."""
+        """Have the gradients of these products compared in the present backward."""
         self._showing.append(products)
 
     def _arrived(self, weight: nn.Parameter) -> bool:
         """Look at a gradient that autograd has accumulated in a weight; True if it has to wait for
-        the others of the weight."""
+        the deferred gradients of the weight."""
         assert self.deferred is not None
         for products in self._showing:
             products.compare(weight)
@@ -324,7 +327,8 @@ class StageProducts:
         return True
 
     def _weights(self) -> Iterator[nn.Parameter]:
-        """The weights, and what is deferred together with them."""
+        """The weights of the modules, and the biases of convolutions, which are deferred
+        together."""
         for module, products in self._products.items():
             yield products.weight
             bias = module._parameters.get("bias")
@@ -354,7 +358,7 @@ def _as_it_is(gradient: Tensor) -> list[Tensor]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors are equal bit by bit, numbers that are none included."""
+    """Whether two dense tensors are equal bit by bit, NaNs included."""
     if one.shape != other.shape or one.dtype != other.dtype or other.layout is not torch.strided:
         return False
     return torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other)))

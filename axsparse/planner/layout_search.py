@@ -93,19 +93,19 @@ def plan(question: LayoutQuestion) -> Plan:
     fewest = min(row.layout.grid.g_inter for row in rows)
     best = min((r for r in rows if r.layout.grid.g_inter == fewest), key=lambda row: row.seconds)
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
-    found = Search(best)
+    search = Search(best)
     if question.schedules is None:
-        found = with_schedule_that_pays(question, best)
+        search = with_schedule_that_pays(question, best)
     return Plan(
         workload,
         cluster,
         gpus,
         question.room,
-        [found.row, *others],
+        [search.row, *others],
         rejected,
-        found.slack_curve,
-        found.tried,
-        found.trades,
+        search.slack_curve,
+        search.tried,
+        search.trades,
     )
 
 
@@ -125,11 +125,11 @@ def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
             rejected.append(Rejection(grid.g_inter, grid.g_data, None, why))
             continue
         for size in sizes or _powers_of_two(question.global_batch_size, grid.g_data):
-            found = _try_size(question, grid, size)
-            if isinstance(found, Row):
-                rows.append(found)
+            tried = _try_size(question, grid, size)
+            if isinstance(tried, Row):
+                rows.append(tried)
                 continue
-            rejected.append(found)
+            rejected.append(tried)
             if sizes is None:
                 break  # larger microbatches need more memory
     return rows, rejected
@@ -161,11 +161,11 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
         layout = Layout(grid, schedule, size, -(-microbatches // grid.g_data))
         if question.split_backward is None and not may_split(question, layout):
             layout = replace(layout, schedule=replace(schedule, split_backward=False))
-        found = split_layers(question.workload, layout, question.cluster.overhead_bytes, room)
-        if not isinstance(found, Rejection):
-            row = _row(question, layout.with_sizes(found), found)
+        loads = split_layers(question.workload, layout, question.cluster.overhead_bytes, room)
+        if not isinstance(loads, Rejection):
+            row = _row(question, layout.with_sizes(loads), loads)
             return row if question.schedules else faster_split(question, row)
-        rejection = found
+        rejection = loads
     return rejection
 
 

@@ -186,9 +186,9 @@ def plan_for(
     pruning and everything else (default: `Config()`). Needs no device and no MPI.
     Raises ConfigError if nothing fits, MissingInputError for an unknown cluster.
     """
-    found = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    described = load_cluster(cluster) if isinstance(cluster, str) else cluster
     loaded = made_in_python(config or Config(), model.name)
-    return subject(loaded, found, model).plan(method, found, gpus)
+    return subject(loaded, described, model).plan(method, described, gpus)
 
 
 def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:

@@ -35,7 +35,7 @@ from axsparse.samo.shards import ALONE
 
 Tensors = tuple[Tensor, ...]
 SECONDS = 5.0
-"""Between two lines that say how far it is."""
+"""The shortest time between two lines that say how far the calibration is."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CalibratedMasks:
     """The masks of this stage's matrices, in one bit an entry, and the weights that stay."""
 
     kept: Mapping[str, int]
-    """Of the matrices of all stages."""
+    """The number of kept entries of each matrix, of all stages."""
     start: StartValues | None
     """The values that the model starts from."""
     bits: dict[str, Bits] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class CalibratedMasks:
 
     @property
     def fingerprint(self) -> str:
-        """That of the values before pruning."""
+        """The fingerprint of the start values before pruning."""
         return "" if self.start is None else self.start.fingerprint
 
     def read(self, name: str) -> Tensor | None:
@@ -87,12 +87,12 @@ class Calibration:
     place: Place
     transport: Transport
     loss: Callable[[Tensors], float]
-    """The loss of each target of the first microbatch, of the outputs of the last layer; called on
-    the last stage."""
+    """Gives the mean loss of a target of the first microbatch, from the outputs of the last layer;
+    called on the last stage."""
     samples: Sequence[Microbatch]
-    """Those that pass; on stages behind the first without inputs."""
+    """The calibration samples in microbatches; stages behind the first have them without inputs."""
     says: Callable[[str], None] = lambda _: None
-    """Shows the user how far it is."""
+    """Shows the user a line about how far the calibration is."""
 
     def check(self) -> None:
         """ConfigError for a matrix of this stage whose inputs no linear layer sees, or two see."""
@@ -168,7 +168,7 @@ class Calibration:
             for name, linear in linears.items()
         }
         unseen = dict(linears)
-        # No name is left for these forwards, which hold the statistics.
+        # The replaced forwards hold the statistics, so no variable may keep them alive afterwards.
         with forwards_in_place(
             {one: _adding(name, one, gathered[name], unseen) for name, one in linears.items()}
         ):
@@ -202,7 +202,7 @@ class Calibration:
         statistics: InputStatistics,
         masks: CalibratedMasks,
     ) -> None:
-        """Draw the mask of a matrix and put what is left of it into `weight`.
+        """Draw the mask of a matrix and put its kept entries into `weight`.
 
         A function of its own, so that all this is freed before the next matrix.
         """
@@ -226,7 +226,7 @@ class Calibration:
         )
 
     def _received(self, link: Link, count: int) -> list[Tensors]:
-        """What the stage before sends, a message for each microbatch."""
+        """The activations that the stage before sends, a message for each microbatch."""
         flow: list[Tensors] = []
         backoff = self.transport.backoff
         backoff.reset()

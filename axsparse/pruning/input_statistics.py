@@ -33,7 +33,7 @@ HowMany: TypeAlias = "float | tuple[int, int]"
 
 
 class InputStatistics(ABC):
-    """Gathers what it needs to know of the inputs of one matrix, then prunes it.
+    """Gathers statistics of the inputs of one matrix, then prunes the matrix.
 
     Methods are subclasses in `METHODS`; each is made with the number of inputs and a device.
     """
@@ -99,7 +99,7 @@ class WandaStatistics(InputStatistics):
 
     @staticmethod
     def working(shape: tuple[int, ...]) -> int:
-        """Scores, and what sorts them: in torch 17 bytes an entry."""
+        """Scores, and the memory that sorts them: in torch 17 bytes an entry."""
         return 21 * shape[0] * shape[1]
 
     @staticmethod

@@ -29,7 +29,7 @@ FROM_START = frozenset(
 )
 """Methods whose first masks need nothing but the initial weights, and perhaps samples."""
 NOTHING_PRUNABLE = "no tensor that could be pruned"
-"""What a pattern of names matches that matches nothing."""
+"""What a pattern matches, in the words of the error, if it matches nothing."""
 
 OWN_FORM = "pattern=sparsity with a sparsity from 0 to below 1; write it like block0.*=0.5"
 """The form of the entries of `pruning.layers`."""

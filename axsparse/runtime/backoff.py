@@ -15,7 +15,7 @@ CGROUP = Path("/sys/fs/cgroup")
 OWN_CORE = (*[0.0] * 20, *[50e-6] * 20, 200e-6)
 """Seconds of the pauses in a row of a rank that has a core of its own; the last one is repeated."""
 SHARED_CORE = (50e-6, 100e-6, 200e-6, 500e-6)
-"""The same for ranks that are more than their cores."""
+"""The same pauses where a machine has more ranks than cores."""
 
 
 class SleepingBackoff:

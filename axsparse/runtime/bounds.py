@@ -1,6 +1,8 @@
-"""Says which sample has an index that no row, class or entry has, once torch has refused it.
+"""Names the sample that has an index beyond the rows, classes or entries, once torch has refused
+it.
 
-Nothing is looked at before: a forward that fails runs a second time, and this time every index is.
+A usual forward checks no index. A forward that fails runs a second time, in which every index is
+checked before torch uses it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class IndexBeyondError(IndexError):
-    """An index that is none of a table."""
+    """An index beyond the size of what it numbers."""
 
     def __init__(self, indices: Tensor, first: int, value: int, what: str) -> None:
         """`first` is the flat position of `value` in `indices`; `what` says what it is not."""
@@ -47,7 +49,8 @@ def refuse_beyond(
 
 
 def telling_sample(run: Callable[[], Result], samples: Sequence[int], source: str = "") -> Result:
-    """What `run` returns for a microbatch of the samples with these numbers, of the data `source`.
+    """What `run` returns. `samples` are the numbers of its microbatch's samples in the data
+    `source`.
 
     If torch raises an error about an index, DataError with sample, position, value and bound.
     """
@@ -56,14 +59,15 @@ def telling_sample(run: Callable[[], Result], samples: Sequence[int], source: st
     except (IndexError, RuntimeError) as error:
         if type(error) not in (IndexError, RuntimeError, IndexBeyondError):
             raise
-        found = error if isinstance(error, IndexBeyondError) else _found_again(run)
-        if found is None:
+        beyond = error if isinstance(error, IndexBeyondError) else _found_again(run)
+        if beyond is None:
             raise
-        raise DataError(_text(found, samples, source)) from error
+        raise DataError(_text(beyond, samples, source)) from error
 
 
 def _found_again(run: Callable[[], object]) -> IndexBeyondError | None:
-    """The index beyond a bound that a second run meets; None if it fails otherwise, or does not."""
+    """The index beyond a bound that a second run meets; None if the second run fails in another
+    way, or does not fail."""
     try:
         with _Looking():
             run()
@@ -87,7 +91,8 @@ def _text(found: IndexBeyondError, samples: Sequence[int], source: str) -> str:
 
 
 class _Looking(TorchFunctionMode):
-    """Looks at the indices of all that torch looks up."""
+    """Checks the indices of embeddings, losses, gathers and one-hot encodings before torch uses
+    them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -123,5 +128,5 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> li
 
 
 def _counts(indices: Tensor) -> bool:
-    """Whether these are numbers of rows, and no mask."""
+    """Whether indices are numbers of rows, and no mask."""
     return not indices.is_floating_point() and indices.dtype not in (torch.bool, torch.uint8)

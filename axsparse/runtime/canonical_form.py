@@ -2,7 +2,7 @@
 
 Kernels may add in another order where strides or alignment differ. What travels to another stage
 arrives dense, so tensors that stay on a stage take the same form at every border between layers.
-Buffers that are state start in it and come back from a checkpoint in it.
+Buffers that are state start in this form and come back from a checkpoint in this form.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class AxsparseError(Exception):
 
     exit_code = EXIT_INTERNAL
     on_all_ranks = False
-    """Whether every rank raises it at the same point, so that each can leave by itself."""
+    """Whether every rank raises this error at the same point, so that each can exit by itself."""
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows in place of a traceback (a protocol of IPython): one line."""
@@ -99,7 +99,7 @@ def writing(what: str, mend: str) -> Iterator[None]:
 
 @contextmanager
 def reading(what: str, mend: str) -> Iterator[None]:
-    """Likewise into a MissingInputError."""
+    """Turn an OSError of the code within into a MissingInputError; else like `writing`."""
     try:
         yield
     except (OSError, ValueError) as reason:

@@ -1,7 +1,8 @@
 """Small exchanges between all ranks: texts, sums, and errors that all ranks raise.
 
-What every rank tells every other grows with the square of the ranks, so that what all of them do
-at every start (`together`, `text_of_first`) only tells how many have failed or what one rank says.
+Where every rank tells every other something, messages grow with the square of the ranks. So the
+exchanges of every start (`together`, `text_of_first`) only tell how many ranks have failed, or what
+one rank says.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
 def leave_together(transport: Transport) -> None:
     """Wait until all ranks have nothing left to do.
 
-    A rank that does something `together` instead learns from this one that it has left: all of
-    them raise a ConfigError that names the first rank that has.
+    If another rank does something `together` instead, all ranks raise a ConfigError that names the
+    first rank that has ended.
     """
-    # What `together` sums: how many ranks have failed, and how many have left.
+    # What `together` sums: how many ranks have failed, and how many have ended.
     if sum_of(transport, [0.0, 1.0]) == [0.0, transport.size]:
         return
     farewell = (
@@ -111,16 +112,16 @@ def sum_by_owner(
 
 def gather_texts(collective: Collective, backoff: Backoff, text: str) -> list[str]:
     """Every member's text, in rank order, on all members, which call this together."""
-    own = text.encode(errors="surrogateescape")
-    lengths = [int(row[0]) for row in sum_by_owner(collective, backoff, [len(own)])]
+    encoded = text.encode(errors="surrogateescape")
+    lengths = [int(row[0]) for row in sum_by_owner(collective, backoff, [len(encoded)])]
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
     buffer = torch.zeros(bounds[-1], dtype=torch.uint8)
     start, stop = bounds[collective.rank], bounds[collective.rank + 1]
-    if own:
-        buffer[start:stop] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    if encoded:
+        buffer[start:stop] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     if buffer.numel():
         wait(collective.start(Op.ALL_GATHER, buffer, bounds), backoff)
-    whole = bytes(buffer.numpy())
-    return [whole[a:b].decode(errors="surrogateescape") for a, b in itertools.pairwise(bounds)]
+    everything = bytes(buffer.numpy())
+    return [everything[a:b].decode(errors="surrogateescape") for a, b in itertools.pairwise(bounds)]

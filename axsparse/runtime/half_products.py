@@ -56,9 +56,9 @@ def lacking_types() -> tuple[torch.dtype, ...]:
 def multiply_in_fp32(dtype: torch.dtype) -> bool:
     """Multiply and convolve on the CPU in fp32 if `dtype` is a type that this CPU lacks.
 
-    Returns whether it is. It holds for the rest of the process, for all types that the CPU lacks.
-    Attention in one kernel, and convolutions that are dilated, transposed or of three dimensions,
-    are torch's own as before.
+    Returns whether the CPU lacks it. The change holds for the rest of the process, for all types
+    that the CPU lacks. Attention in one kernel, and convolutions that are dilated, transposed or of
+    three dimensions, are torch's own as before.
     """
     global _library
     lacking = lacking_types()

@@ -40,13 +40,13 @@ def exchanged_bytes(op: Op, bounds: Sequence[int], rank: int, itemsize: int) -> 
     all ranks, as for a ring.
     """
     size = len(bounds) - 1
-    own = bounds[rank + 1] - bounds[rank]
+    shard = bounds[rank + 1] - bounds[rank]
     total = bounds[-1] - bounds[0]
     entries = 0
     if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
-        entries += total - own
+        entries += total - shard
     if op in (Op.ALL_REDUCE, Op.ALL_GATHER):
-        entries += own * (size - 1)
+        entries += shard * (size - 1)
     if op is Op.BROADCAST and rank == 0:
         entries += total * (size - 1)
     return entries * itemsize

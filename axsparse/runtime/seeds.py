@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _NUMPY: Any = np.random
-"""Its types do not list all that it has."""
+"""numpy's module, whose type stubs lack some of its functions."""
 
 
 def keyed_seed(*key: int | str) -> int:

@@ -76,8 +76,9 @@ def _add_by_loop(sums_K: Tensor, values_K: Tensor, unit: float, *, adds: bool) -
 def in_fp32(sums_K: Tensor, part: slice, unit: float) -> None:
     """Replace some int64 sums of a flat buffer by the fp32 gradients that they stand for.
 
-    Gradients have the same numbers in `sums_K.view(torch.float32)`, which is the buffer's memory
-    again: those of earlier parts come first, so that nothing is overwritten before it is read.
+    The gradient of entry n is entry n of `sums_K.view(torch.float32)`, which is the same memory: it
+    lies where the sum of entry n // 2 was. Parts are converted in ascending order, so that no sum
+    is overwritten before it is read.
     """
     values_K = sums_K.view(torch.float32)
     for start in range(part.start, part.stop, CHUNK):
@@ -93,8 +94,8 @@ class Units:
         self._room = 62 - math.ceil(math.log2(PARTS * microbatches))
         """Bits that an entry of one microbatch may have."""
         self.exponents: dict[str, int] = {}
-        """By name of tensor, the base-2 logarithm of its unit; those of a tied weight's two uses
-        are one. A checkpoint has them."""
+        """By name of tensor, the base-2 logarithm of its unit. Both uses of a tied weight have one
+        unit, under the name of the first. A checkpoint has all exponents."""
         self._raised: set[str] = set()
         """The tensors for which an entry was too large in this step."""
 

@@ -68,7 +68,7 @@ class GradientCollector:
         """The kept entries of a microbatch's gradient that has not all of its parts yet, by name of
         tensor: parts are added to each other first, as autograd adds them."""
         self._deferring: dict[nn.Parameter, Callable[[nn.Parameter], bool]] = {}
-        """Who may have deferred a gradient of a parameter, and says whether it has."""
+        """By parameter, a function that says whether a gradient of this parameter is deferred."""
         self._tensors = {
             tensor.parameter: (layer, tensor) for layer in layers for tensor in layer.tensors
         }
@@ -96,8 +96,8 @@ class GradientCollector:
         the sums.
 
         With split backwards, gradients of an earlier microbatch may follow some of the last one.
-        Layers without trained parameters, which no hook will report, are reported at the first
-        word of the last one.
+        Layers without trained parameters, which no hook will report, are reported when the last
+        microbatch is first announced.
         """
         self._is_last = is_last
         if not is_last or self._has_seen_last:
@@ -150,11 +150,12 @@ class GradientCollector:
                 return
             running = self._running.get(tensor.name)
             gradient = parameter.grad
-            # There is none where all of it has been taken out of the backward.
+            # There is no gradient where all of it has been taken out of the backward.
             if gradient is not None:
                 if gradient is not running:
                     if running is not None:
-                        # A torch that adds out of place has made the sum in memory of its own.
+                        # Some versions of torch add out of place, so that the sum is in memory of
+                        # its own.
                         tensor.accumulated = False
                     self._accumulate(layer, tensor, gradient)
                 if self._is_last or is_deferred is not None:
@@ -253,8 +254,8 @@ def _has_candidates(layer: LayerState, tensor: TensorState) -> bool:
 class SparseWeight:
     """A linear layer's products with one weight, computed from its kept entries.
 
-    Called what x, y = x Wᵀ + b and their gradients are in the layer, `rows` is x `(tokens, inputs)`
-    and `outer` is ∂y `(tokens, outputs)`.
+    The layer computes y = x Wᵀ + b. `rows` is x `(tokens, inputs)`, and `outer` is the gradient ∂y
+    `(tokens, outputs)`.
     """
 
     collector: GradientCollector
@@ -282,5 +283,5 @@ class SparseWeight:
 
     def accumulate(self, rows: Tensor, outer: Tensor) -> bool:
         """Compute the kept entries of ∂W = ∂yᵀ x, which the collector accumulates; False, having
-        done nothing, if all of its entries are wanted."""
+        done nothing, where `GradientCollector.sample` declines."""
         return self.collector.sample(self.tensor, rows, outer)

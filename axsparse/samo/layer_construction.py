@@ -139,7 +139,7 @@ def _construct_layer(
     )
     for tensor in state.owned:
         fill(state, tensor, values(tensor.name.removeprefix(f"{layer.name}.")))
-    # This allocates the moments, which wait until the last fp32 start value is freed.
+    # This allocates the moments, and does so only now, when the last fp32 start value is freed.
     state.optimizer_state.reset_moments()
     return BuiltLayer(layer, module, state)
 
@@ -226,8 +226,8 @@ def _skeleton(
                 f"parameter {full}: its start value is {odd}; mend the layer's init or "
                 "build, or what it starts from"
             )
-        made = given.float().contiguous()
-        bits = made.view(-1).view(torch.int32).split(DIGESTED)
+        value_fp32 = given.float().contiguous()
+        bits = value_fp32.view(-1).view(torch.int32).split(DIGESTED)
         digest = sum(int(part.sum(dtype=torch.int64)) for part in bits)
         drawn_as = owner if init is not None else full
         if is_drawn and options.draws.setdefault(drawn_as, digest) != digest:
@@ -236,7 +236,7 @@ def _skeleton(
                 f"for {name} when it was called again; draw them "
                 "from torch's generators, which are seeded here, and not from one of your own"
             )
-        return made
+        return value_fp32
 
     return module, value
 
@@ -250,12 +250,13 @@ def _put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
     if torch._has_compatible_shallow_copy_type(parameter, storage):
         parameter.data = storage
         return
-    # It is on the meta device. Autograd's record of its hooks is lost with its old contents.
-    made = nn.Parameter(storage, parameter.requires_grad)
-    torch._C._swap_tensor_impl(parameter, made)
-    if type(made) is not type(parameter):  # such as that of a device written in Python
-        parameter.__class__ = type(made)
-        vars(parameter).update(vars(made))
+    # The parameter is on the meta device. Autograd's record of its hooks is lost with its old
+    # contents.
+    new = nn.Parameter(storage, parameter.requires_grad)
+    torch._C._swap_tensor_impl(parameter, new)
+    if type(new) is not type(parameter):  # such as that of a device written in Python
+        parameter.__class__ = type(new)
+        vars(parameter).update(vars(new))
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, kind)
         if hooks:
@@ -263,7 +264,8 @@ def _put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
 
 
 def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> None:
-    """Give buffers their start values, on the device; those on the meta device have none yet."""
+    """Give buffers their start values, on the device; buffers on the meta device have no values
+    yet."""
     start = options.start
     for slot in slots(module):
         given = None if start is None else start.read(f"{layer.name}.{slot.name}")

@@ -126,10 +126,10 @@ class OptimizerState:
         master_K = self.master_K
         if master_K is None:
             return tensor.index.gather(tensor.weight_D, start, stop)
-        own = master_K[self._shares.held_slice(tensor, start, stop)].to(self._backend.device)
+        stored_K = master_K[self._shares.held_slice(tensor, start, stop)].to(self._backend.device)
         if self._is_split:
-            return precision.join(tensor.index.gather(tensor.weight_D, start, stop), own)
-        return own
+            return precision.join(tensor.index.gather(tensor.weight_D, start, stop), stored_K)
+        return stored_K
 
     def write_master(self, tensor: TensorState, start: int, values_K: Tensor) -> None:
         """Store new fp32 master weights of the kept entries from `start` on, as far as they are
@@ -138,12 +138,12 @@ class OptimizerState:
         held = tensor.entries_in(self._shares.held, start, start + values_K.numel())
         master_K = self.master_K
         if master_K is not None and held:
-            own = master_K[self._shares.held_slice(tensor, held.start, held.stop)]
+            stored_K = master_K[self._shares.held_slice(tensor, held.start, held.stop)]
             values_K = values_K[held.start - start : held.stop - start]
             if self._is_split:
-                own.copy_(precision.remainder(values_K))
-            elif own.data_ptr() != values_K.data_ptr():
-                own.copy_(values_K)
+                stored_K.copy_(precision.remainder(values_K))
+            elif stored_K.data_ptr() != values_K.data_ptr():
+                stored_K.copy_(values_K)
         tensor.index.scatter(tensor.weight_D, weight_K, start)
 
     def whole_master(self, tensor: TensorState) -> Tensor:
@@ -163,11 +163,12 @@ class OptimizerState:
 
     def moments_of(self, tensor: TensorState, start: int, stop: int) -> dict[str, Tensor]:
         """Views of the moments of kept entries [start, stop), all held."""
-        held = self._shares.held_slice(tensor, start, stop)
-        return {name: values[held] for name, values in self.moments_K.items()}
+        part = self._shares.held_slice(tensor, start, stop)
+        return {name: values[part] for name, values in self.moments_K.items()}
 
     def whole_moment(self, tensor: TensorState, moment: str) -> Tensor:
-        """One moment of all kept entries, `(kept,)`; called as `whole_master`."""
+        """One moment of all kept entries, `(kept,)`; replicas call this together as
+        `whole_master`."""
         values_K = self.moments_K[moment]
         return self._shares.gathered(
             tensor,
@@ -183,7 +184,7 @@ class OptimizerState:
     # -- the whole of it --------------------------------------------------------------
 
     def relocate(self, relocation: Relocation) -> None:
-        """Move all values to where the shares, which are laid out anew, have them now.
+        """Move all values to their places in the shares, which have just been laid out anew.
 
         Buffers are replaced one at a time. All replicas call this together.
         """
@@ -262,8 +263,8 @@ class LayerState:
         """The sums of microbatches, uses and replicas, flat: the gradient itself, or integers
         (`samo/fixed_point.py`)."""
         self.gradient = accumulator
-        """The gradient of all tensors, flat; of integers `finish_gradient` makes it, in their
-        memory."""
+        """The gradient of all tensors, flat. Where sums are integers, `finish_gradient` makes the
+        gradient from the sums, in the memory of the sums."""
         if self.is_exact:
             self.gradient = accumulator.view(torch.float32)[: accumulator.numel()]
 
@@ -273,7 +274,7 @@ class LayerState:
         return self.accumulator.dtype == torch.int64
 
     def finish_gradient(self) -> None:
-        """Make the gradient of the sums, which are complete."""
+        """Make the gradient from the sums, once these are complete."""
         if self.is_exact:
             for tensor in self.owned:
                 fixed_point.in_fp32(self.accumulator, self._span(tensor), tensor.unit)
@@ -382,12 +383,12 @@ class LayerState:
         """Put the kept weights of this replica's share into `exchanged_weights`."""
         exchanged = self.exchanged_weights
         for tensor in self.owned:
-            own = tensor.entries_in(self.shares.own)
+            share = tensor.entries_in(self.shares.own)
             parts = self.shares.blocks(tensor, self.shares.own)
             if self.backend.launch is not None:
                 # Every launch costs, so a GPU gathers all blocks at once. A CPU gathers them one
                 # by one, which bounds the memory of a gather.
-                parts = iter([(own.start, own.stop)])
+                parts = iter([(share.start, share.stop)])
             for start, stop in parts:
                 weight_K = tensor.index.gather(tensor.weight_D, start, stop)
                 exchanged[tensor.offset + start : tensor.offset + stop] = weight_K
@@ -396,8 +397,8 @@ class LayerState:
         """Write the kept weights of the other replicas' shares into the dense weights."""
         exchanged = self.exchanged_weights
         for tensor in self.owned:
-            own = tensor.entries_in(self.shares.own)
-            for start, stop in ((0, own.start), (own.stop, tensor.kept)):
+            share = tensor.entries_in(self.shares.own)
+            for start, stop in ((0, share.start), (share.stop, tensor.kept)):
                 weight_K = exchanged[tensor.offset + start : tensor.offset + stop]
                 tensor.index.scatter(tensor.weight_D, weight_K, start)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from axsparse.samo.layer_construction import BuiltLayer
 
 DIGESTS = 1 << 52
-"""The number of digests of weights: a float holds each of them exactly."""
+"""How many different digests of weights there are: fp64 holds each of them exactly."""
 
 
 class Masks(Protocol):
@@ -111,9 +111,9 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
         for layer in layers
         for name, weight in layer.module.named_parameters()
     }
-    found = torch.stack(list(sums.values())).cpu().tolist() if sums else []
+    sums_of_bits = torch.stack(list(sums.values())).cpu().tolist() if sums else []
     total = 0
-    for name, bits in zip(sums, found, strict=True):
+    for name, bits in zip(sums, sums_of_bits, strict=True):
         digest = hashlib.blake2b(f"{name} {bits}".encode(), digest_size=8)
         total += int.from_bytes(digest.digest(), "big")
     return total % DIGESTS
@@ -122,5 +122,5 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
 def _sum_of_bits(values: Tensor) -> Tensor:
     """The sum modulo 2⁶⁴ of all whole words of eight bytes, plus the bytes that are left."""
     raw = bytes_of(values)
-    whole = raw.numel() // 8 * 8
-    return raw[:whole].view(torch.int64).sum() + raw[whole:].sum()
+    end = raw.numel() // 8 * 8
+    return raw[:end].view(torch.int64).sum() + raw[end:].sum()

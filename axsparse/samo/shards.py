@@ -35,10 +35,10 @@ def share_bounds(kept: Sequence[int], replicas: int) -> list[int]:
         ends += [*range(begin + BLOCK, end, BLOCK), end]
     bounds = [0]
     for replica in range(1, replicas):
-        wanted = ends[-1] * replica / replicas
-        after = bisect_left(ends, wanted)
+        even = ends[-1] * replica / replicas
+        after = bisect_left(ends, even)
         before = max(after - 1, 0)
-        nearer = after if ends[after] - wanted < wanted - ends[before] else before
+        nearer = after if ends[after] - even < even - ends[before] else before
         bounds.append(ends[nearer])
     return [*bounds, ends[-1]]
 

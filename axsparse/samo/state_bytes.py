@@ -112,7 +112,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How the state of a training is stored, as far as its bytes depend on it."""
+    """How the state of a training is stored: all that decides its bytes, beside the tensors."""
 
     half: bool
     """Whether weights are bf16 or fp16; otherwise they are fp32."""
@@ -142,7 +142,7 @@ class StateFormat:
 
 @dataclass(frozen=True)
 class TensorSize:
-    """One tensor, as far as its bytes depend on it."""
+    """What of one tensor decides its bytes."""
 
     numel: int
     """Entries before pruning."""
@@ -167,7 +167,7 @@ def visit_bytes(tensors: Iterable[int]) -> int:
 
 
 def fits_int32(number: int) -> bool:
-    """Whether int32 can hold it."""
+    """Whether int32 can hold a number."""
     return number <= INT32_LIMIT
 
 
@@ -215,13 +215,13 @@ def owned_entries(size: TensorSize) -> int:
 
 def layer_bytes(sizes: Sequence[TensorSize], stored: StateFormat, replica: int = 0) -> StateBytes:
     """The formula above for the tensors of one layer, in order, on one replica; not offloaded."""
-    whole = StateBytes.sum(tensor_bytes(size, stored) for size in sizes)
+    unsharded = StateBytes.sum(tensor_bytes(size, stored) for size in sizes)
     if stored.replicas == 1:
-        return whole
+        return unsharded
     bounds = share_bounds([owned_entries(size) for size in sizes], stored.replicas)
     share = bounds[replica + 1] - bounds[replica]
     return replace(
-        whole,
+        unsharded,
         master=stored.master_bytes * share,
         optimizer=MOMENT_BYTES * stored.moments * share,
     )
@@ -274,11 +274,11 @@ def _fullest(sizes: Iterable[Sequence[TensorSize]], replicas: int) -> int:
     """The replica whose shares of these layers have the most entries in total."""
     if replicas == 1:
         return 0
-    held = [0] * replicas
+    entries = [0] * replicas
     for kept, times in Counter(tuple(map(owned_entries, of_layer)) for of_layer in sizes).items():
         for replica, (begin, end) in enumerate(pairwise(share_bounds(kept, replicas))):
-            held[replica] += times * (end - begin)
-    return held.index(max(held))
+            entries[replica] += times * (end - begin)
+    return entries.index(max(entries))
 
 
 def _size(

@@ -71,7 +71,8 @@ class TensorState:
             yield start, min(start + BLOCK, self.kept)
 
     def entries_in(self, part: range, start: int = 0, stop: int | None = None) -> range:
-        """The kept entries of [start, stop), by default all, that a part of the buffers has."""
+        """Which of the kept entries [start, stop), by default all, are in a part of the flat
+        buffers."""
         stop = self.kept if stop is None else stop
         first = min(max(part.start - self.offset, start), stop)
         return range(first, max(first, min(part.stop - self.offset, stop)))
@@ -130,14 +131,14 @@ class Shares:
     ) -> Tensor:
         """A tensor's fp32 values of all kept entries, `(kept,)`; may be what `read` returns.
 
-        `read(start, stop)` returns the held ones. Where the state is sharded, all replicas call
-        this together, and the result is on `device`.
+        `read(start, stop)` returns the values of held entries. Where the state is sharded, all
+        replicas call this together, and the result is on `device`.
         """
-        own = tensor.entries_in(self.held)
+        held = tensor.entries_in(self.held)
         if not self.is_sharded:
-            return read(own.start, own.stop)
+            return read(held.start, held.stop)
         whole_K = torch.zeros(tensor.kept, device=device)
-        whole_K[own.start : own.stop] = read(own.start, own.stop)
+        whole_K[held.start : held.stop] = read(held.start, held.stop)
         bounds = [min(max(bound - tensor.offset, 0), tensor.kept) for bound in self.bounds]
         self.replicas.exchange(Op.ALL_GATHER, whole_K, bounds)
         return whole_K

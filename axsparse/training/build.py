@@ -142,8 +142,8 @@ def build(
     transport = placement.transport
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
 
-    found = RunDir() if quiet else find_run(loaded, transport, resume)
-    found = replace(found, overwrites=overwrite)
+    existing = RunDir() if quiet else find_run(loaded, transport, resume)
+    existing = replace(existing, overwrites=overwrite)
     inputs = RunInputs(
         model,
         surveyed,
@@ -151,7 +151,7 @@ def build(
         grid,
         score,
         found_memory(loaded.config, transport, placement.room),
-        None if found.checkpoint is None else found.checkpoint.manifest.pruned,
+        None if existing.checkpoint is None else existing.checkpoint.manifest.pruned,
         on_host=placement.gpu is None,
         optimizer=optimizer,
         learning_rate=learning_rate,
@@ -160,13 +160,13 @@ def build(
     loops = _prepare_process(job, run, transport)
 
     data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
-    directory = None if quiet else _open_run_directory(job, run, loaded, data.entry, found)
+    directory = None if quiet else _open_run_directory(job, run, loaded, data.entry, existing)
     _wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
-    layers, options = _build_state(run, placement, data, found.checkpoint, job.run_dir)
+    layers, options = _build_state(run, placement, data, existing.checkpoint, job.run_dir)
     parts = assemble(run, layers, options, data, placement, job.run_dir)
     job.keep_branch(parts)
-    if found.checkpoint is not None:
-        together(transport, partial(_load, found.checkpoint, parts))
+    if existing.checkpoint is not None:
+        together(transport, partial(_load, existing.checkpoint, parts))
     if run.on_host and not run.memory_is_tight:
         keep_freed_blocks()
     return _make_trainer(job, parts, directory)
@@ -219,7 +219,7 @@ def _refuse_quiet(resume: str | None) -> None:
 
 
 def _refuse_overwriting(loaded: LoadedConfig, resume: str | None) -> None:
-    """ConfigError where there is nothing to overwrite, or where it would be gone on with."""
+    """ConfigError where there is no run to overwrite, or where it is also to be resumed."""
     if resume is not None or loaded.config.run_dir == "auto":
         why = "resume goes on with a run" if resume is not None else "run_dir is auto, a new one"
         raise ConfigError(
@@ -266,7 +266,7 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> Thread | N
     torch.set_num_threads(run.config.train.threads)
     if run.on_host:
         multiply_in_fp32(run.dtype)
-        # What a build takes for a while would leave holes between what stays.
+        # Memory that a build takes for a while would leave holes between the blocks that stay.
         give_back_at_once()
         layers = run.layers_of(run.place.stage)
         if any(size.numel > FEW for layer in layers for size in layer.parameters):
@@ -284,8 +284,8 @@ def _facts_of_functions(run: RunSpec) -> dict[str, str]:
 
 
 def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
-    """Wait until loops are loaded, which building the state and the first step would wait for, and
-    before the memory beside the state is measured."""
+    """Wait until loops are loaded: building the state and the first step would wait for the loops,
+    and the memory beside the state is measured only after that."""
     if loops is None:
         return
     loops.join(SILENT_SECONDS)
@@ -350,11 +350,11 @@ def _build_state(
         shard=bool(run.config.samo.shard_optimizer),
     )
     options = _state_options(run, replicas, placement)
-    own = [run.model.layers[number] for number in run.stages[place.stage]]
+    stage_layers = [run.model.layers[number] for number in run.stages[place.stage]]
     masks: Masks | None
     if checkpoint is None:
         is_shown = run_dir is not None and place.replica == 0
-        masks = _first_masks(run, own, options, transport, data, is_shown=is_shown)
+        masks = _first_masks(run, stage_layers, options, transport, data, is_shown=is_shown)
     else:
         masks = CheckpointMasks(checkpoint)
     # SparseGPT changes weights as well.
@@ -364,7 +364,9 @@ def _build_state(
     def construct() -> list[BuiltLayer]:
         where = f"building {place}"
         with explained(place.rank, lambda: where, StateBytes, planned, run_dir):
-            return build_layers(own, run.survey.ties, replace(options, masks=masks, start=start))
+            return build_layers(
+                stage_layers, run.survey.ties, replace(options, masks=masks, start=start)
+            )
 
     built = together(transport, construct)
     _compare_draws(options.draws if place.replica == 0 else {}, transport)
@@ -438,8 +440,8 @@ def _first_masks(
     """The masks that state is built with; None where it starts dense. With `is_shown`, this rank
     says how far its calibration is.
 
-    Drawing them, ranks communicate, so that no `together` can stand around it: a rank that fails
-    meanwhile ends the job.
+    Ranks communicate while they draw masks, so that no `together` can stand around the drawing: a
+    rank that fails there ends the job.
     """
     if run.targets is None or not run.starts_pruned:
         return None

@@ -50,20 +50,20 @@ def evaluate(
     which no layout divides, are added exactly and rounded once, so that their order does not
     matter. `metrics` names the model's metrics. DataError on all ranks if no target counts.
     """
-    whole = batches.num_evaluation_batches
-    wanted = whole if number == "all" else min(number, whole)
+    available = batches.num_evaluation_batches
+    asked = available if number == "all" else min(number, available)
     losses: list[float] = []
     counts = [0.0] * len(metrics)
     targets = 0.0
-    with Prefetcher(batches.evaluation, first_step=0, end=wanted) as prefetcher:
-        for step in range(wanted):
+    with Prefetcher(batches.evaluation, first_step=0, end=asked) as prefetcher:
+        for step in range(asked):
             batch = prefetcher.get(step)
-            for loss, *found in (row.tolist() for row in to_host(engine.evaluate(batch))):
+            for loss, *counted in (row.tolist() for row in to_host(engine.evaluate(batch))):
                 losses.append(loss)
-                counts = [total + count for total, count in zip(counts, found, strict=True)]
+                counts = [total + count for total, count in zip(counts, counted, strict=True)]
             if place.is_last:
                 targets += batch.num_targets
-            after_batch(step + 1, wanted)
+            after_batch(step + 1, asked)
     rows = sum_by_owner(transport.world, transport.backoff, [*exact_sum(losses), targets, *counts])
     sums, remainders, *columns = (list(column) for column in zip(*rows, strict=True))
     total_targets, *totals = map(sum, columns)
@@ -73,6 +73,6 @@ def evaluate(
     return Evaluation(
         loss / total_targets,
         {name: total / total_targets for name, total in zip(metrics, totals, strict=True)},
-        samples=min(wanted * batches.global_batch_size, batches.num_samples),
+        samples=min(asked * batches.global_batch_size, batches.num_samples),
         available=batches.num_samples,
     )

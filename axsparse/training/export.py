@@ -3,9 +3,9 @@
     hf      a folder of model.safetensors, with transformers' names, and config.json
     torch   a safetensors file of dense tensors by global name
 
-The folder of `hf` is what `from_pretrained` loads, with the files of a tokenizer: copies of what
-`model.from` had beside its weights, else that of the data. `axsparse.models.zoo.hf_models` knows
-the names and shapes of transformers.
+The folder of `hf` is what `from_pretrained` loads. It also has the files of a tokenizer: copies of
+those beside the weights of `model.from`, or else files made from the tokenizer of the data.
+`axsparse.models.zoo.hf_models` knows the names and shapes of transformers.
 
 Pruned entries are zero in dense tensors. A tied weight is written once, under the name of its
 first use. Buffers are written after the parameters of their layer.
@@ -76,7 +76,7 @@ _OF_WEIGHTS = ("model", "data", "batch", "precision")
 Value = Callable[[], Tensor]
 """Reads a tensor."""
 Tensors = Mapping[str, tuple[TensorHeader, Value]]
-"""Tensors to be written, by their names there."""
+"""Tensors to be written, by their names in the file."""
 _STEP = "step"
 """Names the steps done, in the metadata of all that is exported."""
 
@@ -223,8 +223,8 @@ class Weights:
         """A parameter in its shape, with zeros at pruned positions."""
         entry = self.parameters[name]
         if name in self._untrained:
-            wanted = TensorHeader(self._untrained[name].dtype, entry.shape)
-            return self._files.read(VALUE, name, wanted).to(self.dtype_of(name))
+            header = TensorHeader(self._untrained[name].dtype, entry.shape)
+            return self._files.read(VALUE, name, header).to(self.dtype_of(name))
         master_K = self._files.read(MASTER, name, TensorHeader(torch.float32, (entry.kept,)))
         kept_K = round_to(master_K, self.dtype)
         if name not in self._masks.kept:
@@ -271,9 +271,6 @@ def _misunderstood(settings: Mapping[str, Any]) -> list[tuple[str, ...]]:
     except ValidationError as error:
         return [tuple(map(str, problem["loc"])) for problem in error.errors(include_url=False)]
     return []
-
-
-# -- what is written ------------------------------------------------------------------------
 
 
 # -- where it appears -----------------------------------------------------------------------
@@ -331,14 +328,14 @@ def _new(path: Path) -> Iterator[Path]:
 def _of_hf(weights: Weights) -> Tensors:
     """All parameters as transformers names and stores them; ConfigError if it has no such model."""
     path, config = weights.checkpoint.path, weights.config().model
-    found = hf_model(config)
-    if found is None:
+    known = hf_model(config)
+    if known is None:
         raise ConfigError(
             f"--to hf: {path} is of model.name {config.name}, and only a gpt or a llama has a "
             "place in Hugging Face's transformers; choose --to torch"
         )
     shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    family, surveyed = found
+    family, surveyed = known
     if shapes != surveyed.shapes:
         raise ConfigError(
             f"--to hf: {path} is of a model of your own, not of the {config.name} of its "
@@ -362,9 +359,10 @@ def hf_files(
 ) -> tuple[dict[str, bytes], list[str]]:
     """The files beside weights of type `dtype`, by name, and what the user should know of them.
 
-    They are those of `model.from`, as long as they are there, or made of the settings and of the
-    tokenizer of the training data. ConfigError if no model of transformers has these settings, or
-    if the folder of `model.from` has others meanwhile; DataError if its config.json cannot be read.
+    They are copies of the files of `model.from` as long as its folder is there; otherwise they are
+    made from the settings and from the tokenizer of the training data. ConfigError if no model of
+    transformers has these settings, or if the folder of `model.from` has other settings meanwhile;
+    DataError if its config.json cannot be read.
     """
     named, notes = str(dtype).removeprefix("torch."), []
     source = None if config.from_ is None else Path(config.from_)

@@ -43,26 +43,26 @@ class LiveWeights:
         """
         parts, place = self._parts, self._parts.place
         transport = parts.transport
-        own = list(self._own(trained=trained, caches=caches))
-        headers = [[one.name, str(one.dtype).removeprefix("torch."), one.shape] for one in own]
-        told = gather_texts(transport.world, transport.backoff, json.dumps(headers))
+        tensors = list(self._own(trained=trained, caches=caches))
+        headers = [[one.name, str(one.dtype).removeprefix("torch."), one.shape] for one in tensors]
+        texts = gather_texts(transport.world, transport.backoff, json.dumps(headers))
         if place.replica != 0:
             if not trained and parts.replicas.shard:
-                for one in own:  # replica 0 waits for the shares of the others
+                for one in tensors:  # replica 0 waits for the shares of the others
                     one.value()
             return None
         groups = self._groups()
         if not place.is_first:
-            for one in own:
+            for one in tensors:
                 self._send(groups[place.stage], bytes_of(one.value()))
             return None
-        found = {one.name: one.value().clone() for one in own}
+        copies = {one.name: one.value().clone() for one in tensors}
         for stage, group in groups.items():
-            for name, dtype, shape in json.loads(told[place.grid.rank(stage, 0)]):
+            for name, dtype, shape in json.loads(texts[place.grid.rank(stage, 0)]):
                 value = torch.empty(shape, dtype=getattr(torch, dtype))
                 self._send(group, value.view(-1).view(torch.uint8))
-                found[name] = value
-        return found
+                copies[name] = value
+        return copies
 
     def _own(self, *, trained: bool, caches: bool) -> Iterator[_Tensor]:
         """The tensors of this stage, in the same order on all of its replicas."""
@@ -86,7 +86,8 @@ class LiveWeights:
                     yield _Tensor(name, now.dtype, tuple(now.shape), value)
 
     def _groups(self) -> dict[int, Collective]:
-        """Rank 0 with the first rank of each later stage, of which this rank has its own."""
+        """The groups of rank 0 with the first rank of each later stage, as far as this rank is in
+        them."""
         if self._to_first is None:
             place, transport = self._parts.place, self._parts.transport
             stages = range(1, place.grid.g_inter) if place.is_first else [place.stage]

@@ -58,7 +58,8 @@ class Parts:
     replicas: Replicas
     """The replicas of this stage, by which they agree and exchange state."""
     offload: Offload | None
-    """Brings masters and moments from the host for their update; None if they stay here."""
+    """Brings masters and moments from the host for their update; None if they stay on the
+    device."""
     loss_scale: LossScale
     live: LiveMasks | None
     """What is pruned of this rank's layers; None where nothing ever is."""

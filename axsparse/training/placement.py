@@ -83,22 +83,22 @@ class MemoryRoom:
 def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
     """Bind this rank to a GPU, if there are any, and choose the transport.
 
-    All ranks call this together. Raises ConfigError on all of them if the setting
-    `transport` cannot be had, and on one that cannot reach the first.
+    All ranks call this together. Raises ConfigError on all ranks if the setting `transport` asks
+    for what these ranks lack, and on a rank that cannot reach the first one.
     """
     asked, where = loaded.config.transport, loaded.where("transport")
     local = transport.local_rank() if isinstance(transport, MpiTransport) else 0
     nccl, host = dist.is_available() and dist.is_nccl_available(), socket.gethostname()
-    own = rank_gpu(transport.rank, host, local, visible_gpus(), nccl=nccl, environ=os.environ)
+    gpu_here = rank_gpu(transport.rank, host, local, visible_gpus(), nccl=nccl, environ=os.environ)
     rank_gpus: list[RankGpu] = []  # needed only if there is a GPU
-    if sum_of(transport, [float(own.gpu is not None)]) != [0.0]:
-        texts = gather_texts(transport.world, transport.backoff, json.dumps(asdict(own)))
+    if sum_of(transport, [float(gpu_here.gpu is not None)]) != [0.0]:
+        texts = gather_texts(transport.world, transport.backoff, json.dumps(asdict(gpu_here)))
         rank_gpus = [_read(text) for text in texts]
     carrier = together(transport, lambda: choose_gpu_transport(asked, where, rank_gpus))
-    number = own.number
-    if carrier is None or number is None or own.gpu is None:
+    number = gpu_here.number
+    if carrier is None or number is None or gpu_here.gpu is None:
         return Placement(transport, HOST)
-    uuid, table = own.gpu.uuid, describe(rank_gpus)
+    uuid, table = gpu_here.gpu.uuid, describe(rank_gpus)
     if asked == "auto" and carrier == "mpi" and len(rank_gpus) > 1:
         table.append(
             f"warning: by way of the hosts, since NCCL cannot: {problem_of_nccl(rank_gpus)}"
@@ -160,10 +160,10 @@ def found_memory(
     if layout.memory_per_rank != "auto" or not is_open:
         return None
     if room is None:
-        own = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
+        here = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
     else:
-        own = f"{room.nbytes} 0 {room.where}"
-    texts = gather_texts(transport.world, transport.backoff, own)
+        here = f"{room.nbytes} 0 {room.where}"
+    texts = gather_texts(transport.world, transport.backoff, here)
     hosts = [text.split(maxsplit=2) for text in texts]
     ranks = Counter(host for _, _, host in hosts)
     return min(int(memory) / ranks[host] - int(held) for memory, held, host in hosts)

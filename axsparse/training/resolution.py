@@ -57,7 +57,7 @@ from axsparse.training.checkpoint.verification import flat
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
 HOLES = 0.3
-"""The part of a process's memory that glibc may keep of freed blocks."""
+"""The part of a process's memory that may be freed blocks, which glibc keeps."""
 UNTIL = {"set": 0.75, "rigl": 0.75}
 """The part of all steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
 
@@ -155,7 +155,8 @@ class RunSpec:
 
     @property
     def memory_is_tight(self) -> bool:
-        """Whether `layout.memory_per_rank` leaves no room for the C library's holes."""
+        """Whether `layout.memory_per_rank` leaves no room for freed blocks that the C library
+        keeps."""
         room = self.config.layout.memory_per_rank
         if room == "auto" or self.prediction is None or not self.on_host:
             return False
@@ -184,11 +185,11 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     """
     config, survey = loaded.config, inputs.survey
     check_transport(loaded, inputs.transport, on_host=inputs.on_host)
-    wanted = what_is_pruned(config, survey)
-    draws = wanted is not None and wanted.ticket is None
-    if wanted is not None and draws and config.pruning.method in ("zeros", "sparsegpt"):
-        check_weights_are_loaded(loaded, inputs.model, wanted)
-    kept = kept_at_start(config, wanted) if inputs.saved is None else inputs.saved
+    targets = what_is_pruned(config, survey)
+    draws = targets is not None and targets.ticket is None
+    if targets is not None and draws and config.pruning.method in ("zeros", "sparsegpt"):
+        check_weights_are_loaded(loaded, inputs.model, targets)
+    kept = kept_at_start(config, targets) if inputs.saved is None else inputs.saved
     subject = SurveyedModel(
         config,
         survey,
@@ -207,7 +208,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         survey=survey,
         stages=(),
         place=grid.place(inputs.transport.rank),
-        targets=wanted,
+        targets=targets,
         criterion=configured_criterion(loaded, inputs.score),
         optimizer=subject.optimizer,
         learning_rate=inputs.learning_rate,
@@ -215,7 +216,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         kept_at_start=kept,
         on_host=inputs.on_host,
     )
-    if draws or (wanted is not None and config.pruning.method in UNTIL):
+    if draws or (targets is not None and config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
     stages = (
@@ -282,9 +283,9 @@ def _shards(run: RunSpec) -> bool:
     asked = run.config.samo.shard_optimizer
     if asked != "auto":
         return asked
-    whole = replace(run, config=_with(run.config, {"samo.shard_optimizer": False}))
+    unsharded = replace(run, config=_with(run.config, {"samo.shard_optimizer": False}))
     layers, kept = [run.layers_of(stage) for stage in range(len(run.stages))], run.kept_at_start
-    return any(run.state_bytes(s, kept) < whole.state_bytes(s, kept) for s in layers)
+    return any(run.state_bytes(s, kept) < unsharded.state_bytes(s, kept) for s in layers)
 
 
 def loss_scale(config: Config) -> LossScale:
@@ -359,8 +360,8 @@ def _with(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def parameter_groups(config: Config, survey: Survey) -> dict[str, ParameterGroup]:
-    """The settings that some parameters have of their own; ConfigError for an entry or pattern that
-    cannot be meant."""
+    """The settings that some parameters have of their own; ConfigError for an entry of
+    another form, or with a pattern that no parameter matches."""
     settings, names, shapes = config.optimizer, survey.counted, survey.shapes
     rates = _own_values("optimizer.learning_rates", settings.learning_rates, names)
     decays = _own_values("optimizer.weight_decays", settings.weight_decays, names)

@@ -24,20 +24,20 @@ from axsparse.training.checkpoint.verification import flat
 
 def check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: bool) -> None:
     """ConfigError for a way to communicate that these ranks cannot take."""
-    wanted = loaded.config.transport
+    setting = loaded.config.transport
     # One process that has loaded MPI needs it as little as one that has not.
-    if wanted == "local" and transport.size > 1:
+    if setting == "local" and transport.size > 1:
         raise ConfigError(
             f"{loaded.where('transport')}: local is for one process, but {transport.size} ranks "
             "are running; choose auto or mpi"
         )
-    if wanted not in ("auto", "local") and transport.name == "local":
+    if setting not in ("auto", "local") and transport.name == "local":
         raise ConfigError(
             f"{loaded.where('transport')}: no MPI library was found; load the site's MPI module, "
             "install axsparse[mpich], or choose auto"
         )
     # One rank on a GPU has nobody to talk to and keeps MPI's transport.
-    if wanted == "nccl" and transport.name.startswith("mpi") and on_host:
+    if setting == "nccl" and transport.name.startswith("mpi") and on_host:
         raise ConfigError(
             f"{loaded.where('transport')}: nccl is for ranks that compute on GPUs, and these "
             "compute on CPUs; choose auto or mpi"
@@ -61,12 +61,12 @@ def check_weights_are_loaded(loaded: LoadedConfig, model: Model, targets: Target
 
 
 START = "start values"
-"""The fact that differs where ranks have drawn modules for themselves."""
+"""The name of the fact that differs where each rank has drawn start values of its own."""
 MENDS = {
     START: "make the modules within `main`, where torch has one seed on all ranks, or call "
     "torch.manual_seed before you make them"
 }
-"""What helps where a fact differs, if it is not the same start of all ranks."""
+"""What mends a difference in a fact, where starting all ranks alike does not mend it."""
 
 
 def facts_of(config: Config, survey: Survey) -> dict[str, str]:
@@ -96,13 +96,13 @@ def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> tuple[str
 
     Rank 0 has facts. All ranks call this together; those whose facts are None are not compared.
     """
-    own = json.dumps(None if facts is None else {"host": socket.gethostname(), **facts})
+    text_here = json.dumps(None if facts is None else {"host": socket.gethostname(), **facts})
     # Facts of a large model are 40 kB, so that all ranks' are only gathered to name the odd one.
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     is_other = digest != text_of_first(transport, digest) and facts is not None
     if sum_of(transport, [float(is_other)]) == [0.0]:
         return None
-    texts = gather_texts(transport.world, transport.backoff, own)
+    texts = gather_texts(transport.world, transport.backoff, text_here)
     everyone = {rank: json.loads(text) for rank, text in enumerate(texts) if text != "null"}
     for fact in everyone[0]:
         values = Counter(there.get(fact, "nothing") for there in everyone.values())

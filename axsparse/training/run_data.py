@@ -38,7 +38,7 @@ class Data:
 
     @property
     def entry(self) -> DataEntry:
-        """The training data as a checkpoint names them, at their beginning."""
+        """What a checkpoint says of the training data, with the position at their beginning."""
         return DataEntry(
             name=self.name,
             fingerprint=self.fingerprint,
@@ -65,10 +65,10 @@ def open_data(
     reads = run.place.is_first or run.place.is_last
     separate = loaded.config.data.separate_documents
     datasets = together(transport, lambda: _open(open_datasets, separate) if reads else None)
-    own = None if datasets is None else _facts_of(datasets)
-    together(transport, lambda: _refuse_other_data(transport, own))
+    read_here = None if datasets is None else _facts_of(datasets)
+    together(transport, lambda: _refuse_other_data(transport, read_here))
     # Rank 0 is a first stage, which reads.
-    facts = json.loads(text_of_first(transport, json.dumps(own)))
+    facts = json.loads(text_of_first(transport, json.dumps(read_here)))
     together(
         transport,
         lambda: check_data(

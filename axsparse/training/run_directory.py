@@ -163,9 +163,9 @@ def make_run_dir(loaded: LoadedConfig, *, overwrite: bool = False) -> tuple[Path
 
     OutputError if the directory holds or is used by another run, or cannot be written.
     """
-    wanted, where = loaded.config.run_dir, loaded.where("run_dir")
-    if wanted != "auto":
-        return Path(wanted), _claim(Path(wanted), where, overwrite=overwrite)
+    setting, where = loaded.config.run_dir, loaded.where("run_dir")
+    if setting != "auto":
+        return Path(setting), _claim(Path(setting), where, overwrite=overwrite)
     for path, following in itertools.pairwise(automatic_run_dirs(loaded.name)):
         if not (following / METRICS_FILE).exists():
             with contextlib.suppress(_TakenError, InUseError):
@@ -267,19 +267,19 @@ def _locate(loaded: LoadedConfig, resume: str | None) -> tuple[Path | None, Path
             f"--resume {named}: no such folder; name a run, one of its {CHECKPOINTS}/step-<n>, or "
             "auto"
         )
-    wanted = loaded.config.run_dir
+    setting = loaded.config.run_dir
     run = named.resolve().parent.parent
     is_own = named.resolve().parent.name == CHECKPOINTS and (run / METRICS_FILE).is_file()
-    if is_own and (wanted == "auto" or Path(wanted).resolve() == run):
-        return (run if wanted == "auto" else Path(wanted)), named
+    if is_own and (setting == "auto" or Path(setting).resolve() == run):
+        return (run if setting == "auto" else Path(setting)), named
     return None, named
 
 
 def _last_run(loaded: LoadedConfig) -> Path | None:
     """The run of the configuration, or under `auto` the last of its name; None without any."""
-    wanted = loaded.config.run_dir
-    if wanted != "auto":
-        return Path(wanted) if (Path(wanted) / METRICS_FILE).is_file() else None
+    setting = loaded.config.run_dir
+    if setting != "auto":
+        return Path(setting) if (Path(setting) / METRICS_FILE).is_file() else None
     last = None
     for path in automatic_run_dirs(loaded.name):
         if not (path / METRICS_FILE).is_file():
@@ -291,7 +291,7 @@ def _last_run(loaded: LoadedConfig) -> Path | None:
 def _refuse_older(run_dir: Path, named: Path) -> None:
     """ConfigError if the run has checkpoints after the one that is named.
 
-    They belong to steps that the resumed run would do again.
+    The later checkpoints belong to steps that the resumed run would do again.
     """
     step = step_of(named)
     if named.resolve().parent != (run_dir / CHECKPOINTS).resolve() or step is None:

@@ -52,7 +52,7 @@ class SavedModel:
     """The configuration of the run."""
     model: Model
     modules: list[nn.Module]
-    """Those of the model's layers, in order. Both uses of a tied weight are one tensor."""
+    """The modules of the model's layers, in order. Both uses of a tied weight are one tensor."""
 
 
 def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: bool) -> SavedModel:
@@ -93,9 +93,9 @@ def evaluate_saved(
 ) -> Evaluation:
     """Evaluate on the first `number` global batches of the validation data, or on all.
 
-    `after_batch` is called with how many are done and how many are wanted. The model must have its
-    trained weights. Microbatches, precision and the number of threads are those of the run, so
-    that on the same kind of machine the result is the same.
+    `after_batch` is called with how many batches are done and how many are to be done. The model
+    must have its trained weights. Microbatches, precision and the number of threads are those of
+    the run, so that on the same kind of machine the result is the same.
 
     Raises ConfigError if there are no validation data, DataError if the data are not the run's.
     """

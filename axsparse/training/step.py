@@ -4,8 +4,8 @@ Behind it are the counters of a run (`Position`), the checks that replicas have 
 masks, and the steps that update nothing: why, how often, and when that ends the run.
 
 A step is skipped if its loss or a gradient is not finite, or if its loss is a number that is too
-large to believe, a spike. All ranks have heard the same verdict and judge alike, so that an error
-of such steps is raised on all of them.
+large to believe, a spike. All ranks receive the same verdict and judge alike, so that an error
+about skipped steps is raised on all ranks.
 
 A step spikes if its mean loss L exceeds the median M of the last `window` good steps by more
 than ln(ratio), that is if exp(L) > ratio · exp(M). A difference in nats means the same at a
@@ -100,9 +100,9 @@ class Step:
         return replace(verdict, spike=spike is not None)
 
     def _gradients(self, batch: Batch, notice: Callable[[], Notice] = lambda: NOTHING) -> Verdict:
-        """Compute the gradients of a batch, and what all ranks say of them.
+        """Compute the gradients of a batch, and reach a verdict on them with all ranks.
 
-        Exact sums are computed again where they did not fit.
+        Where exact sums did not fit, the gradients are computed again in other units.
         """
         while True:
             self._begin_step()
@@ -131,8 +131,8 @@ class Step:
     def _begin_step(self) -> None:
         """Open a step, whose first gradient of each parameter overwrites that of the last step.
 
-        ConfigError if a callback has frozen a parameter, or has made one train: what the optimizer
-        has of it would not follow.
+        ConfigError if a callback has frozen a parameter, or has made one train: its moments in the
+        optimizer would not follow.
         """
         for name, parameter, trains in self._parameters:
             if parameter.requires_grad is not trains:
@@ -204,10 +204,10 @@ class Step:
             }
             extremes = [*parts.sync.own_extremes, *largest.values()]
             # Losses, extremes and squares reach the host in one copy.
-            found = iter(to_host([*losses, *extremes, *squares.values()]))
-        each = [float(next(found)) for _ in losses]
-        ends = [float(next(found)) for _ in extremes]
-        partials = {name: next(found) for name in squares}
+            values = iter(to_host([*losses, *extremes, *squares.values()]))
+        each = [float(next(values)) for _ in losses]
+        ends = [float(next(values)) for _ in extremes]
+        partials = {name: next(values) for name in squares}
         excess = self._excess(dict(zip(largest, ends[len(ends) - len(largest) :], strict=True)))
         with parts.phases("collective"):
             is_finite = all(map(math.isfinite, ends))
@@ -307,7 +307,8 @@ class Step:
             setattr(owner, name, getattr(progress, name))
 
     def _counters(self) -> dict[str, object]:
-        """What has each counter that a checkpoint keeps under the same name."""
+        """By the name under which a checkpoint keeps a counter, the object that has this
+        attribute."""
         position, skips, scale = self.position, self.skips, self._parts.loss_scale
         return {
             **dict.fromkeys(("updates", "schedule_start", "masks_changed", "jumped"), position),
@@ -373,7 +374,8 @@ class Step:
         )
 
     def _name_once(self, text: str, names: Sequence[str]) -> None:
-        """Print a text, in which "{}" stands for names, unless it has told of all of them before.
+        """Print a text, in which "{}" stands for those of the names that it has not named before,
+        if there are any.
 
         Of the replicas of a stage, the first one prints it.
         """
@@ -419,7 +421,8 @@ class Position:
         After a rewinding the schedule begins anew, and its descent ends where it would have
         ended without the rewinding. After a change of masks the rate rises linearly to the
         schedule's over `pruning.rewarm_steps` steps. A function of the user's own stands for all of
-        the schedule; parameters with another peak than most have their part of what it gives.
+        the schedule; for a parameter with another peak, the rate that it gives is scaled in
+        proportion to the peak.
         """
         schedule = self._config.schedule
         assert schedule.decay_steps != "auto", "the configuration is resolved"

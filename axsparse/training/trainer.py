@@ -261,8 +261,8 @@ class Trainer:
     def model(self, *, trained: bool = False) -> nn.Sequential | None:
         """The model as a module of plain torch on the CPU, on rank 0; None on the others.
 
-        What `from_sequential` made of an `nn.Sequential` of a class of the user's is one of that
-        class, with all attributes of the user's.
+        If `from_sequential` made the model from a user's subclass of `nn.Sequential`, the result is
+        of that subclass, with all attributes that the user has set.
 
         Its weights are copies of the fp32 masters, zero where pruned, or with `trained` of the
         weights in the training precision. It is in evaluation mode, and its state dict has the
@@ -360,14 +360,16 @@ class Trainer:
                 self._call_back("on_checkpoint", "of step", step, folder)
 
     def _recorded_evaluation(self) -> None:
-        found = self.evaluate()
+        evaluation = self.evaluate()
         self._evaluated_at = self.steps_done
-        if found is not None:
-            self._best.look(self.steps_done, found.loss)
-            part = found.samples < found.available
-            said = f"{found.samples} of {found.available} samples" if part else ""
-            self.parts.recorder.evaluation(self.steps_done, found.loss, found.metrics, said)
-            self._call_back("on_evaluation", "after step", self.steps_done, found)
+        if evaluation is not None:
+            self._best.look(self.steps_done, evaluation.loss)
+            part = evaluation.samples < evaluation.available
+            said = f"{evaluation.samples} of {evaluation.available} samples" if part else ""
+            self.parts.recorder.evaluation(
+                self.steps_done, evaluation.loss, evaluation.metrics, said
+            )
+            self._call_back("on_evaluation", "after step", self.steps_done, evaluation)
 
     def _change_masks(self) -> None:
         """Let the pruning method change the masks, and adapt all that depends on them."""
@@ -451,8 +453,8 @@ class BestEvaluation:
     """Remembers the evaluation of lowest loss whose checkpoint is kept, alike on all ranks.
 
     A checkpoint holds the masks that are drawn after the evaluation of its step. So an evaluation
-    counts only if no mask changes then, and what was found before a network loses entries counts
-    no more, since a dense network would stay the best for ever.
+    counts only if no mask changes then, and an evaluation from before the network lost entries
+    counts no more, since a dense network would stay the best for ever.
     """
 
     def __init__(self, config: Config, progress: Progress | None) -> None:

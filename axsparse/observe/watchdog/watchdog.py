@@ -123,7 +123,7 @@ class Watchdog:
         self._written = 0
         self._watched: dict[int, tuple[Heartbeat | None, float]] = {}
         """The last heartbeat of each other rank since this one began to look at it, and the time
-        when that was first seen."""
+        when this heartbeat was first seen."""
         self._found_at: float | None = None
         """When this rank found a hang that another rank reports."""
         self._last_state = (0, 0)
@@ -216,10 +216,10 @@ class Watchdog:
         place = self._place.grid.place(rank)
         if rank == self._place.rank:
             return RankView(place, own, own.quiet)
-        found = self._heartbeats.read(rank)
+        beat = self._heartbeats.read(rank)
         heartbeat, since = self._watched.get(rank, (None, self._time))
-        if found is not None and (heartbeat is None or found.written != heartbeat.written):
-            heartbeat, since = found, self._time
+        if beat is not None and (heartbeat is None or beat.written != heartbeat.written):
+            heartbeat, since = beat, self._time
         self._watched[rank] = heartbeat, since
         passed = self._time - since
         is_silent = passed >= SILENT_LOOKS * self.interval

@@ -69,7 +69,7 @@ class MaskConvergence:
         self._interval, self._start, self._max_steps = interval, start_step, max_steps
         self._threshold, self._metric = threshold, metric
         self.masks: dict[str, Tensor] = {}
-        """The bit-packed masks of the last round, by name; those of this rank's tensors."""
+        """The bit-packed masks of the last round, by name of this rank's tensors."""
         self.queue: deque[float] = deque(maxlen=length)
         """The last distances, oldest first; the same on all ranks."""
         self.last_step: int | None = None

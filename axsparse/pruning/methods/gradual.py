@@ -146,7 +146,7 @@ KIND = "rewind"
 class Rewinding:
     """A pruning method after which, whenever it has changed the masks, the weights go back.
 
-    They go back to those of one step, not later than the first pruning.
+    They go back to the weights of one step, which is not later than the first pruning.
     """
 
     def __init__(self, method: Masking, live: LiveMasks, step: int) -> None:

@@ -57,8 +57,8 @@ class DynamicSparsity:
         return change
 
     def state(self) -> MaskingState:
-        """The candidates for growth are not saved: `before_step` has used those of a step that
-        updated, and those of a skipped step are forgotten anyway."""
+        """The candidates for growth are not saved: `before_step` has used the candidates of a step
+        that updated, and the candidates of a skipped step are forgotten anyway."""
         return MaskingState(MethodState(armed=self._regrowth.fraction, armed_at=self._armed_at))
 
     def restore(self, standing: MethodState, read: Read) -> None:

@@ -337,14 +337,14 @@ def _check_tensors(file: SafetensorsFile, manifest: TicketManifest) -> None:
     This comes first, since their sizes are trusted afterwards.
     """
     there = {name: file.described(name) for name in file.shapes}
-    wanted = {name: packed_header(entry) for name, entry in manifest.tensors.items()}
-    for name in sorted(there.keys() ^ wanted.keys()):
+    headers = {name: packed_header(entry) for name, entry in manifest.tensors.items()}
+    for name in sorted(there.keys() ^ headers.keys()):
         raise DataError(
             f"{file.path}: {name!r} is in its manifest or among its masks, but not in both; get "
             "the ticket anew"
         )
     for name, header in there.items():
-        if header != wanted[name]:
+        if header != headers[name]:
             raise DataError(
                 f"{file.path}: the mask of {name} is a tensor of shape {header.shape}, which does "
                 f"not fit its {manifest.tensors[name].numel} entries; get the ticket anew"

@@ -10,16 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 UNFINISHED = ".unfinished-"
-"""Stands in the name of what is being written; it ends in a number of its own."""
+"""Part of the name of a file or folder that is being written; the name ends in a number of its
+own."""
 
 
 @contextlib.contextmanager
 def new_path(path: Path) -> Iterator[Path]:
     """A path beside `path`, at which the code within writes a file or a folder.
 
-    At the end that gets the name `path` and replaces what had it; a folder that it replaces is
-    moved aside first. If the code within raises, what it has written is removed. The file and its
-    name are on the disk afterwards; of a folder its writer has put the files there. Raises OSError.
+    At the end the file or folder gets the name `path` and replaces what had this name; a folder
+    that is replaced is moved aside first. If the code within raises, what it has written is
+    removed. The file and its name are on the disk afterwards; the files in a folder are if their
+    writer has put them there. Raises OSError.
     """
     unfinished = path.with_name(f".{path.name}{UNFINISHED}{secrets.token_hex(4)}")
     try:

@@ -61,11 +61,12 @@ if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7 and newer
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _REAL = {torch.complex32: torch.float16, torch.complex128: torch.float64}
-"""The types of the real pairs as which complex numbers are stored that the format has not."""
+"""For complex types that the format lacks, the types of the pairs of real numbers as which complex
+numbers are stored."""
 
 
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading a JSON text raises that has not the form of a header or an index."""
+"""The errors of reading a JSON text that does not have the form of a header or an index."""
 
 
 NO_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -78,7 +79,8 @@ MOST_SAID = 120
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; OSError for a pipe, whose opening would wait deaf to signals."""
+    """Open a file for reading; OSError for a pipe: opening one would wait, and signals would not
+    end the wait."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file")
     return path.open("rb")

@@ -95,9 +95,9 @@ class StagedContents:
     """The contents of one message on their way into pinned memory, and then out of it."""
 
     first: Event
-    """Completes when they are in pinned memory: copied there, or received."""
+    """Completes when the contents are in pinned memory: copied there, or received."""
     begin_second: Callable[[], Event]
-    """Has them leave pinned memory, which it keeps alive."""
+    """Moves the contents on from pinned memory, which this function keeps alive."""
     second: Event | None = None
     """Completes when they have left pinned memory; None until they begin to."""
 
@@ -160,7 +160,7 @@ class Staged:
         return begun
 
     def _pinned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Pinned memory for the bytes of each, which torch keeps for the next ones."""
+        """Pinned memory for the bytes of each tensor; torch reuses it for later messages."""
         return [self._device.pinned(tensor.nbytes) for tensor in tensors]
 
     def _pieces(self, hosts: Sequence[Tensor]) -> list[Tensor]:

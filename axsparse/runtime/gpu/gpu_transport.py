@@ -142,8 +142,8 @@ class GpuTransport:
         self._host.abort(code)
 
     def close(self) -> None:
-        for made in reversed(self._made):
-            made.close()
+        for each in reversed(self._made):
+            each.close()
         self._made.clear()
         self._communicators.clear()
         for push in self._pushes:

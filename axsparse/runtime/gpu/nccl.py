@@ -72,8 +72,8 @@ class Rendezvous:
     def group(self, name: str, ranks: Sequence[int], max_ctas: int) -> Any:
         """A group of these ranks, in this order, that occupies at most `max_ctas`
         multiprocessors. No other group of theirs has its name."""
-        own = PrefixStore(f"{name} {' '.join(map(str, ranks))}", self._store)
-        return self._make(own, list(ranks).index(self.rank), len(ranks), max_ctas)
+        store = PrefixStore(f"{name} {' '.join(map(str, ranks))}", self._store)
+        return self._make(store, list(ranks).index(self.rank), len(ranks), max_ctas)
 
 
 def _open_store(transport: Transport) -> Store:
@@ -192,17 +192,17 @@ class NcclGroup:
 
     def reduce_scatter(self, buffer: Tensor, bounds: Sequence[int]) -> Operation:
         shards, options = _cut(buffer, bounds), ReduceScatterOptions()
-        own = shards[self.rank]
+        shard = shards[self.rank]
         if _are_equal(shards):
-            return self._started(lambda: self._backend._reduce_scatter_base(own, buffer, options))
-        return self._started(lambda: self._backend.reduce_scatter([own], [shards], options))
+            return self._started(lambda: self._backend._reduce_scatter_base(shard, buffer, options))
+        return self._started(lambda: self._backend.reduce_scatter([shard], [shards], options))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Operation:
         shards, options = _cut(buffer, bounds), AllgatherOptions()
-        own = shards[self.rank]
+        shard = shards[self.rank]
         if _are_equal(shards):
-            return self._started(lambda: self._backend._allgather_base(buffer, own, options))
-        return self._started(lambda: self._backend.allgather([shards], [own], options))
+            return self._started(lambda: self._backend._allgather_base(buffer, shard, options))
+        return self._started(lambda: self._backend.allgather([shards], [shard], options))
 
     def close(self) -> None:
         # Torch before 2.6 names the call differently.
@@ -258,8 +258,8 @@ class NcclConnections:
 
     def _group(self, name: str, ranks: Sequence[int], max_ctas: int) -> NcclGroup:
         backend = self._rendezvous.group(name, ranks, max_ctas)
-        own = list(ranks).index(self._rendezvous.rank)
-        return NcclGroup(backend, self._device.stream(), own, len(ranks))
+        member = list(ranks).index(self._rendezvous.rank)
+        return NcclGroup(backend, self._device.stream(), member, len(ranks))
 
     @contextlib.contextmanager
     def _connecting(self, ranks: Sequence[int]) -> Iterator[None]:

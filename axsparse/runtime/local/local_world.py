@@ -83,7 +83,7 @@ class LocalWorld(Generic[T]):
         return self._mail.setdefault((source, target, channel), deque())
 
     def group(self, name: str, ranks: tuple[int, ...]) -> Posted:
-        """What the members of the group of this name and these ranks share."""
+        """The operations that the members of the group of this name and these ranks share."""
         return self._groups.setdefault((name, ranks), {})
 
     def progress(self) -> None:

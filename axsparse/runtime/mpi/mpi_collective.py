@@ -42,7 +42,7 @@ class MpiWork:
         self.second = second
         """None once the last phase has begun."""
         self._owner = owner
-        # Held, since mpi4py's Iallreduce and Iallgatherv do not keep their memory alive.
+        # Kept here, since mpi4py's Iallreduce and Iallgatherv do not keep their memory alive.
         self._buffer = buffer
         self._requests = requests
 
@@ -143,15 +143,15 @@ class MpiCollective:
             counts = self._cut(bounds, begin, end)
             starts = itertools.accumulate(counts, initial=begin)
             shards = [buffer[at : at + count] for at, count in zip(starts, counts, strict=False)]
-            own = shards[self.rank]
+            shard = shards[self.rank]
             parts = [
-                own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)
+                shard if rank == self.rank else torch.empty_like(shard) for rank in range(self.size)
             ]
-            if own.numel():
+            if shard.numel():
                 requests += [
                     self._scattering.Irecv([_bytes_of(parts[o]), MPI.BYTE], o) for o in others
                 ]
-                received.append((parts, own))
+                received.append((parts, shard))
             for other in others:
                 if counts[other]:
                     requests.append(
@@ -159,8 +159,8 @@ class MpiCollective:
                     )
 
         def add() -> Requests:
-            for parts, own in received:
-                store_sum_in_rank_order(parts, own)
+            for parts, shard in received:
+                store_sum_in_rank_order(parts, shard)
             return []
 
         return requests, add

@@ -107,7 +107,8 @@ class MpiLink:
         self._channels.close()
 
     def _collect(self, messages: list[Message]) -> bool:
-        """Look at both directions once and add what is complete; whether anything moved."""
+        """Look at both directions once and add complete messages; returns whether anything
+        moved."""
         moved = False
         for direction, channel in self._incoming.items():
             receiving = self._receiving[direction]

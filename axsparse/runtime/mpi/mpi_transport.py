@@ -98,8 +98,8 @@ class MpiTransport:
         end_all_ranks(self._comm, code)
 
     def close(self) -> None:
-        for made in reversed(self._made):
-            made.close()
+        for each in reversed(self._made):
+            each.close()
         self._made.clear()
 
 

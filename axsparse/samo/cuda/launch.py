@@ -171,22 +171,22 @@ class CupyLauncher:
         return streams.ExternalStream(stream.handle)
 
     def _kernel(self, name: str) -> Any:
-        found = self._kernels.get(name)
-        if found is None:
+        kernel = self._kernels.get(name)
+        if kernel is None:
             module = self._cupy.RawModule(
                 code=source(read_source("device")), options=OPTIONS, name_expressions=[name]
             )
             try:
                 with self._cupy.cuda.Device(self._device):
-                    found = module.get_function(name)
+                    kernel = module.get_function(name)
             except (self._cupy.cuda.compiler.CompileException, RuntimeError) as error:
                 raise ConfigError(
                     "samo: CuPy cannot compile kernels for this GPU ("
                     f"{_first_line(error)}); {_needed()[0]} has to be "
                     "installed, with CuPy or by the site's CUDA or ROCm module"
                 ) from error
-            self._kernels[name] = found
-        return found
+            self._kernels[name] = kernel
+        return kernel
 
 
 def _import_cupy() -> Any:

@@ -46,10 +46,10 @@ TILE = 64
 BF16_FEATURES = {"avx512bf16", "avx512vbmi2"}
 """The processor's instructions that loops on bf16 need."""
 MATRIX_FEATURE = "amx-bf16"
-"""That of processors which multiply whole matrices at once."""
+"""The instruction of processors that multiply whole matrices of bf16 at once."""
 DIGEST = hashlib.sha256().digest_size
 _RESULT = ctypes.create_string_buffer(16)
-"""Where loops write that they return nothing."""
+"""Memory for the result that every loop writes, which says that the loop returns nothing."""
 
 
 class CompileError(RuntimeError):
@@ -100,7 +100,8 @@ NOTHING = Loop("axsparse.samo.index.mask_loops", "nothing")
 
 @cache
 def can_compile() -> bool:
-    """Whether there is numba, and it compiles loops; compiles a small one, if no run has before."""
+    """Whether numba is installed and compiles loops, which compiling a small loop shows, once for
+    all runs."""
     try:
         version("numba")
         NOTHING.load(("B1",))
@@ -149,7 +150,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """One process at a time is in here; all at once where the file system has no locks."""
+    """A block that one process at a time enters, or all at once on a file system without locks."""
     with path.open("w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -193,7 +194,8 @@ def _key(module: str, name: str, kinds: tuple[Kind, ...]) -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """The object file behind its digest; None if there is none, or not as it was written."""
+    """The object file, which stands in `path` behind its digest; None if there is no such file, or
+    if its contents are not what was written."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

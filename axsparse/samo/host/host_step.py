@@ -58,11 +58,11 @@ def _chunks(
     """
     index, held, kind = slot.index, slot.held, slot.master_kind
     is_dense, is_fp16 = index.kept == slot.weight.numel(), slot.gradient.dtype == torch.float16
-    # What needs no memory of its own is one chunk.
+    # A tensor that is neither gathered nor converted needs no memory, so it is one chunk.
     each = CHUNK if is_fp16 or not is_dense else max(len(held), 1)
     for start in range(held.start, held.stop, each):
         stop = min(start + each, held.stop)
-        own = slice(start - held.start, stop - held.start)
+        part = slice(start - held.start, stop - held.start)
         gradient_K = slot.gradient[start:stop]
         if is_dense:
             weight_K = slot.weight[start:stop]
@@ -70,10 +70,10 @@ def _chunks(
             weight_K = slot.weight.new_empty(stop - start)
         else:
             weight_K = index.gather(slot.weight, start, stop)
-        masters = _array(weight_K) if slot.master is None else slot.master[own].numpy()
+        masters = _array(weight_K) if slot.master is None else slot.master[part].numpy()
         yield (
             _array(gradient_K.float() if is_fp16 else gradient_K),
-            tuple(values[own].numpy() for values in slot.moments),
+            tuple(values[part].numpy() for values in slot.moments),
             (
                 None if kind == "remainder" else masters,
                 _array(weight_K) if weight_K.dtype == torch.bfloat16 else None,
@@ -82,7 +82,7 @@ def _chunks(
         )
         if weight_K.dtype == torch.float16:
             assert slot.master is not None
-            weight_K.copy_(slot.master[own])
+            weight_K.copy_(slot.master[part])
         if not is_dense:
             index.scatter(slot.weight, weight_K, start)
 

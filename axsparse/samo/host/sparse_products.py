@@ -41,7 +41,7 @@ DENSEST = 0.3
 """The density up to which a layer's output and the gradient of its input are computed from kept
 entries."""
 DENSEST_WITH_AMX = 0.05
-"""The same of processors that multiply whole matrices at once."""
+"""The same density on processors that multiply whole matrices at once."""
 FEWEST_TOKENS = 64
 """Of fewer tokens the dense product is nearly as quick."""
 MOST_THREADS = 2
@@ -53,7 +53,7 @@ COLUMNS = 512
 LINES = 256
 """Lines of the weight whose entries are listed at a time."""
 DEPTH = 512
-"""Inputs of which they are listed at a time: what 64 tokens have there stays in the cache."""
+"""Inputs whose weights are listed at a time: 64 tokens of so many inputs stay in the cache."""
 STRETCH = 1024
 """Tokens that are laid out for the list at a time."""
 SPARE = 36
@@ -76,9 +76,8 @@ def can_multiply(tensor: TensorState) -> bool:
 
 
 def _is_sparse(tensor: TensorState, densest: float) -> bool:
-    """Whether a weight has this density or less at present, and there is code that makes use of it.
-
-    Compiled loops are loaded for the first weight that everything else speaks for.
+    """Whether a weight has this density or less at present, and there are compiled loops for it.
+    The loops are loaded once a weight meets all other conditions.
     """
     weight = tensor.parameter
     return (

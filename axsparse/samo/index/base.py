@@ -193,7 +193,7 @@ class MaskIndex:
         return self._numel > FEW and can_compile()
 
     def _move(self, dense_D: Tensor, values_K: Tensor, start: int, *, into_dense: bool) -> None:
-        """Move values by a compiled loop, which checks nothing, so that this does."""
+        """Move values by a compiled loop. A loop checks nothing, so the checks are here."""
         assert dense_D.dtype == values_K.dtype, f"{dense_D.dtype} and {values_K.dtype}"
         assert dense_D.shape == (self._numel,), f"{tuple(dense_D.shape)} for {self._numel} entries"
         assert values_K.ndim == 1, f"{values_K.ndim} dimensions"

@@ -103,7 +103,7 @@ class TensorSlot:
 
     @property
     def master_kind(self) -> MasterKind:
-        """Where the masters are."""
+        """How the masters of this tensor are stored."""
         if self.master is None:
             return "weight"
         return "remainder" if self.master.dtype == torch.int16 else "fp32"
@@ -137,7 +137,7 @@ class Compiled:
     """The kernel of GPUs is `step_<name>` of `samo/cuda/source/step.cuh`, the loop of CPUs
     `<name>_step` of `samo/host/step_loops.py`."""
     factors: Callable[[Hyper], tuple[float, ...]]
-    """The constants of one step, in the order in which both take them."""
+    """The constants of one step, in the order in which kernel and loop take them."""
     variant: str = ""
     """The last template argument of the kernel, if it has one more than types."""
 

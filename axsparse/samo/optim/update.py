@@ -172,11 +172,12 @@ def refuse_result(function: str, result: object) -> None:
 
 
 def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep | None:
-    """What updates whole tensors of these layers: kernels on a GPU, and compiled loops on a CPU,
-    where some tensor is worth compiling them; None if there are neither.
+    """What updates whole tensors of these layers: kernels on a GPU, and compiled loops on a CPU
+    where some tensor is large enough to be worth compiling; None if there are neither kernels nor
+    loops.
 
-    The first call of a process that finds loops loads them; the norm has one as well, whatever the
-    optimizer.
+    The first call in a process that finds loops loads them. The norm has a loop of its own under
+    every optimizer.
     """
     if not layers or optimizer.compiled is None:
         return None
@@ -193,12 +194,13 @@ def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep 
 
 def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> threading.Thread:
     """Begin to load the loops for weights of a type and their state, in the thread that is
-    returned: if no run has compiled them before, that takes seconds in which this one reads data
-    and is built. Of the ranks of a machine one compiles them."""
+    returned. If no run has compiled the loops before, that takes seconds, in which the calling
+    thread opens the data and builds the state. Of the ranks of a machine one compiles the loops."""
     rule = "" if optimizer.compiled is None else optimizer.compiled.name
 
     def prepare() -> None:
-        # Without numba there are none; who needs one that cannot be compiled or stored is told so.
+        # Without numba there are no loops. A loop that cannot be compiled or stored raises its
+        # error again when a step calls it.
         with suppress(CompileError, ImportError, OSError):
             use = partial(_use_loops, dtype, types, optimizer)
             compile_together(f"{dtype} {types} {rule}", use)
@@ -237,7 +239,8 @@ def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> N
 
 
 def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[TensorSlot]:
-    """The tensors of which something is held here, as kernels and loops take them."""
+    """The tensors of which this replica updates some entries, in the form that kernels and loops
+    take."""
     shares, state = layer.shares, layer.optimizer_state
     master_K, moments_K = state.master_K, state.moments_K.values()
     for tensor in tensors:

@@ -38,8 +38,8 @@ def unfinished_path_of(folder: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int | None:
     """The step in a checkpoint's name; None for other names."""
-    found = _STEP.fullmatch(path.name)
-    return None if found is None else int(found[1])
+    match = _STEP.fullmatch(path.name)
+    return None if match is None else int(match[1])
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -121,8 +121,8 @@ def kept_besides(
     """The steps whose checkpoints stay beside the newest ones, and why; `progress` is that of the
     newest.
 
-    Weights that no later step has trained on may be ruined already, so that the newest of those
-    that a step has trained on stay.
+    Weights that no later step has trained on may be ruined already. So the newest checkpoint whose
+    weights a later step has trained on stays as well.
     """
     kept = {}
     if progress.best is not None:

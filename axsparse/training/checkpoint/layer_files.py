@@ -84,7 +84,7 @@ def contents_of(
 ) -> LayerContents:
     """What is saved of the layer that has this number in the model, counted from 0."""
     state = layer.state
-    own: dict[str, TensorCopy] = {}
+    of_layer: dict[str, TensorCopy] = {}
     parameters: dict[str, ParameterEntry] = {}
     trained = {tensor.name: tensor for tensor in state.owned}
     for local, parameter in layer.module.named_parameters():
@@ -94,15 +94,15 @@ def contents_of(
         kept = parameter.numel()
         if name in trained:
             kept = trained[name].kept
-            own.update(_trained_tensor(state, trained[name]))
+            of_layer.update(_trained_tensor(state, trained[name]))
         else:
-            own[f"{VALUE}/{name}"] = _plain_tensor(parameter.detach())
+            of_layer[f"{VALUE}/{name}"] = _plain_tensor(parameter.detach())
         parameters[name] = ParameterEntry(shape=tuple(parameter.shape), kept=kept)
     for slot in slots(layer.module):
         if slot.persists:
             # The slot is read when the value is asked for: it has the first replica's tensor then.
             value = partial(_buffer_value, slot)
-            own[f"{BUFFER}/{layer.spec.name}.{slot.name}"] = TensorCopy(
+            of_layer[f"{BUFFER}/{layer.spec.name}.{slot.name}"] = TensorCopy(
                 header_of(slot.tensor), value
             )
     of_method = {
@@ -112,7 +112,7 @@ def contents_of(
         if name in trained and name not in ties
     }
     stem = f"{number:04}-{layer.spec.name[:80]}"
-    files = {f"{stem}{SUFFIX}": own}
+    files = {f"{stem}{SUFFIX}": of_layer}
     if of_method:
         files[f"{stem}.masking{SUFFIX}"] = of_method
     return LayerContents(
@@ -180,8 +180,8 @@ class CheckpointMasks:
         del weight
         assert within is None, "state is built with these masks"
         numel = torch.Size(shape).numel()
-        wanted = TensorHeader(torch.uint8, (-(-numel // 8),))
-        packed = self._files.read(MASK, name, wanted)
+        header = TensorHeader(torch.uint8, (-(-numel // 8),))
+        packed = self._files.read(MASK, name, header)
         mask_D = Bits(packed.numpy(), numel).mask()
         kept = int(mask_D.count_nonzero())  # sum() would first make an int64 of each entry
         if kept != self.kept[name]:
@@ -206,8 +206,8 @@ def load_layers(
             name = f"{layer.spec.name}.{local}"
             saved = ties.get(name, name)
             if name not in trained:
-                wanted = TensorHeader(parameter.dtype, tuple(parameter.shape))
-                parameter.detach().copy_(files.read(VALUE, saved, wanted))
+                header = TensorHeader(parameter.dtype, tuple(parameter.shape))
+                parameter.detach().copy_(files.read(VALUE, saved, header))
             elif trained[name].alias_of is None:
                 _load_tensor(files, saved, layer.state, trained[name])
         for slot in slots(layer.module):
@@ -223,14 +223,14 @@ def _load_tensor(
 ) -> None:
     """Read the masters, which also sets the dense weight, and the moments that this rank holds."""
     optimizer_state = state.optimizer_state
-    wanted = TensorHeader(torch.float32, (tensor.kept,))
-    master = files.entries(MASTER, saved, wanted)
+    header = TensorHeader(torch.float32, (tensor.kept,))
+    master = files.entries(MASTER, saved, header)
     for start in range(0, tensor.kept, PIECE):
         stop = min(start + PIECE, tensor.kept)
         values_K = master(start, stop).to(state.backend.device)
         optimizer_state.write_master(tensor, start, values_K)
     for kind in optimizer_state.moments_K:
-        values = files.entries(kind, saved, wanted, "go on with the optimizer that it has")
+        values = files.entries(kind, saved, header, "go on with the optimizer that it has")
         for start, stop in state.shares.blocks(tensor, state.shares.held):
             optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values(start, stop))
 

@@ -121,7 +121,8 @@ class Progress(_Strict):
     Its loss was computed with the weights of the step before: weights that were saved before this
     step are known to train, those that were saved after it are not yet."""
     exponents: dict[str, Annotated[int, Field(ge=-400, le=400)]] = {}
-    """Of exact sums: by parameter, the base-2 logarithm of what 1 stands for in the next step."""
+    """By parameter, the base-2 logarithm of the unit of its exact sum in the next step
+    (`samo/fixed_point.py`); empty where sums are not exact."""
     first_bad: FirstBad | None = None
     spikes: SpikeHistory = SpikeHistory()
     best: BestEntry | None = None

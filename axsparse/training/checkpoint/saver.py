@@ -124,7 +124,7 @@ class Saver:
         method = self._parts.masking
         masking = MaskingState(MethodState()) if method is None else method.state()
         layers = self._dealt_layers(masking)
-        own = [layer for layer, is_own in layers if is_own]
+        dealt = [layer for layer, is_own in layers if is_own]
         step = progress.step
 
         def make_folder() -> None:
@@ -134,14 +134,14 @@ class Saver:
 
         together(self._transport, make_folder)
         folder = folders.unfinished_path_of(self.folder, step)
-        files = {name: file for layer in own for name, file in layer.files.items()}
+        files = {name: file for layer in dealt for name, file in layer.files.items()}
         queue = CopyQueue(self._settings.buffer * 1e9)
         beat = self._parts.activity.beat
         self._pending = _PendingCheckpoint(
             progress,
             masking.standing,
             folder,
-            {layer.name: layer.entry for layer in own},
+            {layer.name: layer.entry for layer in dealt},
             queue,
             in_background(lambda: _write(folder, files, queue, beat)),
         )
@@ -222,12 +222,12 @@ class Saver:
             if self._transport.rank == 0:
                 shutil.rmtree(pending.folder, ignore_errors=True)
             raise
-        own = {
+        entries = {
             "layers": {name: entry.model_dump() for name, entry in pending.layers.items()},
             "files": {name: entry.model_dump() for name, entry in files.items()},
         }
         world, backoff = self._transport.world, self._transport.backoff
-        texts = gather_texts(world, backoff, json.dumps(own))
+        texts = gather_texts(world, backoff, json.dumps(entries))
         pending.is_written = True
         if self._transport.rank == 0:
             manifest = self._manifest(pending, [json.loads(text) for text in texts])

@@ -77,13 +77,13 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
     """
     entries = checkpoint.manifest.files
     for name in entries if names is None else names:
-        found = read_entry(checkpoint.path, name, entries[name].bytes)
-        if found.bytes != entries[name].bytes:
+        entry = read_entry(checkpoint.path, name, entries[name].bytes)
+        if entry.bytes != entries[name].bytes:
             raise DataError(
-                f"checkpoint {checkpoint.path}: {name} has {found.bytes} bytes, its manifest says "
+                f"checkpoint {checkpoint.path}: {name} has {entry.bytes} bytes, its manifest says "
                 f"{entries[name].bytes}; resume from another one"
             )
-        if found.xxh3 != entries[name].xxh3:
+        if entry.xxh3 != entries[name].xxh3:
             raise DataError(
                 f"checkpoint {checkpoint.path}: {name} has another hash than its manifest says; "
                 "resume from another one"
@@ -158,8 +158,8 @@ def verify_together(transport: Transport, path: Path) -> Checkpoint:
     Raises what `verify` raises, on all ranks alike.
     """
     checkpoint = together(transport, lambda: open_checkpoint(path))
-    own = sorted(checkpoint.manifest.files)[transport.rank :: transport.size]
-    together(transport, lambda: verify(checkpoint, own))
+    part = sorted(checkpoint.manifest.files)[transport.rank :: transport.size]
+    together(transport, lambda: verify(checkpoint, part))
     return checkpoint
 
 
@@ -173,10 +173,10 @@ def newest_whole(
     """
     skipped: list[str] = []
     for step in steps:
-        found = _tried(transport, path_of(run_dir / CHECKPOINTS, step))
-        if isinstance(found, Checkpoint):
-            return found, skipped
-        skipped.append(f"passed over: {found}")
+        opened = _tried(transport, path_of(run_dir / CHECKPOINTS, step))
+        if isinstance(opened, Checkpoint):
+            return opened, skipped
+        skipped.append(f"passed over: {opened}")
     if skipped:
         raise everywhere(
             DataError(
@@ -227,8 +227,8 @@ TOLD = (
 )
 """Keys that may change and are printed if they do, since later steps then compute other values."""
 START = ("model.from", "model.weights", "model.new")
-"""Keys that say what the first weights are. Those of a checkpoint replace them, so that another
-path may be given, which is printed."""
+"""Keys that say what the first weights are. The weights of a checkpoint replace those, so another
+path may be given; the change is printed."""
 
 
 def refuse_other_model(checkpoint: Checkpoint, survey: Survey) -> None:
@@ -285,7 +285,7 @@ def refuse_other_settings(
     named: tuple[str, ...] = TOLD
     # A setting that is younger than the checkpoint had its default there.
     defaults = flat(Config().model_dump(mode="json"))
-    told = []
+    lines = []
     for key in here:
         old, new = there.get(key, defaults.get(key)), here[key]
         if key in START and old is not None and new is not None:
@@ -297,8 +297,8 @@ def refuse_other_settings(
                 f"{loaded.where(key)}: {_short(new)}, but checkpoint {checkpoint.path} was saved "
                 f"with {_short(old)}; set it back, or start another run"
             )
-        told.append(f"{key} is now {_short(new)}, before it was {_short(old)}")
-    return told
+        lines.append(f"{key} is now {_short(new)}, before it was {_short(old)}")
+    return lines
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
