@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,9 +12,13 @@ from torch import Tensor
 from axsparse.runtime.communication import Backoff, Collective, Op, wait
 from axsparse.runtime.grid import Grid, Place
 from axsparse.runtime.rank_order import exact_sum
+from axsparse.samo.fixed_point import Fit
 from axsparse.samo.masks import DIGESTS
 from axsparse.samo.optim.gradient_norm import global_norm
 from axsparse.samo.shards import BLOCK
+
+FITS = len(Fit) - 1
+"""Slots of a tensor: one for each `Fit` of finite entries."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,8 @@ class Report:
     digest: int = 0
     """A number below 2⁵³ that is equal for equal weights; 0 on all ranks where weights are not
     compared."""
-    excess: Mapping[str, float] | None = None
-    """The tensors of which an entry was too large for an exact sum here, with 1, or not finite,
-    with NaN; None where sums are not exact."""
+    fits: Mapping[str, Fit] = field(default_factory=dict)
+    """Where sums are exact: how the largest entry of each tensor fits that has a gradient here."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,8 @@ class Verdict:
     digest: int | None = None
     """A hash of all weights before the update, where they were compared; the same in every layout
     in which the weights are."""
-    too_large: frozenset[str] = frozenset()
-    """The tensors of which some rank has reported an entry that did not fit into an exact sum."""
-    sizes: Mapping[str, float] = field(default_factory=dict)
-    """Where sums are exact: by tensor, the largest of its blocks' norms, without the loss scale."""
+    fits: Mapping[str, Fit] = field(default_factory=dict)
+    """How the largest entry of each tensor fits, of all that ranks have reported."""
 
 
 class Agreement:
@@ -88,8 +90,7 @@ class Agreement:
     so the sums are exact and the same in every layout, and numbers that are not finite stay so.
     Then follow, for each rank, a slot that is 1 if its own gradients are not finite and one for
     the digest of its weights; two slots that count the ranks with a notice; and, for each tensor, a
-    slot that counts the ranks on which an entry was too large for an exact sum, NaN where one was
-    not finite.
+    slot for each `Fit` that counts the ranks with it, NaN where an entry was not finite.
     """
 
     def __init__(
@@ -115,10 +116,8 @@ class Agreement:
         wait(world.start(Op.ALL_REDUCE, counts), backoff)
         blocks = [-(-int(count) // BLOCK) for count in counts.tolist()]
         self._losses = 2 * place.grid.g_data
-        self._names = tuple(names)
+        self._numbers = {name: number for number, name in enumerate(names)}
         self._slots: dict[str, slice] = {}
-        numbers = torch.tensor(blocks, dtype=torch.int64)
-        self._owner_of_block = torch.arange(len(blocks)).repeat_interleave(numbers)
         at = self._losses
         for name, size in zip(names, blocks, strict=True):
             self._slots[name] = slice(at, at + size)
@@ -126,7 +125,7 @@ class Agreement:
         self._flags = slice(at, at + place.grid.size)
         self._digests = slice(self._flags.stop, self._flags.stop + place.grid.size)
         self._notices = slice(self._digests.stop, self._digests.stop + 2)
-        self._excess = slice(self._notices.stop, self._notices.stop + len(names))
+        self._fits = slice(self._notices.stop, self._notices.stop + len(names) * FITS)
 
     def reach(self, report: Report, loss_scale: float = 1.0) -> Verdict:
         """The verdict on a step; all ranks call this together.
@@ -135,7 +134,7 @@ class Agreement:
         """
         vector = self._vector(report)
         wait(self._world.start(Op.ALL_REDUCE, vector), self._backoff)
-        losses, excess = vector[: self._losses], vector[self._excess]
+        losses, fits = vector[: self._losses], vector[self._fits]
         digests = vector[self._digests].tolist()
         finite = bool(torch.isfinite(vector).all())
         return Verdict(
@@ -150,14 +149,13 @@ class Agreement:
             digest=int(sum(digests[: self._place.grid.g_inter]) % DIGESTS)
             if any(digests)
             else None,
-            too_large=frozenset(self._names[number] for number in _where(excess > 0)),
-            sizes={} if report.excess is None else self._sizes(vector, loss_scale),
+            fits=self._largest(fits),
         )
 
     def _vector(self, report: Report) -> Tensor:
         """What this rank adds to the vector."""
         place = self._place
-        vector = torch.zeros(self._excess.stop, dtype=torch.float64)
+        vector = torch.zeros(self._fits.stop, dtype=torch.float64)
         vector[self._notices] = torch.tensor([report.notice.stop, report.notice.writing]).double()
         vector[self._flags][place.rank] = not report.is_finite
         vector[self._digests][place.rank] = report.digest
@@ -166,21 +164,27 @@ class Agreement:
             vector[slots] = torch.tensor(exact_sum(report.losses), dtype=torch.float64)
         for name, partial in report.partials.items():
             vector[self._slots[name]] = partial
-        for name, number in (report.excess or {}).items():
-            vector[self._excess][self._names.index(name)] = number
+        fits = vector[self._fits]
+        for name, fit in report.fits.items():
+            first = FITS * self._numbers[name]
+            if fit is Fit.NOT_FINITE:
+                fits[first] = math.nan
+            else:
+                fits[first + fit] = 1
         return vector
 
-    def _sizes(self, vector: Tensor, loss_scale: float) -> dict[str, float]:
-        """By tensor, the largest of its blocks' norms."""
-        squares = torch.zeros(len(self._names), dtype=torch.float64)
-        blocks = vector[self._losses : self._flags.start]
-        squares.scatter_reduce_(0, self._owner_of_block, blocks, "amax")
-        return dict(zip(self._names, (squares.sqrt() / loss_scale).tolist(), strict=True))
+    def _largest(self, counts: Tensor) -> dict[str, Fit]:
+        """By tensor, the largest `Fit` that a rank has."""
+        if not counts.any():
+            return {}
+        numbers = torch.arange(1, FITS + 1)
+        largest = ((counts.view(-1, FITS) > 0) * numbers).amax(1).tolist()
+        return {name: Fit(fit - 1) for name, fit in zip(self._numbers, largest, strict=True) if fit}
 
     def _first_bad(self, vector: Tensor) -> str | None:
-        excess = vector[self._excess]
+        fits = vector[self._fits].view(-1, FITS).isfinite().all(1)
         for number, (name, slot) in enumerate(self._slots.items()):
-            if not (torch.isfinite(vector[slot]).all() and torch.isfinite(excess[number])):
+            if not (torch.isfinite(vector[slot]).all() and fits[number]):
                 return name
         return None
 

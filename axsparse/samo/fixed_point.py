@@ -5,21 +5,22 @@ integers of all microbatches are added in 64 bits. Integers add to the same sum 
 that any number of replicas, and MPI's and NCCL's own sums, give the same bits. `unit` is a power of
 two, the same for all entries of a tensor and on all ranks.
 
-The unit of a step follows from the tensor's gradient in the step before, so that sums have room for
-a gradient that is 2**MARGIN times as large. Where a gradient does not fit in spite of that, or is
-so small that its sum has few bits, all ranks see it together, choose another unit and compute the
-step's gradients again. All that they look at is the same for every number of stages and replicas:
-whether an entry of any microbatch is too large, and norms of sums that are exact. So the units,
-which decide how entries are rounded, are the same too.
+A step begins with the units of the step before. A unit leaves room for entries that are 2**MARGIN
+times as large as the largest entry that any microbatch had, and becomes smaller by one bit a step
+while it could. Where an entry does not fit in spite of that, or the largest one has few bits, all
+ranks hear it together, change the unit and compute the step's gradients again. How large the
+entries of a microbatch are is the same for every number of stages and replicas. So the units, which
+decide how entries are rounded, are the same too.
 
-An integer has 62 bits for the sum of a step. Of 512 microbatches an entry may have 50, of which a
-usual largest entry has 33 to 42: the rest is the margin, and a norm stands for the largest entry.
+An integer has 62 bits for the sum of a step. Of 512 microbatches an entry may have 50, of which the
+largest entry usually has 41: the rest is the margin.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -34,9 +35,7 @@ PARTS = 8
 """What a microbatch may add to a tensor's sum, in units of its largest part: two uses of a tied
 weight, each in up to four parts, where a layer multiplies with it several times."""
 LEAST_BITS = 30
-"""A step's gradients are computed again where the norm of a tensor's has fewer bits."""
-RAISED = 24
-"""By how many bits a unit rises where an entry is too large."""
+"""A step's gradients are computed again where the largest entry of a tensor has fewer bits."""
 FIRST_LARGEST = 10
 """The unit of the first step has room for entries of 2**10."""
 CHUNK = 65_536
@@ -86,6 +85,19 @@ def in_fp32(sums_K: Tensor, part: slice, unit: float) -> None:
         values_K[chunk] = sums_K[chunk].double().mul_(unit)
 
 
+class Fit(IntEnum):
+    """How the largest entry of a tensor in any microbatch fits its unit."""
+
+    COARSE = 0
+    """It has fewer than `LEAST_BITS` bits, and is not zero."""
+    ROOMY = 1
+    """A unit of half the size would leave the margin as well."""
+    GOOD = 2
+    TOO_LARGE = 3
+    """It does not fit."""
+    NOT_FINITE = 4
+
+
 class Units:
     """The units of all tensors, on every rank the same, from step to step."""
 
@@ -93,11 +105,13 @@ class Units:
         """`microbatches` is the number of a step, of all replicas together."""
         self._room = 62 - math.ceil(math.log2(PARTS * microbatches))
         """Bits that an entry of one microbatch may have."""
+        self._jump = self._room - LEAST_BITS
+        """By how many bits a unit changes for the next pass: what was too large is not coarse then,
+        and what was coarse is not too large."""
+        assert self._jump > 0, "so many microbatches leave no room"
         self.exponents: dict[str, int] = {}
-        """By name of tensor, the base-2 logarithm of its unit. Both uses of a tied weight have one
-        unit, under the name of the first. A checkpoint has all exponents."""
-        self._raised: set[str] = set()
-        """The tensors for which an entry was too large in this step."""
+        """By name of tensor, the base-2 logarithm of its unit; those of a tied weight's two uses
+        are one. A checkpoint has them."""
 
     @property
     def limit(self) -> float:
@@ -108,31 +122,30 @@ class Units:
         """The unit of a tensor's unscaled gradient in the coming step."""
         return 2.0 ** self.exponents.get(name, FIRST_LARGEST - self._room)
 
-    def follow(self, too_large: frozenset[str], sizes: Mapping[str, float]) -> bool:
-        """Choose the units for the next pass; returns whether this step's gradients count, or are
-        to be computed again.
+    def fit(self, largest: float) -> Fit | None:
+        """How the largest entry, in units, fits; None if it is zero."""
+        if not math.isfinite(largest):
+            return Fit.NOT_FINITE
+        if largest > self.limit:
+            return Fit.TOO_LARGE
+        if largest >= 2.0 ** (self._room - MARGIN - 1):
+            return Fit.GOOD
+        if largest >= 2.0**LEAST_BITS:
+            return Fit.ROOMY
+        return Fit.COARSE if largest > 0 else None
 
-        `too_large` has the tensors of which some microbatch had an entry beyond `limit`. `sizes`
-        are the norms of the tensors' gradients, or their largest part, which are at least as large
-        as any entry; they mean nothing for tensors in `too_large`.
-        """
-        self._raised |= too_large
+    def follow(self, fits: Mapping[str, Fit]) -> bool:
+        """Choose the units for the next pass; returns whether this step's gradients count, or are
+        to be computed again. `fits` has the largest of what all ranks report of a tensor."""
         again: dict[str, int] = {}
-        following: dict[str, int] = {}
-        for name, size in sizes.items():
+        smaller: dict[str, int] = {}
+        for name, fit in fits.items():
             now = self.exponents.get(name, FIRST_LARGEST - self._room)
-            if name in too_large:
-                again[name] = now + RAISED
-            elif size > 0:
-                exponent = math.frexp(size)[1]
-                fitting = exponent + MARGIN - self._room
-                is_coarse = exponent - now < LEAST_BITS
-                if is_coarse and name not in self._raised:
-                    again[name] = fitting
-                else:
-                    # A unit that was too small a moment ago falls slowly, or it might be so again.
-                    following[name] = max(fitting, now - 1)
-        self.exponents.update(again or following)
-        if not again:
-            self._raised.clear()
+            if fit is Fit.TOO_LARGE:
+                again[name] = now + self._jump
+            elif fit is Fit.COARSE:
+                again[name] = now - self._jump
+            elif fit is Fit.ROOMY:
+                smaller[name] = now - 1
+        self.exponents.update(again or smaller)
         return not again

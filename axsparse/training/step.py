@@ -34,7 +34,7 @@ from axsparse.runtime.errors import ConfigError, DataError, TrainingError, every
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
-from axsparse.samo.fixed_point import Units
+from axsparse.samo.fixed_point import Fit, Units
 from axsparse.samo.masks import masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
 from axsparse.samo.optim.optimizer import Hyper, LearningRate, learning_rate, own_learning_rate
@@ -111,7 +111,7 @@ class Step:
             verdict = self._agree(losses, notice, self._digest())
             if self._units is None or not verdict.finite:
                 return verdict
-            if self._units.follow(verdict.too_large, verdict.sizes):
+            if self._units.follow(verdict.fits):
                 return verdict
             self._parts.statistics.undo()
 
@@ -208,24 +208,22 @@ class Step:
         each = [float(next(values)) for _ in losses]
         ends = [float(next(values)) for _ in extremes]
         partials = {name: next(values) for name in squares}
-        excess = self._excess(dict(zip(largest, ends[len(ends) - len(largest) :], strict=True)))
+        fits = self._fits(dict(zip(largest, ends[len(ends) - len(largest) :], strict=True)))
         with parts.phases("collective"):
             is_finite = all(map(math.isfinite, ends))
-            report = Report(each, partials, notice(), is_finite, digest, excess)
+            report = Report(each, partials, notice(), is_finite, digest, fits)
             return self._agreement.reach(report, parts.loss_scale.scale)
 
-    def _excess(self, largest: Mapping[str, float]) -> dict[str, float] | None:
-        """The tensors of which an entry did not fit into an exact sum (`Report.excess`), from the
-        largest entry of each, in units."""
-        if self._units is None:
-            return None
-        excess: dict[str, float] = {}
+    def _fits(self, largest: Mapping[str, float]) -> dict[str, Fit]:
+        """How exact sums fit their units, from the largest entry of each tensor, in units; both
+        uses of a tied weight count as its first."""
+        fits: dict[str, Fit] = {}
         for name, most in largest.items():
-            if not most <= self._units.limit:
-                first = self._parts.survey.ties.get(name, name)
-                number = 1.0 if math.isfinite(most) else math.nan
-                excess[first] = excess.get(first, 0.0) + number
-        return excess
+            assert self._units is not None, "sums of numbers note no largest entry"
+            fit, first = self._units.fit(most), self._parts.survey.ties.get(name, name)
+            if fit is not None:
+                fits[first] = max(fit, fits.get(first, fit))
+        return fits
 
     def _clip_and_update(self, verdict: Verdict) -> None:
         """Clip by the global norm, step the optimizer on kept entries, write the dense weights."""

@@ -73,7 +73,7 @@ ROWS = [
         [
             exact(UNEVEN, steps(4, optimizer={"name": "sgd"})),
             exact(batch(11, 2), steps(4)),
-            exact(UNEVEN, steps(7, pruning=PRUNING["gradual"])),
+            exact(UNEVEN, steps(8, pruning=PRUNING["gradual"])),
             exact(UNEVEN, steps(4, pruning=PRUNING["snip later"])),
             exact(UNEVEN, steps(7, pruning=PRUNING["iterative"])),
             exact(UNEVEN, steps(4, samo={"enabled": False})),
@@ -86,7 +86,7 @@ ROWS = [
             exact(UNEVEN, steps(4), section)
             for section in (
                 {"optimizer": {"name": "lamb", "eps": 1e-6}},
-                {"pruning": PRUNING["rigl"], "train": {"steps": 8}},
+                {"pruning": PRUNING["rigl"], "train": {"steps": 9}},
                 {"precision": "bf16"},
                 {"model": {"dropout": 0.2}, "precision": "bf16", "samo": {"split_master": True}},
                 {"pipeline": {"split_backward": True, "checkpoint_activations": 1}},

@@ -16,6 +16,7 @@ from axsparse.runtime.exchange import gather_texts, sum_by_owner
 from axsparse.runtime.grid import Grid, Place
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.fixed_point import Fit
 from axsparse.samo.optim.gradient_norm import global_norm
 from axsparse.samo.shards import BLOCK
 
@@ -172,29 +173,22 @@ def test_all_ranks_hear_who_has_other_weights_than_the_first_replica(
     assert on_every_rank(Grid(3, 2), body) == [found] * 6
 
 
-def test_all_ranks_hear_what_did_not_fit_into_an_exact_sum_and_how_large_each_gradient_is() -> None:
+def test_all_ranks_hear_the_largest_fit_of_each_tensor() -> None:
     def body(transport: Transport, place: Place) -> Verdict:
-        own = names_of(place)
-        kept = {name: KEPT[name] for name in own}
-        agreement = Agreement(transport.world, transport.backoff, place, NAMES, kept)
-        partials = {name: share(PARTIALS[name], place) for name in own}
-        excess = {name: 1.0 for name in own if name in "bd" and place.replica == 1}
-        return agreement.reach(Report([1.0], partials, excess=excess), 4.0)
+        agreement = Agreement(transport.world, transport.backoff, place, NAMES, KEPT)
+        own = {0: {"a": Fit.COARSE, "b": Fit.GOOD}, 1: {"b": Fit.TOO_LARGE, "a": Fit.ROOMY}}
+        return agreement.reach(Report([1.0], {}, fits=own.get(place.rank, {"d": Fit.COARSE})))
 
     for verdict in on_every_rank(Grid(2, 2), body):
         assert verdict.finite
-        assert verdict.too_large == {"b", "d"}
-        assert verdict.sizes == {
-            name: math.sqrt(max(parts.tolist(), default=0.0)) / 4
-            for name, parts in PARTIALS.items()
-        }
+        assert verdict.fits == {"a": Fit.ROOMY, "b": Fit.TOO_LARGE, "d": Fit.COARSE}
 
 
 def test_an_entry_that_is_not_finite_spoils_an_exact_sum_though_integers_do_not_tell() -> None:
     def body(transport: Transport, place: Place) -> Verdict:
         agreement = Agreement(transport.world, transport.backoff, place, NAMES, KEPT)
-        excess = {"b": math.nan} if place.replica == 1 else {"a": 1.0}
-        return agreement.reach(Report([1.0], {}, excess=excess))
+        fits = {"b": Fit.NOT_FINITE} if place.replica == 1 else {"a": Fit.TOO_LARGE}
+        return agreement.reach(Report([1.0], {}, fits=fits))
 
     for verdict in on_every_rank(Grid(1, 2), body):
         assert (verdict.finite, verdict.culprit) == (False, "b")

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from axsparse.samo import fixed_point
-from axsparse.samo.fixed_point import CHUNK, FIRST_LARGEST, LEAST_BITS, RAISED, Units, add, in_fp32
+from axsparse.samo.fixed_point import (
+    CHUNK,
+    FIRST_LARGEST,
+    LEAST_BITS,
+    MARGIN,
+    Fit,
+    Units,
+    add,
+    in_fp32,
+)
 from axsparse.samo.host.compiled_loops import FEW, can_compile
 
 UNIT = 2.0**-40
@@ -105,48 +114,54 @@ def test_no_sum_of_entries_that_fit_overflows() -> None:
     assert 8 * microbatches * int(limit) < 2**63
 
 
-def test_units_follow_the_gradient_of_the_step_before() -> None:
+def passes(units: Units, largest: float) -> int:
+    """How often a step is computed whose largest entry is given."""
+    for number in range(1, 40):
+        fit = units.fit(largest / units.unit(NAME))
+        if units.follow({} if fit is None else {NAME: fit}):
+            return number
+    raise AssertionError("it does not end")
+
+
+def test_a_unit_falls_slowly_to_where_the_margin_is_left() -> None:
     units = Units(1)
     assert units.unit(NAME) * units.limit == 2.0**FIRST_LARGEST
 
-    assert units.follow(frozenset(), {NAME: 0.7})
-    assert units.unit(NAME) * units.limit == 2.0 ** (FIRST_LARGEST - 1), "it falls slowly"
-
-    assert units.follow(frozenset(), {NAME: 3.0 * 2**20})
-    assert units.unit(NAME) * units.limit == 2.0 ** (2 + 20 + 8)
+    assert [passes(units, 0.7) for _ in range(30)] == [1] * 30
+    assert units.unit(NAME) * units.limit == 2.0**MARGIN
 
 
-def test_a_gradient_that_is_too_small_for_its_unit_is_computed_again_once() -> None:
+@pytest.mark.parametrize("microbatches", [1, 24, 512, 1 << 20])
+@pytest.mark.parametrize("exponent", [-140, -60, -20, 0, 9, 11, 40, 48, 120])
+def test_a_step_of_any_size_is_computed_until_it_fits_and_the_next_one_once(
+    exponent: int, microbatches: int
+) -> None:
+    units = Units(microbatches)
+    passes(units, 1e-3)
+
+    assert passes(units, 2.0**exponent) <= 1 + 150 // units._jump
+    assert 2.0**LEAST_BITS <= 2.0**exponent / units.unit(NAME) <= units.limit
+    assert passes(units, 2.0**exponent) == 1
+    assert passes(units, 1e-3) <= 1 + 150 // units._jump
+    assert 1e-3 / units.unit(NAME) >= 2.0**LEAST_BITS, "it is not lost for ever"
+
+
+def test_units_of_other_tensors_stay_where_one_does_not_fit() -> None:
     units = Units(1)
+    before = units.unit(OTHER)
 
-    assert not units.follow(frozenset(), {NAME: 2.0**-60, OTHER: 1.0})
-    assert units.unit(NAME) * units.limit == 2.0 ** (-60 + 1 + 8)
-    assert units.unit(OTHER) * units.limit == 2.0**FIRST_LARGEST, "it was good as it was"
-    assert units.follow(frozenset(), {NAME: 2.0**-60, OTHER: 1.0})
-
-
-def test_a_gradient_that_is_too_large_is_computed_again_until_it_fits() -> None:
-    units = Units(1)
-
-    assert not units.follow(frozenset({NAME}), {NAME: 1.0})
-    assert not units.follow(frozenset({NAME}), {NAME: 1.0})
-    assert units.unit(NAME) * units.limit == 2.0 ** (FIRST_LARGEST + 2 * RAISED)
-    assert units.follow(frozenset(), {NAME: 1.0})
-
-
-def test_large_parts_of_a_small_sum_do_not_raise_and_lower_its_unit_for_ever() -> None:
-    units, tiny = Units(1), 2.0**-90
-    assert not units.follow(frozenset(), {NAME: tiny})
-    assert not units.follow(frozenset({NAME}), {NAME: tiny})
-
-    assert units.follow(frozenset(), {NAME: 2.0 ** (-90 - LEAST_BITS)})
+    assert not units.follow({NAME: Fit.TOO_LARGE, OTHER: Fit.ROOMY})
+    assert units.unit(OTHER) == before
+    assert units.follow({NAME: Fit.GOOD, OTHER: Fit.ROOMY})
+    assert units.unit(OTHER) == before / 2
 
 
 def test_a_gradient_of_zeros_keeps_its_unit() -> None:
     units = Units(4)
     before = units.unit(NAME)
 
-    assert units.follow(frozenset(), {NAME: 0.0})
+    assert units.fit(0.0) is None
+    assert units.follow({})
     assert units.unit(NAME) == before
 
 

@@ -244,7 +244,6 @@ class Oracle:
     def _exact_sums(self, parts: Sequence[Mapping[str, Sequence[Tensor]]]) -> dict[str, Tensor]:
         """The sums of all microbatches' gradients as integers, computed again until they fit."""
         room = 62 - math.ceil(math.log2(8 * len(parts)))
-        were_too_large: set[str] = set()
         while True:
             total: dict[str, Tensor] = {}
             again: dict[str, int] = {}
@@ -260,15 +259,12 @@ class Oracle:
                 largest = max(float(g.abs().max()) for g in grads)
                 integers = [(g / 2.0**now).round().to(torch.int64) for g in grads]
                 total[name] = (torch.stack(integers).sum(0).double() * 2.0**now).float()
-                size = math.frexp(float(total[name].double().square().sum().sqrt()))[1]
-                if largest > 2.0 ** (room + now):
-                    were_too_large.add(name)
-                    again[name] = now + 24
-                elif total[name].any():
-                    if size - now < 30 and name not in were_too_large:
-                        again[name] = size + 8 - room
-                    else:
-                        after[name] = max(size + 8 - room, now - 1)
+                if largest > 2.0 ** (now + room):
+                    again[name] = now + room - 30
+                elif 0 < largest < 2.0 ** (now + 30):
+                    again[name] = now - (room - 30)
+                elif 0 < largest < 2.0 ** (now + room - 9):
+                    after[name] = now - 1
             self.exponents.update(again or after)
             self.passes += 1
             if not again:
