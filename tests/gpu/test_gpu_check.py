@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -19,12 +18,6 @@ from support.mpirun import LONGEST_SECONDS, TESTS
 BENCHMARKS = TESTS.parent / "benchmarks"
 SCRIPT = TESTS.parent / "scripts" / "gpu_check.sh"
 SEEN = {"missing": [], "device": "NVIDIA H200", "torch": "2.11", "MPI": "MPICH", "CuPy": "14"}
-JUNIT = """<testsuites><testsuite>
-<testcase name="a"/><testcase name="b"><failure message="no&#10;more"/></testcase>
-<testcase name="c"><skipped message="too small"/></testcase>
-</testsuite></testsuites>"""
-ORDER = ["kernels", "step", "transport", "speed", "numerics", "compare", "big"]
-"""Parts in the order of what has to be known first."""
 Said = tuple[str, str]
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="scripts/ is not here")
 
@@ -40,10 +33,6 @@ def load(name: str) -> ModuleType:
 @pytest.fixture
 def check() -> ModuleType:
     return load("gpu_check")
-
-
-def around(check: ModuleType, folder: Path, seconds: float = 100.0, **seen: Any) -> Any:
-    return check.Around(check.Host(), {**SEEN, **seen}, time.monotonic() + seconds, folder)
 
 
 def said(rows: list[Any]) -> list[Said]:
@@ -66,40 +55,6 @@ def test_without_a_gpu_the_command_says_so_and_ends_with_69(tmp_path: Path) -> N
     assert ended.stdout == "gpu_check: no CUDA device is here; every part is skipped\n"
     assert ended.returncode == 69, ended.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "refusal"),
-    [
-        (["--part", "kernels,all"], "--part all: no part; choose of kernels, step, transport"),
-        (["--mpi-wheel", "nowhere.whl"], "nowhere.whl: no such file"),
-        (["--merge", __file__], "--merge: say by --save where to"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(
-    check: ModuleType, words: list[str], refusal: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        check.main(words)
-
-    assert end.value.code == 2
-    assert refusal in capsys.readouterr().err
-
-
-def test_what_is_no_wheel_or_is_missing_is_named(
-    check: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    wheel = tmp_path / "mpich.whl"
-    wheel.write_text("nothing")
-    assert check.main(["--mpi-wheel", str(wheel)]) == 1
-    assert "mpich.whl: cannot be unpacked" in capsys.readouterr().err
-
-    monkeypatch.setattr(check.Host, "look", lambda _: {"missing": ["xxhash"]})
-    assert check.main([]) == 1
-    assert "lacks xxhash; give --wheel" in capsys.readouterr().err
 
 
 # -- parts, on a machine that is told of ----------------------------------------------------
@@ -141,19 +96,6 @@ def parts(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     return Parts(check, monkeypatch, tmp_path)
 
 
-def test_parts_run_in_the_order_of_what_has_to_be_known_first(
-    check: ModuleType, parts: Parts
-) -> None:
-    for part in check.PARTS:
-        parts.end(part, "pass")
-
-    parts.call("--part", "big,speed,kernels,step")
-    parts.call(file="all.json")
-
-    assert parts.began == ["kernels", "step", "speed", "big", *ORDER]
-    assert list(check.RUN) == list(check.PARTS) == ORDER
-
-
 def test_a_check_that_fails_is_the_exit_code_and_calls_add_up(
     parts: Parts, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,49 +122,7 @@ def test_a_part_that_breaks_is_a_row_and_the_others_run(parts: Parts) -> None:
     assert parts.rows() == [("kernels", "fail", "KeyError: 'compress, torch'"), ("big", "pass", "")]
 
 
-def test_what_several_calls_saved_is_merged(parts: Parts) -> None:
-    files = ["kernels", "big"]
-    for part in files:
-        parts.end(part, "pass")
-        parts.call("--part", part, file=part)
-
-    code = parts.call("--merge", *(str(parts.folder / file) for file in files))
-
-    assert code == 0
-    assert {part for part, _, _ in parts.rows()} == {"kernels", "big"}
-    assert parts.saved()["measured on"]["device"] == "NVIDIA H200"
-
-
-def test_a_part_without_time_is_skipped(parts: Parts) -> None:
-    parts.end("kernels", "fail")
-
-    assert parts.call("--part", "kernels", "--seconds", "1") == 0
-    assert parts.rows()[-1] == ("kernels", "skip", "no time left; name it by --part")
-
-
 # -- what parts make of what they start -----------------------------------------------------
-
-
-def test_tests_are_rows_with_their_failures_and_reasons(check: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "x.xml").write_text(JUNIT)
-
-    rows = check.outcomes("transport", "x", tmp_path / "x.xml")
-
-    assert [(row.check, row.outcome, row.measured) for row in rows] == [
-        ("x", "fail", "1 passed, 1 failed, 1 skipped"),
-        ("b", "fail", "no"),
-        ("x", "skip", "too small"),
-    ]
-
-
-def test_tests_that_run_out_of_time_fail(
-    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(load("gpu_check"), "GRACE", 0.0)
-
-    [row], _ = check.pytest(around(check, tmp_path, seconds=0.0), "transport", ["test_x"])
-
-    assert (row.outcome, row.measured) == ("fail", "ran out of time")
 
 
 def test_kernels_are_judged_by_the_copy_and_by_torch(check: ModuleType) -> None:
