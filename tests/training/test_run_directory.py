@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.resuming import ran, records_of, settings
 from support.runs import on_ranks, tiny_config
 
-from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.load import LoadedConfig
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -35,7 +34,6 @@ from axsparse.training.run_directory import (
     make_run_dir,
     open_run_dir,
     rewind_metrics,
-    save_config,
 )
 
 
@@ -179,23 +177,6 @@ def test_a_place_that_is_not_free_is_refused_and_left_as_it_is(
 
     assert str(caught.value) == f"run_dir (--run-dir): {text.format(path=path)}"
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_named_directory_is_made_with_its_parents(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b"
-
-    assert make_run_dir(loaded(path))[0] == path
-
-
-def test_the_saved_configuration_loads_back_as_it_ran(tmp_path: Path) -> None:
-    config = tiny_config(run_dir=str(tmp_path), optimizer={"betas": [0.8, 0.9]})
-
-    save_config(config, tmp_path)
-
-    text = (tmp_path / "config.yaml").read_text()
-    assert load_config(str(tmp_path / "config.yaml")).config == config
-    assert f"# torch {torch.__version__}\n" in text
-    assert "# git " in text
 
 
 # -- a directory whose run recorded nothing -------------------------------------------------
@@ -433,17 +414,6 @@ def test_what_cannot_be_gone_on_with_is_refused(
 
     with pytest.raises(kind, match=words):
         opened(loaded(), str(tmp_path / resume))
-
-
-def test_a_directory_in_use_is_refused(run: Path) -> None:
-    lock = RunLock(run)
-
-    with pytest.raises(
-        OutputError, match=rf"{run}: is in use by process {os.getpid()} on .*; wait"
-    ):
-        opened(loaded(run))
-
-    lock.release()
 
 
 # -- records --------------------------------------------------------------------------------
