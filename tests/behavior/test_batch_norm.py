@@ -28,8 +28,7 @@ from support.images import (
     small_wide_resnet,
 )
 from support.oracle import Trace
-from support.pruned import kept
-from support.runs import summed_loss, train_in_process, vector_data
+from support.runs import kept, summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config

@@ -1,4 +1,4 @@
-"""Ours and peers: times count only if all losses agree, and of several settings the fastest counts."""
+"""Ours and peers: times count only if all losses agree, and the fastest setting counts."""
 
 from __future__ import annotations
 

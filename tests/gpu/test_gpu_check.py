@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -144,26 +143,3 @@ def test_kernels_are_judged_by_the_copy_and_by_torch(check: ModuleType) -> None:
         ("compress, int32, against torch", "pass"),
         ("AdamW, int32, master fp32, against torch", "fail"),
     ]
-
-
-def test_a_wheel_of_mpich_is_unpacked_beside_and_can_be_started(tmp_path: Path) -> None:
-    host_module = load("gpu_check")
-    wheel = tmp_path / "mpich-9.9-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr("mpich-9.9.data/data/bin/mpirun", "#!/bin/sh\necho started\n")
-        file.writestr("mpich-9.9.data/data/lib/libmpi.so.12", "")
-        file.writestr("other/__init__.py", "answer = 42\n")
-    host = host_module.Host({"PATH": os.environ["PATH"]})
-
-    host.add_wheel(wheel, tmp_path / "unpacked")
-    again = host_module.Host({"PATH": os.environ["PATH"]})
-    again.add_wheel(wheel, tmp_path / "unpacked")
-
-    assert again.environment == host.environment
-    home = tmp_path / "unpacked" / "mpich-9.9-py3-none-any"
-    libraries = home / "mpich-9.9.data" / "data" / "lib"
-    assert host.environment["MPI4PY_LIBMPI"] == str(libraries / "libmpi.so.12")
-    assert host.environment["LD_LIBRARY_PATH"] == str(libraries)
-    assert host.run(["sh", "-c", "mpirun"], 10).stdout == "started\n"
-    asked = [sys.executable, "-c", "import other; print(other.answer)"]
-    assert host.run(asked, 10).stdout == "42\n"

@@ -66,24 +66,6 @@ def test_a_training_is_held_against_its_plan(benchmark: ModuleType, tmp_path: Pa
     assert set(detail["phases, medians"]) >= {"compute_seconds", "optimizer_seconds"}
 
 
-def test_a_run_that_fails_and_one_without_time_are_rows(
-    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(name: str, *_: Any) -> Any:
-        raise benchmark.WorkerFailedError("it burns") if name == "13b" else OSError("disk full")
-
-    monkeypatch.setattr(benchmark, "run_one", fail)
-
-    [(_, ([burnt], _)), (_, ([broken], _))] = benchmark.judge_runs(
-        ["13b", "largest"], place(benchmark, tmp_path), 1
-    )
-    [(_, ([late], _))] = benchmark.judge_runs(["13b"], place(benchmark, tmp_path, -1.0), 1)
-
-    assert (burnt.outcome, burnt.measured) == ("fail", "it burns")
-    assert (broken.outcome, broken.measured) == ("fail", "OSError: disk full")
-    assert (late.outcome, late.measured) == ("skip", "no time left; name fewer runs")
-
-
 def test_without_a_gpu_it_ends_with_69(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

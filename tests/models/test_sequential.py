@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import lines_beside, refusal
 from support.images import assert_same_in_1_to_4_stages, image_config, image_data
-from support.refusals import lines_beside, refusal
 from support.runs import summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 

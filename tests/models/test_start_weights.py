@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import lines_beside, refusal
 from support.images import (
     CLASSES,
     assert_equal_tensors,
@@ -21,7 +22,6 @@ from support.images import (
     small_wide_resnet,
     write_safetensors,
 )
-from support.refusals import lines_beside, refusal
 from support.runs import (
     summed_loss,
     tiny_config,

@@ -16,7 +16,7 @@ import torch
 from support.allocated import peak_of
 from support.hf import SMALL_LLAMA, write_llama
 from support.images import assert_equal_tensors, image_config, image_data, small_wide_resnet
-from support.resuming import ran, settings
+from support.resuming import dense_state, ran, settings
 from support.runs import (
     FEW_MICROBATCHES,
     mlp,
@@ -26,7 +26,6 @@ from support.runs import (
     train_in_process,
     vector_data,
 )
-from support.saved import dense_state
 from torch import Tensor, nn
 
 import axsparse as ax
@@ -487,16 +486,3 @@ def test_the_weights_of_a_step_or_of_a_checkpoint_can_be_asked_for(run: Path) ->
     assert not torch.equal(newest_weights[name], earlier[name])
     assert_equal_tensors(named, earlier)
     assert (named[name] == 0).sum() == round(0.8 * named[name].numel())
-
-
-def test_weights_that_are_not_there_or_damaged_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(MissingInputError, match="holds no checkpoint"):
-        ax.load(tmp_path)
-    with pytest.raises(MissingInputError, match="has no checkpoint of step 1; choose one of 3, 2"):
-        ax.load(run, step=1)
-    with pytest.raises(ConfigError, match="is a checkpoint already"):
-        ax.load(run / "checkpoints" / "step-2", step=2)
-    file = next(newest(run).path.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1] + b"\xaa")
-    with pytest.raises(DataError, match="step-3"):
-        ax.load(run)

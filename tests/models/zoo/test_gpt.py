@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.built_modules import built_modules
+from support.runs import built_modules
 from torch import Tensor
 
 from axsparse.config.model_config import GptConfig, LlamaConfig

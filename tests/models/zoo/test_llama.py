@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.built_modules import built_modules
-from support.runs import assert_bitwise, tiny_config, train_in_process
+from support.runs import assert_bitwise, built_modules, tiny_config, train_in_process
 from torch import Tensor
 
 from axsparse.config.model_config import LlamaConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.allocated import peak_of
-from support.moving import EXACT, MovingOracle, Plan, masks_of, moving
+from support.methods import EXACT, MovingOracle, Plan, masks_of, moving
 from support.runs import (
     assert_bitwise,
     tiny_config,
