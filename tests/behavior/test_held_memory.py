@@ -1,4 +1,4 @@
-"""What stages with split backwards hold, by the allocator's word, is what plans count."""
+"""What ranks hold is what plans count: by the allocator's word, and under a limit of the system."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_stage_holds_what_is_planned_and_little_less(
     assert 0.5 * beside < peak <= 1.05 * beside
 
 
-GPT = (
+SMALL_GPT = (
     *("model.num_layers=4", "model.hidden_size=768", "model.sequence_length=512"),
     *("model.vocab_size=4096", "batch.global_batch_size=4", "batch.microbatch_size=2"),
 )
@@ -159,9 +159,9 @@ VGG = (
     *("pruning.sparsity=0.9", "batch.global_batch_size=2", "layout.g_inter=2"),
 )
 MODELS = {
-    "pruned GPT in bf16": (*GPT, "pruning.sparsity=0.9", "precision=bf16"),
+    "pruned GPT in bf16": (*SMALL_GPT, "pruning.sparsity=0.9", "precision=bf16"),
     "dense GPT in fp32, recomputed": (
-        *(*GPT, "model.sequence_length=128", "samo.enabled=false", "precision=fp32"),
+        *(*SMALL_GPT, "model.sequence_length=128", "samo.enabled=false", "precision=fp32"),
         *("pipeline.checkpoint_activations=1", "layout.g_inter=2"),
     ),
     "pruned GPT in fp32, much of which waits for its weight gradients": (

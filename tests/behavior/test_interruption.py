@@ -1,4 +1,4 @@
-"""Ctrl-C in a terminal, which the launcher passes on to the ranks."""
+"""Jobs that are ended: by Ctrl-C, which the launcher passes on, and with what their ranks map."""
 
 from __future__ import annotations
 

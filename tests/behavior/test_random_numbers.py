@@ -1,5 +1,8 @@
-"""Random numbers of every global source follow from seed, step and sample: in layers, in the loss
-and its metrics, in evaluations and recomputations, in every layout, from the first draw on."""
+"""Random numbers of every global source follow from seed, step and sample.
+
+In layers, in the loss and its metrics, in evaluations and recomputations, in every layout, from the
+first draw on. A backward that draws is refused.
+"""
 
 from __future__ import annotations
 

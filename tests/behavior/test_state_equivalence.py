@@ -1,4 +1,5 @@
-"""Rows of the table on what is kept of a model: pruning, optimizers, precision and storage."""
+"""Rows of the table on what is kept of a model: pruning, optimizers, precision and storage, and
+which form of storage `auto` takes."""
 
 from __future__ import annotations
 

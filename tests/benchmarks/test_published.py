@@ -1,4 +1,4 @@
-"""The planner held against published runs: tables within their targets, and their parts by hand."""
+"""The planner and the simulator held against published runs and tables, and their parts by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replay of the study keeps its targets, with constants that the fit finds again."""
+"""The replay of the study keeps its targets, and its formulas of GPTs are the paper's."""
 
 from __future__ import annotations
 

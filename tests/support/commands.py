@@ -1,4 +1,4 @@
-"""Commands of axsparse in this process, which spares a test the start of another one."""
+"""Commands of axsparse in this process, and the lines by which axsparse refuses what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every pruning method by a plain dense oracle: whole tensors, sorted."""
+"""Every pruning method, and masks that move, by plain dense oracles: whole tensors, sorted."""
 
 from __future__ import annotations
 

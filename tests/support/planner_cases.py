@@ -1,4 +1,4 @@
-"""A cluster of round numbers, the study's GPTs, and costs by hand."""
+"""A cluster of round numbers, the study's GPTs, costs by hand, and a survey of four layers."""
 
 from __future__ import annotations
 

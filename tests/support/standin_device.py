@@ -302,13 +302,13 @@ class StandInDevice:
         self._touched += [(span, writes, operation) for span, writes in spans]
 
 
-def merge(clock: Clock, other: Clock) -> None:
+def merge(clock: Completed, other: Completed) -> None:
     """Know what the other knows."""
     for queue, number in other.items():
         clock[queue] = max(clock.get(queue, 0), number)
 
 
-def _knows(clock: Clock, operation: Operation) -> bool:
+def _knows(clock: Completed, operation: Operation) -> bool:
     return clock.get(operation.queue.number, 0) >= operation.number
 
 

@@ -1,4 +1,4 @@
-"""The kernels' own source, run thread by thread on this processor."""
+"""The kernels' own source, run thread by thread on this processor, and what judges them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.kernel_reference import multiply_add
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++ or clang++)")
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++ or clang++)")
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
     return EmulatedLauncher(EVERY, tmp_path_factory.mktemp("kernels"))
 
 
+@needs_compiler
 @pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
 def test_kernels_on_the_emulator_keep_their_contract(
     promise: Promise, launch: EmulatedLauncher
