@@ -119,8 +119,8 @@ def run(seconds: float, losses: list[float], tokens: str = "0") -> dict[str, Any
 
 
 def measured(more: dict[Case, dict[int, Any]]) -> Measured:
-    plain_runs = {0: run(2.0, DENSE), 1: run(4.0, DENSE)}
-    masked_runs = {0: run(2.2, MASKED), 1: run(4.4, MASKED)}
+    plain_runs: dict[int, Any] = {0: run(2.0, DENSE), 1: run(4.0, DENSE)}
+    masked_runs: dict[int, Any] = {0: run(2.2, MASKED), 1: run(4.4, MASKED)}
     return Measured(SIZES["tiny"], "fp32", {PLAIN: plain_runs, PLAIN_MASKED: masked_runs, **more})
 
 

@@ -166,18 +166,6 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_the_job_ends_with_70(
     )
 
 
-def test_the_report_has_every_rank_and_its_stacks_the_laggards_first(job: Job) -> None:
-    job.do("waits", "waits", "hangs")
-
-    job.run(100)
-
-    line, states, *stacks = job.report.split("\n\nrank ")
-    assert line.startswith("rank 2 (stage 2, replica 0): hangs in other of step 7")
-    assert [" waits in " in state for state in states.splitlines()] == [True, True, False]
-    assert [each[0] for each in stacks] == ["2", "0", "1"]
-    assert all("thread MainThread:" in each and "test_watchdog.py" in each for each in stacks)
-
-
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_by_one_that_runs(
     job: Job, capsys: pytest.CaptureFixture[str], stopped: int
