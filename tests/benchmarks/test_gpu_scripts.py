@@ -1,4 +1,4 @@
-"""What scripts for GPUs do before they have one: refusals, bounds, and runs of the smallest size."""
+"""What scripts for GPUs do before they have one: refusals, bounds, and their smallest runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import gpu_kernels
 import gpu_train
 import pytest
 import torch
+from gpu_plan import Training
+from gpu_report import Row
 from support.cuda_on_cpu import COMPRESS, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
 from support.mpirun import LONGEST_SECONDS, TESTS
 
@@ -59,11 +61,11 @@ def test_parts_that_fail_or_break_are_rows_and_the_exit_code(
     monkeypatch.setattr(gpu_check.Host, "look", lambda _: dict(SEEN))
     path = tmp_path / "found.json"
 
-    def ends(part: str, outcome: str) -> Callable[[object], Any]:
+    def ends(part: str, outcome: Any) -> Callable[[object], Any]:
         def run(_: object) -> Any:
             if outcome == "breaks":
                 raise KeyError("compress, torch")
-            return [gpu_check.Row(part, "x", outcome)], {"n": 1}
+            return [Row(part, "x", outcome)], {"n": 1}
 
         return run
 
@@ -149,7 +151,7 @@ def test_a_training_is_held_against_its_plan(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     device = gpu_train.Device("none", 24_000_000_000, 1.0)
     here = gpu_train.Place(device, tmp_path, time.monotonic() + 120.0)
-    training = gpu_train.Training("quickstart.yaml", TINY, 4)
+    training = Training("quickstart.yaml", TINY, 4)
 
     rows, detail = gpu_train.alone("tiny", gpu_train.pruned(training, here), here)
 

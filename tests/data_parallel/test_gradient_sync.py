@@ -13,12 +13,10 @@ import torch
 from support.oracle import Trace
 from support.runs import (
     assert_bitwise,
-    mlp,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
-    vector_data,
 )
 from torch import Tensor, nn
 
@@ -28,7 +26,7 @@ from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StageTie, StateTypes, Use
-from axsparse.samo.shards import ALONE, BLOCK, Replicas
+from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.trainer import Trainer
 
@@ -431,40 +429,3 @@ def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch, shard: bool, grad
 
     for ours, expected in zip(traces(), whole, strict=True):
         assert_bitwise(ours, expected)
-
-
-# -- sharded state: that training is the same, the table of equivalences says ---------------
-
-
-WIDTH = 510
-
-
-def wide_run(g_data: int, *, shard: bool, **others: Any) -> Ranks:
-    """A step of layers with several blocks of kept entries, so that shares split tensors."""
-    config = tiny_config(
-        batch={"global_batch_size": 12, "microbatch_size": 1},
-        pruning={"sparsity": 0.4},
-        precision="bf16",
-        samo={"shard_optimizer": shard},
-        train={"steps": 1},
-    )
-    return train_in_process(1, g_data, mlp(3, WIDTH), config, vector_data(24, WIDTH), **others)
-
-
-def test_a_replica_holds_its_share_and_gathers_what_others_hold() -> None:
-    held: list[tuple[range, int]] = []
-
-    def look(trainer: Trainer) -> None:
-        state = trainer.parts.layers[0].state
-        weight = state.owned[0]
-        held.append((state.shares.held, weight.kept))
-        master = state.master(weight.name)
-        assert master.numel() == weight.kept and (master != 0).all()
-        with pytest.raises(AssertionError, match="another replica holds these"):
-            state.optimizer_state.read_master(weight, 0, weight.kept)
-
-    wide_run(2, shard=True, before=look)
-
-    (first, kept), (second, _) = sorted(held, key=lambda one: one[0].start)
-    assert kept > 2 * BLOCK
-    assert 0 < first.stop == second.start < kept, "shares split a tensor"
