@@ -102,18 +102,6 @@ def test_tuples_integers_and_tensors_without_gradient_cross_stages() -> None:
     assert len(set(trace.losses)) == 4
 
 
-def test_modules_that_start_by_themselves_do_not_depend_on_the_layout() -> None:
-    """Nor do stages without parameters."""
-    layers = [Layer("tanh", nn.Tanh), linear(), Layer("again", nn.Tanh)]
-    model = Model([*layers, Layer("out", partial(nn.Linear, WIDTH, 5))], summed_loss)
-    torch.manual_seed(1)
-    one = assert_same_in_all_pipelines(model)
-    torch.manual_seed(2)
-    [(_, again)] = train_in_process(1, 1, model, small_config(), vector_data())
-
-    assert again.losses == one.losses
-
-
 class PartlyFrozen(nn.Module):
     """One frozen matrix, one that no forward uses, one that trains."""
 
@@ -200,25 +188,6 @@ def _untrained_loss(model: Model, config: Config, inputs: Tensor, targets: Tenso
     for layer in trainer.parts.layers:
         x = layer.module(x)
     return float(model.loss(x, targets).detach())
-
-
-class Noisy(nn.Module):
-    """Draws random numbers where nobody would look for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x) + 0.1 * torch.randn(x.shape)
-        return out
-
-
-@pytest.mark.parametrize("is_declared", [False, True])
-def test_a_random_layer_is_keyed_whether_or_not_it_says_so(is_declared: bool) -> None:
-    noisy = Layer("noisy", Noisy, random=is_declared)
-
-    assert_same_in_all_pipelines(Model([noisy, linear(WIDTH, 5)], summed_loss))
 
 
 class Both(nn.Module):

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.by_config import oracle_of
 from support.cases import (
     INFINITE,
     ONE_RANK,
@@ -21,6 +20,7 @@ from support.cases import (
     crossed,
     judge,
     merged,
+    oracle_of,
     parameters,
     steps,
     trained,

@@ -1,4 +1,4 @@
-"""Ctrl-C in a terminal, which the launcher passes on to the ranks."""
+"""Jobs that are ended: by Ctrl-C, which the launcher passes on, and with what their ranks map."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path
+import pytest
+from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path, run_mpirun
 
-SHARED = Path("/dev/shm")  # noqa: S108 - nothing is written there
+from axsparse.runtime.shared_segments import SHARED
+
 TRAIN = (
     *("-m", "axsparse.train", "--config", "quickstart.yaml", "--steps", "100000"),
     *("--set", "model.hidden_size=32", "--set", "model.num_layers=2"),
@@ -71,3 +73,28 @@ def maps_of(run: Path) -> list[str]:
             if str(run) in (process / "cmdline").read_text():
                 lines += (process / "maps").read_text().splitlines()
     return lines
+
+
+ENDS_ALL = """
+import sys
+from pathlib import Path
+from axsparse.runtime.connection import connect
+from axsparse.runtime.shared_segments import SEGMENTS
+
+transport = connect()
+for line in Path("/proc/self/maps").read_text().splitlines():
+    path = Path(line.split(maxsplit=5)[-1])
+    if SEGMENTS.match(path.name):
+        print("maps", path, flush=True)
+transport.abort(3)
+"""
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="this system has no /dev/shm")
+def test_a_job_that_ends_all_ranks_removes_what_its_ranks_map() -> None:
+    job = run_mpirun(2, ["-c", ENDS_ALL])
+
+    lines = [line for line in job.stdout.splitlines() if line.startswith("maps ")]
+    assert job.returncode == 3, str(job)
+    assert lines, str(job)
+    assert [line for line in lines if Path(line.split()[1]).exists()] == [], str(job)

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 from support import pretend_gpu
-from support.cuda_on_cpu import EmulatedLauncher, compiler
+from support.cuda_on_cpu import COMPRESS, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
 from support.images import image_config, image_data, small_wide_resnet
-from support.kernel_names import COMPRESS, HELPERS, JUDGE, STEP
 from support.late_device import LateDevice
 from support.oracle import Oracle, sgd
 from support.pretend_gpu import AVAILABLE, on_host, pretend
@@ -37,7 +36,6 @@ from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models import losses
 from axsparse.models.layer import Model
-from axsparse.pipeline.engine import MOST_AHEAD
 from axsparse.runtime.communication import Message, Transport
 from axsparse.runtime.local.local_transport import LocalLink
 from axsparse.samo.backend import Backend
@@ -362,16 +360,6 @@ def test_running_statistics_are_restored_to_the_device(on_device: Placing, tmp_p
     again = run("run", resume="auto")
 
     same(again, whole)
-
-
-def test_no_more_is_given_to_a_device_than_runs_and_waits_behind_it(on_device: Placing) -> None:
-    config = small(optimizer=SGD, train={"steps": 1})
-
-    train_in_process(1, 1, tiny_gpt(config), config, token_data(), placement=on_device)
-
-    [device] = on_device.devices
-    assert len(device.compute.events) == 2 * 4
-    assert device.compute.most == MOST_AHEAD
 
 
 def test_what_forgets_its_device_is_found() -> None:

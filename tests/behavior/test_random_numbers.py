@@ -1,5 +1,8 @@
-"""Random numbers of every global source follow from seed, step and sample: in layers, in the loss
-and its metrics, in evaluations and recomputations, in every layout, from the first draw on."""
+"""Random numbers of every global source follow from seed, step and sample.
+
+In layers, in the loss and its metrics, in evaluations and recomputations, in every layout, from the
+first draw on. A backward that draws is refused.
+"""
 
 from __future__ import annotations
 
@@ -203,3 +206,66 @@ def test_a_generator_of_ones_own_is_refused_by_name(make: Callable[[], object]) 
         ConfigError, match=r"^layer own: '0.chance' is a generator of its own, .*; draw from the"
     ):
         survey(replace(model, layers=[*model.layers[:2], inner, model.layers[2]]))
+
+
+class Rounded(torch.autograd.Function):
+    """Its gradient has noise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        return gradient + 1e-3 * torch.rand_like(gradient)
+
+
+class ByFunction(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        rounded: Callable[[Tensor], Tensor] = Rounded.apply
+        return rounded(super().forward(x))
+
+
+class ByHook(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient + torch.rand_like(gradient))
+        return y
+
+
+class Dropped(nn.Linear):
+    """Draws in the forward, and again where it is recomputed, which is seeded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3)
+
+
+def train(kind: type[nn.Linear], recompute: int) -> None:
+    layers = [
+        Layer("noisy", lambda: kind(16, 16)),
+        Layer("out", lambda: nn.Linear(16, 5), kind="head"),
+    ]
+    config = tiny_config(
+        batch={"global_batch_size": 4, "microbatch_size": 2},
+        train={"steps": 2},
+        pipeline={"checkpoint_activations": recompute},
+    )
+    train_in_process(1, 1, Model(layers, summed_loss), config, vector_data())
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("kind", [ByFunction, ByHook])
+def test_it_is_refused(kind: type[nn.Linear], recompute: int) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^layers noisy to out: a backward draws random numbers, which no key seeds; draw ",
+    ):
+        train(kind, recompute)
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_a_forward_that_draws_is_not(recompute: int) -> None:
+    train(Dropped, recompute)

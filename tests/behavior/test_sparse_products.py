@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
-from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.layer import Layer, Model
 from axsparse.pipeline import layer_runner
 from axsparse.samo import gradient_hooks
-from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.host.compiled_loops import has_bf16_loops
 from axsparse.samo.host.sparse_products import sampled_product
 from axsparse.samo.index.base import Index
@@ -141,25 +140,6 @@ def test_every_layout_has_the_same_bits(
         assert torch.equal(found.state[key], value), key
 
 
-def test_a_tied_weight_has_the_same_bits_where_one_stage_has_both_of_its_uses(
-    products: list[int],
-) -> None:
-    width = 200
-    layers = [Layer(f"hidden{n}", partial(hidden, width, width), init=init) for n in range(3)]
-    head = Layer("out", lambda: nn.Linear(width, 5), kind="head", init=init)
-    tie = Tie("hidden0.0.weight", "hidden2.0.weight")
-    tied = Model([*layers, head], loss=summed_loss, ties=[tie], name="tied")
-
-    [(_, one)] = train_in_process(1, 1, tied, config(), data())
-    calls = len(products)
-    [(_, first), (_, second)] = train_in_process(2, 1, tied, config(), data())
-
-    assert len(products) == 2 * calls > 0
-    assert one.losses == first.losses == second.losses
-    for name, weight in {**first.weights, **second.weights}.items():
-        assert name == tie.second or torch.equal(weight, one.weights[name]), name
-
-
 def test_two_replicas_have_the_sums_of_their_own(products: list[int]) -> None:
     [(_, alone)] = train_in_process(1, 1, model(), config(), data())
     ranks = train_in_process(1, 2, model(), config(), data())
@@ -183,19 +163,6 @@ def test_a_run_that_stops_and_goes_on_elsewhere_ends_in_the_same_bits(
         assert part.losses == {step: reference.losses[step] for step in part.losses}
     second.losses, second.norms, second.scales = reference.losses, reference.norms, reference.scales
     same(second, reference)
-
-
-def test_a_run_may_go_on_with_dense_products(tmp_path: Path, products: list[int]) -> None:
-    first = ran((1, 1), config(), tmp_path / "run", model=model, data=data(), stop_after=2)
-    assert first.stopped is not None
-    calls = len(products)
-    assert calls == 2 * MICROBATCHES * MATRICES
-
-    whole = config(samo={"sparse_products": False})
-    second = ran((1, 1), whole, tmp_path / "run", model=model, data=data(), resume="auto")
-
-    assert sorted(second.losses) == [3, 4]
-    assert len(products) == calls
 
 
 @pytest.mark.parametrize("gradient", ["half", "fp32"])
@@ -280,38 +247,6 @@ def test_compiled_layers_have_dense_products(
     assert products == []
 
 
-class Own(nn.Module):
-    """A module of a user's."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(inputs, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).tanh()  # type: ignore[no-any-return]
-
-
-def own_model(*, hooked: bool) -> Model:
-    def build(inputs: int, outputs: int) -> nn.Module:
-        module = Own(inputs, outputs)
-        if hooked:
-            module.inner.register_forward_hook(lambda module, given, got: got)
-        return module
-
-    return Model(
-        [Layer("hidden", partial(build, WIDTHS[0], 190), init=init), *model().layers[-1:]],
-        loss=summed_loss,
-        name="own",
-    )
-
-
-@pytest.mark.parametrize("hooked", [False, True], ids=["class", "hook"])
-def test_modules_of_users_have_them_too(hooked: bool, products: list[int]) -> None:
-    train_in_process(1, 1, own_model(hooked=hooked), config(), data())
-
-    assert len(products) == 4 * MICROBATCHES
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gpt_has_the_same_bits_in_every_layout(tied: bool, products: list[int]) -> None:
     """With embeddings and head pruned, by whose weight the loss multiplies."""
@@ -371,31 +306,3 @@ def test_products_are_sparse_from_the_step_on_that_has_pruned_enough(
     assert sorted(kept, reverse=True) == kept
     assert kept[-1] == pytest.approx(0.1, abs=0.01)
     assert min(calls) > 0
-
-
-def test_growth_candidates_come_of_whole_gradients(
-    monkeypatch: pytest.MonkeyPatch, products: list[int]
-) -> None:
-    rigl = {"method": "rigl", "interval": 2, "until_step": 5}
-    picked: list[str] = []
-    pick = GradientCollector._pick
-
-    def noted(self: GradientCollector, tensor: Any, dense: Tensor) -> None:
-        picked.append(tensor.name)
-        pick(self, tensor, dense)
-
-    monkeypatch.setattr(GradientCollector, "_pick", noted)
-    settings = config(pruning=rigl, train={"steps": 6})
-
-    [(one, trace)] = train_in_process(1, 1, model(), settings, data())
-    found = train_in_process(2, 1, model(), settings, data())
-
-    calls = products
-    assert len(calls) + len(picked) == 2 * 6 * MICROBATCHES * MATRICES
-    assert picked
-    assert calls
-    assert [other.losses for _, other in found] == [trace.losses] * 2
-    for _, other in found:
-        for name, weight in other.weights.items():
-            assert torch.equal(weight, trace.weights[name]), name
-    assert one.parts.collector._candidates == {}

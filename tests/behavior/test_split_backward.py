@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from support.cases import (
     parameters,
     steps,
 )
-from support.resuming import Layout, ran, same
 from support.runs import (
     random_init,
     summed_loss,
@@ -109,24 +107,6 @@ def test_auto_splits_where_stages_wait_for_each_other(monkeypatch: pytest.Monkey
         config = tiny_config(**{"train": {"steps": 1}, **sections})
         for trainer, _ in train_in_process(*layout, tiny_gpt(config), config, data):
             assert (trainer.parts.engine._stage._products is not None) is expected
-
-
-def test_a_run_goes_on_with_the_other_setting(tmp_path: Path) -> None:
-    sections = {"train": {"steps": 3}, "batch": {"microbatch_size": 3}, "checkpoint": {"every": 0}}
-    layout: Layout = (2, 1)
-    whole = ran(layout, splitting(False, **sections), tmp_path / "whole")
-    ran(layout, splitting(True, **sections), tmp_path / "run", stop_after=2)
-
-    resumed = ran(
-        layout,
-        splitting(False, **sections),
-        tmp_path / "resumed",
-        resume=str(tmp_path / "run" / "checkpoints" / "step-2"),
-    )
-
-    assert resumed.losses == {3: whole.losses[3]}
-    assert resumed.state.keys() == whole.state.keys()
-    same(resumed, whole)
 
 
 def test_weight_gradients_wait_and_a_layers_all_reduce_starts_with_its_last_ones(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from smollm2.cases import parted
-from smollm2.gguf_folder import make_tokenizer, turned
+from smollm2.gguf_folder import turned
 from smollm2.judge import perplexity
 
 
@@ -36,27 +36,6 @@ def test_pairs_of_queries_and_keys_move_half_a_head_apart() -> None:
     assert turned("blk.0.attn_q.weight", rows, config)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     assert turned("blk.0.attn_k.weight", rows, config)[:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     assert turned("blk.0.attn_v.weight", rows, config) is rows
-
-
-def test_the_tokenizer_gives_every_text_back_and_digits_one_by_one() -> None:
-    from tokenizers import pre_tokenizers
-
-    words = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "ab"]
-    made = make_tokenizer(
-        {
-            "tokenizer.ggml.pre": "smollm",
-            "tokenizer.ggml.tokens": words,
-            "tokenizer.ggml.token_type": [3] + [1] * (len(words) - 1),
-            "tokenizer.ggml.merges": ["1 2", "a b"],
-        }
-    )
-    text = "ab 12\n\té 'ab' <|end|>"
-
-    encoded = made.encode(text)
-
-    assert made.decode(encoded.ids, skip_special_tokens=False) == text
-    assert {"ab", "1", "2", "<|end|>"} <= {*encoded.tokens}
-    assert "12" not in encoded.tokens
 
 
 def test_a_uniform_guess_has_the_perplexity_of_the_vocabulary() -> None:

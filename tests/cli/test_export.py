@@ -98,17 +98,3 @@ def test_what_makes_no_sense_is_refused_in_one_line(
 
     assert_one_line(axsparse("export", *arguments), code, words)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_interrupted_export_ends_quietly(
-    run: Path, tmp_path: Path, axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("axsparse.training.export.write_safetensors", interrupt)
-
-    found = axsparse("export", run, "--to", "hf", "--out", tmp_path / "out")
-
-    assert found == (130, "", "")
-    assert list(tmp_path.iterdir()) == []

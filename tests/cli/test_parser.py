@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.mpirun import LONGEST_SECONDS, run_mpirun
-from support.unread import unread
 
 from axsparse.cli.parser import CommandParser, Work, run_command, say
 from axsparse.runtime.errors import MissingInputError
@@ -117,3 +117,19 @@ def test_many_ranks_tell_it_once(tmp_path: Path) -> None:
 
     line = "axsparse: error: trian.steps (--set): unknown key; did you mean train.steps?\n"
     assert (done.returncode, done.stderr) == (78, line)
+
+
+def unread(*arguments: str, cwd: Path) -> tuple[int, bytes]:
+    """Exit code and stderr of an axsparse command with a screen that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-m", "axsparse", *arguments],
+            cwd=cwd,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            timeout=LONGEST_SECONDS,
+            check=False,
+        )
+    return done.returncode, done.stderr

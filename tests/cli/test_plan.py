@@ -82,23 +82,6 @@ def test_json_is_one_object_with_both_methods(plan: Axsparse) -> None:
     assert first[0] > first[1]
 
 
-def test_methods_are_laid_side_by_side(plan: Axsparse) -> None:
-    _, screen, _ = plan("--gpus", "2", "--compare", "dense,samo")
-
-    assert "(dense)" in screen and "(samo)" in screen
-    assert "reduction %" in screen
-
-
-def test_several_numbers_of_devices_are_a_scaling_table(
-    plan: Axsparse,
-) -> None:
-    _, screen, _ = plan("--gpus", "1,2,4")
-
-    rows = screen.splitlines()
-    assert [row.split()[1] for row in rows[2:]] == ["devices", "1", "2", "4"]
-    assert "efficiency %" in rows[2]
-
-
 def test_trace_and_page_are_written(plan: Axsparse, tmp_path: Path) -> None:
     trace, page = tmp_path / "step.json", tmp_path / "plan.html"
     _, screen, _ = plan("--gpus", "2", "--json", "--trace", trace, "--html", page)

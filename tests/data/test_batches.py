@@ -247,15 +247,6 @@ def test_a_microbatch_knows_its_global_position(g_data: int, microbatch_size: in
         assert {*sizes[:-1]} <= {microbatch_size}, "only the last one is smaller"
 
 
-def test_a_step_is_the_same_whenever_it_is_read() -> None:
-    one = batches(numbered(50), replica=1, g_data=2)
-    earlier = one.training(3)
-    one.training(4)
-
-    assert samples(one.training(3)) == samples(earlier)
-    assert earlier.num_targets == 6 * 2, "counted by sample where they are constant"
-
-
 def test_targets_are_counted_by_the_data_set_where_they_are_not() -> None:
     batch = batches(Padded(), microbatch_size=2, g_data=3, replica=2, global_batch_size=9)
 
@@ -297,27 +288,6 @@ def test_evaluation_sees_every_sample_once_in_its_own_order(
         assert all(size == microbatch_size for size in sizes[:-1])
 
     assert seen == list(range(num_samples))
-
-
-def test_an_evaluation_batch_smaller_than_the_replicas_leaves_some_without_work() -> None:
-    parts = [batches(numbered(13), replica=replica, g_data=3).evaluation(1) for replica in range(3)]
-
-    assert sorted(len(part.microbatches) for part in parts) == [0, 0, 1]
-
-
-@pytest.mark.parametrize("g_data", [2, 3, 4])
-def test_evaluation_has_the_same_microbatches_for_any_number_of_replicas(g_data: int) -> None:
-    # The second batch holds 11 samples, in microbatches of 4, 4 and 3, in all layouts.
-    one = batches(numbered(35), global_batch_size=24, microbatch_size=4).evaluation(1)
-    many = [
-        batches(
-            numbered(35), global_batch_size=24, microbatch_size=4, replica=replica, g_data=g_data
-        ).evaluation(1)
-        for replica in range(g_data)
-    ]
-
-    assert [m for part in many for m in samples(part)] == samples(one)
-    assert [m.first_sample for part in many for m in part.microbatches] == [24, 28, 32]
 
 
 class Dear:
@@ -432,25 +402,6 @@ def test_a_stage_that_reads_nothing_has_the_same_microbatches_without_tensors() 
         ]
         assert {(m.inputs, m.targets) for m in batch.microbatches} == {((), None)}
         assert batch.num_targets == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"replica": 2, "g_data": 2}, "replica 2 outside 2"),
-        ({"replica": -1, "g_data": 2}, "replica -1 outside 2"),
-    ],
-)
-def test_settings_that_do_not_fit_the_batch_are_a_mistake(
-    settings: dict[str, int], message: str
-) -> None:
-    with pytest.raises(AssertionError, match=message):
-        batches(numbered(50), **settings)
-
-
-def test_an_evaluation_batch_past_the_end_is_a_mistake() -> None:
-    with pytest.raises(AssertionError, match="no evaluation batch 2"):
-        batches(numbered(24)).evaluation(2)
 
 
 def test_a_data_set_whose_length_changes_is_refused() -> None:

@@ -169,26 +169,6 @@ def pixels(root: Path, step: int, *, workers: int = 0, g_data: int = 1) -> list[
     return found
 
 
-@pytest.mark.parametrize("step", [0, 3])
-def test_a_step_is_the_same_in_any_layout_and_with_any_number_of_workers(
-    step: int, root: Path
-) -> None:
-    expected = pixels(root, step)
-
-    assert pixels(root, step, workers=2) == expected
-    assert pixels(root, step, g_data=3) == expected
-    assert pixels(root, step + 1) != expected
-
-
-def test_training_and_validation_share_threads_and_number_classes_alike(root: Path) -> None:
-    training, validation = image_folders(root, size=16, workers=3, seed=5, validate=True)
-
-    assert validation is not None
-    assert training._decoders is validation._decoders
-    assert (training._seed, validation._seed) == (5, None)
-    assert (training.name, validation.name) == (f"images {root}/train", f"images {root}/val")
-
-
 def test_a_missing_folder_is_named_where_it_is_needed(tmp_path: Path) -> None:
     make_split(tmp_path, "train")
     assert image_folders(tmp_path, size=16, workers=0, seed=5, validate=False)[1] is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -57,23 +56,6 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     orders = {tuple(epoch_order(100, seed, epoch)) for seed in seeds for epoch in range(20)}
 
     assert len(orders) == 20 * len(seeds)
-
-
-@pytest.mark.parametrize("num_samples", [10, 49, 101])
-def test_over_many_epochs_samples_are_at_home_nowhere(num_samples: int) -> None:
-    """Each sample comes equally often at each position, and after each other sample.
-
-    About 25 times each; the sum of squared deviations over the expectation is then
-    chi-squared, and 6 standard deviations above its mean are left to bad luck.
-    """
-    orders = np.stack([epoch_order(num_samples, 1, epoch) for epoch in range(25 * num_samples)])
-
-    at, after = np.zeros((2, num_samples, num_samples))
-    np.add.at(at, (np.arange(num_samples), orders), 1)
-    np.add.at(after, (orders[:, :-1], orders[:, 1:]), 1)
-    for counts in (at.ravel(), after[~np.eye(num_samples, dtype=bool)]):
-        chi_squared = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
-        assert chi_squared < counts.size + 6 * np.sqrt(2 * counts.size)
 
 
 def test_a_step_of_a_huge_data_set_costs_only_its_batch() -> None:

@@ -76,14 +76,6 @@ def test_with_an_end_it_reads_no_further() -> None:
     assert got == steps == [2, 3, 4]
 
 
-def test_a_step_out_of_order_is_a_mistake() -> None:
-    with (
-        Prefetcher(read, first_step=0) as prefetcher,
-        pytest.raises(AssertionError, match="step 1 asked for, 0 comes next"),
-    ):
-        prefetcher.get(1)
-
-
 @pytest.mark.parametrize("kind", [OSError, SystemExit])
 def test_what_read_raises_comes_out_of_get_at_its_step(kind: type[BaseException]) -> None:
     error = kind("disk gone")

@@ -145,19 +145,9 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
             r"holds no tokenizer \(range (end|start) index .*\)",
         ),
         (
-            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
-            {},
-            r"holds no tokenizer \(Precompiled: .*\)",
-        ),
-        (
             {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
             {},
             r"cannot encode a text \(chunk size must be non-zero\)",
-        ),
-        (
-            {},
-            {"type": "WordLevel", "vocab": {SEPARATOR: 0}, "unk_token": "?"},
-            r"cannot encode a text \(WordLevel error: Missing \[UNK\] token from .*\)",
         ),
         (
             {"decoder": {"type": "Strip", "content": "h", "start": 9, "stop": 9}},
@@ -165,7 +155,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
             r"cannot decode ids \(index out of bounds: .*\)",
         ),
     ],
-    ids=["prefix", "map of characters", "length", "unknown", "strip"],
+    ids=["prefix", "length", "strip"],
 )
 def test_a_file_by_which_the_library_panics_is_refused(
     change: dict[str, Any], model: dict[str, Any], said: str, tmp_path: Path

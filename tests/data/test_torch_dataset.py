@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.runs import mlp, tiny_config, train_in_process
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 import axsparse as ax
 from axsparse.data.batches import Batches
@@ -186,26 +185,3 @@ def test_epochs_reach_the_data_set_and_evaluations_are_in_epoch_0() -> None:
             assert torch.equal(microbatch.inputs[0], read(data, samples, [step] * 5))
     first, _ = batches.evaluation(0).microbatches
     assert torch.equal(first.inputs[0], read(data, [0, 1, 2, 3, 4], [0] * 5))
-
-
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
-def test_it_trains_alike_in_every_layout(layout: tuple[int, int]) -> None:
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(24, 16, generator=generator), torch.arange(24) % 5
-    pairs = TensorDataset(x, y)
-
-    class Augmented(Dataset[Any]):
-        def __len__(self) -> int:
-            return len(pairs)
-
-        def __getitem__(self, number: int) -> Any:
-            inputs, targets = pairs[number]
-            return inputs + 0.1 * torch.randn(16), targets
-
-    config = tiny_config(train={"steps": 4})
-    traces = [
-        train_in_process(*grid, mlp(), config, ax.from_torch(Augmented()))[-1][1].losses
-        for grid in ((1, 1), layout)
-    ]
-
-    assert traces[0] == pytest.approx(traces[1], rel=1e-6)

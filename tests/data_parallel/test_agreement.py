@@ -129,14 +129,6 @@ def test_the_norm_is_that_of_unscaled_gradients() -> None:
     assert verdict.loss == 1.0
 
 
-def test_an_agreement_serves_many_steps() -> None:
-    def body(transport: Transport, place: Place) -> list[float]:
-        agreement = Agreement(transport.world, transport.backoff, place, [], {})
-        return [agreement.reach(Report([float(step)], {})).loss for step in range(3)]
-
-    assert on_every_rank(Grid(2, 2), body) == [[0.0, 2.0, 4.0]] * 4
-
-
 @pytest.mark.parametrize("order", [None, 1, 2])
 def test_values_are_gathered_in_rank_order_and_exact(order: int | None) -> None:
     def body(transport: Transport, place: Place) -> list[list[float]]:

@@ -10,28 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from support.oracle import Oracle, Trace
+from support.oracle import Trace
 from support.runs import (
     assert_bitwise,
-    mlp,
-    random_init,
-    summed_loss,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
-    vector_data,
 )
 from torch import Tensor, nn
 
 from axsparse.data_parallel import gradient_sync as gradient_sync_module
 from axsparse.data_parallel.gradient_sync import GradientSync
-from axsparse.models.layer import Layer, Model, Tie
 from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StageTie, StateTypes, Use
-from axsparse.samo.shards import ALONE, BLOCK, Replicas
+from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.trainer import Trainer
 
@@ -170,17 +165,6 @@ def test_buckets_start_last_layer_first_whatever_becomes_ready_when(
     sync.finish()
 
     assert [values(layer) for layer in layers] == [[2.0]] * 3
-
-
-def test_every_step_starts_every_bucket_once() -> None:
-    layers = [layer_state(name) for name in "ab"]
-    replicas = Members()
-    sync = gradient_sync(layers, replicas)
-
-    for step in range(1, 4):
-        sync.begin()
-        all_ready(sync, layers)
-        assert len(replicas.started) == 2 * step
 
 
 def test_a_bucket_under_way_does_not_hold_up_the_next_and_finish_waits_for_all() -> None:
@@ -405,70 +389,6 @@ def test_replicas_exchange_kept_entries_only_in_the_precision_of_weights(
     assert dense == 2 * numel * itemsize
 
 
-class Unused(nn.Module):
-    """A module whose weight is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(5, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-@pytest.mark.parametrize("order", [None, 1])
-@pytest.mark.parametrize("grid", [(1, 2), (2, 2)])
-def test_nobody_waits_for_layers_that_get_no_gradient(
-    grid: tuple[int, int], order: int | None
-) -> None:
-    model = Model(
-        [
-            Layer("in", lambda: nn.Linear(16, 8), init=random_init),
-            Layer("unused", Unused, init=random_init),
-            Layer("still", lambda: nn.Linear(8, 8).requires_grad_(False), init=random_init),
-            Layer("act", nn.Tanh),
-            Layer("out", lambda: nn.Linear(8, 5), kind="head", init=random_init),
-            Layer("idle", Unused, init=random_init),
-        ],
-        loss=summed_loss,
-    )
-    config = tiny_config(train={"steps": 2})
-
-    ranks = train_in_process(*grid, model, config, vector_data(), order=order)
-
-    assert {tuple(trace.losses) for _, trace in ranks} == {tuple(ranks[0][1].losses)}
-
-
-class Twice(nn.Module):
-    """A module that uses one weight twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(16, 16)
-        self.two = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.two(torch.tanh(self.one(x)))
-        return out
-
-
-@pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (1, 2)])
-def test_a_tie_within_one_layer_trains_as_one_weight(g_inter: int, g_data: int) -> None:
-    model = Model(
-        [
-            Layer("twice", Twice, init=random_init),
-            Layer("out", lambda: nn.Linear(16, 5), kind="head", init=random_init),
-        ],
-        loss=summed_loss,
-        ties=[Tie("twice.one.weight", "twice.two.weight")],
-    )
-    config = tiny_config(train={"steps": 3})
-    oracle = Oracle(model, config, vector_data(), g_data).run(3)
-
-    for _, trace in train_in_process(g_inter, g_data, model, config, vector_data()):
-        assert_bitwise(trace, oracle)
-
-
 # -- ties in pieces -------------------------------------------------------------------------
 
 
@@ -509,40 +429,3 @@ def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch, shard: bool, grad
 
     for ours, expected in zip(traces(), whole, strict=True):
         assert_bitwise(ours, expected)
-
-
-# -- sharded state: that training is the same, the table of equivalences says ---------------
-
-
-WIDTH = 510
-
-
-def wide_run(g_data: int, *, shard: bool, **others: Any) -> Ranks:
-    """A step of layers with several blocks of kept entries, so that shares split tensors."""
-    config = tiny_config(
-        batch={"global_batch_size": 12, "microbatch_size": 1},
-        pruning={"sparsity": 0.4},
-        precision="bf16",
-        samo={"shard_optimizer": shard},
-        train={"steps": 1},
-    )
-    return train_in_process(1, g_data, mlp(3, WIDTH), config, vector_data(24, WIDTH), **others)
-
-
-def test_a_replica_holds_its_share_and_gathers_what_others_hold() -> None:
-    held: list[tuple[range, int]] = []
-
-    def look(trainer: Trainer) -> None:
-        state = trainer.parts.layers[0].state
-        weight = state.owned[0]
-        held.append((state.shares.held, weight.kept))
-        master = state.master(weight.name)
-        assert master.numel() == weight.kept and (master != 0).all()
-        with pytest.raises(AssertionError, match="another replica holds these"):
-            state.optimizer_state.read_master(weight, 0, weight.kept)
-
-    wide_run(2, shard=True, before=look)
-
-    (first, kept), (second, _) = sorted(held, key=lambda one: one[0].start)
-    assert kept > 2 * BLOCK
-    assert 0 < first.stop == second.start < kept, "shares split a tensor"

@@ -18,7 +18,7 @@ from fuzz.model_generator import Case, draw
 from fuzz.model_judge import NotAModelError, judge, reduced, signature
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.sampled import sample_all
+from support.sums import sample_all
 
 MODELS = int(os.environ.get("AXSPARSE_MODELS", "10"))
 SEED = os.environ.get("AXSPARSE_MODELS_SEED", "")

@@ -9,15 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.allocated import peak_of_torch
-from support.oracle import Oracle
-from support.runs import (
-    VOCABULARY,
-    assert_bitwise,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_in_process,
-)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -260,28 +251,6 @@ def test_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     assert peak_of_torch(there) < (4 + 4 + 1) * chunk
     # The products that are summed over chunks are as small as the hidden states.
     assert peak_of_torch(there_and_back) < (4 + 4 + 1) * chunk
-
-
-@pytest.mark.parametrize(
-    ("g_inter", "g_data", "include", "tied"),
-    [(4, 1, "all", True), (2, 2, "blocks", False)],
-)
-def test_in_chunks_every_layout_is_bitwise_the_oracle(
-    monkeypatch: pytest.MonkeyPatch, g_inter: int, g_data: int, include: str, tied: bool
-) -> None:
-    monkeypatch.setattr(losses, "CHUNK_WORDS", VOCABULARY // 4)
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", 64)
-    config = tiny_config(
-        model={"tie_embeddings": tied},
-        pruning={"include": include},
-        pipeline={"checkpoint_activations": 1},
-        train={"steps": 3},
-    )
-    data = token_data()
-    oracle = Oracle(tiny_gpt(config), config, data, g_data).run(3)
-
-    for _, trace in train_in_process(g_inter, g_data, tiny_gpt(config), config, data):
-        assert_bitwise(trace, oracle)
 
 
 @pytest.mark.parametrize(("tokens", "words"), [(4, 100), (1024, 2048), (1024, 2049), (5000, 3000)])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import lines_beside, refusal
 from support.images import (
     CLASSES,
     assert_equal_tensors,
@@ -21,7 +22,6 @@ from support.images import (
     small_wide_resnet,
     write_safetensors,
 )
-from support.refusals import lines_beside, refusal
 from support.runs import (
     summed_loss,
     tiny_config,
@@ -93,21 +93,6 @@ def test_a_run_starts_at_what_a_file_of_torchvisions_names_holds(
     assert set(weights) | set(counts) == set(expected)
     assert counts["stem.bn1.num_batches_tracked"].item() == 7 + 3
     assert not torch.equal(counts["stem.bn1.running_mean"], torch.zeros(4))
-
-
-def test_masks_are_those_of_the_files_weights(tmp_path: Path) -> None:
-    plain = small_vgg()
-    state = random_tensors(plain)
-    model = start_from(plain, open_weights(save(tmp_path / "w.safetensors", state)))
-    config = image_config(train={"steps": 1}, optimizer=STILL)
-
-    [(_, trace)] = train_in_process(1, 1, model, config, image_data(16))
-
-    ours, full = trace.weights["features.5.weight"], state["features.5.weight"]
-    kept = ours != 0
-    assert kept.sum() == ours.numel() - round(0.8 * ours.numel())
-    assert torch.equal(ours[kept], full[kept])
-    assert full[kept].abs().min() >= full[~kept].abs().max()
 
 
 def test_a_tied_weight_is_in_a_file_once_or_twice_alike(tmp_path: Path) -> None:

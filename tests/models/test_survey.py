@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from support.commands import lines_beside, refusal
 from support.mpirun import LONGEST_SECONDS
-from support.refusals import lines_beside, refusal
 from support.runs import random_init
 from torch import Tensor, nn
 

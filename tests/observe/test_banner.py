@@ -66,14 +66,6 @@ def test_the_banner_says_what_is_trained_where_it_stands_and_what_it_costs() -> 
     ]
 
 
-def test_one_rank_is_no_plural() -> None:
-    first, stages, _, batch, _ = lines(config(), grid=Grid(1, 1), stages=(range(7),))
-
-    assert "· 1 rank = 1 stage × 1 replica ·" in first
-    assert stages.startswith("stage 0: embed, block0–4, head (")
-    assert batch.startswith("batch 24 = 1 replica × 12 microbatches × 2 ·")
-
-
 @pytest.mark.parametrize(
     ("sections", "words", "state"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import numpy
@@ -13,23 +12,18 @@ from matplotlib.patches import Rectangle
 
 from axsparse.observe.charts import (
     PHASE_COLOURS,
-    SERIES_COLOURS,
     Areas,
     Bars,
-    Chart,
     Curve,
     Lines,
     Point,
     Timeline,
     chart_html,
-    html_table,
-    picture,
     svg,
     thinned,
 )
 from axsparse.observe.phases import PHASES
 from axsparse.observe.trace_file import Span
-from axsparse.planner.html_page import MEMORY_COLOURS
 
 EVIL = "<script>alert('x')</script>&\"--> $x^2$ 名"
 
@@ -87,18 +81,6 @@ def test_a_gap_interrupts_a_curve_and_a_lone_point_is_seen() -> None:
         *(False, False, True, False, True, False, False)
     ]
     assert curve.get_markevery() == [3]
-
-
-def test_of_two_equal_curves_both_are_seen() -> None:
-    axes, points = Figure().subplots(), [(1, 2.0), (2, 1.0)]
-    curves = [Curve(name, points, colour) for name, colour in (("a", "red"), ("b", "blue"))]
-
-    Lines("loss", [*curves, Curve("a", points, "red", is_dashed=True)]).draw(axes)
-
-    below, above, dashed = axes.lines
-    assert below.get_linewidth() > 2 * above.get_linewidth() > 0
-    assert (below.get_color(), above.get_color()) == ("red", "blue")
-    assert dashed.get_linestyle() == "--"
 
 
 @pytest.mark.parametrize(
@@ -179,59 +161,8 @@ def test_svg_is_the_pages_and_names_are_escaped() -> None:
     assert "currentColor" in text
 
 
-def test_a_picture_has_a_panel_for_each_chart() -> None:
-    charts: list[Chart] = [lines([(1, 1.0), (2, 2.0)]) for _ in range(3)]
-
-    made = picture(charts)
-
-    assert made.startswith(b"\x89PNG")
-    width, height = (int.from_bytes(made[at : at + 4], "big") for at in (16, 20))
-    assert (width, height) == (1500, 1050)
-
-
 # -- pages ----------------------------------------------------------------------------------
-
-
-def lightness(colour: str) -> float:
-    """L* of CIELAB: 0 is black, 100 is white."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    light = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    return 116 * float(light ** (1 / 3)) - 16
-
-
-@pytest.mark.parametrize(
-    "colours",
-    [[*PHASE_COLOURS.values()], [*MEMORY_COLOURS.values()], [*SERIES_COLOURS]],
-    ids=["phases", "memory", "series"],
-)
-def test_neighbours_differ_in_lightness_and_all_differ_from_both_backgrounds(
-    colours: list[str],
-) -> None:
-    assert len(set(colours)) == len(colours)
-    for one, other in pairwise(colours):
-        assert abs(lightness(one) - lightness(other)) >= 15, (one, other)
-    for colour in colours:
-        assert 35 < lightness(colour) < 85, colour
 
 
 def test_every_phase_has_a_colour_in_the_order_of_phases() -> None:
     assert tuple(PHASE_COLOURS) == PHASES
-
-
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        (["a", "b", "c"], False),
-        (["a", "b", "c", "d", "e"], False),
-        (["a row of a run", "another long cell", "and a third one"], True),
-        (["a", "x" * 200], False),
-        (["a" * 20, "x" * 200, "b" * 20], True),
-    ],
-)
-def test_a_table_that_is_wider_than_a_telephone_says_that_it_scrolls(
-    row: list[str], says: bool
-) -> None:
-    table = "".join(html_table(["head"] * len(row), [row]))
-
-    assert ('class="wide many"' in table) == says

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.standin_device import Hardware, StandInDevice
@@ -115,30 +114,6 @@ def test_a_step_ends_without_waiting_for_the_gpu_and_its_figures_wait() -> None:
     assert seconds["optimizer"] == 4
 
 
-def test_hooks_within_a_backward_interrupt_it() -> None:
-    gpu = Gpu()
-    leaf = torch.ones(1, requires_grad=True)
-
-    def compress(_: torch.Tensor) -> None:
-        with gpu.phases("compress"):
-            gpu.work(2)
-            with gpu.phases("collective"):
-                gpu.work(1)
-
-    leaf.register_post_accumulate_grad_hook(compress)
-    loss = leaf.clone()
-    loss.register_hook(lambda _: gpu.work(4))
-    gpu.phases.begin_step()
-    with gpu.phases("compute"):
-        loss.backward()
-        gpu.now += 0.5
-        gpu.work(8)
-    seconds = gpu.phases.end_step()
-    gpu.finish()
-
-    assert seconds == times(compute=12, compress=2, collective=1)
-
-
 def test_polling_sets_no_marks() -> None:
     gpu = Gpu()
 
@@ -185,24 +160,6 @@ def test_a_step_that_was_not_ended_is_forgotten_and_its_marks_are_not() -> None:
 
     assert seconds == times(compute=3, bubble=1)
     assert gpu.marks == 4
-
-
-def test_nothing_between_steps_is_marked_or_counts() -> None:
-    gpu = Gpu()
-    gpu.spend("compute", 1, work=3)
-    assert gpu.marks == 0
-
-    gpu.phases.begin_step()
-    gpu.now += 5
-    first = gpu.phases.end_step()
-    gpu.spend("bubble", 7)
-    gpu.phases.begin_step()
-    gpu.spend("p2p", 1)
-    second = gpu.phases.end_step()
-    gpu.finish()
-
-    # For the first two seconds the GPU is still busy with earlier work.
-    assert [dict(first), dict(second)] == [times(other=3), times(p2p=1)]
 
 
 def test_a_step_of_a_gpu_that_never_began_cannot_end() -> None:
@@ -319,25 +276,6 @@ def test_a_trace_has_the_gpus_stretches_on_the_hosts_axis(tmp_path: Path) -> Non
         Span(3, 0, 1, "bubble", "bubble", 19.5, 20.0),
         Span(3, 0, 1, "compute", "B0", 20.0, 22.0),
     ]
-
-
-def test_spans_are_kept_of_steps_that_begin_after_they_are_asked_for() -> None:
-    gpu = Gpu()
-    gpu.hardware.frozen = False
-    gpu.phases.start_spans()
-    gpu.phases.begin_step()
-    gpu.spend("compute", 1, work=3)
-    gpu.phases.end_step()
-    assert [*gpu.phases.take_spans()] == [("compute", "compute", 0.0, 3.0)]
-
-    gpu.phases.begin_step()
-    gpu.phases.start_spans()
-    gpu.spend("compute", 1, work=3)
-    gpu.phases.end_step()
-    assert [*gpu.phases.take_spans()] == []
-
-    with pytest.raises(AssertionError, match="take_spans without start_spans"):
-        gpu.phases.take_spans()
 
 
 # -- compressions ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.clock import Clock
+from support.standin_device import Clock
 
 from axsparse.observe.phases import PHASES, Phases
 

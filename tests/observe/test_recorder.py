@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.pages import STEP_RECORD
 from support.standin_device import Hardware, StandInDevice
 from torch import Tensor
 
 from axsparse.observe.gpu_phases import DevicePhases
 from axsparse.observe.phases import PHASES
-from axsparse.observe.recorder import Recorder, RunFigures, StepFigures, eval_line, step_line
+from axsparse.observe.recorder import Recorder, RunFigures, StepFigures
 from axsparse.observe.sinks import MetricsFile
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Op, Work
@@ -27,7 +26,6 @@ from axsparse.runtime.console import Console
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.process_memory import peak_memory_bytes
 
 RUN = RunFigures(
     steps=12,
@@ -270,17 +268,6 @@ def test_a_skipped_step_is_always_told_and_counted(tmp_path: Path) -> None:
     assert (second["skipped"], second["skip_reason"], second["skipped_steps"]) == (False, None, 2)
 
 
-def test_a_terminal_has_the_last_step_below_the_lines_until_the_end(tmp_path: Path) -> None:
-    screen = Screen(tmp_path, bar=True)
-    screen.recorder.step(figures(3), seconds(), MOST)
-    screen.recorder.flush()
-
-    shown = screen.stream.getvalue()
-    screen.recorder.close()
-    assert " 3/12  compiling  500 tokens/s  loss 2.500" in shown
-    assert screen.stream.getvalue().endswith("\r\x1b[J")
-
-
 # -- several ranks --------------------------------------------------------------------------
 
 
@@ -368,30 +355,3 @@ def test_ranks_without_screen_and_file_take_part_and_say_nothing(tmp_path: Path)
     assert step["model_state_bytes"] == 111
     assert evaluation["eval_loss"] == 1.0
     assert heard == [[0.25, 0.5]], "in rank order"
-
-
-def test_peak_memory_is_that_of_this_process_in_bytes() -> None:
-    peak = peak_memory_bytes()
-
-    assert 10e6 < peak < 1e12
-    assert peak % 1024 == 0
-
-
-def test_a_step_and_an_evaluation_read_as_one_line() -> None:
-    step = replace(
-        STEP_RECORD,
-        step=10,
-        loss=3.9117,
-        grad_norm=1.25,
-        step_seconds=1.0,
-        bubble_seconds=0.1799,
-        tokens_per_second=3_120,
-    )
-
-    assert step_line(step, steps=30, eta=12.4, unit="samples") == (
-        "step 10/30  loss 3.912  grad norm 1.25  bubble 18 %  3.1k samples/s  eta 00:12"
-    )
-    metrics = {"perplexity": 3.43689, "top1": 0.98765}
-    assert eval_line(10, 30, 1.23456, metrics, "256 of 360 samples") == (
-        "step 10/30  validation loss 1.2346  perplexity 3.437  top1 98.77 %  (256 of 360 samples)"
-    )

@@ -17,7 +17,6 @@ from axsparse.observe.run_records import RunView, read_records
 from axsparse.observe.run_report import (
     memory_charts,
     phase_chart,
-    picture_charts,
     report_page,
     training_charts,
 )
@@ -175,20 +174,6 @@ def test_the_table_of_differences_has_the_settings_that_differ_and_no_others(
 
 
 @pytest.mark.usefixtures("_without_pictures")
-def test_runs_of_other_models_have_other_metrics(tmp_path: Path) -> None:
-    evaluated = json.dumps({"step": 3, "eval_loss": 0.5, "top1": 0.25}) + "\n"
-    plain = view(tmp_path, text_of(3), "plain")
-    runs = [plain, view(tmp_path, text_of(3) + evaluated, "images")]
-
-    [first, second] = rows_of(report_page(runs), "top1")
-
-    assert [len(first), first[0]] == [len(second), "plain"]
-    assert "25.00 %" in second and "25.00 %" not in first
-    titles = [chart.title for chart in picture_charts(runs)]
-    assert titles[0].startswith("loss") and titles[-1] == "seconds of a step"
-
-
-@pytest.mark.usefixtures("_without_pictures")
 def test_skipped_steps_are_marked_with_their_reasons_and_nulls_interrupt_curves(
     tmp_path: Path,
 ) -> None:
@@ -203,16 +188,6 @@ def test_skipped_steps_are_marked_with_their_reasons_and_nulls_interrupt_curves(
     loss = next(iter(training_charts([run])))
     assert (loss.crosses, loss.curves[0].points[2]) == ([3], (3, None))
     assert not re.search(r"\b(nan|None)\b", words_of(page))
-
-
-def test_one_record_of_any_kind_makes_a_page(tmp_path: Path) -> None:
-    evaluation = '{"step": 0, "eval_loss": 3.0}\n'
-    mask = '{"step": 0, "masks": "drawn", "model_state_bytes": null}\n'
-    bare = '{"step": 1, "loss": null}\n'
-    for text in (evaluation, mask, bare):
-        page = report_page([view(tmp_path, text)])
-        assert not re.search(r"\b(nan|None)\b", words_of(page))
-        body_of(page)
 
 
 def test_thousands_of_steps_of_many_runs_stay_below_a_megabyte(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.clock import Clock
+from support.standin_device import Clock
 
 from axsparse.observe.phases import Phases
 from axsparse.observe.trace_file import (
@@ -105,12 +105,6 @@ def test_a_part_that_rank_0_cannot_see_is_named_and_the_others_stay(tmp_path: Pa
     with pytest.raises(OutputError, match=r"other: rank 0 cannot read .*where all hosts see it"):
         join(tmp_path / "joined.json", [tmp_path / "own", tmp_path / "other"], "test")
     assert (tmp_path / "own").exists()
-
-
-def test_a_trace_that_was_written_is_read_back(tmp_path: Path) -> None:
-    for spans in (SPANS, []):
-        write(tmp_path / "deep" / "trace.json", spans, "test")
-        assert read(tmp_path / "deep" / "trace.json") == spans
 
 
 def test_bytes_that_are_no_text_are_no_trace(tmp_path: Path) -> None:

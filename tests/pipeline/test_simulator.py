@@ -154,18 +154,6 @@ def test_lists_that_wait_for_each_other_end_the_simulation() -> None:
         lists("F0 B0 F1 B1", "F0 F1 B0 B1", durations=Durations.uniform(2, 2, 1, 1))
 
 
-def test_one_slow_microbatch_delays_1f1b_more_than_message_driven() -> None:
-    durations = Durations.uniform(4, 16, 1.0, 2.0)
-    slow = [list(row) for row in durations.forward]
-    slow[1][6] = 9.0
-    delayed = Durations(slow, durations.backward)
-
-    ours = run(Schedule("message-driven", 2, "alternate"), delayed)
-    static = run(Schedule("1f1b", 2, "alternate"), delayed)
-
-    assert ours.seconds < static.seconds
-
-
 # -- split backwards ------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.surveys import surveyed
+from support.planner_cases import surveyed
 
 from axsparse.planner.cluster import Cluster, parse_cluster, to_yaml
 from axsparse.planner.cluster_fit import Measurements, fitted, spread

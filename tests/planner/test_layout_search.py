@@ -83,21 +83,6 @@ def test_every_row_fits_and_counts_its_flops() -> None:
         assert row.percent_of_peak == pytest.approx(100 * flops / (row.seconds * 64 * 125e12))
 
 
-def test_less_memory_takes_more_stages() -> None:
-    roomy = made("gpt3_2.7b", 0.1, 64)
-    tight = planned(
-        "gpt3_2.7b",
-        0.1,
-        gpus=64,
-        global_batch_size=128,
-        schedules=[schedule()],
-        memory_bytes=8e9,
-    )
-
-    assert tight.recommended.layout.grid.g_inter > roomy.recommended.layout.grid.g_inter
-    assert tight.memory_bytes == 8e9
-
-
 @pytest.mark.parametrize(
     ("gpus", "said"),
     [

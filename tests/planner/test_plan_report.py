@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from support.pages import body_of, figure_of
-from support.planner_cases import cluster, formula, planned, schedule
+from support.planner_cases import cluster, formula, planned
 
 from axsparse.observe.trace_file import Span
 from axsparse.planner.html_page import page
@@ -27,7 +27,6 @@ from axsparse.planner.plan_report import (
     scaling,
     settings,
     spans,
-    table,
 )
 from axsparse.planner.step_simulation import STEP_PHASES
 
@@ -71,14 +70,6 @@ def test_it_says_why_fewer_stages_do_not_do_or_that_more_are_predicted_faster() 
     assert f"; {fastest.grid} with microbatches of {fastest.microbatch_size} are" in because(found)
 
 
-def test_of_many_stages_the_fullest_and_the_last_are_shown() -> None:
-    found = planned("gpt3_13b.yaml", gpus=32, global_batch_size=32, g_inter=[32])
-    text = list(lines([found], []))
-    begin = text.index("memory of each stage, GB:")
-
-    assert [line.split()[0] for line in text[begin + 2 : begin + 9]] == [*"012345", "31"]
-
-
 def test_neighbours_that_are_rejected_alike_share_a_line() -> None:
     found = [
         Rejection(1, 8, 1, "stage 0 needs 3 GB of 2"),
@@ -117,16 +108,6 @@ def test_json_has_all_and_is_json() -> None:
     assert told["constants"]["efficiency"]["kind"] == "fitted"
     memory = first["stages"][0]["memory"]
     assert memory["total"] == pytest.approx(sum(memory.values()) / 2)
-
-
-def test_words_stand_left_and_numbers_right() -> None:
-    rows = [{"phase": "a", "layout": "1", "s": "1"}, {"phase": "b", "layout": "16", "s": "20"}]
-
-    assert list(table(rows)) == [
-        "phase  layout   s",
-        "    a  1        1",
-        "    b  16      20",
-    ]
 
 
 # -- the page: one file, well-formed, nothing from elsewhere ----------------------------------
@@ -184,20 +165,6 @@ def test_several_numbers_of_devices_have_a_scaling_curve_of_each_method() -> Non
     figure = figure_of(page(plans, []), "Strong scaling")
     assert {"8", "16", "devices"} <= set(texts(figure))
     assert [key.tail for key in figure.iter("i")] == ["dense", "samo"]
-
-
-def test_a_step_of_thousands_of_moments_makes_no_large_page() -> None:
-    question = LayoutQuestion(
-        workload=replace(formula("gpt3_xl.yaml"), layers=32),
-        cluster=cluster(memory_bytes=1e12),
-        gpus=32,
-        global_batch_size=512,
-        g_inter=[32],
-        microbatch_sizes=[1],
-        schedules=[schedule()],
-    )
-
-    assert len(page([plan(question)], [])) < 200_000
 
 
 # -- the trace ------------------------------------------------------------------------------

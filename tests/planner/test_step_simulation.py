@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,21 +16,6 @@ from axsparse.runtime.grid import Grid
 
 NAMES: tuple[ScheduleName, ...] = ("message-driven", "1f1b", "gpipe")
 UNIT_LINKS = {"intra_node_bandwidth": 1.0, "inter_node_bandwidth": 1.0}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_bubble_is_equation_7_wherever_messages_are_free(name: ScheduleName) -> None:
-    for g_inter, microbatches in itertools.product((1, 2, 4, 8), (1, 3, 16)):
-        forward, backward = 8 / g_inter, 24 / g_inter
-        run = simulate_step(
-            uniform(g_inter, forward, backward),
-            cluster(),
-            Grid(g_inter, 2),
-            schedule(name),
-            microbatches,
-        )
-
-        assert run.mean_phases["bubble"] == (8 + 24) * (1 - 1 / g_inter)
 
 
 def test_one_stage_has_neither_messages_nor_a_bubble() -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from support.allocated import peak_of_torch
 from support.hf import SMALL_LLAMA
-from support.planner_cases import cluster
+from support.planner_cases import KEPT, SURVEY, cluster, layer, surveyed
 from support.runs import tiny_config, token_data, train_in_process
-from support.surveys import KEPT, SURVEY, layer, surveyed
 from torch import Tensor
 
 from axsparse.config.load import made_in_python

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.distribution import kept_entries, n_of_m
+from axsparse.pruning.distribution import kept_entries
 from axsparse.runtime.errors import ConfigError
 
 
@@ -111,12 +111,3 @@ def test_of_a_pruned_tensor_only_kept_entries_stay_and_the_best_of_them(
     mask = Criterion(score).mask("w", (100,), lambda: weights, 7, within)
 
     assert set(mask.nonzero().view(-1).tolist()) == set(within[best].tolist())
-
-
-def test_a_pattern_decides_by_magnitude_where_the_score_is_one() -> None:
-    weight = torch.tensor([[-4.0, 1.0, 2.0, -3.0]])
-
-    mask = Criterion("magnitude", pattern=(2, 4)).mask("w", (1, 4), lambda: weight, 2)
-
-    assert mask.tolist() == [True, False, False, True]
-    assert torch.equal(mask.view(1, 4), n_of_m(weight.abs(), 2, 4))

@@ -186,23 +186,6 @@ def test_masks_are_those_of_one_group_at_a_time(drawn: tuple[Tensor, int, int]) 
     assert torch.equal(mask, by_hand(score, n, m))
 
 
-def test_two_of_four_of_a_linear_go_along_its_inputs() -> None:
-    score = torch.tensor([[1.0, 4, 2, 3, 9, 8, 7, 6], [0, 0, 0, 0, 1, 0, 0, 1]])
-
-    assert n_of_m(score, 2, 4).int().tolist() == [
-        [0, 1, 0, 1, 1, 1, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0, 1],
-    ]
-
-
-def test_a_convolution_keeps_two_of_four_input_channels_at_each_place_of_its_kernel() -> None:
-    score = torch.randn(3, 8, 2, 2, generator=torch.Generator().manual_seed(0))
-
-    mask = n_of_m(score, 2, 4)
-
-    assert mask.view(3, 2, 4, 4).sum(dim=2).unique().tolist() == [2]
-
-
 @pytest.mark.parametrize("chunk", [1, 24, 100])
 def test_chunks_leave_no_trace(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     score = torch.randn(11, 8, generator=torch.Generator().manual_seed(0))

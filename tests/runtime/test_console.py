@@ -21,14 +21,6 @@ from axsparse.runtime.console import (
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.launcher import LAUNCHER_VARIABLES
 
-CLEAR = "\r\x1b[J"
-UP = "\x1b[1A\r"
-"""Back to the empty row above one row."""
-
-
-def sized(columns: int, lines: int = 24) -> os.terminal_size:
-    return os.terminal_size((columns, lines))
-
 
 class FlushedStream(io.StringIO):
     """A stream that knows what would have reached the screen."""
@@ -59,39 +51,6 @@ def test_a_log_gets_plain_lines_and_no_bar() -> None:
     screen.close()
 
     assert stream.seen == "first\nsecond\n"
-
-
-def test_the_bar_is_redrawn_in_place() -> None:
-    stream = FlushedStream()
-    screen = Console(stream, bar=True, size=lambda: sized(10))
-
-    screen.progress(1, 2, "a")
-    screen.progress(2, 2, "b")
-
-    assert stream.seen == f"{CLEAR}\n█░ 1/2  a{UP}{CLEAR}\n██ 2/2  b{UP}"
-
-
-def test_a_line_goes_above_the_bar() -> None:
-    stream = FlushedStream()
-    screen = Console(stream, bar=True, size=lambda: sized(40))
-    screen.progress(10, 10, "done")
-    bar = stream.seen.removeprefix(CLEAR)
-
-    screen.line("saved")
-
-    assert stream.seen == f"{CLEAR}{bar}{CLEAR}saved\n{bar}"
-
-
-def test_closing_takes_the_bar_away_for_good() -> None:
-    stream = FlushedStream()
-    screen = Console(stream, bar=True)
-    screen.progress(1, 2, "")
-    drawn = stream.seen
-
-    screen.close()
-    screen.line("the end")
-
-    assert stream.seen == f"{drawn}{CLEAR}the end\n"
 
 
 @pytest.fixture(params=[True, False], ids=["folding", "cutting"])
@@ -205,18 +164,6 @@ def test_under_a_launcher_no_rank_knows_of_a_terminal(
     make_console(stream).progress(1, 2, "loss")
 
     assert stream.seen == ""
-
-
-def test_the_width_is_asked_for_every_time() -> None:
-    widths = iter([50, 30])
-    stream = TerminalStream()
-
-    screen = Console(stream, bar=True, size=lambda: sized(next(widths)))
-    screen.progress(1, 2, "x" * 200)
-    screen.progress(1, 2, "x" * 200)
-
-    rows = [text.removesuffix(UP) for text in stream.seen.split(f"{CLEAR}\n")[1:]]
-    assert list(map(len, rows)) == [49, 29]
 
 
 def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
-from support.cuda_on_cpu import EmulatedLauncher, compiler
-from support.kernel_names import HELPERS
-from support.pruned import matrices
-from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
+from support.cuda_on_cpu import HELPERS, EmulatedLauncher, compiler
+from support.runs import (
+    matrices,
+    random_init,
+)
 from torch import Tensor, nn
 
-from axsparse.models.layer import Layer, Model
+from axsparse.models.layer import Layer
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
@@ -252,23 +252,6 @@ def test_a_closed_collector_leaves_gradients_alone() -> None:
     assert all(tensor.parameter.grad is not None for tensor in built[0].state.tensors)
 
 
-def test_training_ends_with_layers_that_have_no_parameters() -> None:
-    model = Model(
-        [
-            Layer("flat", nn.Flatten),
-            Layer("in", partial(linear, 16), init=random_init),
-            Layer("act", nn.Tanh),
-            Layer("out", partial(nn.Linear, WIDTH, 5), kind="head", init=random_init),
-        ],
-        loss=summed_loss,
-    )
-    config = tiny_config(train={"steps": 2})
-
-    ranks = train_in_process(3, 2, model, config, vector_data())
-
-    assert all(len(trace.losses) == 2 for _, trace in ranks)
-
-
 # -- where kernels compress -----------------------------------------------------------------
 
 
@@ -305,21 +288,6 @@ def test_to_a_tensor_that_is_all_kept_autograd_adds_by_itself(kernels: EmulatedL
     # Two matrices in each of four microbatches, two vectors in the first of them only.
     assert kernels.launched.count("compress<Int32Index, Fp32, Fp32>") == 2 * 4
     assert kernels.launched.count("compress<FullIndex, Fp32, Fp32>") == 2
-
-
-def test_every_step_begins_anew_and_a_microbatch_without_a_gradient_leaves_the_sum() -> None:
-    built = layers(linear)
-    first, second = (dense_gradients(built, seed) for seed in (5, 6))
-    microbatches(built, 3).close()
-    collecting = collector(built)
-    collecting.begin()
-    forward(built, 5).backward()
-    forward(built, 6).backward()
-    collecting.microbatch(is_last=True)  # whose backward reaches nothing
-    assert collecting.finish() == []
-
-    assert all(tensor.parameter.grad is None for tensor in built[0].state.tensors)
-    assert_sums(built[0], first, second)
 
 
 def test_a_sum_that_autograd_makes_elsewhere_is_taken_in() -> None:

@@ -196,30 +196,6 @@ def test_each_use_of_a_tied_weight_has_candidates_of_its_own() -> None:
 # -- how good, and at what cost ---------------------------------------------------------------
 
 
-def test_candidates_as_many_as_kept_entries_find_most_of_what_the_whole_gradient_would() -> None:
-    """Entries of unequal scale, as in networks, and noise of every microbatch beside a mean."""
-    numel, microbatches = 20_000, 16
-    mask = random_mask(1, numel, 0.1)
-    index, moved = make_index(mask), round(0.3 * int(mask.sum()))
-    scale = random(2, numel).exp()
-    gradients = [
-        scale * (0.3 * random(3, numel) + random(10 + number, numel))
-        for number in range(microbatches)
-    ]
-    listed = no_candidates(numel, index.kept)
-    for gradient in gradients:
-        listed = strongest(gradient.clone(), (listed,), index, index.kept)
-
-    found = strongest(torch.zeros(numel), (listed,), index, moved).positions.long()
-
-    total = torch.stack(gradients).sum(0)
-    exact = by_sorting(total, mask, moved)
-    recall = len(set(found.tolist()) & set(exact.tolist())) / moved
-    mass = float(total[found].abs().sum() / total[exact].abs().sum())
-    assert recall > RECALL, recall
-    assert mass > MASS, mass
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_picking_needs_five_bytes_an_entry_of_the_tensor_and_its_lists(kind: IndexKind) -> None:
     numel = 64 * BLOCK

@@ -10,8 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.pruned import matrices
-from support.runs import random_init, tiny_config, tiny_gpt
+from support.runs import matrices, random_init, tiny_config, tiny_gpt
 from torch import Tensor, nn
 
 from axsparse.models.layer import InitFunction, Layer, Model
@@ -238,39 +237,6 @@ def test_running_statistics_start_as_in_torch_and_in_fp32(half: bool) -> None:
         assert torch.equal(found[name], buffer)
         assert found[name].dtype == buffer.dtype
     assert set(map(id, found.values())) <= set(map(id, built.state.frozen))
-
-
-OWN = torch.Generator().manual_seed(7)
-
-
-def drawn_by_itself(name: str, shape: tuple[int, ...], _: torch.Generator) -> Tensor:
-    return torch.zeros(shape) if name == "bias" else torch.randn(shape, generator=OWN)
-
-
-def built_by_itself() -> nn.Module:
-    linear = nn.Linear(4, 4)
-    with torch.no_grad():
-        linear.weight.copy_(torch.randn(4, 4, generator=OWN))
-    return linear
-
-
-@pytest.mark.parametrize(
-    ("layer", "what"),
-    [
-        (Layer("a", lambda: nn.Linear(4, 4), init=drawn_by_itself), "init"),
-        (Layer("a", built_by_itself), "build"),
-    ],
-    ids=["init", "build"],
-)
-def test_start_values_of_a_generator_of_ones_own_are_refused_without_a_mask_too(
-    layer: Layer, what: str
-) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=rf"^layer a: its {what} gave other values for weight when it was called again; draw "
-        "them from torch's generators, which are seeded here, and not from one of your own$",
-    ):
-        build_layers_with([layer], {}, options())
 
 
 class Sevens:

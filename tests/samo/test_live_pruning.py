@@ -7,8 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
-from support.pruned import matrices
-from support.runs import random_init
+from support.runs import matrices, random_init
 from torch import Tensor, nn
 
 from axsparse.models.layer import Kind, Layer

@@ -6,9 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.pruned import matrices
-from support.runs import random_init
-from support.sampled import by_gather, sample_all
+from support.runs import matrices, random_init
+from support.sums import by_gather, sample_all
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer

@@ -10,8 +10,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from support.pruned import kept
-from support.runs import random_init, tiny_config, tiny_gpt, token_data, train_in_process
+from support.runs import kept, random_init, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import nn
 
 from axsparse.config.model_config import GptConfig
@@ -280,14 +279,6 @@ def test_an_index_in_bytes(kept: int) -> None:
 def test_int32_holds_numbers_up_to_its_limit() -> None:
     assert fits_int32(int(torch.iinfo(torch.int32).max))
     assert not fits_int32(int(torch.iinfo(torch.int32).max) + 1)
-
-
-@pytest.mark.parametrize("kept_of_ten", [1, 9])
-@pytest.mark.parametrize("numel", [10**8, 10**11])
-def test_a_mask_with_its_offsets_stays_below_an_eighth_and_a_bit(
-    numel: int, kept_of_ten: int
-) -> None:
-    assert 1 / 8 < index_bytes(numel, numel * kept_of_ten // 10, "mask") / numel <= 0.129
 
 
 def test_the_formula_by_category() -> None:

@@ -1,12 +1,14 @@
-"""Commands of axsparse in this process, which spares a test the start of another one."""
+"""Commands of axsparse in this process, and the lines by which axsparse refuses what is wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from axsparse.__main__ import main
+from axsparse.runtime.errors import AxsparseError
 
 Axsparse = Callable[..., tuple[int, str, str]]
 
@@ -31,3 +33,17 @@ def assert_one_line(said: tuple[int, str, str], code: int, text: str) -> None:
     assert (ended, screen) == (code, "")
     assert errors.startswith("axsparse: error: ") and errors.count("\n") == 1
     assert text in errors
+
+
+def lines_beside(test_file: str) -> dict[str, str]:
+    """The line of each case, by its name."""
+    text = Path(test_file).with_suffix(".txt").read_text(encoding="utf-8")
+    return dict(case.removeprefix("$ ").rstrip("\n").split("\n", 1) for case in text.split("\n\n"))
+
+
+def refusal(refused: Callable[[], object], kind: type[AxsparseError], place: object = None) -> str:
+    """The line that a call is refused with; `place`, such as a path, is left out of it."""
+    with pytest.raises(kind) as told:
+        refused()
+    said = str(told.value)
+    return said if place is None else said.replace(str(place), "PLACE")

@@ -10,11 +10,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
+from axsparse.samo.cuda.device_index import BITS, INDICES
 from axsparse.samo.cuda.launch import Argument, pointer, source
 
 HEADER = Path(__file__).with_suffix(".h")
@@ -93,3 +95,25 @@ def _value(argument: Argument) -> Value:
 
 def _addresses(values: Sequence[Value]) -> object:
     return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+
+
+ENCODED = tuple(name for kind, name in INDICES.items() if kind != "full")
+GRADIENTS = ("Bf16, Bf16", "Bf16, Fp32", "Fp16, Fp16", "Fp16, Fp32", "Fp32, Fp32")
+"""Types of weight and gradient."""
+STATES = tuple(
+    f"{numbers}, {master}"
+    for numbers in GRADIENTS
+    for master in {
+        "Bf16": ("MasterBuffer", "MasterRemainder"),
+        "Fp16": ("MasterBuffer",),
+        "Fp32": ("MasterIsWeight",),
+    }[numbers[:4]]
+)
+COMPRESS = [f"compress<{index}, {types}>" for index, types in product(INDICES.values(), GRADIENTS)]
+JUDGE = [f"judge<{number}>" for number in ("Bf16", "Fp16", "Fp32")] + ["fold"]
+STEP = [f"step_adamw<{index}, {state}>" for index, state in product(INDICES.values(), STATES)] + [
+    f"step_sgd<{index}, {state}, {momentum}>"
+    for index, state, momentum in product(INDICES.values(), STATES, ("NONE", "PLAIN", "NESTEROV"))
+]
+HELPERS = [f"move<{index}, {bits}>" for index, bits in product(ENCODED, BITS.values())]
+EVERY = COMPRESS + JUDGE + STEP + HELPERS

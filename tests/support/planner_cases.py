@@ -1,4 +1,4 @@
-"""A cluster of round numbers, the study's GPTs, and costs by hand."""
+"""A cluster of round numbers, the study's GPTs, costs by hand, and a survey of four layers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 from published.gpt_formula import GptFormula
+from support.cases import merged
+from support.runs import tiny_config
 
 from axsparse.config.load import load_config
 from axsparse.config.model_config import GptConfig, of_family
+from axsparse.models.layer_cost import Activations
+from axsparse.models.survey import LayerInfo, ParameterInfo, Survey
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout import LayoutQuestion
 from axsparse.planner.layout_search import Plan, plan
 from axsparse.planner.step_cost import StageSeconds, StepCosts
+from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.samo.optim.adamw import ADAMW
 
 SUMMIT = load_cluster("summit")
 
@@ -63,3 +69,36 @@ def schedule(name: ScheduleName = "message-driven", slack: int = 1) -> Schedule:
 def planned(config: str, density: float = 1.0, machine: Cluster = SUMMIT, **question: Any) -> Plan:
     """The plan of a bundled GPT."""
     return plan(LayoutQuestion(workload=formula(config, density), cluster=machine, **question))
+
+
+def layer(name: str, rows: int, flops: float, saved: int = 100) -> LayerInfo:
+    return LayerInfo(
+        name,
+        "block",
+        (
+            ParameterInfo(f"{name}.weight", (rows, 10), trained=True),
+            ParameterInfo(f"{name}.frozen", (7,), trained=False),
+        ),
+        flops,
+        activations=Activations(inputs=20, saved=saved, outputs=30, widest=50),
+    )
+
+
+SURVEY = Survey(
+    [layer("a", 10, 1e3), layer("b", 40, 4e3, 700), layer("c", 20, 2e3), layer("d", 10, 3e3)],
+    ties={},
+)
+KEPT = {"b.weight": 40, "c.weight": 20}
+SETTINGS = {
+    "precision": "bf16",
+    "samo": {"gradient": "fp32", "index": "int32"},
+    "pipeline": {"checkpoint_activations": 1},
+}
+
+
+def surveyed(
+    survey: Survey = SURVEY, kept: dict[str, int] | None = None, **sections: Any
+) -> SurveyedModel:
+    """The model of a survey, with some settings."""
+    config = tiny_config(**merged(SETTINGS, sections))
+    return SurveyedModel(config, survey, "four layers", KEPT if kept is None else kept, ADAMW)

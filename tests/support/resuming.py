@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from support.runs import tiny_gpt, token_data
 from torch import Tensor
@@ -19,6 +20,7 @@ from axsparse.data.dataset import Dataset, Datasets
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Model
 from axsparse.models.module_buffers import slots
+from axsparse.models.survey import survey
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, StoppedError
 from axsparse.runtime.grid import Grid
@@ -27,6 +29,7 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.build import build
 from axsparse.training.checkpoint.manifest import Progress
+from axsparse.training.export import export
 from axsparse.training.placement import Placement
 from axsparse.training.trainer import Trainer
 
@@ -183,3 +186,28 @@ def settings(config: Config, **sections: Any) -> Config:
             for name, value in sections.items()
         }
     )
+
+
+def train_and_save(
+    layout: tuple[int, int], model: Model, config: Config, path: Path, *, trained: bool = False
+) -> dict[str, Tensor]:
+    """Train on all ranks and export for transformers; the masters, as `dense_state` has them."""
+    run = path.with_name(f"{path.name}-run")
+    found = ran(layout, settings(config, checkpoint={"every": 100}), run, model=lambda _: model)
+    export(run, "hf", path, trained=trained)
+    return dense_state(found, model)
+
+
+def dense_state(found: Ran, model: Model, kind: str = "master") -> dict[str, Tensor]:
+    """Trained parameters of a run by global name, a tied one once, and buffers."""
+    surveyed = survey(model)
+    tensors = {}
+    for name, shape in surveyed.shapes.items():
+        if f"kept/{name}" in found.state:
+            values = found.state[f"{kind}/{name}"]
+            if kind == "master":
+                dense = torch.zeros(int(np.prod(shape)))
+                dense[found.state[f"kept/{name}"]] = values
+                values = dense
+            tensors[name] = values.view(shape)
+    return {**tensors, **found.buffers}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -14,16 +14,22 @@ from support.oracle import Trace
 from torch import Tensor, nn
 
 from axsparse.config.model_config import GptConfig, of_family
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, PruningConfig
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets, TokenDataset
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Layer, Model
+from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.distribution import kept_entries
+from axsparse.pruning.methods.live_masks import ScoredMasks
+from axsparse.pruning.targets import find_targets
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.seeds import keyed_generator
 from axsparse.training.build import build
 from axsparse.training.placement import Placement
 from axsparse.training.trainer import Trainer
@@ -221,3 +227,40 @@ def assert_same_steps(ours: Trace, expected: Trace) -> None:
 def _of_good_steps(trace: Trace) -> list[tuple[float, float]]:
     steps = zip(trace.losses, trace.norms, trace.finite, strict=True)
     return [(loss, norm) for loss, norm, good in steps if good]
+
+
+def built_modules(model: Model) -> list[nn.Module]:
+    """The modules of all layers, with their start values."""
+    built = []
+    for layer in model.layers:
+        module = layer.build()
+        for name, parameter in module.named_parameters():
+            assert layer.init is not None
+            generator = keyed_generator(1, layer.name, name)
+            with torch.no_grad():
+                parameter.copy_(layer.init(name, tuple(parameter.shape), generator))
+        built.append(module)
+    return built
+
+
+def matrices(
+    layers: Sequence[Layer],
+    sparsity: float,
+    method: Literal["magnitude", "random"] = "magnitude",
+    *,
+    include: Literal["blocks", "all"] = "all",
+) -> ScoredMasks:
+    """Every trained tensor of two or more dimensions, pruned by itself; without names of ties."""
+    kept = {
+        f"{layer.name}.{name}": kept_entries(parameter.numel(), sparsity)
+        for layer in layers
+        if layer.kind == "block" or include == "all"
+        for name, parameter in layer.build().named_parameters()
+        if parameter.dim() >= 2 and parameter.requires_grad
+    }
+    return ScoredMasks(Criterion(method, 1), kept)
+
+
+def kept(model: Model, settings: PruningConfig) -> dict[str, int]:
+    """Entries of each pruned tensor that stay, by a configuration."""
+    return find_targets(survey(model), settings).kept()

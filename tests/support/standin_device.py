@@ -32,7 +32,7 @@ MOMENTS = (0, 1, 2, 3, 15)
 """How many operations may run between two questions of a host."""
 ZERO = 1e6
 """What a device's clock shows when its host's begins."""
-Clock = dict[int, int]
+Completed = dict[int, int]
 """Queue → how many of its operations are known to have completed."""
 
 
@@ -73,7 +73,7 @@ class Operation:
     writes: Sequence[Span] = ()
     queue: Queue = field(init=False)
     number: int = field(init=False)
-    clock: Clock = field(init=False)
+    clock: Completed = field(init=False)
     done: bool = False
 
 
@@ -155,7 +155,7 @@ class Queue:
         self.pending: deque[Operation] = deque()
         self.number = len(device.hardware.queues)
         self._issued = 0
-        self._clock: Clock = {}
+        self._clock: Completed = {}
         device.hardware.queues.append(self)
 
     @property
@@ -173,7 +173,7 @@ class Queue:
         self.pending.append(operation)
         return Flag(self.device, operation)
 
-    def after(self, clock: Clock) -> None:
+    def after(self, clock: Completed) -> None:
         """What is enqueued from now on comes after what this clock knows of."""
         merge(self._clock, clock)
 
@@ -227,7 +227,7 @@ class StandInDevice:
     def __init__(self, hardware: Hardware, rank: int) -> None:
         self.hardware = hardware
         self.rank = rank
-        self.known: Clock = {}
+        self.known: Completed = {}
         self._touched: list[tuple[Span, bool, Operation]] = []
         self.compute = StandInStream(self, f"the compute stream of rank {rank}")
         self._streams = 0
@@ -282,7 +282,7 @@ class StandInDevice:
             pass
         return found
 
-    def check(self, operation: Operation, clock: Clock) -> None:
+    def check(self, operation: Operation, clock: Completed) -> None:
         """MisuseError if an operation after `clock` may run together with one that it needs to
         come after; from now on, later ones are checked against it."""
         self._touched = [
@@ -302,11 +302,19 @@ class StandInDevice:
         self._touched += [(span, writes, operation) for span, writes in spans]
 
 
-def merge(clock: Clock, other: Clock) -> None:
+def merge(clock: Completed, other: Completed) -> None:
     """Know what the other knows."""
     for queue, number in other.items():
         clock[queue] = max(clock.get(queue, 0), number)
 
 
-def _knows(clock: Clock, operation: Operation) -> bool:
+def _knows(clock: Completed, operation: Operation) -> bool:
     return clock.get(operation.queue.number, 0) >= operation.number
+
+
+class Clock:
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now

@@ -19,8 +19,6 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST, Backend
-from axsparse.samo.layer_state import StateTypes
-from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.training.build import build
 from axsparse.training.placement import MemoryRoom, Placement
 from axsparse.training.trainer import Trainer
@@ -112,37 +110,6 @@ class Loops:
 
     def is_alive(self) -> bool:
         return None not in self.joined
-
-
-def test_loops_are_compiled_while_data_are_read_and_before_memory_is_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    heard: list[str] = []
-    loops, parts = Loops(), vars(axsparse.training.build)
-    open_data = parts["open_data"]
-
-    def prepare(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> Loops:
-        heard.append(f"prepare {len(types.moments)} moments")
-        return loops
-
-    def opened(*arguments: Any, **settings: Any) -> object:
-        heard.append("open data")
-        return open_data(*arguments, **settings)
-
-    def measure(*_: object) -> NoReturn:
-        raise OpenedError(*heard, loops.is_alive())
-
-    monkeypatch.setitem(parts, "FEW", 0)
-    monkeypatch.setitem(parts, "prepare_loops", prepare)
-    monkeypatch.setitem(parts, "open_data", opened)
-    monkeypatch.setitem(vars(axsparse.training.parts), "make_recorder", measure)
-    config = tiny_config()
-    job = Job(LocalTransport(LocalWorld(1), 0))
-
-    with pytest.raises(OpenedError) as seen:
-        build_quietly(config, job, Datasets(token_data(), None))
-
-    assert seen.value.args == ("prepare 2 moments", "open data", False)
 
 
 @pytest.mark.parametrize("is_told", [False, True])

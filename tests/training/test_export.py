@@ -16,7 +16,7 @@ import torch
 from support.allocated import peak_of
 from support.hf import SMALL_LLAMA, write_llama
 from support.images import assert_equal_tensors, image_config, image_data, small_wide_resnet
-from support.resuming import ran, settings
+from support.resuming import dense_state, ran, settings
 from support.runs import (
     FEW_MICROBATCHES,
     mlp,
@@ -26,7 +26,6 @@ from support.runs import (
     train_in_process,
     vector_data,
 )
-from support.saved import dense_state, train_and_save
 from torch import Tensor, nn
 
 import axsparse as ax
@@ -36,7 +35,7 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.models.survey import survey
-from axsparse.models.zoo.hf_models import GPT2, LLAMA, start_from_hf
+from axsparse.models.zoo.hf_models import LLAMA, start_from_hf
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -45,7 +44,7 @@ from axsparse.runtime.errors import (
     MissingInputError,
     OutputError,
 )
-from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensors
+from axsparse.runtime.files.safetensors import SafetensorsFile
 from axsparse.training import export as exporting
 from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.verification import PIECE, Checkpoint, open_checkpoint
@@ -159,26 +158,6 @@ def test_untrained_parameters_come_out_and_trained_ones_as_they_multiply(tmp_pat
         expected["hidden1.0.weight"] = frozen["hidden1.0.weight"].to(dtype)
         assert {tensor.dtype for tensor in written.values()} == {dtype}
         assert_equal_tensors(written, expected)
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_gpt_comes_out_under_the_names_and_shapes_of_transformers(
-    trained: bool, tmp_path: Path
-) -> None:
-    config = config_of(precision="bf16")
-    path = tmp_path / "new" / "folder"
-
-    masters = train_and_save((2, 2), tiny_gpt(config), config, path, trained=trained)
-
-    assert sorted(one.name for one in path.iterdir()) == ["config.json", "model.safetensors"]
-    dtype = torch.bfloat16 if trained else torch.float32
-    written = tensors_of(path / "model.safetensors")
-    for name, master in masters.items():
-        is_turned = name.startswith("block") and master.dim() == 2
-        value = (master.t() if is_turned else master).to(dtype)
-        assert torch.equal(written.pop(GPT2.named(name)), value), name
-    assert not written
-    assert f"torch.{json.loads((path / 'config.json').read_text())['dtype']}" == str(dtype)
 
 
 def test_a_trainer_saves_before_its_first_step_what_is_then_exported(tmp_path: Path) -> None:
@@ -303,26 +282,6 @@ def refused(kind: type[AxsparseError], checkpoint: Checkpoint, form: Form, path:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("form", ["torch", "hf"])
-def test_a_checkpoint_that_goes_away_leaves_nothing(
-    form: Form, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = newest(run)
-
-    def write(*arguments: Any) -> None:
-        (checkpoint.path / "0003-head.safetensors").unlink()
-        write_safetensors(*arguments)
-
-    monkeypatch.setattr(exporting, "write_safetensors", write)
-    (tmp_path / "new").mkdir()
-
-    with pytest.raises(MissingInputError) as caught:
-        export(checkpoint, form, tmp_path / "new" / "out.safetensors")
-
-    assert "0003-head.safetensors cannot be opened (No such file or directory)" in str(caught.value)
-    assert list((tmp_path / "new").iterdir()) == []
-
-
 def test_a_file_that_goes_away_while_it_is_read_is_told(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,24 +397,6 @@ def test_nothing_else_is_ever_replaced(run: Path, tmp_path: Path) -> None:
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_appears_there_meanwhile_stays(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "out.safetensors"
-
-    def write(*arguments: Any) -> None:
-        path.write_text("somebody else's")
-        write_safetensors(*arguments)
-
-    monkeypatch.setattr(exporting, "write_safetensors", write)
-
-    with pytest.raises(OutputError, match="is there already"):
-        export(newest(run), "torch", path)
-
-    assert path.read_text() == "somebody else's"
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["out.safetensors", "run"]
-
-
 def test_an_empty_folder_is_filled_and_missing_ones_are_made(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
 
@@ -464,28 +405,6 @@ def test_an_empty_folder_is_filled_and_missing_ones_are_made(run: Path, tmp_path
 
     assert (tmp_path / "empty" / "config.json").is_file()
     assert (tmp_path / "a" / "b" / "model.safetensors").is_file()
-
-
-def test_an_old_export_is_back_if_the_new_one_cannot_take_its_place(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "out"
-    export(newest(run), "hf", path)
-    inode = path.stat().st_ino
-    rename = Path.rename
-
-    def failing(self: Path, target: Path) -> Path:
-        if Path(target) == path and not self.name.endswith(".before"):
-            raise OSError(28, "No space left on device")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-
-    with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
-        export(newest(run), "hf", path, force=True)
-
-    assert path.stat().st_ino == inode
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["out", "run"]
 
 
 def test_a_place_that_cannot_be_written_is_told(run: Path, tmp_path: Path) -> None:
@@ -567,16 +486,3 @@ def test_the_weights_of_a_step_or_of_a_checkpoint_can_be_asked_for(run: Path) ->
     assert not torch.equal(newest_weights[name], earlier[name])
     assert_equal_tensors(named, earlier)
     assert (named[name] == 0).sum() == round(0.8 * named[name].numel())
-
-
-def test_weights_that_are_not_there_or_damaged_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(MissingInputError, match="holds no checkpoint"):
-        ax.load(tmp_path)
-    with pytest.raises(MissingInputError, match="has no checkpoint of step 1; choose one of 3, 2"):
-        ax.load(run, step=1)
-    with pytest.raises(ConfigError, match="is a checkpoint already"):
-        ax.load(run / "checkpoints" / "step-2", step=2)
-    file = next(newest(run).path.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1] + b"\xaa")
-    with pytest.raises(DataError, match="step-3"):
-        ax.load(run)

@@ -13,7 +13,6 @@ from support.runs import tiny_config, tiny_gpt
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.models.survey import survey
-from axsparse.planner import run_workload
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -155,18 +154,6 @@ def stages(run: RunSpec) -> int:
     return run.place.grid.g_inter
 
 
-def test_auto_takes_the_fewest_stages_that_fit_the_limit() -> None:
-    roomy = auto(limit=1.0)
-    assert roomy.prediction is not None
-    tight = auto(limit=0.8 * roomy.prediction.memory_bytes / 1e9)
-    assert tight.prediction is not None
-
-    assert (stages(roomy), stages(tight)) == (1, 2)
-    assert roomy.prediction.reason == "fits 1.0 GB a rank"
-    assert (tight.prediction.reason or "").startswith("the fewest that fit ")
-    assert tight.prediction.memory_bytes <= 0.8 * roomy.prediction.memory_bytes
-
-
 def test_memory_that_was_found_asks_for_more_stages_than_usual_but_never_for_fewer() -> None:
     deep: dict[str, Any] = {"model": {"num_layers": 10}}
     usual = auto(found=1e9, **deep)
@@ -225,16 +212,6 @@ def test_memory_for_calibration_is_predicted_until_a_run_has_its_masks() -> None
     assert resumed == predicted("magnitude", 10, saved=kept)
 
 
-def test_with_a_cluster_time_is_predicted_and_slack_is_what_pays() -> None:
-    timed = auto(limit=1.0, layout={"cluster": "laptop"})
-    without = auto(limit=1.0)
-
-    assert timed.prediction is not None and without.prediction is not None
-    assert timed.prediction.step_seconds is not None and timed.prediction.step_seconds > 0
-    assert without.prediction.step_seconds is None
-    assert (timed.config.pipeline.slack, without.config.pipeline.slack) == (0, 1)
-
-
 @pytest.mark.parametrize(
     ("limit", "sections"),
     [
@@ -254,41 +231,3 @@ def test_the_work_is_balanced_without_a_limit_or_with_few_activations(
 def test_a_limit_moves_layers_to_stages_with_room() -> None:
     # Stage 0 holds most activations, the last stage those of one microbatch.
     assert [len(stage) for stage in limited(3e-4).stages] == [2, 2, 2, 4]
-
-
-# -- split backwards ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def any_size_is_worth_splitting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_workload, "WORTH_SPLITTING", 1.0)
-
-
-@pytest.mark.usefixtures("any_size_is_worth_splitting")
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        ({}, True),
-        ({"pipeline": {"slack": 0}}, True),
-        ({"layout": {"g_inter": 2, "memory_per_rank": 1.0}}, True),
-        ({"layout": {"g_inter": 1}}, False),
-    ],
-)
-def test_auto_splits_backwards_where_stages_can_wait_and_what_waits_fits(
-    sections: dict[str, Any], expected: bool
-) -> None:
-    assert resolved(tiny_config(**sections), 2).config.pipeline.split_backward is expected
-
-
-@pytest.mark.usefixtures("any_size_is_worth_splitting")
-@pytest.mark.parametrize(("limit", "expected"), [(1e-3, True), (6e-4, False)])
-def test_auto_leaves_backwards_whole_where_what_waits_would_fill_the_memory(
-    limit: float, expected: bool
-) -> None:
-    layout = {"g_inter": 2, "memory_per_rank": limit}
-    run = resolved(tiny_config(model={"num_layers": 6}, layout=layout), 2)
-
-    assert run.config.pipeline.split_backward is expected
-    assert run.prediction is not None
-    [trade] = run.prediction.trades
-    assert trade.is_taken is trade.fits is expected

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.built_modules import built_modules
+from support.runs import built_modules
 from torch import Tensor
 
 from axsparse.config.model_config import GptConfig, LlamaConfig
@@ -68,13 +68,6 @@ def test_gpt3_2_7b_has_its_size() -> None:
     assert survey(gpt(big, 2048)).num_params == pytest.approx(2.65e9, rel=0.01)
 
 
-def test_the_layers_are_embedding_blocks_and_head_by_name() -> None:
-    layers = gpt(config(), 10).layers
-
-    assert [layer.name for layer in layers] == ["embed", "block0", "block1", "block2", "head"]
-    assert [layer.kind for layer in layers] == ["embedding", "block", "block", "block", "head"]
-
-
 def test_flops_are_those_of_the_matrix_products() -> None:
     s, h, v = 7, 32, 50
     matrices = 2 * s * (3 * h * h + h * h + 4 * h * h + 4 * h * h)
@@ -83,33 +76,6 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     flops = [layer.flops for layer in survey(gpt(config(), s)).layers]
 
     assert flops == [0, *[matrices + attention] * 3, 2 * s * h * v]
-
-
-def test_tokens_go_in_and_what_makes_logits_comes_out() -> None:
-    tokens = torch.randint(50, (2, 7), generator=torch.Generator().manual_seed(0))
-
-    embedding, block, *_, head = built_modules(gpt(config(), 10))
-
-    embedded = embedding(tokens)
-    assert embedded.shape == (2, 7, 32)
-    assert block(embedded).shape == (2, 7, 32)
-    hidden, weight = head(block(embedded))
-    assert hidden.shape == (2, 7, 32)
-    assert weight is head.weight
-    assert weight.shape == (50, 32)
-
-
-def test_the_loss_at_the_start_is_that_of_chance() -> None:
-    model = gpt(config(), 10)
-    tokens = torch.randint(50, (4, 10), generator=torch.Generator().manual_seed(0))
-    *body, head = built_modules(model)
-    x = tokens
-    for module in body:
-        x = module(x)
-
-    loss = model.loss(*head(x), tokens.roll(-1, dims=1)) / tokens.numel()
-
-    assert loss.item() == pytest.approx(math.log(50), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -143,27 +109,6 @@ def test_positions_are_told_apart_and_no_token_sees_those_after_it(model: Model)
     assert not torch.allclose(before[:, 5], after[:, 5])
     assert not torch.allclose(before[:, 7], after[:, 7])
     assert not torch.allclose(before[:, 7], other[:, 7])
-
-
-def test_attention_is_the_textbook_one() -> None:
-    attention = built_modules(gpt(config(), 10))[1].get_submodule("attention")
-    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
-    query, key, value = F.linear(
-        x, attention.get_parameter("qkv.weight"), attention.get_parameter("qkv.bias")
-    ).split(32, dim=-1)
-    heads = []
-    for head in range(4):
-        q, k, v = (t[..., 8 * head : 8 * head + 8] for t in (query, key, value))
-        scores = q @ k.transpose(1, 2) / math.sqrt(8)
-        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
-        heads.append(scores.softmax(-1) @ v)
-    expected = F.linear(
-        torch.cat(heads, dim=-1),
-        attention.get_parameter("proj.weight"),
-        attention.get_parameter("proj.bias"),
-    )
-
-    torch.testing.assert_close(attention(x), expected)
 
 
 def test_dropout_acts_in_training_only() -> None:

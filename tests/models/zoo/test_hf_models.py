@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import lines_beside, refusal
 from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, STEPS, hf_logits, hf_losses, our_logits, tokens
 from support.images import assert_equal_tensors, write_safetensors
-from support.refusals import lines_beside, refusal
+from support.resuming import train_and_save
 from support.runs import VOCABULARY, tiny_config, token_data, train_in_process
-from support.saved import train_and_save
 from torch import Tensor
 
 from axsparse.config.hf_config import config_json

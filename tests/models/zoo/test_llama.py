@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.built_modules import built_modules
-from support.runs import assert_bitwise, tiny_config, train_in_process
+from support.runs import assert_bitwise, built_modules, tiny_config, train_in_process
 from torch import Tensor
 
 from axsparse.config.model_config import LlamaConfig
@@ -21,7 +20,6 @@ from axsparse.models.zoo.llama import (
     Attention,
     llama,
     rotary_frequencies,
-    turned_by_position,
 )
 
 
@@ -70,12 +68,6 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     assert flops == [0, *[matrices + attention] * 2, 2 * s * h * v]
 
 
-def test_pairs_turn_by_powers_of_the_base() -> None:
-    found = rotary_frequencies(config(rope_theta=100.0))
-
-    assert found.tolist() == pytest.approx([100 ** (-2 * i / 10) for i in range(5)])
-
-
 def test_scaling_stretches_long_wavelengths_and_leaves_short_ones() -> None:
     plain = rotary_frequencies(config(rope_theta=1000.0))
     scaled = rotary_frequencies(
@@ -94,34 +86,6 @@ def test_scaling_stretches_long_wavelengths_and_leaves_short_ones() -> None:
     assert ratios[0] == 1
     assert 1 < ratios[1] < 4
     assert ratios[2:] == pytest.approx([4, 4, 4])
-
-
-def test_a_product_of_turned_vectors_depends_on_their_distance_only() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 1, 10, generator=generator)
-    angles = torch.outer(torch.arange(9.0), rotary_frequencies(config()))
-    turned = [turned_by_position(x.expand(9, 10), angles.cos(), angles.sin()) for x in (query, key)]
-
-    products = turned[0] @ turned[1].t()
-
-    for distance in range(-8, 9):
-        diagonal = products.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-    assert not torch.allclose(products.diagonal(1), products.diagonal(2)[0])
-
-
-def test_queries_share_keys_and_values_in_groups() -> None:
-    """With every weight of one group's keys and values at zero, only its queries see nothing."""
-    attention = built_modules(llama(config(), 16))[1].get_submodule("attention")
-    assert isinstance(attention, Attention)
-    with torch.no_grad():
-        attention.v.weight[10:] = 0.0
-    seen: list[Tensor] = []
-    attention.o.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
-
-    attention(torch.randn(1, 5, 24))
-
-    assert seen[0].view(5, 4, 10).abs().sum((0, 2)).ne(0).tolist() == [True, True, False, False]
 
 
 def separated_data() -> TokenDataset:

@@ -96,18 +96,6 @@ def test_a_folder_that_is_not_there_is_told_of_at_once(tmp_path: Path) -> None:
         HeartbeatFolder(tmp_path / "nowhere", 0)
 
 
-def test_the_last_rank_to_leave_takes_the_folder_away(tmp_path: Path) -> None:
-    folder = tmp_path / "heartbeat"
-    HeartbeatFolder.clear(folder)
-    folders = [HeartbeatFolder(folder, rank) for rank in range(2)]
-
-    folders[1].remove_own()
-    assert folders[0].read(1) is None and folder.is_dir()
-    folders[0].remove_own()
-
-    assert not folder.exists()
-
-
 def test_a_heartbeat_says_where_a_rank_stands() -> None:
     assert str(BEAT) == "compute (F3) of step 25"
     assert str(replace(BEAT, phase="data", action="")) == "data of step 25"

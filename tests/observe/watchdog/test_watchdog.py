@@ -6,12 +6,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.clock import Clock
 from support.resuming import ran
 from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
+from support.standin_device import Clock
 
 from axsparse.config.schema import WatchdogConfig
-from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
 from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Heartbeat, HeartbeatFolder
 from axsparse.observe.watchdog.watchdog import (
@@ -23,10 +22,6 @@ from axsparse.observe.watchdog.watchdog import (
     open_watchdog,
 )
 from axsparse.pipeline.engine import Engine
-from axsparse.pipeline.engine import Rank as EngineRank
-from axsparse.pipeline.schedules import Schedule
-from axsparse.pipeline.stage import Stage
-from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.communication import Message
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.grid import Grid
@@ -171,18 +166,6 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_the_job_ends_with_70(
     )
 
 
-def test_the_report_has_every_rank_and_its_stacks_the_laggards_first(job: Job) -> None:
-    job.do("waits", "waits", "hangs")
-
-    job.run(100)
-
-    line, states, *stacks = job.report.split("\n\nrank ")
-    assert line.startswith("rank 2 (stage 2, replica 0): hangs in other of step 7")
-    assert [" waits in " in state for state in states.splitlines()] == [True, True, False]
-    assert [each[0] for each in stacks] == ["2", "0", "1"]
-    assert all("thread MainThread:" in each and "test_watchdog.py" in each for each in stacks)
-
-
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_by_one_that_runs(
     job: Job, capsys: pytest.CaptureFixture[str], stopped: int
@@ -267,22 +250,6 @@ def test_a_rank_that_has_left_does_not_hang(job: Job, capsys: pytest.CaptureFixt
     *_, line = capsys.readouterr().err.splitlines()
     assert "error: rank 1" in line
     assert "rank 0 (stage 0, replica 0): has left, or never began to train" in job.report
-
-
-def test_nobody_reads_heartbeats_while_all_get_on(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-
-    def count(self: HeartbeatFolder, rank: int) -> Heartbeat | None:
-        read.append(rank)
-        return None
-
-    monkeypatch.setattr(HeartbeatFolder, "read", count)
-
-    job.run(100)
-
-    assert read == []
 
 
 def test_a_disk_that_fails_for_a_while_ends_nothing(
@@ -389,26 +356,6 @@ def test_its_thread_looks_and_ends_and_the_last_rank_takes_the_folder_away(tmp_p
 # -- what a rank is doing -------------------------------------------------------------------
 
 
-def test_work_beats_and_waiting_pauses() -> None:
-    phases, backoff = Phases(), SleepingBackoff()
-    activity = Activity(phases, backoff, list)
-
-    with phases("bubble"):
-        backoff.pause()
-        backoff.reset()
-        backoff.pause()
-        assert (activity.beats, activity.backoff.pauses) == (0, 2)
-    with phases("compute"):
-        worked = activity.beats
-    activity.beat()
-    assert 0 < worked < activity.beats
-    beats = activity.beats
-
-    activity.at("evaluation", 7)
-
-    assert (activity.task, activity.step, activity.beats) == ("evaluation", 7, beats + 1)
-
-
 def test_training_says_what_it_is_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(
         train={"steps": 2, "eval_every": 2, "eval_steps": 1},
@@ -437,59 +384,6 @@ def test_training_says_what_it_is_about(tmp_path: Path, monkeypatch: pytest.Monk
         ("checkpoint", 2),
     ]
     assert trainers[0].parts.activity.steps == 2
-
-
-class Silence:
-    """A link on which nothing arrives, and a back-off that gives up."""
-
-    bytes_sent = unsent = pauses = 0
-
-    def send(self, message: Message) -> None:
-        """Nobody takes it."""
-
-    def arrivals(self) -> list[Message]:
-        return []
-
-    def push(self) -> None:
-        """Nothing is sent."""
-
-    def pause(self) -> None:
-        raise TimeoutError
-
-    def reset(self) -> None:
-        """There is nothing to reset."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def engine_of(stage: int) -> Engine:
-    silence = Silence()
-    return Engine(
-        EngineRank(Grid(3, 2).place(3 + stage), silence, Phases()),
-        Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
-        silence,
-        schedule=Schedule("message-driven", 1, "alternate"),
-        while_idle=lambda: None,
-    )
-
-
-@pytest.mark.parametrize(
-    ("stage", "awaited"),
-    [
-        (1, ["activation 0 from rank 3", "gradient 0 from rank 5"]),
-        (2, ["activation 0 from rank 4"]),
-    ],
-)
-def test_a_stage_that_waits_says_for_which_messages(stage: int, awaited: list[str]) -> None:
-    engine = engine_of(stage)
-    microbatches = tuple(Microbatch((), None, number, 1) for number in range(4))
-    assert engine.awaited() == []
-
-    with pytest.raises(TimeoutError):
-        engine.train(Batch(0, microbatches, num_targets=1), 1.0, 1.0, lambda _: None)
-
-    assert engine.awaited() == awaited
 
 
 def test_what_has_come_is_awaited_no_more() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,17 +81,6 @@ def test_packed_masks_differ_where_masks_do(numel: int, data: st.DataObject) -> 
     assert one.compare("w", after) == int((before != after).sum())
 
 
-def test_masks_are_kept_as_one_bit_an_entry() -> None:
-    one = search()
-
-    one.compare("w", mask_of([0, 9], 1001).view(7, 11, 13))
-
-    (packed,) = one.masks.values()
-    assert packed.dtype == torch.uint8
-    assert packed.numel() == 126
-    assert np.unpackbits(packed.numpy(), bitorder="little").nonzero()[0].tolist() == [0, 9]
-
-
 # -- when it draws --------------------------------------------------------------------------
 
 
@@ -164,10 +152,3 @@ def test_masks_that_keep_nothing_have_settled() -> None:
     outcomes = [found.judge(EVERY * step, 0, 100, 0).outcome for step in range(6)]
 
     assert outcomes == ["search"] * 5 + ["draw"]
-
-
-def test_a_search_needs_room_for_a_draw() -> None:
-    MaskConvergence(interval=100, start_step=200, max_steps=700)
-
-    with pytest.raises(AssertionError, match="no draw would be possible"):
-        MaskConvergence(interval=100, start_step=200, max_steps=699)

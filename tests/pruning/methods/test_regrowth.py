@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from support.allocated import peak_of
-from support.moving import EXACT, MovingOracle, Plan, masks_of, moving
+from support.methods import EXACT, MovingOracle, Plan, masks_of, moving
 from support.runs import (
     assert_bitwise,
-    mlp,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
-    vector_data,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from axsparse.config.schema import Config
 from axsparse.pruning.methods.masking import Moment
@@ -38,7 +35,6 @@ from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.shards import ALONE, BLOCK, Replicas
 from axsparse.samo.tensor_state import TensorState
-from axsparse.training.trainer import Trainer
 
 STEPS = 5
 GRADIENT, CHANCE = Plan("gradient"), Plan("chance")
@@ -113,137 +109,6 @@ def test_one_microbatch_of_one_replica_is_exact_whatever_the_capacity() -> None:
     [(_, trace)] = run(config, GRADIENT)
 
     assert_bitwise(trace, oracle.trace)
-
-
-def test_masks_move_at_every_chance_and_other_seeds_move_them_elsewhere() -> None:
-    still = masks_of(run(config_of(), Plan("chance", at=())))
-    one, other = (masks_of(run(config_of(seed=seed), CHANCE)) for seed in (11, 12))
-
-    pruned = [name for name in still if name.endswith("weight") and "block" in name]
-    moved = [name for name in pruned if not torch.equal(still[name], one[name])]
-    assert len(moved) >= 8
-    assert not any(torch.equal(one[name], other[name]) for name in moved)
-
-
-# -- what a move changes --------------------------------------------------------------------
-
-
-def dense_state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """The dense weight, master, moments and mask of every tensor."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for layer in trainer.parts.layers:
-        for tensor in layer.state.owned:
-            at, numel = tensor.index.positions(), tensor.parameter.numel()
-            values = {
-                "master": layer.state.master(tensor.name),
-                **{
-                    name: layer.state.moment(tensor.name, name)
-                    for name in layer.state.optimizer_state.moments_K
-                },
-                "mask": torch.ones(tensor.kept),
-            }
-            dense = {name: torch.zeros(numel) for name in values}
-            for name, kept in values.items():
-                dense[name][at] = kept
-            found[tensor.name] = {**dense, "weight": tensor.weight_D.clone()}
-    return found
-
-
-@pytest.mark.parametrize(
-    ("by", "precision", "samo"),
-    [
-        ("gradient", "fp32", {"index": "mask"}),
-        ("chance", "bf16", {"gradient": "half", "index": "int32"}),
-        ("gradient", "bf16", {"split_master": True, "index": "mask", "shard_optimizer": True}),
-        ("chance", "fp16", {"shard_optimizer": True}),
-    ],
-)
-def test_kept_entries_keep_all_their_state_and_grown_ones_begin_at_zero_and_train(
-    by: str, precision: str, samo: dict[str, Any]
-) -> None:
-    config = config_of(precision=precision, samo=samo)
-    plan = Plan(by, at=(2,))
-    states: defaultdict[int, list[dict[str, dict[str, Tensor]]]] = defaultdict(list)
-    counts: list[dict[str, int]] = []
-
-    def install(trainer: Trainer) -> None:
-        moving(plan, lambda trainer, moved: counts.append(moved))(trainer)
-        inner_update, step = trainer._step._clip_and_update, trainer.step
-
-        def noting_update(verdict: Any) -> None:
-            inner_update(verdict)
-            states[trainer.parts.place.replica].append(dense_state(trainer))
-
-        def noting_step() -> Any:
-            verdict = step()
-            states[trainer.parts.place.replica].append(dense_state(trainer))
-            return verdict
-
-        vars(trainer._step)["_clip_and_update"] = noting_update
-        vars(trainer)["step"] = noting_step
-
-    train_in_process(1, 2, tiny_gpt(config), config, token_data(length=8), before=install)
-
-    # The state of every step after its update, and after its move if there was one.
-    before, after, later = states[0][4], states[0][5], states[0][7]
-    assert len(states[0]) == 2 * STEPS
-    assert counts[0] == counts[1]
-    moved = {name: count for name, count in counts[0].items() if count}
-    assert len(moved) == 8
-    for name, count in moved.items():
-        old, new = before[name], after[name]
-        stays, grown = old["mask"] * new["mask"] > 0, new["mask"] > old["mask"]
-        assert new["mask"].sum() == old["mask"].sum()
-        assert int(grown.sum()) == count == round(0.3 * float(old["mask"].sum()))
-        dropped = old["mask"] > new["mask"]
-        assert old["master"][dropped].abs().max() <= old["master"][stays].abs().min()
-        for kind in set(old) - {"mask"}:
-            assert torch.equal(new[kind][stays], old[kind][stays]), (name, kind)
-            assert not new[kind][~stays].any(), (name, kind)
-            assert later[name][kind][grown].count_nonzero() > 0.5 * count, (name, kind)
-
-
-def test_in_half_precision_no_number_of_stages_and_no_sharding_changes_a_bit() -> None:
-    whole, sharded = (
-        config_of(precision="bf16", samo={"shard_optimizer": shard}, pruning={"include": "all"})
-        for shard in (False, True)
-    )
-    reference = run(whole, GRADIENT, (1, 2))
-
-    for _, trace in run(sharded, GRADIENT, (3, 2)):
-        assert_bitwise(trace, reference[0][1])
-
-
-# -- skipped steps ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("layout", "by"), [((1, 1), "chance"), ((2, 2), "gradient")])
-def test_a_skipped_step_moves_nothing_and_the_next_good_one_does(
-    layout: tuple[int, int], by: str
-) -> None:
-    config = tiny_config(batch={"global_batch_size": 12, "microbatch_size": 3}, train={"steps": 7})
-    data = vector_data(infinite=17)
-    still = MovingOracle(mlp(), config, data, layout[1], plan=Plan(by, at=()))
-    bad = still.run(7).finite.index(False)
-    plan = Plan(by, at=(bad,))
-    oracle = MovingOracle(mlp(), config, data, layout[1], plan=plan)
-    expected = oracle.run(7)
-    assert expected.finite[bad + 1]
-    moved: list[int] = []
-
-    ranks = train_in_process(
-        *layout,
-        mlp(),
-        config,
-        data,
-        before=moving(plan, lambda trainer, counts: moved.append(trainer.steps_done)),
-    )
-
-    assert moved == [bad + 2] * len(ranks)
-    for _, trace in ranks:
-        assert trace.finite == expected.finite
-        for name, weight in trace.weights.items():
-            assert torch.equal(weight, expected.weights[name]), name
 
 
 # -- one tensor ---------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
@@ -94,21 +93,3 @@ def test_a_model_of_which_nothing_is_pruned_has_no_ticket(tmp_path: Path) -> Non
 
     with pytest.raises(ConfigError, match=r"ticket: nothing of this model is pruned; set pruning"):
         drawn(tmp_path / "ticket", config, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ({"num_layers": 3}, "drawn from another model, which has no parameter"),
-        ({"tie_embeddings": False}, r"which has no parameter head\.weight"),
-    ],
-)
-def test_all_ranks_refuse_a_ticket_of_another_model_alike(
-    other: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "ticket"
-    drawn(path, tiny_config(train={"steps": 1}), 1, 1)
-    config = tiny_config(model=other, pruning={"ticket": str(path)})
-
-    with pytest.raises(ConfigError, match=said):
-        train_in_process(2, 1, tiny_gpt(config), config, token_data())

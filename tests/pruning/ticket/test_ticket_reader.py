@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.refusals import lines_beside, refusal
-from support.tickets import PARAMETERS, PRUNED, forge, small_ticket, some_masks, write_masks
+from support.commands import lines_beside, refusal
+from support.tickets import PARAMETERS, PRUNED, forge, small_ticket, some_masks
 
 from axsparse.pruning.ticket import ticket_reader as module
 from axsparse.pruning.ticket.ticket_reader import (
@@ -68,19 +68,6 @@ def test_counting_goes_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 3)
 
     assert count_kept(torch.arange(256, dtype=torch.uint8)) == 1024
-
-
-def test_a_tensor_without_entries_and_one_that_is_whole_or_empty_are_kept_so(
-    tmp_path: Path,
-) -> None:
-    shapes = {"a": (0, 3), "b": (9,), "c": (8, 2)}
-    masks = {"a": torch.zeros(0).bool(), "b": torch.ones(9).bool(), "c": torch.zeros(16).bool()}
-    path = tmp_path / "t"
-
-    ticket = open_ticket(write_masks(path, masks, TicketOrigin("random", 0, 0, shapes)))
-
-    assert ticket.kept == {"a": 0, "b": 9, "c": 0}
-    assert all(torch.equal(ticket.mask(name), mask) for name, mask in masks.items())
 
 
 def test_the_format_is_what_other_libraries_read(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.tickets import DRAWN, PARAMETERS, PRUNED, given, small_ticket, some_masks
+from support.tickets import DRAWN, PARAMETERS, PRUNED, small_ticket, some_masks
 from torch import Tensor
 
 import axsparse
@@ -114,20 +114,3 @@ def test_a_disk_that_fills_up_ends_all_ranks_and_leaves_what_was_there(
     assert (tmp_path / "file").read_text() == ""
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted({"file", name.partition("/")[0]})
     assert name != "t" or (tmp_path / "t").read_text() == "older"
-
-
-def write_alone(path: Path, own: Own) -> None:
-    transport = LocalTransport(LocalWorld(1), 0)
-    write_ticket(path, DRAWN, own, transport=transport, place=Grid(1, 1).place(0))
-
-
-def test_masks_may_not_change_on_the_way(tmp_path: Path) -> None:
-    masks = some_masks()
-    calls = iter([masks["block0.fc.weight"], ~masks["block0.fc.weight"]])
-    own: dict[str, Callable[[], Tensor]] = {name: partial(given, m) for name, m in masks.items()}
-    own["block0.fc.weight"] = lambda: next(calls)
-
-    with pytest.raises(AssertionError, match=r"block0.fc.weight: its mask has changed"):
-        write_alone(tmp_path / "t", own)
-
-    assert list(tmp_path.iterdir()) == []

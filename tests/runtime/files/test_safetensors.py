@@ -186,17 +186,6 @@ def test_tensors_of_every_type_are_read_as_they_were_written(
     assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_metadata_stand_beside_the_tensors(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    metadata = {"by": "me"}
-
-    safetensors.write_safetensors(path, described(TENSORS), iter(TENSORS.values()), metadata)
-
-    file = SafetensorsFile(path)
-    assert file.metadata == {"format": "pt", "by": "me"}
-    assert {name: file.described(name) for name in file.shapes} == described(TENSORS)
-
-
 EMPTY = '{"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}'
 
 

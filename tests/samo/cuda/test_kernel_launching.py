@@ -13,15 +13,9 @@ import torch
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo import state_bytes as memory
-from axsparse.samo.cuda import kernels
-from axsparse.samo.cuda.device_index import DeviceIndex, make_device_index
+from axsparse.samo.cuda.device_index import make_device_index
 from axsparse.samo.cuda.launch import TENSORS, THREADS, Argument, CupyLauncher, TorchStream
-from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.optim.optimizer import Hyper, TensorSlot
 from axsparse.samo.state_bytes import IndexKind
-
-CPU = torch.device("cpu")
-HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
 
 
 class CompileError(Exception):
@@ -160,47 +154,6 @@ def test_what_int32_cannot_number_or_count_is_refused(
 
     with pytest.raises(ConfigError, match=why):
         make_device_index(nothing, torch.arange(10) < 7, kind)
-
-
-def full_slot(**changes: Any) -> TensorSlot:
-    index = DeviceIndex(nothing, "full", 8, 8, CPU)
-    half = torch.zeros(8, dtype=torch.bfloat16)
-    parts: dict[str, Any] = {
-        "index": index,
-        "weight": half,
-        "gradient": half,
-        "master": torch.zeros(8),
-        "moments": (torch.zeros(8), torch.zeros(8)),
-        "held": range(8),
-    }
-    return TensorSlot(**(parts | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"weight": torch.zeros(7, dtype=torch.bfloat16)}, r"weight: \(7,\) for 8 entries"),
-        ({"weight": torch.zeros(8)}, "weight: torch.float32"),
-        ({"weight": torch.zeros(16, dtype=torch.bfloat16)[::2]}, "weight: entries do not follow"),
-        ({"gradient": torch.zeros(8, dtype=torch.float16)}, "gradient: torch.float16"),
-        ({"master": torch.zeros(9)}, r"master: \(9,\) for 8 entries"),
-        ({"master": None}, "weight: torch.bfloat16"),
-        ({"moments": (torch.zeros(8),)}, "1 moments, not"),
-        ({"moments": (torch.zeros(8), torch.zeros(8).half())}, "exp_avg_sq: torch.float16"),
-        ({"held": range(4, 9)}, r"range\(4, 9\)"),
-    ],
-)
-def test_kernels_check_nothing_so_their_callers_do(changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(AssertionError, match=why):
-        kernels.step(ADAMW, [full_slot(), full_slot(**changes)], HYPER, 1.0)
-
-
-def test_partials_and_pieces_have_to_fit() -> None:
-    partials = torch.zeros(2, dtype=torch.float64)
-    with pytest.raises(AssertionError, match=r"partials: \(2,\) for 1 entries"):
-        kernels.judge(nothing, [(torch.zeros(8), partials)])
-    with pytest.raises(AssertionError, match=r"\[6, 9\) of 8 kept"):
-        DeviceIndex(nothing, "mask", 8, 8, CPU).scatter(torch.zeros(8), torch.zeros(3), 6)
 
 
 # -- ROCm -----------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support import kernel_names as names
 from support import nvrtc
-from support.cuda_on_cpu import compiler
+from support.cuda_on_cpu import GRADIENTS, HELPERS, JUDGE, STATES, compiler
 
 from axsparse.samo.cuda.device_index import INDICES
 from axsparse.samo.cuda.launch import CONSTANTS, FILES, read_source, source
@@ -18,15 +17,15 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not i
 SAMPLE = [
     *(
         f"compress<{index}, {numbers}>"
-        for index, numbers in zip([*INDICES.values()] * 2, names.GRADIENTS, strict=False)
+        for index, numbers in zip([*INDICES.values()] * 2, GRADIENTS, strict=False)
     ),
     *(
         f"step_adamw<{index}, {state}>"
-        for index, state in zip([*INDICES.values()] * 3, names.STATES, strict=False)
+        for index, state in zip([*INDICES.values()] * 3, STATES, strict=False)
     ),
-    *(f"step_sgd<MaskIndex, {names.STATES[1]}, {kind}>" for kind in ("NONE", "PLAIN", "NESTEROV")),
-    *names.JUDGE,
-    *names.HELPERS,
+    *(f"step_sgd<MaskIndex, {STATES[1]}, {kind}>" for kind in ("NONE", "PLAIN", "NESTEROV")),
+    *JUDGE,
+    *HELPERS,
 ]
 """Every template with every value of every parameter; every combination runs on the emulator."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo import state_bytes as memory
-from axsparse.samo.host.compiled_loops import FEW, can_compile
+from axsparse.samo.host.compiled_loops import can_compile
 from axsparse.samo.index import base
 from axsparse.samo.index.base import (
     FullIndex,
@@ -209,31 +209,6 @@ def test_machine_code_writes_nothing_beside_the_entries(dtype: torch.dtype, coun
     assert torch.equal(dense, before)
 
 
-def test_machine_code_wants_tensors_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    index = MaskIndex(torch.arange(10) < 4)
-    monkeypatch.setattr(base, "can_compile", lambda: True)
-
-    with pytest.raises(AssertionError, match=r"\(9,\) for 10 entries"):
-        index.gather(torch.zeros(9), 0, 4)
-    with pytest.raises(AssertionError, match="4 values for 3 kept entries"):
-        index.scatter(torch.zeros(10), torch.zeros(4), 1)
-    with pytest.raises(AssertionError, match=r"torch.float32 and torch\.bfloat16"):
-        index.scatter(torch.zeros(10), torch.zeros(4, dtype=torch.bfloat16), 0)
-
-
-def test_nothing_is_compiled_for_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    numel = 0
-    monkeypatch.setattr(base, "FEW", FEW)
-    monkeypatch.setattr(base, "can_compile", lambda: asked.append(numel))
-
-    for numel in (FEW, FEW + 1):
-        index = MaskIndex(random_mask(numel, 0.1))
-        index.scatter(torch.zeros(numel), index.gather(numbers(numel), 0, index.kept), 0)
-
-    assert asked == [FEW + 1] * 2
-
-
 # -- limits ---------------------------------------------------------------------------------
 
 
@@ -314,18 +289,6 @@ def test_gradients_and_tensors_with_gaps_are_read_and_written_in_order(kind: Ind
     assert torch.equal(layer.gradient_of(tensor), transposed[mask])
     assert torch.equal(strided.view(6, 10), transposed * mask)
     assert torch.equal(index.gather(strided, 0, index.kept), transposed[mask])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_prunes_into_the_encoding_that_it_was_built_for(kind: IndexKind) -> None:
-    mask = random_mask(100, 0.3)
-    tensor = TensorState("w", nn.Parameter(torch.zeros(100)), FullIndex(100), decays=True)
-    layer = LayerState("l", [tensor], StateTypes(torch.float32, "weight", index=kind))
-
-    layer.remask("w", mask)
-
-    assert type(tensor.index) is type(make_index(mask, kind))
-    assert torch.equal(tensor.index.positions(), Int32Index(mask).positions())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -149,16 +149,3 @@ def test_the_newest_whole_ones_stay(
     saved(tmp_path, 10, 20, 30, 40, 50)
 
     assert outdated(tmp_path, keep_last, keep_every, all_but(*damaged)) == gone
-
-
-def test_no_more_is_looked_at_than_has_to_be(tmp_path: Path) -> None:
-    saved(tmp_path, 10, 20, 30)
-    looked: list[int] = []
-
-    def is_whole(step: int) -> bool:
-        looked.append(step)
-        return True
-
-    outdated(tmp_path, 2, 0, is_whole)
-
-    assert looked == [30, 20]

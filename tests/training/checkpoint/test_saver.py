@@ -94,16 +94,6 @@ def test_what_a_thread_writes_is_told_of_piece_by_piece(
     assert threads.count("axsparse checkpoint") > 3 * files
 
 
-def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
-    ran((1, 1), config_of(every=1, keep_last=2), tmp_path, stop_after=5)
-    assert saved(tmp_path) == [5, 4]
-    (tmp_path / "checkpoints" / "step-5" / "0000-embed.safetensors").write_bytes(b"damaged")
-
-    ran((1, 1), config_of(every=6, keep_last=2), tmp_path, resume="auto")
-
-    assert saved(tmp_path) == [6, 5, 4]
-
-
 def test_what_a_run_goes_on_from_is_not_saved_again(tmp_path: Path) -> None:
     ran((1, 1), config_of(), tmp_path)
     before = (tmp_path / "checkpoints" / "step-6").stat().st_ino
@@ -400,22 +390,6 @@ def test_what_appears_when_a_rank_fails_has_appeared_when_it_is_told(
 
 
 # -- the queue ------------------------------------------------------------------------------
-
-
-def test_tensors_come_out_in_the_order_they_went_in_once_all_has_been_put() -> None:
-    queue, taken = CopyQueue(1e9), list[int]()
-    reader = threading.Thread(target=lambda: taken.extend(int(next(queue)) for _ in range(3)))
-    reader.start()
-
-    for number in range(3):
-        queue.put(torch.tensor(number))
-    reader.join(0.1)
-    came_early = bool(taken)
-    queue.all_put()
-    reader.join()
-
-    assert not came_early
-    assert taken == [0, 1, 2]
 
 
 def test_who_puts_waits_while_it_is_full_and_no_longer() -> None:

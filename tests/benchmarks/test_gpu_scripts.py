@@ -1,0 +1,166 @@
+"""What scripts for GPUs do before they have one: refusals, bounds, and their smallest runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpu_check
+import gpu_kernels
+import gpu_train
+import pytest
+import torch
+from gpu_plan import Training
+from gpu_report import Row
+from support.cuda_on_cpu import COMPRESS, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
+from support.mpirun import LONGEST_SECONDS, TESTS
+
+TINY = (
+    *("model.num_layers=2", "model.hidden_size=32", "model.num_heads=2"),
+    *("model.sequence_length=16", "batch.microbatch_size=2", "batch.global_batch_size=4"),
+)
+SEEN = {"missing": [], "device": "NVIDIA H200", "torch": "2.11", "MPI": "MPICH", "CuPy": "14"}
+
+
+def test_without_a_gpu_every_script_says_so_and_ends_with_69(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path)}
+    ended = subprocess.run(
+        ["sh", str(TESTS.parent / "scripts" / "gpu_check.sh")],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+    )
+    assert ended.stdout == "gpu_check: no CUDA device is here; every part is skipped\n"
+    assert ended.returncode == 69, ended.stderr
+    assert not list(tmp_path.iterdir())
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_train.main(["2.7b"]) == 69
+    with pytest.raises(SystemExit) as end:
+        gpu_kernels.main(["--rounds", "3"])
+    assert end.value.code == 69
+    assert capsys.readouterr().out.count("no CUDA device is here") == 2
+
+
+# -- gpu_check: parts, on a machine that is told of -----------------------------------------
+
+
+def test_parts_that_fail_or_break_are_rows_and_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "environment", lambda _: ([], None))
+    monkeypatch.setattr(gpu_check.Host, "look", lambda _: dict(SEEN))
+    path = tmp_path / "found.json"
+
+    def ends(part: str, outcome: Any) -> Callable[[object], Any]:
+        def run(_: object) -> Any:
+            if outcome == "breaks":
+                raise KeyError("compress, torch")
+            return [Row(part, "x", outcome)], {"n": 1}
+
+        return run
+
+    def call(**outcomes: str) -> int:
+        for part, outcome in outcomes.items():
+            monkeypatch.setitem(gpu_check.RUN, part, ends(part, outcome))
+        code: int = gpu_check.main(["--part", ",".join(outcomes), "--save", str(path)])
+        return code
+
+    def rows() -> list[tuple[str, str, str]]:
+        checks = json.loads(path.read_text())["checks"]
+        told = [row for row in checks if row["check"] != "seconds"]
+        return sorted((row["part"], row["outcome"], row["measured"]) for row in told)
+
+    assert (call(kernels="fail"), call(speed="pass")) == (1, 0)
+    assert rows() == [("kernels", "fail", ""), ("speed", "pass", "")]
+    # A part that runs again is replaced, and one that breaks leaves the others alone.
+    assert call(kernels="breaks", big="pass") == 1
+    broken = ("kernels", "fail", "KeyError: 'compress, torch'")
+    assert rows() == [("big", "pass", ""), broken, ("speed", "pass", "")]
+
+
+def test_kernels_are_judged_by_the_copy_and_by_torch() -> None:
+    def timed(ms: float, share: float) -> dict[str, list[float]]:
+        return {"ms": [ms] * 3, "share of copy bandwidth": [share] * 3}
+
+    shares = {
+        "measured on": {"machine": "x"},
+        "copy": timed(1, 1),
+        "compress, int32": timed(2, 0.79),
+        "AdamW, int32, master fp32": timed(3, 0.8),
+        "compress, torch": timed(8, 0.2),
+        "AdamW, torch": timed(2.9, 0.9),
+    }
+
+    rows = gpu_check.bandwidths("kernels", shares)
+
+    assert [(row.check, row.outcome) for row in rows] == [
+        ("compress, int32, of the copy's bandwidth", "fail"),
+        ("AdamW, int32, master fp32, of the copy's bandwidth", "pass"),
+        ("compress, int32, against torch", "pass"),
+        ("AdamW, int32, master fp32, against torch", "fail"),
+    ]
+
+
+# -- gpu_kernels and gpu_train --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "bytes_each"), [("int32", [2.63, 5.00, 6.23]), ("mask", [2.36, 4.73, 5.96])]
+)
+def test_a_tenth_of_the_entries_moves_so_many_bytes_a_parameter(
+    kind: Any, bytes_each: list[float]
+) -> None:
+    numel, kept = 100_000_000, 10_000_000
+
+    found = (
+        gpu_kernels.compress_bytes(numel, kept, kind),
+        gpu_kernels.step_bytes(numel, kept, kind, 2),
+        gpu_kernels.step_bytes(numel, kept, kind, 2, "remainder"),
+    )
+
+    assert [value / numel for value in found] == pytest.approx(bytes_each, abs=0.006)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++ or clang++)")
+def test_every_kernel_that_is_timed_runs_and_has_a_bound(tmp_path: Path) -> None:
+    wanted = [name for name in COMPRESS + STEP if "Bf16, Bf16" in name] + JUDGE + HELPERS
+    mask = torch.rand(9000, generator=torch.Generator().manual_seed(1)) < 0.1
+
+    made, moved = gpu_kernels.calls(EmulatedLauncher(wanted, tmp_path), mask, torch.device("cpu"))
+    for call in made.values():
+        call()
+
+    assert made.keys() == moved.keys()
+    assert len(made) == 1 + 3 * 4 + 2
+
+
+@pytest.mark.exhaustive
+def test_a_training_is_held_against_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    device = gpu_train.Device("none", 24_000_000_000, 1.0)
+    here = gpu_train.Place(device, tmp_path, time.monotonic() + 120.0)
+    training = Training("quickstart.yaml", TINY, 4)
+
+    rows, detail = gpu_train.alone("tiny", gpu_train.pruned(training, here), here)
+
+    assert {row.check: row.outcome for row in rows} == {
+        "seconds a step": "info",
+        "tokens a second": "info",
+        gpu_train.PART_OF_PEAK: "pass",
+        "every loss is a number": "pass",
+        "live state has the planned bytes": "pass",
+    }
+    assert len(detail["step seconds"]) == 4
+    assert detail["tokens a step"] == 4 * 16
