@@ -106,8 +106,8 @@ class _Looking(TorchFunctionMode):
             scores, targets = _arguments(args, kwargs, "input", "target")
             if not targets.is_floating_point():
                 classes = scores.shape[1 if scores.dim() > 1 else 0]
-                what = f"none of {classes} classes, 0 to {classes - 1}, or {IGNORED}"
                 ignored = kwargs.get("ignore_index", IGNORED)
+                what = f"none of {classes} classes, 0 to {classes - 1}, or {ignored}"
                 refuse_beyond(targets, classes, what, ignored=ignored)
         elif func in (torch.gather, Tensor.gather, torch.index_select, Tensor.index_select):
             table, dim, indices = _arguments(args, kwargs, "input", "dim", "index")
@@ -116,9 +116,11 @@ class _Looking(TorchFunctionMode):
         elif func is Tensor.__getitem__ and isinstance(args[1], Tensor) and _counts(args[1]):
             size = args[0].shape[0]
             refuse_beyond(args[1], size, f"no row of {size}, 0 to {size - 1}", least=-size)
-        elif func is F.one_hot and kwargs.get("num_classes", (*args, -1)[1]) > 0:
-            classes = kwargs.get("num_classes", (*args, -1)[1])
-            refuse_beyond(args[0], classes, f"none of {classes} classes, 0 to {classes - 1}")
+        elif func is F.one_hot:
+            [numbers] = _arguments(args, kwargs, "tensor")
+            classes = kwargs.get("num_classes", (*args, -1)[1] if args else -1)
+            if classes > 0:
+                refuse_beyond(numbers, classes, f"none of {classes} classes, 0 to {classes - 1}")
         return func(*args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -385,6 +386,8 @@ def _loss_of_first(run: RunSpec, data: Data, outputs: tuple[Tensor, ...]) -> flo
         microbatch.samples,
         microbatch.source,
     )
+    if not batch.num_targets:
+        return math.nan
     return float(loss) / batch.num_targets
 
 

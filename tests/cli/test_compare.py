@@ -14,6 +14,7 @@ from torch import Tensor
 
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.update import _Step
+from axsparse.training.checkpoint.manifest import manifest_bytes, read_manifest
 
 SETTINGS = {
     "train": {"steps": 3, "compare_replicas_every": 2, "eval_every": 3, "eval_steps": 1},
@@ -87,3 +88,23 @@ def test_runs_with_nothing_in_common_are_told_in_one_line(
         f"compare: {original} and {tmp_path} have no step and no checkpoint in common; name two "
         "runs that have",
     )
+
+
+def test_a_loss_that_is_no_number_and_another_standing_are_differences(
+    original: Path, tmp_path: Path, axsparse: Axsparse
+) -> None:
+    other = Path(shutil.copytree(original, tmp_path / "other"))
+    records = (other / "metrics.jsonl").read_text().splitlines()
+    spoilt = [line.replace('"eval_loss":', '"eval_loss": null, "was":') for line in records]
+    (other / "metrics.jsonl").write_text("\n".join(spoilt) + "\n")
+    manifest = read_manifest(other / "checkpoints" / "step-2")
+    progress = manifest.progress.model_copy(update={"loss_scale": 2.0})
+    changed = manifest_bytes(manifest.model_copy(update={"progress": progress}))
+    (other / "checkpoints" / "step-2" / "manifest.json").write_bytes(changed)
+
+    code, out, _ = axsparse("compare", original, other)
+
+    assert code == 1
+    record, checkpoint = out.splitlines()
+    assert record.startswith("step 3: eval_loss is ") and record.endswith(" and None")
+    assert checkpoint == "checkpoint of step 2: progress.loss_scale is 1.0 and 2.0"
