@@ -141,6 +141,10 @@ class Trainer:
         if self._watchdog is not None:
             self._watchdog.start()
         try:
+            for name, called in self._callbacks.items():
+                if called is not None and not callable(called):
+                    kind = type(called).__name__
+                    raise ConfigError(f"train: {name} is {kind}; give a function, or leave it out")
             with explained(
                 parts.place.rank,
                 lambda: (

@@ -13,7 +13,8 @@ from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, TESTS
 
 @pytest.mark.exhaustive
 def test_a_training_outlives_some_kills(tmp_path: Path) -> None:
-    command = [sys.executable, str(TESTS / "soak" / "killing.py"), "--cycles", "5", "--seed", "3"]
+    words = ["--cycles", "20", "--seed", "7", "--mixed"]
+    command = [sys.executable, str(TESTS / "soak" / "killing.py"), *words]
 
     done = subprocess.run(
         command,
