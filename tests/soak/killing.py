@@ -6,7 +6,7 @@ as well. Each start has to go on from the newest checkpoint that is whole. A run
 its end is compared with one that nobody touched: `axsparse compare` has to find the same bits. A
 third of the runs change their number of replicas on the way, with exact sums of gradients, and all
 draw other settings that change no bit for every start. Then the next run begins. Exits with 1 at
-the first thing that is wrong.
+the first thing that is wrong. The last run is left to come to its end.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ class Run:
     starts: int = 0
     damaged: int | None = None
     """The step whose checkpoint was damaged before this start."""
+
+    def __str__(self) -> str:
+        return f"{self.starts} starts with {' or '.join(map(str, self.replicas))} replicas"
 
     @property
     def gradient(self) -> str:
@@ -225,6 +228,22 @@ class Soak:
         self.finished[str(run.replicas)] += 1
         return compared.stdout.strip()
 
+    def end(self, run: Run) -> str:
+        """Let a run go on to its end, and compare it."""
+        self._prepare(run)
+        grid = self.draw.choice(LAYOUTS[self.draw.choice(run.replicas)])
+        self._let_end(run, grid, self.draw.randrange(len(FREE)))
+        return self.finish(run)
+
+    def _let_end(self, run: Run, grid: str, free: int) -> None:
+        """Start a run and leave it alone."""
+        job = Job(run, grid, free, self.place)
+        job.process.wait(LIMIT_SECONDS)
+        job.wait()
+        run.starts += 1
+        if {one.phase for one in job.told()} != {"ending"}:
+            raise WrongError(f"a run that nobody kills failed:\n{job.said()}")
+
     def _prepare(self, run: Run) -> int:
         """The step to go on from, 0 for the start; all that has a checkpoint's name is whole, but
         for one that is damaged here at times."""
@@ -286,11 +305,7 @@ class Soak:
         """A run from start to end, trained when it is first asked for."""
         if replicas not in self._whole:
             run = Run(self.place / f"whole-{len(self._whole)}", replicas)
-            job = Job(run, f"1x{replicas[0]}", 0, self.place)
-            job.process.wait(LIMIT_SECONDS)
-            job.wait()
-            if {one.phase for one in job.told()} != {"ending"}:
-                raise WrongError(f"the run that nobody touches failed:\n{job.said()}")
+            self._let_end(run, f"1x{replicas[0]}", 0)
             self._whole[replicas] = run.folder
         return self._whole[replicas]
 
@@ -344,11 +359,12 @@ def main() -> int:
             done += 1
             if soak.cycle(run):
                 verdict = soak.finish(run)
-                print(f"cycle {done}: replicas {run.replicas}, {run.starts} starts: {verdict}")
+                print(f"cycle {done}: {run}: {verdict}")
                 shutil.rmtree(run.folder)
                 run = soak.new_run()
             if done % 10 == 0:
                 print(f"cycle {done}: kills {dict(soak.fell)}", flush=True)
+        print(f"the last one, {run}: {soak.end(run)}")
     except (WrongError, subprocess.TimeoutExpired) as wrong:
         print(f"cycle {done}, seed {seed}, {place}: {wrong}", file=sys.stderr)
         return 1
