@@ -216,6 +216,17 @@ def test_no_step_waits_for_a_whole_device() -> None:
     }
 
 
+def test_nothing_is_timed_by_a_clock_that_may_be_set() -> None:
+    """Records say when they were written, and files of /dev/shm how old they are; no more."""
+    wall = re.compile(
+        r"\btime\.(time|time_ns|ctime|localtime)\b|\bfrom time import .*\btime\b|datetime\.now"
+    )
+    files = {path.relative_to(PACKAGE): path.read_text() for path in PACKAGE.rglob("*.py")}
+    readers = {path.as_posix() for path, text in files.items() if wall.search(text)}
+
+    assert readers == {"observe/recorder.py", "runtime/shared_segments.py"}
+
+
 def test_no_name_of_the_python_api_is_a_modules() -> None:
     """Importing a module puts it into the package, in the place of what has its name."""
     assert not {name.partition(".")[0] for name in sources()} & set(axsparse.__all__)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from axsparse.cli.parser import CommandParser, say
+from axsparse.config.section import counted
 from axsparse.runtime.errors import MissingInputError
 from axsparse.runtime.process_exit import exit_process
 
@@ -49,9 +50,9 @@ def _compare(arguments: argparse.Namespace) -> None:
             f"compare: {one} and {other} have no step and no checkpoint in common; name two runs "
             "that have"
         )
-    what = f"{recorded} records and {len(saved)} checkpoints"
+    what = f"{counted(recorded, 'record')} and {counted(len(saved), 'checkpoint')}"
     if saved:
-        what += f" (steps {', '.join(map(str, saved))})"
+        what += f" ({'step' if len(saved) == 1 else 'steps'} {', '.join(map(str, saved))})"
     for difference in filter(None, (parted, apart)):
         say(difference)
     if parted or apart:

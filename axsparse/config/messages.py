@@ -35,6 +35,15 @@ FORMER_KEYS = {
     "under another layout.g_inter",
 }
 """Key of earlier versions that is gone -> what to do about it."""
+FOREIGN_KEYS = {
+    **dict.fromkeys(("lr", "max_lr"), "optimizer.learning_rate"),
+    **dict.fromkeys(
+        ("epochs", "max_epochs", "max_steps", "num_steps", "iterations"), "train.steps"
+    ),
+    "batch_size": "batch.global_batch_size",
+    **dict.fromkeys(("amount", "density"), "pruning.sparsity"),
+}
+"""Name that other libraries have for a setting, and that looks like no key of ours -> the key."""
 FORMER_VALUES = {
     "pipeline.schedule": (
         ("zb-h1", "zb-1p", "zb-2p"),
@@ -121,7 +130,10 @@ def unknown_key(key: str, origin: str) -> ConfigError:
     key = shorten(key)  # Comparing takes time quadratic in the length.
     section, _, leaf = key.rpartition(".")
     # Where the section is right, only the rest can tell its keys apart.
-    near = [f"{section}.{name}" for name in get_close_matches(leaf, SECTIONS.get(section, ()), n=1)]
+    near = [FOREIGN_KEYS[leaf]] if leaf in FOREIGN_KEYS else []
+    near += [
+        f"{section}.{name}" for name in get_close_matches(leaf, SECTIONS.get(section, ()), n=1)
+    ]
     leaves = {known.rpartition(".")[2]: known for known in FIELDS}
     if section not in SECTIONS:
         near += get_close_matches(key, [*FIELDS, *([] if section else SECTIONS)], n=1)

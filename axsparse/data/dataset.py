@@ -162,8 +162,8 @@ class ArrayDataset:
     """Tensors in memory whose first dimension numbers the samples: a `Dataset`.
 
     Every target counts in the loss, except integers that are `ignore_index`, which cross entropy
-    leaves out; with None these count as well. Raises DataError if the tensors differ in their
-    number of samples, or have none.
+    leaves out; with None these count as well. Raises DataError for what is no tensor, and if the
+    tensors differ in their number of samples, or have none.
     """
 
     vocab_size = None
@@ -177,6 +177,12 @@ class ArrayDataset:
         ignore_index: int | None = IGNORED,
     ) -> None:
         tensors = (*(inputs if isinstance(inputs, tuple) else (inputs,)), targets)
+        for given in tensors:
+            if not isinstance(given, Tensor):
+                raise DataError(
+                    f"dataset ({name}): inputs and targets are tensors, not "
+                    f"{type(given).__name__}; make one of it by torch.as_tensor"
+                )
         # A 0-dimensional tensor has no first dimension: its () differs from every (n,).
         lengths = {tuple(tensor.shape[:1]) for tensor in tensors}
         if len(lengths) > 1 or not any(lengths.pop()):

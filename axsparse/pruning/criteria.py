@@ -137,6 +137,8 @@ def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion
             f"{loaded.where('pruning.method')}: {pruning.method} has a score already; choose "
             "custom, or a method over time, for the one given to build"
         )
+    if score is not None:
+        _refuse_other_arguments(score)
     draws_later = pruning.method in ("gradual", "iterative") or (
         pruning.method == "custom" and pruning.at_step > 0
     )
@@ -158,6 +160,22 @@ def _takes_gradient(score: Score) -> bool:
         return "gradient" in signature(score).parameters
     except (TypeError, ValueError):  # a built-in function without a signature
         return False
+
+
+def _refuse_other_arguments(score: Score) -> None:
+    """ConfigError for a score that cannot be called with what there is for it."""
+    try:
+        parameters = signature(score)
+    except (TypeError, ValueError):  # as above
+        return
+    gradient = {"gradient": None} if "gradient" in parameters.parameters else {}
+    try:
+        parameters.bind("", None, **gradient)
+    except TypeError as error:
+        raise ConfigError(
+            f"score: {error}; it is called with a tensor's name, its weights, and the gradient if "
+            "it has an argument of that name"
+        ) from error
 
 
 def _is_plain(scores: Tensor) -> bool:

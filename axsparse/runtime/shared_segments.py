@@ -53,7 +53,8 @@ def remove_leftovers(shared: Path = SHARED, processes: Path = PROCESSES) -> None
     with contextlib.suppress(OSError):
         for name in leftovers(shared, processes):
             with contextlib.suppress(OSError):
-                if time.time() - Path(name).lstat().st_mtime > STARTING_SECONDS:
+                # A file of the future was made before the clock was set back.
+                if abs(time.time() - Path(name).lstat().st_mtime) > STARTING_SECONDS:
                     Path(name).unlink()
 
 

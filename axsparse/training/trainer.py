@@ -7,7 +7,7 @@ and what a run says at its end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,7 @@ class Trainer:
         if self._watchdog is not None:
             self._watchdog.start()
         try:
+            _refuse_no_functions(self._callbacks)
             with explained(
                 parts.place.rank,
                 lambda: (
@@ -447,6 +448,14 @@ OnCheckpoint = Callable[[int, Path], object]
 
 MOVING = ("set", "rigl")
 """Pruning methods that replace entries all the time, and keep as many as before."""
+
+
+def _refuse_no_functions(callbacks: Mapping[str, object]) -> None:
+    """ConfigError for the first callback that cannot be called."""
+    for name, called in callbacks.items():
+        if called is not None and not callable(called):
+            kind = type(called).__name__
+            raise ConfigError(f"train: {name} is {kind}; give a function, or leave it out")
 
 
 class BestEvaluation:

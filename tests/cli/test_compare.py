@@ -45,6 +45,10 @@ def test_runs_of_other_layouts_are_the_same(
     assert (code, err) == (0, "")
     assert out == "the same: 3 records and 2 checkpoints (steps 1, 3)\n"
 
+    shutil.rmtree(other / "checkpoints" / "step-3")
+    _, out, _ = axsparse("compare", original, other)
+    assert out == "the same: 3 records and 1 checkpoint (step 1)\n"
+
 
 def test_the_first_step_tensor_and_entry_that_differ_are_named(
     original: Path, tmp_path: Path, axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch

@@ -60,3 +60,21 @@ def test_every_round_of_gradual_pruning_sees_gradients() -> None:
 def test_a_method_without_gradients_is_refused(pruning: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"has no gradients when it draws masks, and the score "):
         kept_by((1, 1), config_of(**pruning), score=from_outside)
+
+
+@pytest.mark.parametrize(
+    ("score", "what"),
+    [
+        (lambda name, weight, inputs: weight, "missing a required argument: 'inputs'"),
+        (lambda weight: weight, "too many positional arguments"),
+        (lambda name, *, weight, gradient: weight, "too many positional arguments"),
+    ],
+)
+def test_a_score_of_other_arguments_is_refused_before_the_run(score: Any, what: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        kept_by((1, 1), config_of(method="custom", at_step=2), score=score)
+
+    assert str(refused.value) == (
+        f"score: {what}; it is called with a tensor's name, its weights, and the gradient if it "
+        "has an argument of that name"
+    )

@@ -81,6 +81,18 @@ def test_a_start_removes_what_is_left_over_and_was_not_made_just_now(
     }
 
 
+def test_what_a_clock_that_was_set_back_left_in_the_future_is_removed(
+    shared: Path, tmp_path: Path
+) -> None:
+    days_ahead = time.time() + 3 * 86_400
+    for path in shared.iterdir():
+        os.utime(path, (days_ahead, days_ahead))
+
+    remove_leftovers(shared, process(tmp_path / "proc"))
+
+    assert {path.name for path in shared.iterdir()} == {"somebody_elses"}
+
+
 def test_a_job_that_fails_removes_what_it_maps_itself(shared: Path, tmp_path: Path) -> None:
     processes = process(tmp_path / "proc")
     maps = [f"7f00-7f01 rw-s 00000000 00:01 12 {path}" for path in shared.iterdir()]

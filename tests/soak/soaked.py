@@ -10,10 +10,12 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from support.cases import merged
 from support.runs import mlp, tiny_config, vector_data
 
 from axsparse.config.load import LoadedConfig
@@ -66,36 +68,43 @@ class Status:
         return Told(process, PHASES[phase], step)
 
 
-METHODS = {
-    # Its masks change with the weights, so that other sums over replicas may lead elsewhere.
-    "gradual": {"method": "gradual", "interval": 5, "until_step": 50},
-    "random": {"method": "random"},
-}
+FREE: tuple[dict[str, Any], ...] = (
+    {},
+    {"samo": {"shard_optimizer": True}},
+    {"pipeline": {"split_backward": True}},
+    {"pipeline": {"checkpoint_activations": 1}},
+    {"samo": {"index": "mask"}, "pipeline": {"slack": 2}},
+)
+"""Settings that a run may take up or drop whenever it goes on, and that change no bit."""
 
 
 def train(words: Sequence[str]) -> None:
-    """STATUS RUN_DIR GRID STEPS METHOD: GRID is stages x replicas, METHOD one of `METHODS`."""
+    """STATUS RUN_DIR GRID STEPS GRADIENT SETTINGS: GRID is stages x replicas, GRADIENT the value of
+    `samo.gradient`, SETTINGS a number of `FREE`."""
     status = Status(Path(words[0]))
     status.tell("start-up")
     run(lambda job: _train(job, status, words[1:]))
 
 
-def _config(run_dir: Path, steps: int, method: str, g_data: int) -> Config:
-    return tiny_config(
-        run_dir=str(run_dir),
-        batch={"global_batch_size": 12, "microbatch_size": 3},
-        train={"steps": steps, "log_every": steps},
-        checkpoint={"every": 3, "keep_last": 2},
-        pruning=METHODS[method],
-        samo={"shard_optimizer": g_data > 1},
+def _config(run_dir: str, steps: int, gradient: str, free: Mapping[str, Any]) -> Config:
+    settings = merged(
+        {
+            "batch": {"global_batch_size": 12, "microbatch_size": 3},
+            "train": {"steps": steps, "log_every": steps},
+            "checkpoint": {"every": 3, "keep_last": 2},
+            "pruning": {"method": "gradual", "interval": 5, "until_step": 50},
+            "samo": {"gradient": gradient},
+        },
+        free,
     )
+    return tiny_config(run_dir=run_dir, **settings)
 
 
 def _train(job: Job, status: Status, words: Sequence[str]) -> None:
     status.tell("resuming")
-    run_dir, grid, steps, method = words
+    run_dir, grid, steps, gradient, free = words
     g_inter, g_data = (int(number) for number in grid.split("x"))
-    config = _config(Path(run_dir), int(steps), method, g_data)
+    config = _config(run_dir, int(steps), gradient, FREE[int(free)])
 
     def on_step(done: int, verdict: Verdict) -> None:
         status.tell("training", done)

@@ -12,11 +12,12 @@ from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, TESTS
 
 
 @pytest.mark.exhaustive
-def test_a_training_outlives_some_kills(tmp_path: Path) -> None:
-    command = [sys.executable, str(TESTS / "soak" / "killing.py"), "--cycles", "5", "--seed", "3"]
+@pytest.mark.parametrize(("cycles", "words"), [(5, []), (10, ["--mixed"])], ids=["", "mixed"])
+def test_a_training_outlives_some_kills(cycles: int, words: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(TESTS / "soak" / "killing.py"), "--cycles", str(cycles)]
 
     done = subprocess.run(
-        command,
+        [*command, "--seed", "3", *words],
         env={**os.environ, **ENVIRONMENT, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -25,5 +26,6 @@ def test_a_training_outlives_some_kills(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("seed 3, in ")
-    assert "\n5 cycles in " in done.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert " replicas: the same: 60 records and 2 checkpoints" in done.stdout
+    assert f"\n{cycles} cycles in " in done.stdout
+    assert list(tmp_path.glob("soak-*")) == []

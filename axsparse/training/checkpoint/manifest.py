@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from axsparse.pruning.methods.masking import MethodState
 from axsparse.runtime.errors import DataError, reading
@@ -106,7 +106,7 @@ class Progress(_Strict):
     """Whether the evaluation that is due after these steps has been done."""
     masked: bool
     """Whether the change of masks that is due before the next step has been done."""
-    loss_scale: Annotated[float, Field(gt=0.0)]
+    loss_scale: Annotated[float, Field(gt=0.0, lt=2.0**128)]
     good_steps: Count
     skipped_at_floor: Count
     jumped: Count = 0
@@ -126,6 +126,22 @@ class Progress(_Strict):
     first_bad: FirstBad | None = None
     spikes: SpikeHistory = SpikeHistory()
     best: BestEntry | None = None
+
+    @model_validator(mode="after")
+    def _nothing_comes_after_the_last_step(self) -> Progress:
+        """A learning rate that begins in the future, say, would be another run in silence."""
+        counts = {
+            "updates": self.updates,
+            "schedule_start": self.schedule_start,
+            "masks_changed": self.masks_changed or 0,
+            "last_good": self.last_good,
+            "first_bad.step": 0 if self.first_bad is None else self.first_bad.step,
+            "best.step": 0 if self.best is None else self.best.step,
+        }
+        for name, count in counts.items():
+            if count > self.step:
+                raise ValueError(f"{name} is {count}, after only {self.step} steps")
+        return self
 
 
 class DataEntry(_Strict):
