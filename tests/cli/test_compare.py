@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.commands import Axsparse, assert_one_line
 from support.resuming import ran
-from support.runs import tiny_config
+from support.runs import tiny_config, token_data
 from torch import Tensor
 
 from axsparse.samo.layer_state import LayerState
@@ -25,7 +25,7 @@ SETTINGS = {
 
 
 def run_of(folder: Path, layout: tuple[int, int] = (1, 1)) -> Path:
-    ran(layout, tiny_config(**SETTINGS), folder)
+    ran(layout, tiny_config(**SETTINGS), folder, validation=token_data(samples=9))
     return folder
 
 
@@ -43,11 +43,11 @@ def test_runs_of_other_layouts_are_the_same(
     code, out, err = axsparse("compare", original, other)
 
     assert (code, err) == (0, "")
-    assert out == "the same: 3 records and 2 checkpoints (steps 1, 3)\n"
+    assert out == "the same: 4 records and 2 checkpoints (steps 1, 3)\n"
 
     shutil.rmtree(other / "checkpoints" / "step-3")
     _, out, _ = axsparse("compare", original, other)
-    assert out == "the same: 3 records and 1 checkpoint (step 1)\n"
+    assert out == "the same: 4 records and 1 checkpoint (step 1)\n"
 
 
 def test_the_first_step_tensor_and_entry_that_differ_are_named(
