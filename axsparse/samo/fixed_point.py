@@ -39,7 +39,9 @@ LEAST_BITS = 30
 FIRST_LARGEST = 10
 """The unit of the first step has room for entries of 2**10."""
 CHUNK = 65_536
-"""Entries that are converted at a time, so that their copies stay in the processor's cache."""
+"""Entries that a CPU converts at a time, so that their copies stay in its cache."""
+DEVICE_CHUNK = 1 << 24
+"""The same on a GPU, where every operation costs a launch."""
 
 
 def add(sums_K: Tensor, values_K: Tensor, unit: float, *, adds: bool) -> Tensor:
@@ -49,9 +51,11 @@ def add(sums_K: Tensor, values_K: Tensor, unit: float, *, adds: bool) -> Tensor:
     if values_K.device.type == "cpu" and sums_K.numel() > FEW and can_compile():
         return _add_by_loop(sums_K, values_K, unit, adds=adds)
     largest = torch.zeros((), dtype=torch.float64, device=values_K.device)
-    for start in range(0, sums_K.numel(), CHUNK):
-        sums = sums_K[start : start + CHUNK]
-        scaled = values_K[start : start + CHUNK].double().mul_(1 / unit)
+    each = CHUNK if sums_K.is_cpu else DEVICE_CHUNK
+    for sums, values in zip(sums_K.split(each), values_K.split(each), strict=True):
+        if not values.numel():
+            break
+        scaled = values.double().mul_(1 / unit)
         low, high = scaled.aminmax()
         largest = torch.maximum(largest, torch.maximum(-low, high))
         integers = scaled.round_().long()
@@ -79,9 +83,9 @@ def in_fp32(sums_K: Tensor, part: slice, unit: float) -> None:
     lies where the sum of entry n // 2 was. Parts are converted in ascending order, so that no sum
     is overwritten before it is read.
     """
-    values_K = sums_K.view(torch.float32)
-    for start in range(part.start, part.stop, CHUNK):
-        chunk = slice(start, min(start + CHUNK, part.stop))
+    values_K, each = sums_K.view(torch.float32), CHUNK if sums_K.is_cpu else DEVICE_CHUNK
+    for start in range(part.start, part.stop, each):
+        chunk = slice(start, min(start + each, part.stop))
         values_K[chunk] = sums_K[chunk].double().mul_(unit)
 
 
