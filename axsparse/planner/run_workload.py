@@ -150,6 +150,7 @@ def machine_of(cluster: Cluster | None) -> Cluster:
         intra_node_bandwidth=math.inf,
         inter_node_bandwidth=math.inf,
         nic_bandwidth=math.inf,
+        host_bandwidth=math.inf,
         ring_bandwidth=math.inf,
     )
 
