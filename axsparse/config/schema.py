@@ -213,7 +213,8 @@ class PruningConfig(Section):
     rewarm_steps: Natural = 0
     """Steps over which the learning rate rises again after each pruning, from 0."""
     calibration_samples: Count = 128
-    """wanda, sparsegpt: training samples that pass through the model before the first step."""
+    """wanda, sparsegpt, custom with a score that takes inputs: training samples that pass through
+    the model before the first step."""
     drop_fraction: Fraction = 0.3
     """set, rigl: fraction of a tensor's kept entries that is replaced at first; falls to 0 at
     `until_step` as a cosine."""

@@ -16,7 +16,7 @@ from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.planner.cluster import Precision
 from axsparse.planner.stage_memory import held_activations, is_recomputed
 from axsparse.planner.workload import Fits, StageLoad, no_bytes, value_bytes
-from axsparse.pruning.input_statistics import METHODS
+from axsparse.pruning.input_statistics import METHODS, STATISTICS
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import accumulates_in_half
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
@@ -64,7 +64,7 @@ def calibration_memory(
     twice, since it also passes through the layers as they were before. `on_host`: the memory that
     is planned is the host's, where masks lie until state is built.
     """
-    method, dense = METHODS[config.pruning.method], replace(stored, moments=0, replicas=1)
+    method, dense = STATISTICS[config.pruning.method], replace(stored, moments=0, replicas=1)
     drawn, moments = 0.0, []
     for layer in layers:
         costs = layer.activations or Activations(0, 0, 0, 0)
@@ -129,6 +129,8 @@ class SurveyedModel:
     """Whether the memory that is planned is the host's, where the copies for checkpoints are."""
     has_masks: bool = False
     """Whether a run that resumes has its masks already, so that none are drawn from samples."""
+    sees_inputs: bool = False
+    """Whether a score of the user's own takes inputs, so that `custom` draws masks from samples."""
     _loads: dict[tuple[Contents, int, bool], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -233,7 +235,8 @@ class SurveyedModel:
         activations = held_activations(layers, every)
         stored = state_format(config, self.optimizer, g_data, adds_in_half=adds_in_half)
         calibration = CalibrationMemory()
-        draws = config.pruning.method in METHODS and config.pruning.ticket is None
+        samples = config.pruning.method in METHODS or self.sees_inputs
+        draws = samples and config.pruning.ticket is None
         if draws and self.kept and not self.has_masks:
             calibration = calibration_memory(
                 config, layers, self.survey.ties, self.kept, stored, self.on_host

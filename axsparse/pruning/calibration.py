@@ -4,7 +4,8 @@ Calibration samples pass through the stages once. A stage has its samples' activ
 layer: it runs the layer on all samples to gather statistics, prunes the layer's matrices, and runs
 it again to make the inputs of the next layer. The last activations of a stage travel to the next
 one. Every replica does the same by itself, so that masks depend neither on the number of stages nor
-on that of replicas. `input_statistics` has the methods.
+on that of replicas. `input_statistics` has the methods; a score of the user's own may decide by the
+norms that Wanda gathers (`criteria.Score`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from torch import Tensor, nn
 from axsparse.data.batches import Microbatch
 from axsparse.models.layer import Layer, StartValues, as_tuple, on_meta
 from axsparse.models.module_products import forwards_in_place
-from axsparse.pruning.input_statistics import METHODS, HowMany, InputStatistics
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.input_statistics import (
+    STATISTICS,
+    HowMany,
+    InputStatistics,
+    WandaStatistics,
+)
 from axsparse.pruning.targets import Targets
 from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.canonical_form import canonical
@@ -76,10 +83,11 @@ class Calibration:
     """What decides the masks, and the stage that this rank is."""
 
     method: str
-    """One of `input_statistics.METHODS`."""
+    """One of `input_statistics.STATISTICS`."""
     targets: Targets
-    pattern: tuple[int, int] | None
-    """The numbers of `pruning.pattern`, which then replaces sparsities."""
+    criterion: Criterion
+    """Its score decides if that is the user's own and takes inputs. Its pattern, if it has one,
+    replaces sparsities."""
     layers: Sequence[Layer]
     """The layers of this stage."""
     ties: Mapping[str, str]
@@ -115,11 +123,7 @@ class Calibration:
 
     def draw(self) -> CalibratedMasks:
         """The masks; all ranks call this together."""
-        kept = {
-            name: METHODS[self.method].kept(shape, self._how_many(name))
-            for name, shape in self.targets.shapes.items()
-        }
-        masks = CalibratedMasks(kept, self.options.start)
+        masks = CalibratedMasks(self._kept(), self.options.start)
         branch = self.transport.branch()
         link = branch.link(self.place)
         # The first microbatch also passes through the layers as they were, for the loss before.
@@ -164,7 +168,7 @@ class Calibration:
             if name in self.targets.shapes
         }
         gathered = {
-            name: METHODS[self.method](linear.in_features, linear.weight.device)
+            name: STATISTICS[self.method](linear.in_features, linear.weight.device)
             for name, linear in linears.items()
         }
         unseen = dict(linears)
@@ -206,15 +210,32 @@ class Calibration:
 
         A function of its own, so that all this is freed before the next matrix.
         """
-        mask, after = statistics.prune(before, self._how_many(name))
+        if self.criterion.sees_inputs:
+            assert isinstance(statistics, WandaStatistics)
+            criterion = self.criterion.given(inputs=statistics.norms.cpu())
+            shape = tuple(before.shape)
+            mask = criterion.mask(name, shape, before.cpu, masks.kept[name])
+            mask = mask.view(shape).to(before.device)
+            after = before * mask
+        else:
+            mask, after = statistics.prune(before, self._how_many(name))
         masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())
         weight.copy_(after)
-        if METHODS[self.method].changes_weights:
+        if STATISTICS[self.method].changes_weights:
             masks.kept_weights[name] = weight[mask].cpu()
 
+    def _kept(self) -> dict[str, int]:
+        """How many entries of each matrix stay."""
+        if self.criterion.sees_inputs:
+            return self.targets.kept()
+        return {
+            name: STATISTICS[self.method].kept(shape, self._how_many(name))
+            for name, shape in self.targets.shapes.items()
+        }
+
     def _how_many(self, name: str) -> HowMany:
-        if self.pattern is not None:
-            return self.pattern
+        if self.criterion.pattern is not None:
+            return self.criterion.pattern
         return self.targets.own.get(name, self.targets.sparsity)
 
     def _prepared(self, inputs: Tensors) -> Tensors:

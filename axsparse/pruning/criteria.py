@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import Literal, TypeAlias
 
@@ -37,6 +38,15 @@ the shape of the weights, zero where they are pruned; the tensor's alone, summed
 
 There is one for `gradual`, `iterative`, and `custom` with `pruning.at_step` above 0.
 
+A function with a third argument `inputs` also gets the norm of each input of the linear layer that
+multiplies the matrix: √(Σ x[j]²) over all tokens of the calibration samples, (inputs,) in fp32 on
+the CPU. This one scores entries as Wanda does, which then selects within each row:
+
+    def by_wanda(name: str, weight: Tensor, inputs: Tensor) -> Tensor:
+        return weight.abs() * inputs
+
+There are inputs for `custom` with `pruning.at_step` 0 (`calibration` explains how they come).
+
 A run uses it with `build(…, score=by_magnitude)` and `pruning.method: custom`, or with a method
 that prunes over time.
 """
@@ -68,7 +78,17 @@ class Criterion:
     @property
     def sees_gradients(self) -> bool:
         """Whether the score takes the gradient of its tensor."""
-        return callable(self.score) and _takes_gradient(self.score)
+        return callable(self.score) and _takes(self.score, "gradient")
+
+    @property
+    def sees_inputs(self) -> bool:
+        """Whether the score takes the norms of its layer's inputs."""
+        return callable(self.score) and _takes(self.score, "inputs")
+
+    def given(self, **arguments: Tensor) -> Criterion:
+        """A criterion whose score of one's own is given these arguments, too."""
+        assert callable(self.score)
+        return replace(self, score=partial(self.score, **arguments))
 
     def scores(self, name: str, shape: Shape, weight: Weight) -> tuple[Tensor, Keys]:
         """The flat fp32 scores of a tensor, without NaN, and the keys that put them in order.
@@ -139,15 +159,7 @@ def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion
         )
     if score is not None:
         _refuse_other_arguments(score)
-    draws_later = pruning.method in ("gradual", "iterative") or (
-        pruning.method == "custom" and pruning.at_step > 0
-    )
-    if score is not None and _takes_gradient(score) and not draws_later:
-        raise ConfigError(
-            f"{loaded.where('pruning.method')}: {pruning.method} has no gradients when it draws "
-            "masks, and the score given to build takes one; choose custom with pruning.at_step "
-            "above 0, gradual or iterative"
-        )
+        _refuse_missing_arguments(loaded, score)
     pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
     if score is not None:
         return Criterion(score, config.seed, pattern)
@@ -155,9 +167,41 @@ def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion
     return Criterion("random" if at_random else "magnitude", config.seed, pattern)
 
 
-def _takes_gradient(score: Score) -> bool:
+def _refuse_missing_arguments(loaded: LoadedConfig, score: Score) -> None:
+    """ConfigError for a score that takes what the method does not have when it draws masks."""
+    pruning = loaded.config.pruning
+    draws_later = pruning.method in ("gradual", "iterative") or (
+        pruning.method == "custom" and pruning.at_step > 0
+    )
+    takes_gradient, takes_inputs = _takes(score, "gradient"), _takes(score, "inputs")
+    if takes_gradient and takes_inputs:
+        raise ConfigError(
+            "score: it takes gradient and inputs, which no method has at once; leave one of them "
+            "out"
+        )
+    if takes_gradient and not draws_later:
+        raise ConfigError(
+            f"{loaded.where('pruning.method')}: {pruning.method} has no gradients when it draws "
+            "masks, and the score given to build takes one; choose custom with pruning.at_step "
+            "above 0, gradual or iterative"
+        )
+    if takes_inputs and (pruning.method != "custom" or draws_later):
+        at_step = f" at step {pruning.at_step}" if pruning.method == "custom" else ""
+        raise ConfigError(
+            f"{loaded.where('pruning.method')}: {pruning.method}{at_step} has no inputs of layers "
+            "when it draws masks, and the score given to build takes them; choose custom with "
+            "pruning.at_step 0"
+        )
+    if takes_inputs and pruning.distribution == "global":
+        raise ConfigError(
+            f"{loaded.where('pruning.distribution')}: global, but a score that takes inputs draws "
+            "masks tensor by tensor before the first step; choose uniform or erk"
+        )
+
+
+def _takes(score: Score, argument: str) -> bool:
     try:
-        return "gradient" in signature(score).parameters
+        return argument in signature(score).parameters
     except (TypeError, ValueError):  # a built-in function without a signature
         return False
 
@@ -168,13 +212,13 @@ def _refuse_other_arguments(score: Score) -> None:
         parameters = signature(score)
     except (TypeError, ValueError):  # as above
         return
-    gradient = {"gradient": None} if "gradient" in parameters.parameters else {}
+    given = {"gradient", "inputs"} & set(parameters.parameters)
     try:
-        parameters.bind("", None, **gradient)
+        parameters.bind("", None, **dict.fromkeys(given))
     except TypeError as error:
         raise ConfigError(
-            f"score: {error}; it is called with a tensor's name, its weights, and the gradient if "
-            "it has an argument of that name"
+            f"score: {error}; it is called with a tensor's name, its weights, and gradient or "
+            "inputs if it has an argument of that name"
         ) from error
 
 

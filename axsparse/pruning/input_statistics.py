@@ -83,8 +83,13 @@ class WandaStatistics(InputStatistics):
     def add(self, x: Tensor) -> None:
         self._squares += x.float().square().sum(0)
 
+    @property
+    def norms(self) -> Tensor:
+        """√(Σ x[j]²) of each input."""
+        return self._squares.sqrt()
+
     def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
-        score = weight.abs() * self._squares.sqrt()
+        score = weight.abs() * self.norms
         if isinstance(how_many, tuple):
             mask = n_of_m(score.cpu(), *how_many).to(weight.device)
         else:
@@ -205,3 +210,8 @@ METHODS: dict[str, type[WandaStatistics | SparseGptStatistics]] = {
     "sparsegpt": SparseGptStatistics,
 }
 """The methods that calibration samples decide, by their names in the settings."""
+STATISTICS: dict[str, type[WandaStatistics | SparseGptStatistics]] = {
+    **METHODS,
+    "custom": WandaStatistics,
+}
+"""What methods gather; `custom` does so if its score takes `inputs`, and then selects by itself."""

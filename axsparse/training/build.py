@@ -451,11 +451,11 @@ def _first_masks(
     if run.targets.ticket is not None:
         return run.targets.ticket
     ties = run.survey.ties
-    if run.config.pruning.method in METHODS:
+    if run.config.pruning.method in METHODS or run.criterion.sees_inputs:
         calibration = Calibration(
             run.config.pruning.method,
             run.targets,
-            run.criterion.pattern,
+            run.criterion,
             own,
             ties,
             options,

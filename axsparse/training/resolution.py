@@ -190,6 +190,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     if targets is not None and draws and config.pruning.method in ("zeros", "sparsegpt"):
         check_weights_are_loaded(loaded, inputs.model, targets)
     kept = kept_at_start(config, targets) if inputs.saved is None else inputs.saved
+    criterion = configured_criterion(loaded, inputs.score)
     subject = SurveyedModel(
         config,
         survey,
@@ -198,6 +199,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         inputs.optimizer or optimizer_of(config.optimizer),
         on_host=inputs.on_host,
         has_masks=inputs.saved is not None,
+        sees_inputs=criterion.sees_inputs,
     )
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
@@ -209,7 +211,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         stages=(),
         place=grid.place(inputs.transport.rank),
         targets=targets,
-        criterion=configured_criterion(loaded, inputs.score),
+        criterion=criterion,
         optimizer=subject.optimizer,
         learning_rate=inputs.learning_rate,
         groups=parameter_groups(config, survey),

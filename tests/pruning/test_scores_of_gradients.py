@@ -65,7 +65,7 @@ def test_a_method_without_gradients_is_refused(pruning: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("score", "what"),
     [
-        (lambda name, weight, inputs: weight, "missing a required argument: 'inputs'"),
+        (lambda name, weight, outputs: weight, "missing a required argument: 'outputs'"),
         (lambda weight: weight, "too many positional arguments"),
         (lambda name, *, weight, gradient: weight, "too many positional arguments"),
     ],
@@ -75,6 +75,6 @@ def test_a_score_of_other_arguments_is_refused_before_the_run(score: Any, what: 
         kept_by((1, 1), config_of(method="custom", at_step=2), score=score)
 
     assert str(refused.value) == (
-        f"score: {what}; it is called with a tensor's name, its weights, and the gradient if it "
-        "has an argument of that name"
+        f"score: {what}; it is called with a tensor's name, its weights, and gradient or inputs "
+        "if it has an argument of that name"
     )
