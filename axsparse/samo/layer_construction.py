@@ -25,7 +25,7 @@ from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, master_kind
 from axsparse.samo.tensor_state import TensorState
 
-DIGESTED = 1 << 18
+DIGESTED = 1 << 14
 """Entries of a start value that are added at a time, in copies of 64 bits."""
 
 
@@ -84,12 +84,7 @@ def build_layers(
     of the right shape, or a buffer has no contents.
     """
     tensors: dict[str, TensorState] = {}
-    built = []
-    for layer in layers:
-        drawn_before = set(options.draws)
-        built.append(_construct_layer(layer, ties, tensors, options))
-        _draw_again(layer, ties, options, options.draws.keys() - drawn_before)
-    return built
+    return [_construct_layer(layer, ties, tensors, options) for layer in layers]
 
 
 def _construct_layer(
@@ -99,6 +94,7 @@ def _construct_layer(
     options: StateOptions,
 ) -> BuiltLayer:
     """Build one layer and enter its tensors into `tensors`, where later aliases find them."""
+    drawn_before = set(options.draws)
     module, values = _skeleton(layer, ties, options)
     _fill_buffers(layer, module, options)
     states: list[TensorState] = []
@@ -139,6 +135,7 @@ def _construct_layer(
     )
     for tensor in state.owned:
         fill(state, tensor, values(tensor.name.removeprefix(f"{layer.name}.")))
+    _draw_again(layer, ties, options, options.draws.keys() - drawn_before)
     # This allocates the moments, and does so only now, when the last fp32 start value is freed.
     state.optimizer_state.reset_moments()
     return BuiltLayer(layer, module, state)

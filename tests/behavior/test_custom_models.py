@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -328,12 +328,14 @@ def test_a_mean_over_flattened_tokens_is_refused_and_sums_train() -> None:
 
 
 def test_replicas_that_start_at_other_weights_are_told_apart() -> None:
-    numbers = itertools.count(1)
+    ranks: dict[int, int] = {}
 
     def drawn() -> nn.Module:
         module = nn.Linear(WIDTH, WIDTH)
         if not module.weight.is_meta:
-            nn.init.constant_(module.bias, next(numbers))
+            # Ranks are threads here; each draws the same whenever it is asked.
+            rank = ranks.setdefault(threading.get_ident(), len(ranks))
+            nn.init.constant_(module.bias, rank)
         return module
 
     model = Model([Layer("drawn", drawn), linear(WIDTH, 5)], summed_loss)

@@ -13,7 +13,7 @@ import pytest
 from support.mpirun import ENVIRONMENT, LONGEST_SECONDS
 from support.terminal import Terminal
 
-STEPS = 40
+STEPS = 120
 BAR = "░"
 """In the row with the bar, and nowhere else."""
 
@@ -24,7 +24,7 @@ def watched(
     becomes: tuple[int, int] = (60, 24),
     program: Sequence[str] = ("-m", "axsparse.train", "--config", "digits_cnn.yaml"),
 ) -> tuple[list[list[str]], list[str], int]:
-    """Train in the terminal, which has other columns and lines after ten steps.
+    """Train in the terminal, which has other columns and lines after ten steps and a bar.
 
     Returns what the screen showed again and again, what it shows in the end, and the exit code.
     """
@@ -40,14 +40,15 @@ def watched(
         start_new_session=True,
     )
     pictures: list[list[str]] = []
-    begins = terminal.screen.columns
+    begins, has_bar = terminal.screen.columns, False
     deadline = time.monotonic() + LONGEST_SECONDS
     while process.poll() is None:
         assert time.monotonic() < deadline
         pictures.append(list(terminal.read()))
         metrics = run / "metrics.jsonl"
         steps = metrics.read_text().count('"loss"') if metrics.exists() else 0
-        if steps >= 10 and terminal.screen.columns == begins:
+        has_bar = has_bar or any(BAR in row for row in pictures[-1])
+        if steps >= 10 and has_bar and terminal.screen.columns == begins:
             terminal.resize(*becomes)
         time.sleep(0.05)
     return pictures, terminal.read(), process.returncode

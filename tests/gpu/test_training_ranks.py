@@ -25,7 +25,7 @@ def test_a_job_trains_case_by_case_and_another_goes_on_behind_one_that_fails(
         tmp_path,
         [
             case("plain", (2, 1), SETTINGS),
-            case("refused", (2, 1), {"batch": {"microbatch_size": 5}}),
+            case("refused", (2, 1), {"layout": {"split": [1, 1]}}),
             case("overflow", (2, 1), spoilt, overflow_at=1),
         ],
         ON_CPU,
@@ -45,7 +45,7 @@ def test_a_job_trains_case_by_case_and_another_goes_on_behind_one_that_fails(
         assert torch.equal(values, trace.weights[owner].reshape(-1)[kept[name]]), name
     assert len(kept["block0.fc1.weight"]) == oracle.masks["block0.fc1.weight"].sum()
     assert isinstance(refused, CaseFailedError)
-    assert "microbatch_size" in str(refused)
+    assert "layout.split" in str(refused)
     assert not isinstance(overflow, CaseFailedError), overflow
     for outcome in overflow:
         assert outcome["finite"] == [True, False, True]

@@ -135,12 +135,13 @@ class Progress(_Strict):
             "schedule_start": self.schedule_start,
             "masks_changed": self.masks_changed or 0,
             "last_good": self.last_good,
-            "first_bad.step": 0 if self.first_bad is None else self.first_bad.step,
+            # The step that ends a run, and is not done, may be the first bad one.
+            "first_bad.step": 0 if self.first_bad is None else self.first_bad.step - 1,
             "best.step": 0 if self.best is None else self.best.step,
         }
         for name, count in counts.items():
             if count > self.step:
-                raise ValueError(f"{name} is {count}, after only {self.step} steps")
+                raise ValueError(f"{name} is beyond the {self.step} steps done")
         return self
 
 
