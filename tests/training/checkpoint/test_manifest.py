@@ -105,8 +105,16 @@ def test_no_flipped_bit_goes_unseen() -> None:
         ("progress/schedule_start", 5, "progress: .*schedule_start is beyond the 4 steps done"),
         ("progress/masks_changed", 5, "progress: .*masks_changed is beyond the 4 steps done"),
         ("progress/last_good", 5, "progress: .*last_good is beyond the 4 steps done"),
-        ("progress/best", {"step": 5, "loss": 1.0}, "progress: .*best.step is beyond the 4 steps done"),
-        ("progress/first_bad", {"step": 6, "what": "x"}, "progress: .*first_bad.step is beyond the 4"),
+        (
+            "progress/best",
+            {"step": 5, "loss": 1.0},
+            "progress: .*best.step is beyond the 4 steps done",
+        ),
+        (
+            "progress/first_bad",
+            {"step": 6, "what": "x"},
+            "progress: .*first_bad.step is beyond the 4",
+        ),
         ("progress/exponents", {"block0.fc.weight": 401}, "progress.exponents.block0.fc.weight: "),
         ("progress/jumped", -1, "progress.jumped: "),
         ("progress/spikes", {"losses": [float("nan")]}, "progress.spikes.losses.0: |it: "),
