@@ -123,7 +123,7 @@ class Units:
         return 2.0**self._room
 
     def unit(self, name: str) -> float:
-        """The unit of a tensor's unscaled gradient in the coming step."""
+        """The unit of a tensor's gradient in the coming step, loss scale included."""
         return 2.0 ** self.exponents.get(name, FIRST_LARGEST - self._room)
 
     def fit(self, largest: float) -> Fit | None:

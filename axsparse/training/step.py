@@ -142,10 +142,10 @@ class Step:
                     "in the layer's build, or give it a rate in optimizer.learning_rates"
                 )
         if self._units is not None:
-            ties, scale = self._parts.survey.ties, self._parts.loss_scale.scale
+            ties = self._parts.survey.ties
             for layer in self._parts.layers:
                 for tensor in layer.state.tensors:
-                    tensor.unit = scale * self._units.unit(ties.get(tensor.name, tensor.name))
+                    tensor.unit = self._units.unit(ties.get(tensor.name, tensor.name))
         self._parts.collector.begin()
         self._parts.sync.begin()
         self._parts.statistics.begin()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.cases import (
     INFINITE,
     ONE_RANK,
@@ -27,12 +28,13 @@ from support.cases import (
 )
 from support.exhaustive import by_default
 from support.resuming import ran
-from support.runs import random_init, summed_loss, tiny_config, vector_data
+from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
+from axsparse.samo.fixed_point import Units
 
 EXACT: dict[str, Any] = {"samo": {"gradient": "exact"}}
 SHARDED: dict[str, Any] = {"samo": {"shard_optimizer": True}}
@@ -175,3 +177,25 @@ def test_without_exact_sums_replicas_have_bits_of_their_own() -> None:
     norms = [trained(Row(layout, steps(3)))[0][1].norms for layout in ((1, 1), (1, 4))]
 
     assert norms[0] != norms[1]
+
+
+def test_a_step_that_is_computed_again_counts_once_in_running_statistics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = [
+        Layer("norm", lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))),
+        Layer("out", partial(nn.Linear, 16, 5)),
+    ]
+    model = Model(layers, loss=summed_loss)
+    config = tiny_config(**exact(steps(1), batch(12, 2)))
+    follow, answers = Units.follow, iter([False, True])
+    monkeypatch.setattr(Units, "follow", lambda units, fits: next(answers))
+    [(_, twice)] = train_in_process(1, 1, model, config, vector_data())
+    assert next(answers, None) is None, "the step was computed twice"
+    monkeypatch.setattr(Units, "follow", follow)
+    plain = tiny_config(**steps(1, **batch(12, 2)))
+    [(_, once)] = train_in_process(1, 1, model, plain, vector_data())
+
+    assert once.buffers["norm.1.num_batches_tracked"] == 6
+    for name, buffer in once.buffers.items():
+        assert torch.equal(twice.buffers[name], buffer), name

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernel_machine import layer_of
 from torch import Tensor
 
 from axsparse.samo import fixed_point
@@ -191,3 +192,16 @@ def test_a_long_gradient_tells_what_is_not_finite(value: float, dtype: torch.dty
     values[77] = value
 
     assert not math.isfinite(add(torch.zeros(FEW + 9, dtype=torch.int64), values, 1.0, adds=True))
+
+
+def test_a_step_knows_the_largest_entry_of_all_its_microbatches() -> None:
+    mask = torch.tensor([True, False, True])
+    layer, tensor = layer_of(mask, torch.zeros(3), torch.int64, "weight", 2)
+    tensor.unit = 0.5
+
+    for gradient in ([1.0, 99.0, -2.0], [-4.0, 0.0, 0.5], [0.5, 0.0, 0.0]):
+        layer.accumulate(tensor, torch.tensor(gradient))
+
+    assert tensor.largest is not None and tensor.largest.item() == 8.0
+    layer.finish_gradient()
+    assert layer.gradient_of(tensor).tolist() == [-2.5, -1.5]
