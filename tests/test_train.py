@@ -141,6 +141,7 @@ def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(train: T
     assert "# git " in text
 
 
+@pytest.mark.exhaustive
 def test_gradient_bytes_are_those_of_the_kept_entries_alone(train: Train) -> None:
     pruned = train(2, *ONE_STAGE).records
     dense = train(2, *ONE_STAGE, *DENSE).records

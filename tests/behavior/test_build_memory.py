@@ -102,6 +102,7 @@ def measured_by(program: str, *arguments: str, **environment: str) -> dict[str, 
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries cannot be told")
 def test_a_build_leaves_no_holes_between_what_stays() -> None:
     measured = measured_by(BUILT_TWICE)

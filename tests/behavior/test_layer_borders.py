@@ -97,9 +97,9 @@ def reading_model(shaped: Callable[[Tensor], Tensor]) -> Model:
 BATCH = {"batch": {"global_batch_size": 12, "microbatch_size": 4}, "train": {"steps": 2}}
 
 
-@pytest.mark.parametrize("shaped", FORMS.values(), ids=FORMS)
-def test_no_form_of_an_output_changes_a_bit(shaped: Callable[[Tensor], Tensor]) -> None:
-    judge_everywhere(reading_model(shaped), vector_data(), BATCH)
+@pytest.mark.parametrize("form", by_default(list(FORMS)[::3], FORMS))
+def test_no_form_of_an_output_changes_a_bit(form: str) -> None:
+    judge_everywhere(reading_model(FORMS[form]), vector_data(), BATCH)
 
 
 class Lending(ArrayDataset):

@@ -259,11 +259,11 @@ RUNS = [
         train={"steps": 3},
     ),
     # It has sums over tensors, so that it goes through the state twice.
-    row("offloaded, lamb", (1, 1), optimizer=LAMB, samo=OFFLOAD, train={"steps": 3}),
+    row("offloaded, lamb", (1, 1), usual=False, optimizer=LAMB, samo=OFFLOAD, train={"steps": 3}),
     row("offloaded, masks that change", (1, 1), samo=OFFLOAD, pruning=GRADUAL, train=FIVE),
     row("gradual", (2, 2), usual=False, pruning=GRADUAL, train=FIVE),
     row("set", (2, 2), usual=False, pruning={"method": "set", "interval": 2}, train=FIVE),
-    row("rigl", (2, 2), pruning={"method": "rigl", "interval": 2}, train=FIVE),
+    row("rigl", (2, 2), usual=False, pruning={"method": "rigl", "interval": 2}, train=FIVE),
     row("snip", (2, 2), usual=False, pruning={"method": "snip"}, train=FIVE),
     row("early-bird", (2, 2), usual=False, pruning=EARLY_BIRD, train={"steps": 8}),
     row(
@@ -282,7 +282,12 @@ RUNS = [
         pipeline={"checkpoint_activations": 0},
         train={"steps": 2, "eval_steps": 2},
     ),
-    row("tensors with settings of their own", (2, 1), optimizer={**SGD, **SETTINGS_OF_TENSORS}),
+    row(
+        "tensors with settings of their own",
+        (2, 1),
+        usual=False,
+        optimizer={**SGD, **SETTINGS_OF_TENSORS},
+    ),
 ]
 
 
@@ -339,6 +344,7 @@ def test_a_run_goes_on_on_the_cpu_and_back(on_device: Placing, tmp_path: Path) -
     same(back, whole)
 
 
+@pytest.mark.exhaustive
 def test_running_statistics_are_restored_to_the_device(on_device: Placing, tmp_path: Path) -> None:
     config = image_config(
         optimizer=SGD, batch={"global_batch_size": 6, "microbatch_size": 3}, train={"steps": 2}

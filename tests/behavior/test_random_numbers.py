@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.cases import judge_everywhere
+from support.exhaustive import each_once
 from support.resuming import ran, same
 from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
@@ -71,8 +72,7 @@ def noisy_model(draw: Draw, *, is_noisy: bool = True, in_loss: bool = False) -> 
     return Model([*noisy, out], loss, metrics={"lucky": metric} if in_loss else {})
 
 
-@pytest.mark.parametrize("in_loss", [False, True], ids=["layer", "loss"])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("in_loss", "source"), each_once([False, True], list(SOURCES)))
 def test_no_layout_changes_what_is_drawn(source: str, in_loss: bool) -> None:
     model, data = noisy_model(SOURCES[source], in_loss=in_loss), vector_data()
 

@@ -158,7 +158,7 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("what", STATES)
+@pytest.mark.parametrize("what", by_default(list(STATES)[1::3], STATES))
 def test_every_kind_of_state_goes_on_as_if_nothing_had_been(what: str, tmp_path: Path) -> None:
     case = STATES[what]
     config, (before, after) = config_of(**case.settings), case.layouts
@@ -183,7 +183,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", by_default(list(METHODS)[::2], METHODS))
 def test_every_pruning_method_goes_on_where_it_stood(method: str, tmp_path: Path) -> None:
     reference = resumes(tmp_path, over_time(method), stop=4)
 
@@ -200,15 +200,15 @@ def over_time(method: str, **sections: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize(
-    "method", by_default(["early-bird to step 1"], ["early-bird to step 1", "rigl, armed"])
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["early-bird to step 1", "rigl, armed"])
 def test_pruning_methods_go_on_with_shards(method: str, tmp_path: Path) -> None:
     config = over_time(method, **SHARD)
 
     resumes(tmp_path, config, before=(1, 2), after=(2, 2), stop=5)
 
 
+@pytest.mark.exhaustive
 def test_it_does_not_matter_when_a_run_stops(tmp_path: Path) -> None:
     """At every step of one run after the other, each of them under another layout."""
     config = over_time("iterative to step 1")
@@ -401,7 +401,7 @@ def evaluations(run: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["eval_loss"]) for record in records]
 
 
-@pytest.mark.parametrize("stop", [3, 4])
+@pytest.mark.parametrize("stop", by_default([3], [3, 4]))
 def test_every_evaluation_is_there_once(stop: int, tmp_path: Path) -> None:
     """Also that of the step after which a run was stopped, and that of one which has ended."""
     train = {"steps": 6, "eval_every": 2, "eval_steps": 1, "eval_first": True}
@@ -418,7 +418,7 @@ def test_every_evaluation_is_there_once(stop: int, tmp_path: Path) -> None:
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("method", ["gradual", "rigl"])
+@pytest.mark.parametrize("method", by_default(["gradual"], ["gradual", "rigl"]))
 def test_an_evaluation_where_a_run_stops_is_of_the_masks_before(
     method: str, tmp_path: Path
 ) -> None:
@@ -518,7 +518,7 @@ def test_a_run_of_its_own_that_is_stopped_at_once_saves_what_it_began_with(tmp_p
     same(resumed, whole)
 
 
-@pytest.mark.parametrize("method", [None, "gradual"])
+@pytest.mark.parametrize("method", by_default(["gradual"], [None, "gradual"]))
 def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(
     method: str | None, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.sums import sample_all
 
-MODELS = int(os.environ.get("AXSPARSE_MODELS", "10"))
+MODELS = int(os.environ.get("AXSPARSE_MODELS", "5"))
 SEED = os.environ.get("AXSPARSE_MODELS_SEED", "")
 ONE = os.environ.get("AXSPARSE_MODEL", "")
 

@@ -163,6 +163,7 @@ def test_a_run_is_open_to_whom_the_umask_lets_in_and_has_the_environment_nowhere
         assert name not in written + said.out.encode() + said.err.encode()
 
 
+@pytest.mark.exhaustive
 def test_ranks_listen_to_their_own_host_only(tmp_path: Path) -> None:
     words = [str(TESTS / "security" / "listening.py"), str(tmp_path)]
     done = run_mpirun(2, words, python=sys.executable)

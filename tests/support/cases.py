@@ -208,11 +208,15 @@ def freed(layouts: Sequence[Layout], free: Sequence[Settings], **others: Any) ->
     return [Row(row.layout, free=row.settings, is_usual=row.is_usual, **others) for row in rows]
 
 
-def parameters(rows: Iterable[Row]) -> list[Any]:
-    """The rows for `pytest.mark.parametrize`, those with the same judge one after the other."""
+def parameters(rows: Iterable[Row], every: int = 1) -> list[Any]:
+    """The rows for `pytest.mark.parametrize`, those with the same judge one after the other.
+
+    Of the usual rows `make test` has one in `every`.
+    """
     ordered = sorted(rows, key=lambda row: (row.subject.name, row.judge, str(row.settings)))
+    usual = [row for row in ordered if row.is_usual][::every]
     return [
-        pytest.param(row, id=str(row), marks=() if row.is_usual else pytest.mark.exhaustive)
+        pytest.param(row, id=str(row), marks=() if row in usual else pytest.mark.exhaustive)
         for row in ordered
     ]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support import nvrtc
 from support.cuda_on_cpu import GRADIENTS, HELPERS, JUDGE, STATES, compiler
+from support.exhaustive import by_default
 
 from axsparse.samo.cuda.device_index import INDICES
 from axsparse.samo.cuda.launch import CONSTANTS, FILES, read_source, source
@@ -31,7 +32,7 @@ SAMPLE = [
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", by_default(["sm_90"], ["sm_80", "sm_90"]))
 def test_kernels_compile_for_gpus_and_keep_all_they_have_in_registers(architecture: str) -> None:
     status, log, code = nvrtc.compiled(source(read_source("device")), SAMPLE, architecture)
 
