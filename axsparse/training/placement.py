@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
-from axsparse.planner.run_workload import only_backward
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_of, together
@@ -152,12 +151,10 @@ def found_memory(
 ) -> float | None:
     """The fewest bytes that any host, or any GPU, leaves to each of its ranks.
 
-    None if neither the layout nor the kind of backward depends on it. `room` is that of this rank's
-    GPU. All ranks call this together.
+    None if the configuration says what a rank may take. `room` is that of this rank's GPU. All
+    ranks call this together.
     """
-    layout = config.layout
-    is_open = layout.g_inter == "auto" or only_backward(config.pipeline) is None
-    if layout.memory_per_rank != "auto" or not is_open:
+    if config.layout.memory_per_rank != "auto":
         return None
     if room is None:
         here = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"

@@ -125,6 +125,8 @@ class RunSpec:
     """The planner's memory and time; None for a model without an example."""
     on_host: bool = True
     """Whether ranks compute on CPUs."""
+    room: float = math.inf
+    """Bytes that this rank may take beside what its process held at its start."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,12 +157,10 @@ class RunSpec:
 
     @property
     def memory_is_tight(self) -> bool:
-        """Whether `layout.memory_per_rank` leaves no room for freed blocks that the C library
-        keeps."""
-        room = self.config.layout.memory_per_rank
-        if room == "auto" or self.prediction is None or not self.on_host:
+        """Whether there is no room for freed blocks that the C library keeps."""
+        if self.prediction is None or not self.on_host:
             return False
-        return self.prediction.memory_bytes * (1 + HOLES) > room * 1e9
+        return self.prediction.memory_bytes * (1 + HOLES) > self.room
 
     def state_bytes(self, layers: Sequence[LayerInfo], kept: Mapping[str, int]) -> int:
         """Bytes of model state of one rank that holds these layers; `kept` as in `stage_bytes`."""
@@ -217,6 +217,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         groups=parameter_groups(config, survey),
         kept_at_start=kept,
         on_host=inputs.on_host,
+        room=_room(config, inputs),
     )
     if draws or (targets is not None and config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
@@ -326,15 +327,18 @@ def _trades(
     least = least_split_samples(inputs.survey, on_host=inputs.on_host)
     if not has_costs(inputs.survey) or config.batch.microbatch_size < least:
         return []
-    room = inputs.found_memory
-    if config.layout.memory_per_rank != "auto":
-        room = config.layout.memory_per_rank * 1e9
     slack = config.pipeline.slack
     if slack == "auto":
         slack = DEFAULT_SLACK if choice is None else choice.row.layout.schedule.slack
-    room = math.inf if room is None else room
-    trade = split_trade(subject, cluster_of(config), config, grid, slack, room)
+    trade = split_trade(subject, cluster_of(config), config, grid, slack, _room(config, inputs))
     return [] if trade is None else [trade]
+
+
+def _room(config: Config, inputs: RunInputs) -> float:
+    """Bytes that a rank may take: what the configuration says, or else what was found."""
+    if config.layout.memory_per_rank != "auto":
+        return config.layout.memory_per_rank * 1e9
+    return math.inf if inputs.found_memory is None else inputs.found_memory
 
 
 def _splits_backward(config: Config, choice: Choice | None, trades: Sequence[Trade]) -> bool:

@@ -44,9 +44,9 @@ PAGE_SECONDS = 900.0
 """Far beyond what any page takes."""
 SMALL = """\
 model: {name: gpt, num_layers: 2, hidden_size: 32, num_heads: 4, sequence_length: 32}
-batch: {global_batch_size: 16, microbatch_size: 4}
+batch: {global_batch_size: 8, microbatch_size: 4}
 schedule: {warmup_steps: 5}
-train: {steps: 24, eval_every: 12, eval_steps: 1, peak_flops: 1e12}
+train: {steps: 60, eval_every: 30, eval_steps: 1, peak_flops: 1e12}
 """
 """A `quickstart.yaml` in the folder of a page, which comes before the bundled one."""
 ALL = [block for page in PAGES for block in blocks(page)]

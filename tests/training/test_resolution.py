@@ -164,6 +164,19 @@ def test_memory_that_was_found_asks_for_more_stages_than_usual_but_never_for_few
     assert stages(auto(3, found=1e9)) == 1
 
 
+@pytest.mark.parametrize(("times", "is_tight"), [(1.2, True), (2.0, False)])
+def test_memory_that_was_found_is_tight_where_freed_blocks_would_not_fit(
+    times: float, is_tight: bool
+) -> None:
+    usual = auto(layout={"g_inter": 2})
+    assert usual.prediction is not None
+    assert not usual.memory_is_tight
+
+    run = auto(layout={"g_inter": 2}, found=times * usual.prediction.memory_bytes)
+
+    assert run.memory_is_tight is is_tight
+
+
 def test_a_layout_that_is_given_is_kept_and_predicted() -> None:
     run = auto(layout={"g_inter": 4}, limit=1.0)
 
