@@ -213,8 +213,16 @@ class PruningConfig(Section):
     rewarm_steps: Natural = 0
     """Steps over which the learning rate rises again after each pruning, from 0."""
     calibration_samples: Count = 128
-    """wanda, sparsegpt, custom with a score that takes inputs: training samples that pass through
-    the model before the first step."""
+    """wanda, sparsegpt, custom with a score that takes inputs, and `heal`: training samples that
+    pass through the model before the first step."""
+    heal: Literal["none", "blocks"] = "none"
+    """Before the first step, for loaded weights that are pruned at once: `blocks` fits the kept
+    weights, norms and biases of one layer after the other to what the dense layer put out, over
+    the calibration samples, and takes the state of one layer."""
+    heal_passes: Count = 4
+    """heal: how often all calibration samples are seen."""
+    heal_rate: Annotated[float, Field(gt=0.0)] = 5e-4
+    """heal: learning rate at first; it falls to 0 linearly."""
     drop_fraction: Fraction = 0.3
     """set, rigl: fraction of a tensor's kept entries that is replaced at first; falls to 0 at
     `until_step` as a cosine."""
@@ -266,6 +274,23 @@ class PruningConfig(Section):
                 raise BrokenRule(
                     key, f"{value}, but pruning.method {self.method} {why}; choose {usual}"
                 )
+        if self.heal != "none":
+            for methods, key, value, usual in (
+                (
+                    ("magnitude", "random", "custom", "wanda", "sparsegpt"),
+                    "method",
+                    self.method,
+                    "wanda",
+                ),
+                ((0,), "at_step", at, 0),
+                (("uniform", "erk"), "distribution", self.distribution, "uniform"),
+            ):
+                if value not in methods:
+                    raise BrokenRule(
+                        key,
+                        f"{value}, but pruning.heal fits what is pruned at once, layer by layer, "
+                        f"before the first step; choose {usual}",
+                    )
         if isinstance(rewind, int) and rewind > at:
             raise BrokenRule(
                 "rewind_step",

@@ -31,6 +31,9 @@ Contents: TypeAlias = tuple[int, int, int, int, bool]
 """`SurveyedModel._contents`."""
 CHOSEN_BYTES = 16
 """Bytes that torch takes for each entry which it picks out of a matrix by a mask."""
+HEALING_BYTES = 25
+"""Bytes that healing takes for each parameter of a layer beside its gradient: the master and a
+copy, two moments, the gradient in fp32 and a temporary tensor, and the mask."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,21 @@ def calibration_memory(
     twice, since it also passes through the layers as they were before. `on_host`: the memory that
     is planned is the host's, where masks lie until state is built.
     """
-    method, dense = STATISTICS[config.pruning.method], replace(stored, moments=0, replicas=1)
+    pruning, dense = config.pruning, replace(stored, moments=0, replicas=1)
+    method, heals = STATISTICS.get(pruning.method), pruning.heal != "none"
     drawn, moments = 0.0, []
     for layer in layers:
         costs = layer.activations or Activations(0, 0, 0, 0)
         matrices = [p for p in layer.parameters if p.name in kept]
         there = stage_bytes([layer], ties, {}, dense).total + drawn * on_host
-        there += config.pruning.calibration_samples * max(costs.inputs, costs.outputs)
-        statistics = sum(method.held(p.shape[1]) for p in matrices)
+        # Where layers are healed the samples also pass through the layers as they were.
+        flows = 1 + heals
+        there += flows * pruning.calibration_samples * max(costs.inputs, costs.outputs)
+        statistics = 0 if method is None else sum(method.held(p.shape[1]) for p in matrices)
         working = 0
         for matrix in matrices:
-            most = method.working(matrix.shape)
-            if method.changes_weights:
+            most = 21 * matrix.numel if method is None else method.working(matrix.shape)
+            if method is not None and method.changes_weights:
                 # What keeps the weights that it has changed.
                 most = max(most, 5 * matrix.numel + CHOSEN_BYTES * kept[matrix.name])
             working = max(working, most)
@@ -83,9 +89,16 @@ def calibration_memory(
         moments.append((there + statistics + working, twice))
         # The samples pass while statistics are gathered, and once more when they are gone.
         moments.append((there + statistics, twice + costs.saved + costs.outputs))
+        if heals and matrices:
+            trained = sum(p.numel for p in layer.parameters if p.trained)
+            state = trained * (HEALING_BYTES + stored.weight_bytes)
+            passing = costs.saved + costs.outputs + 2 * costs.widest
+            moments.append((there + state, twice + passing))
+            drawn += 4 * (trained - sum(p.numel for p in matrices))
+        changes = heals or (method is not None and method.changes_weights)
+        kept_bytes = 4 if heals else stored.weight_bytes
         for matrix in matrices:
-            changed = stored.weight_bytes * kept[matrix.name] if method.changes_weights else 0
-            drawn += matrix.numel / 8 + changed
+            drawn += matrix.numel / 8 + (kept_bytes * kept[matrix.name] if changes else 0)
     return CalibrationMemory(moments, drawn * on_host)
 
 
@@ -235,7 +248,8 @@ class SurveyedModel:
         activations = held_activations(layers, every)
         stored = state_format(config, self.optimizer, g_data, adds_in_half=adds_in_half)
         calibration = CalibrationMemory()
-        samples = config.pruning.method in METHODS or self.sees_inputs
+        pruning = config.pruning
+        samples = pruning.method in METHODS or self.sees_inputs or pruning.heal != "none"
         draws = samples and config.pruning.ticket is None
         if draws and self.kept and not self.has_masks:
             calibration = calibration_memory(

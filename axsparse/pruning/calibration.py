@@ -6,6 +6,9 @@ it again to make the inputs of the next layer. The last activations of a stage t
 one. Every replica does the same by itself, so that masks depend neither on the number of stages nor
 on that of replicas. `input_statistics` has the methods; a score of the user's own may decide by the
 norms that Wanda gathers (`criteria.Score`).
+
+With a `Fit` the samples also pass through the layers as they were, and each pruned layer is fitted
+to what the dense one puts out, before the next layer is pruned (`healing`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from axsparse.data.batches import Microbatch
 from axsparse.models.layer import Layer, StartValues, as_tuple, on_meta
 from axsparse.models.module_products import forwards_in_place
 from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.healing import Fit
 from axsparse.pruning.input_statistics import (
+    METHODS,
     STATISTICS,
     HowMany,
     InputStatistics,
@@ -35,7 +40,7 @@ from axsparse.runtime.communication import Direction, Link, Message, Transport
 from axsparse.runtime.errors import ConfigError, noted
 from axsparse.runtime.grid import Place
 from axsparse.runtime.seeds import preserved_rng, seed_all
-from axsparse.samo.layer_construction import StateOptions, build_layers
+from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits
 from axsparse.samo.shards import ALONE
@@ -55,7 +60,15 @@ class CalibratedMasks:
     """The values that the model starts from."""
     bits: dict[str, Bits] = field(default_factory=dict)
     kept_weights: dict[str, Tensor] = field(default_factory=dict)
-    """The kept weights of the matrices that pruning has changed, in the precision of the run."""
+    """The kept weights of the matrices that pruning has changed, in the precision of the run, or
+    in fp32 where they were fitted."""
+    fitted: dict[str, Tensor] = field(default_factory=dict)
+    """The fp32 values of parameters that are not pruned and were fitted."""
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether the model starts from other weights than before it was pruned."""
+        return bool(self.kept_weights or self.fitted)
 
     @property
     def fingerprint(self) -> str:
@@ -66,6 +79,8 @@ class CalibratedMasks:
         """The start value of a parameter or buffer, changed if pruning has changed it."""
         assert self.start is not None, "only loaded weights are changed"
         value = self.start.read(name)
+        if value is not None and name in self.fitted:
+            return self.fitted[name]
         if value is None or name not in self.kept_weights:
             return value
         mask_D, kept_K = self.bits[name].mask(), self.kept_weights[name]
@@ -83,7 +98,7 @@ class Calibration:
     """What decides the masks, and the stage that this rank is."""
 
     method: str
-    """One of `input_statistics.STATISTICS`."""
+    """One of `input_statistics.STATISTICS`; with a fit also one that looks at weights alone."""
     targets: Targets
     criterion: Criterion
     """Its score decides if that is the user's own and takes inputs. Its pattern, if it has one,
@@ -101,15 +116,26 @@ class Calibration:
     """The calibration samples in microbatches; stages behind the first have them without inputs."""
     says: Callable[[str], None] = lambda _: None
     """Shows the user a line about how far the calibration is."""
+    fit: Fit | None = None
+    """How pruned layers are fitted to the dense ones; None leaves them as they were pruned."""
 
     def check(self) -> None:
-        """ConfigError for a matrix of this stage whose inputs no linear layer sees, or two see."""
+        """ConfigError for a matrix of this stage whose inputs no linear layer sees, or two see,
+        and for a model that is to be healed and was never trained."""
+        if self.fit is not None and self.options.start is None:
+            raise ConfigError(
+                "pruning.heal: layers are fitted to what they put out as they were loaded, and "
+                "this model starts from drawn values; load weights (model.from, model.weights or "
+                "start_from), or leave pruning.heal out"
+            )
         twice = {*self.ties, *self.ties.values()} & {*self.targets.shapes}
         if twice:
             raise ConfigError(
                 f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
                 f"{min(twice)} is used in two; name it in pruning.exclude"
             )
+        if not self._sees_inputs:
+            return
         for layer in self.layers:
             module = layer.build() if layer.init is None else on_meta(layer)
             linear = _linear_weights(layer.name, module)
@@ -126,11 +152,13 @@ class Calibration:
         masks = CalibratedMasks(self._kept(), self.options.start)
         branch = self.transport.branch()
         link = branch.link(self.place)
-        # The first microbatch also passes through the layers as they were, for the loss before.
-        flow = [self._prepared(each.inputs) for each in (*self.samples, self.samples[0])]
+        # The first microbatch also passes through the layers as they were, for the loss before;
+        # all of them do where layers are fitted.
+        again = self.samples if self.fit is not None else self.samples[:1]
+        flow = [self._prepared(each.inputs) for each in (*self.samples, *again)]
         if not self.place.is_first:
             flow = self._received(link, len(flow))
-        *pruned, dense = flow
+        pruned, dense = flow[: len(self.samples)], flow[len(self.samples) :]
         with torch.no_grad():
             progress = Progress(self.says)
             for number, layer in enumerate(self.layers):
@@ -138,34 +166,33 @@ class Calibration:
                     f"{self.method}: stage {self.place.stage}, layer {number + 1} of "
                     f"{len(self.layers)}, {len(pruned)} microbatches of samples"
                 )
-                dense = self._pass(layer, pruned, dense, masks)
+                self._pass(layer, pruned, dense, masks)
             if self.place.is_last:
-                before, after = self.loss(dense), self.loss(pruned[0])
+                before, after = self.loss(dense[0]), self.loss(pruned[0])
                 self.says(
                     f"{self.method}: loss of the first microbatch {before:.4f} before, "
                     f"{after:.4f} after"
                 )
         if not self.place.is_last:
-            for number, tensors in enumerate((*pruned, dense)):
+            for number, tensors in enumerate((*pruned, *dense)):
                 link.send(Message(Direction.FORWARD, number, tensors))
         branch.close()  # and its link, once all is sent
         return masks
 
     def _pass(
-        self, layer: Layer, flow: list[Tensors], dense: Tensors, masks: CalibratedMasks
-    ) -> Tensors:
-        """Draw the masks of one layer, and replace its inputs in `flow` by its outputs.
-
-        Returns what the layer makes of `dense` with the weights from before.
-        """
+        self, layer: Layer, flow: list[Tensors], dense: list[Tensors], masks: CalibratedMasks
+    ) -> None:
+        """Draw the masks of one layer, and replace its inputs in `flow` by its outputs, and those
+        in `dense` by its outputs with the weights from before."""
         options = replace(self.options, masks=None, moments=(), replicas=ALONE)
         [built] = build_layers([layer], self.ties, options)
         module = built.module.eval()
-        dense = self._forward(layer.name, module, 0, dense)
+        for number, inputs in enumerate(dense):
+            dense[number] = self._forward(layer.name, module, number, inputs)
         linears: dict[str, nn.Linear] = {
             name: linear
             for name, linear in _linear_weights(layer.name, module).items()
-            if name in self.targets.shapes
+            if name in self.targets.shapes and self._sees_inputs
         }
         gathered = {
             name: STATISTICS[self.method](linear.in_features, linear.weight.device)
@@ -183,12 +210,63 @@ class Calibration:
                 f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
                 f"nobody calls that of {min(unseen)}; name it in pruning.exclude"
             )
-        for name, linear in linears.items():
-            before = built.state.dense_master(name).to(linear.weight.device)
-            self._prune(name, linear.weight, before, gathered.pop(name), masks)
+        for tensor in built.state.owned:
+            if tensor.name in self.targets.shapes:
+                before = built.state.dense_master(tensor.name).to(tensor.parameter.device)
+                self._prune(
+                    tensor.name, tensor.parameter, before, gathered.pop(tensor.name, None), masks
+                )
+        if self.fit is not None:
+            self._heal(self.fit, built, flow, dense, masks)
         for number, inputs in enumerate(flow):
             flow[number] = self._forward(layer.name, module, number, inputs)
-        return dense
+
+    def _heal(
+        self,
+        fit: Fit,
+        built: BuiltLayer,
+        flow: Sequence[Tensors],
+        wanted: Sequence[Tensors],
+        masks: CalibratedMasks,
+    ) -> None:
+        """Fit a layer of which something is pruned to the outputs that are wanted."""
+        name, module = built.spec.name, built.module
+        shared = {*self.ties, *self.ties.values()}
+        owned = {
+            tensor.name.removeprefix(f"{name}."): tensor
+            for tensor in built.state.owned
+            if tensor.name not in shared
+        }
+        bits = {local: masks.bits.get(tensor.name) for local, tensor in owned.items()}
+        pruned = {
+            local: one.mask().view(owned[local].parameter.shape).to(owned[local].parameter.device)
+            for local, one in bits.items()
+            if one is not None
+        }
+        if not pruned:
+            return
+        masters = {}
+        for local, tensor in owned.items():
+            values = built.state.dense_master(tensor.name).to(tensor.parameter.device)
+            if local in pruned:
+                kept = masks.kept_weights.get(tensor.name)
+                values = values * pruned[local]
+                if kept is not None:  # the method has changed it
+                    values[pruned[local]] = kept.to(values)
+            masters[local] = values.clone()
+        before, after = fit.heal(
+            module,
+            masters,
+            pruned,
+            lambda number: self._forward(name, module, number, flow[number]),
+            wanted,
+        )
+        for local, tensor in owned.items():
+            if local in pruned:
+                masks.kept_weights[tensor.name] = masters[local][pruned[local]].cpu()
+            else:
+                masks.fitted[tensor.name] = masters[local].cpu()
+        self.says(f"heal: {name}: error of a token {before:.4f} before, {after:.4f} after")
 
     def _forward(self, name: str, module: nn.Module, number: int, inputs: Tensors) -> Tensors:
         """The outputs of a layer for a microbatch; what it draws is the same in every pass."""
@@ -203,16 +281,18 @@ class Calibration:
         name: str,
         weight: Tensor,
         before: Tensor,
-        statistics: InputStatistics,
+        statistics: InputStatistics | None,
         masks: CalibratedMasks,
     ) -> None:
         """Draw the mask of a matrix and put its kept entries into `weight`.
 
         A function of its own, so that all this is freed before the next matrix.
         """
-        if self.criterion.sees_inputs:
-            assert isinstance(statistics, WandaStatistics)
-            criterion = self.criterion.given(inputs=statistics.norms.cpu())
+        if self.criterion.sees_inputs or statistics is None:
+            criterion = self.criterion
+            if statistics is not None:
+                assert isinstance(statistics, WandaStatistics)
+                criterion = criterion.given(inputs=statistics.norms.cpu())
             shape = tuple(before.shape)
             mask = criterion.mask(name, shape, before.cpu, masks.kept[name])
             mask = mask.view(shape).to(before.device)
@@ -221,17 +301,22 @@ class Calibration:
             mask, after = statistics.prune(before, self._how_many(name))
         masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())
         weight.copy_(after)
-        if STATISTICS[self.method].changes_weights:
+        if statistics is not None and statistics.changes_weights:
             masks.kept_weights[name] = weight[mask].cpu()
 
     def _kept(self) -> dict[str, int]:
         """How many entries of each matrix stay."""
-        if self.criterion.sees_inputs:
+        if self.method not in METHODS:
             return self.targets.kept()
         return {
             name: STATISTICS[self.method].kept(shape, self._how_many(name))
             for name, shape in self.targets.shapes.items()
         }
+
+    @property
+    def _sees_inputs(self) -> bool:
+        """Whether the method looks at inputs, and not at weights alone."""
+        return self.method in METHODS or self.criterion.sees_inputs
 
     def _how_many(self, name: str) -> HowMany:
         if self.criterion.pattern is not None:

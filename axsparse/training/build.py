@@ -26,6 +26,7 @@ from axsparse.observe.sinks import refuse_missing_packages
 from axsparse.observe.watchdog.watchdog import open_watchdog
 from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.criteria import Score
+from axsparse.pruning.healing import Fit
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.targets import masks_of_zeros
@@ -358,8 +359,8 @@ def _build_state(
         masks = _first_masks(run, stage_layers, options, transport, data, is_shown=is_shown)
     else:
         masks = CheckpointMasks(checkpoint)
-    # SparseGPT changes weights as well.
-    start = masks if isinstance(masks, CalibratedMasks) and masks.kept_weights else options.start
+    # SparseGPT and healing change weights as well.
+    start = masks if isinstance(masks, CalibratedMasks) and masks.changes_weights else options.start
     planned = None if run.prediction is None else run.prediction.memory_bytes
 
     def construct() -> list[BuiltLayer]:
@@ -450,10 +451,11 @@ def _first_masks(
         return None
     if run.targets.ticket is not None:
         return run.targets.ticket
-    ties = run.survey.ties
-    if run.config.pruning.method in METHODS or run.criterion.sees_inputs:
+    ties, pruning = run.survey.ties, run.config.pruning
+    heals = pruning.heal != "none"
+    if pruning.method in METHODS or run.criterion.sees_inputs or heals:
         calibration = Calibration(
-            run.config.pruning.method,
+            pruning.method,
             run.targets,
             run.criterion,
             own,
@@ -462,8 +464,9 @@ def _first_masks(
             run.place,
             transport,
             partial(_loss_of_first, run, data),
-            data.training.first(run.config.pruning.calibration_samples),
+            data.training.first(pruning.calibration_samples),
             says=partial(print, flush=True) if is_shown else lambda _: None,
+            fit=Fit(pruning.heal_passes, pruning.heal_rate) if heals else None,
         )
         together(transport, calibration.check)
         return calibration.draw()
@@ -474,8 +477,8 @@ def _first_masks(
         if value[0] not in ties
     )
     total = partial(stage_total, run.place, transport)
-    if run.config.pruning.method == "zeros":
-        return masks_of_zeros(run.targets, run.config.pruning, values, total)
+    if pruning.method == "zeros":
+        return masks_of_zeros(run.targets, pruning, values, total)
     return masks_of_start(run.targets, run.criterion, values, total)
 
 

@@ -1,0 +1,116 @@
+"""Heals one pruned layer: fits what is kept to what the dense layer put out.
+
+The layer's outputs on the activations of the pruned layers before it are fitted to the outputs of
+the dense layer on the activations of the dense layers before that, over the calibration samples.
+The error of a token is
+
+    Σ (output − dense output)² / Σ (dense output)²
+
+over the entries of the token: without the division a few tokens with huge activations decide.
+Weights that are pruned stay zero; kept weights, norms and biases are trained, by Adam (Kingma and
+Ba 2015) with betas 0.9 and 0.95 and a rate that falls linearly to zero. Masters are fp32, products
+are those of the run. Fitting block by block is from "A Free Lunch in LLM Compression"
+(arXiv 2510.14444).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+TINY = 1e-12
+"""The least that the squares of a token's dense outputs count, so that zeros divide nothing."""
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How long and how fast a layer is fitted."""
+
+    passes: int
+    """How often all samples are seen."""
+    rate: float
+    """The learning rate at the first microbatch."""
+
+    def heal(
+        self,
+        module: nn.Module,
+        masters: Mapping[str, Tensor],
+        masks: Mapping[str, Tensor],
+        forward: Callable[[int], Tensors],
+        wanted: Sequence[Tensors],
+    ) -> tuple[float, float]:
+        """Fit the trained parameters of a layer in place, and return its error before and after.
+
+        `masters` has the fp32 values of the parameters that are trained, by their names in the
+        module, which are changed; `masks` has the bool masks of those that are pruned, of the same
+        shapes. `forward` gives the outputs for a microbatch, `wanted` those of the dense layer. The
+        errors are means over all tokens.
+        """
+        parameters = dict(module.named_parameters())
+        trained = {name: parameters[name] for name in masters}
+        moments = {
+            name: (torch.zeros_like(master), torch.zeros_like(master))
+            for name, master in masters.items()
+        }
+        before = self._error(forward, wanted)
+        steps, step = self.passes * len(wanted), 0
+        for _ in range(self.passes):
+            for number, outputs in enumerate(wanted):
+                rate = self.rate * (1 - step / steps)
+                step += 1
+                with torch.enable_grad():
+                    loss, tokens = relative_error(forward(number), outputs)
+                    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+                        loss / tokens, list(trained.values()), allow_unused=True
+                    )
+                for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
+                    if gradient is None:
+                        continue
+                    _adam(masters[name], gradient.float(), moments[name], rate, step)
+                    if name in masks:
+                        masters[name].mul_(masks[name])
+                    parameter.detach().copy_(masters[name])
+        return before, self._error(forward, wanted)
+
+    @torch.no_grad()
+    def _error(self, forward: Callable[[int], Tensors], wanted: Sequence[Tensors]) -> float:
+        """The mean error of a token over all microbatches."""
+        found = [relative_error(forward(number), outputs) for number, outputs in enumerate(wanted)]
+        return sum(float(loss) for loss, _ in found) / sum(tokens for _, tokens in found)
+
+
+def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:
+    """The errors of all tokens, added, and their number.
+
+    A token is what the last dimension of a tensor of up to three dimensions holds, such as
+    (samples, positions, width); of a tensor of more dimensions, such as an image's, it is a
+    sample. Tensors that are no floating-point numbers count nothing.
+    """
+    total, tokens = torch.zeros((), device=outputs[0].device), 0
+    for given, asked in zip(outputs, wanted, strict=True):
+        if not given.is_floating_point():
+            continue
+        keeps = given.dim() - 1 if given.dim() <= 3 else 1
+        error = (given.float() - asked.float()).square().flatten(keeps).sum(-1)
+        size = asked.float().square().flatten(keeps).sum(-1).clamp(min=TINY)
+        total = total + (error / size).sum()
+        tokens += error.numel()
+    return total, max(tokens, 1)
+
+
+def _adam(
+    master: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], rate: float, step: int
+) -> None:
+    """One step of Adam without weight decay, in place."""
+    mean, square = moments
+    mean.lerp_(gradient, 1 - BETAS[0])
+    square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+    denominator = (square / (1 - BETAS[1] ** step)).sqrt_().add_(EPS)
+    master.addcdiv_(mean, denominator, value=-rate / (1 - BETAS[0] ** step))

@@ -1,0 +1,246 @@
+"""Pruned layers that are fitted to the dense ones, against the formulas in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.exhaustive import by_default
+from support.runs import mlp, tiny_config, train_in_process, vector_data
+from torch import Tensor, nn
+
+from axsparse.config.schema import Config
+from axsparse.data.order import samples_of_step
+from axsparse.models.layer import Model
+from axsparse.models.start_weights import open_weights, start_from
+from axsparse.pruning.healing import Fit, relative_error
+from axsparse.runtime.errors import ConfigError
+
+SAMPLES, SIZE = 10, 2
+LAYOUTS = [(2, 1), (4, 1), (1, 2), (2, 2)]
+METHODS = ("magnitude", "wanda", "sparsegpt")
+
+
+def config_of(**sections: Any) -> Config:
+    pruning = {"method": "magnitude", "sparsity": 0.6, "calibration_samples": SAMPLES}
+    healing = {"heal": "blocks", "heal_passes": 3, "heal_rate": 1e-2}
+    return tiny_config(
+        pruning={**pruning, **healing, **sections.pop("pruning", {})},
+        batch={"global_batch_size": 4, "microbatch_size": SIZE},
+        train={"steps": 1},
+        **sections,
+    )
+
+
+def trained_model(folder: Path) -> Model:
+    """A model that starts from loaded weights."""
+    torch.manual_seed(4)
+    weights = {
+        f"{layer.name}.{name}": torch.randn_like(value) * value.shape[-1] ** -0.5
+        for layer in mlp().layers
+        for name, value in layer.build().state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    return start_from(mlp(), open_weights(folder / "model.safetensors"))
+
+
+def started(layout: tuple[int, int], model: Model, config: Config) -> dict[str, Tensor]:
+    """The masters that a run starts with, in dense form, the same on all replicas."""
+    found: dict[str, Tensor] = {}
+
+    def note(trainer: Any) -> None:
+        for layer in trainer.parts.layers:
+            for tensor in layer.state.owned:
+                value = layer.state.dense_master(tensor.name).clone()
+                assert torch.equal(found.setdefault(tensor.name, value), value), tensor.name
+
+    train_in_process(*layout, model, config, vector_data(), before=note)
+    return found
+
+
+def microbatches(config: Config) -> list[Tensor]:
+    """The inputs of the calibration samples."""
+    data = vector_data()
+    samples = samples_of_step(len(data), SAMPLES, 0, config.seed)
+    return [data.read(samples[at : at + SIZE])[0][0] for at in range(0, SAMPLES, SIZE)]
+
+
+def healed_by_torch(model: Model, config: Config) -> dict[str, Tensor]:
+    """The whole of it, for pruning by magnitude, with torch's own Adam."""
+    assert model.start is not None
+    pruned = microbatches(config)
+    dense = list(pruned)
+    found: dict[str, Tensor] = {}
+    for layer in model.layers:
+        module = layer.build()
+        for name, value in module.named_parameters():
+            given = model.start.read(f"{layer.name}.{name}")
+            assert given is not None
+            value.data.copy_(given)
+        with torch.no_grad():
+            dense = [module(x) for x in dense]
+        masks = {}
+        for name, value in module.named_parameters():
+            if value.dim() == 2 and layer.kind != "head":
+                order = value.detach().abs().flatten().argsort(descending=True, stable=True)
+                keep = value.numel() - round(0.6 * value.numel())
+                masks[name] = torch.zeros(value.numel(), dtype=torch.bool)
+                masks[name][order[:keep]] = True
+                masks[name] = masks[name].view_as(value)
+                value.data.mul_(masks[name])
+        if masks:
+            _fit(module, masks, pruned, dense, config)
+        with torch.no_grad():
+            pruned = [module(x) for x in pruned]
+        found |= {f"{layer.name}.{n}": p.detach() for n, p in module.named_parameters()}
+    return found
+
+
+def _fit(
+    module: nn.Module,
+    masks: dict[str, Tensor],
+    inputs: list[Tensor],
+    wanted: list[Tensor],
+    config: Config,
+) -> None:
+    pruning, step = config.pruning, 0
+    steps = pruning.heal_passes * len(inputs)
+    adam = torch.optim.Adam(module.parameters(), betas=(0.9, 0.95))
+    for _ in range(pruning.heal_passes):
+        for x, y in zip(inputs, wanted, strict=True):
+            adam.param_groups[0]["lr"] = pruning.heal_rate * (1 - step / steps)
+            step += 1
+            adam.zero_grad()
+            errors = (module(x) - y).square().sum(-1) / y.square().sum(-1)
+            errors.mean().backward()
+            adam.step()
+            for name, value in module.named_parameters():
+                if name in masks:
+                    value.data.mul_(masks[name])
+
+
+def test_it_is_the_formula(tmp_path: Path) -> None:
+    model, config = trained_model(tmp_path), config_of()
+
+    ours, expected = started((1, 1), model, config), healed_by_torch(model, config)
+
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        assert torch.equal(ours[name] == 0, value == 0), name
+
+
+@pytest.mark.parametrize(("g_inter", "g_data"), by_default([(2, 2)], LAYOUTS))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
+def test_every_layout_heals_to_the_same_bits(
+    g_inter: int, g_data: int, method: str, precision: str, tmp_path: Path
+) -> None:
+    model = trained_model(tmp_path)
+    config = config_of(pruning={"method": method}, precision=precision)
+
+    found, expected = started((g_inter, g_data), model, config), started((1, 1), model, config)
+
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_errors_fall_and_masks_stay(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = trained_model(tmp_path)
+    config = config_of(pruning={"method": method})
+    unhealed = config_of(pruning={"method": method, "heal": "none"})
+
+    before, after = started((1, 1), model, unhealed), started((1, 1), model, config)
+
+    assert torch.equal(before["hidden0.0.weight"] == 0, after["hidden0.0.weight"] == 0)
+    assert not torch.equal(before["hidden0.0.weight"], after["hidden0.0.weight"])
+    assert not torch.equal(before["hidden1.0.bias"], after["hidden1.0.bias"])
+    assert torch.equal(before["out.weight"], after["out.weight"])  # the head is not pruned
+    dense = [module_outputs(model, x) for x in microbatches(config)]
+    errors = [
+        sum(
+            float(relative_error((outputs_of(weights, x),), (y,))[0])
+            for x, y in zip(microbatches(config), dense, strict=True)
+        )
+        for weights in (before, after)
+    ]
+    assert errors[1] < 0.8 * errors[0]
+
+
+def module_outputs(model: Model, x: Tensor) -> Tensor:
+    assert model.start is not None
+    read = model.start.read
+    return outputs_of(
+        {
+            f"{layer.name}.{name}": value
+            for layer in model.layers
+            for name, _ in layer.build().named_parameters()
+            if (value := read(f"{layer.name}.{name}")) is not None
+        },
+        x,
+    )
+
+
+def outputs_of(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    for layer in mlp().layers:
+        module = layer.build()
+        module.load_state_dict(
+            {name: weights[f"{layer.name}.{name}"] for name in module.state_dict()}
+        )
+        with torch.no_grad():
+            x = module(x)
+    return x
+
+
+def test_a_token_is_the_last_dimension_and_of_an_image_a_sample() -> None:
+    asked = torch.tensor([[[3.0, 4.0], [0.0, 100.0]]])
+
+    error, tokens = relative_error((asked + 5.0, torch.ones(1)), (asked, torch.ones(1)))
+    of_image, images = relative_error((asked[None] + 5.0,), (asked[None],))
+
+    assert tokens == 3
+    assert float(error) == pytest.approx(50 / 25 + 50 / 10_000)
+    assert images == 1
+    assert float(of_image) == pytest.approx(100 / 10_025)
+
+
+def test_tokens_that_are_zero_divide_nothing() -> None:
+    error, tokens = relative_error((torch.zeros(2, 3),), (torch.zeros(2, 3),))
+
+    assert (float(error), tokens) == (0.0, 2)
+
+
+def test_a_parameter_that_nobody_uses_stays() -> None:
+    module = nn.Linear(3, 2)
+    module.register_parameter("idle", nn.Parameter(torch.ones(1)))
+    masters = {name: p.detach().clone() for name, p in module.named_parameters()}
+    inputs, wanted = torch.ones(4, 3), torch.full((4, 2), 2.0)
+
+    before, after = Fit(20, 0.1).heal(module, masters, {}, lambda _: (module(inputs),), [(wanted,)])
+
+    assert after < before
+    assert torch.equal(masters["idle"], torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("pruning", "text"),
+    [
+        ({"method": "gradual"}, "method: gradual, but pruning.heal fits what is pruned at once"),
+        ({"at_step": 3}, "at_step: 3, but pruning.heal"),
+        ({"distribution": "global"}, "distribution: global, but pruning.heal"),
+    ],
+)
+def test_what_is_not_pruned_at_once_is_refused(pruning: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        config_of(pruning=pruning)
+
+
+def test_a_model_that_was_never_trained_is_refused() -> None:
+    with pytest.raises(ConfigError, match="and this model starts from drawn values; load weights"):
+        started((1, 1), mlp(), config_of())
