@@ -25,7 +25,7 @@ COMMANDS = {
     "compare": Command("axsparse.cli.compare", "say whether two runs are the same, bit by bit"),
     "data": Command("axsparse.cli.data", "turn text files into tokens"),
     "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds"),
-    "prune": Command("axsparse.cli.prune", "say what a run would prune, and what not and why"),
+    "prune": Command("axsparse.cli.prune", "prune and heal a model, or say what a run would prune"),
     "checkpoint": Command("axsparse.cli.checkpoint", "look at what a run saved"),
     "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),
     "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),

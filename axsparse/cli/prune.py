@@ -1,43 +1,132 @@
-"""`axsparse prune --dry-run`: says what a run would prune, what would stay dense, and why."""
+"""`axsparse prune`: prunes and heals a model of a folder, or says what a run would prune."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.cli.parser import CommandParser, add_configuration, say
+from axsparse.cli.parser import (
+    CommandParser,
+    add_configuration,
+    refuse,
+    refuse_early,
+    run_command,
+    say,
+)
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.config.validate import check_config
 from axsparse.planner.plan_report import table
-from axsparse.runtime.errors import ConfigError
 
-PRUNE = """\
-Say which tensors a run prunes and how many of their entries stay in the end, which tensors stay
-dense, and why. No weights are read, and nothing is trained.
+if TYPE_CHECKING:
+    from axsparse.runtime.job import Job
+
+DESCRIPTION = """\
+Prune a model of a Hugging Face folder, heal it, and write a folder again. A killed run goes on when
+it is started again with the same arguments:
+
+  axsparse prune --from FOLDER --data texts/ --method wanda --heal blocks --out PRUNED
+  mpirun -n 4 axsparse prune --from FOLDER --data texts/ --heal train --steps 200 --out PRUNED
+
+Or say which tensors a run prunes and how many of their entries stay in the end, which tensors stay
+dense, and why. No weights are read, and nothing is trained:
 
   axsparse prune --dry-run --config quickstart.yaml
   axsparse prune --dry-run --set model.name=vgg19 --set 'pruning.exclude=[classifier.*]'
 """
-PRUNE_END = """\
-Training prunes (axsparse train). A run of a model of your own says the same in short as it starts.
+EPILOG = """\
+ways to heal:
+  none     the weights that pruning leaves
+  blocks   each layer's kept weights, norms and biases are fitted to what the dense layer put out
+           (pruning.heal_passes, pruning.heal_rate); takes the state of one layer
+  train    the pruned model is trained on for --steps
+
+Settings come from prune_llama.yaml or --config, and --set changes them:
+pruning.calibration_samples, data.sequence_length, precision. OUT.run has the tokens and the run.
 """
+NEEDED = ("from", "data", "out")
+"""The options that pruning a folder needs."""
 
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(_prune, prog="axsparse prune", description=PRUNE, epilog=PRUNE_END)
-    arguments.add_argument("--dry-run", action="store_true", help="prune nothing; needed")
-    add_configuration(arguments.add_argument)
+    arguments = CommandParser(prog="axsparse prune", description=DESCRIPTION, epilog=EPILOG)
+    add = arguments.add_argument
+    add("--dry-run", action="store_true", help="prune nothing, and say what a run would prune")
+    add("--from", metavar="FOLDER", dest="source", type=Path, help="the model to prune")
+    add("--data", metavar="INPUT", nargs="+", type=Path, help="files and folders of text")
+    add(
+        "--validation",
+        metavar="INPUT",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="files and folders of text to evaluate on (default: a twentieth of --data)",
+    )
+    add("--sparsity", metavar="S", help="short for --set pruning.sparsity=S (default 0.5)")
+    add("--method", choices=("wanda", "sparsegpt", "magnitude"), default="wanda")
+    add("--heal", choices=("blocks", "train", "none"), default="blocks")
+    add("--steps", metavar="N", help="with --heal train: short for --set train.steps=N")
+    add("--out", metavar="FOLDER", type=Path, help="the folder to write")
+    add_configuration(add)
     return arguments
 
 
-def _prune(arguments: argparse.Namespace) -> None:
-    if not arguments.dry_run:
-        raise ConfigError(
-            "--dry-run: left out, but only training prunes (axsparse train); add it to see what "
-            "would be pruned"
+def main(argv: Sequence[str]) -> NoReturn:
+    """Do what is asked, and end the process with the exit code."""
+    read = parser()
+    arguments = read.parse_args(argv)
+    if arguments.dry_run:
+        read.set_defaults(work=_say_what)
+        run_command(read, argv)
+    missing = [
+        f"--{name}" for name, given in zip(NEEDED, _given(arguments), strict=True) if not given
+    ]
+    if missing:
+        refuse(
+            f"prune: {missing[0]} is left out; name it, or add --dry-run to see what a run of a "
+            "configuration would prune"
         )
+    if arguments.steps is not None and arguments.heal != "train":
+        refuse(f"--steps: --heal {arguments.heal} makes no step; choose --heal train")
+    settings = [
+        f"pruning.method={arguments.method}",
+        f"pruning.sparsity={arguments.sparsity or 0.5}",
+        f"pruning.heal={'blocks' if arguments.heal == 'blocks' else 'none'}",
+        *([] if arguments.steps is None else [f"train.steps={arguments.steps}"]),
+        *arguments.overrides,
+    ]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    arguments.config = arguments.config or "prune_llama.yaml"
+    refuse_early(arguments, [f"model.from={arguments.source}", *settings])
+    # Imported late, so that --help loads neither torch nor MPI.
+    from axsparse.runtime.job import run
+
+    def work(job: Job) -> None:
+        from axsparse.cli.prune_folder import PruneOrder, prune_folder
+
+        order = PruneOrder(
+            source=arguments.source,
+            data=tuple(arguments.data),
+            validation=tuple(arguments.validation),
+            out=arguments.out,
+            config=arguments.config,
+            settings=tuple(settings),
+            trains=arguments.heal == "train",
+        )
+        prune_folder(job, order)
+
+    run(work)
+
+
+def _given(arguments: argparse.Namespace) -> tuple[object, ...]:
+    return arguments.source, arguments.data, arguments.out
+
+
+def _say_what(arguments: argparse.Namespace) -> None:
     loaded = load_config(arguments.config, arguments.overrides)
     check_config(loaded)
     say("\n".join(lines(loaded)))
