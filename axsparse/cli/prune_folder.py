@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from axsparse.runtime.errors import ConfigError, writing
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import peak_memory_bytes
-from axsparse.training.build import build
+from axsparse.training.build import HEALED, build
 from axsparse.training.export import export
 from axsparse.training.trainer import Trainer
 
@@ -116,6 +117,8 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
         trainer = _built(job, pruned, resume="auto")
         if trainer.steps_done == 0:
             trainer.save()
+        if is_first:
+            shutil.rmtree(order.work / "run" / HEALED, ignore_errors=True)
     if order.trains:
         with timings.of("training"):
             trainer.train()

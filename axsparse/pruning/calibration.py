@@ -25,7 +25,7 @@ from axsparse.data.batches import Microbatch
 from axsparse.models.layer import Layer, StartValues, as_tuple, on_meta
 from axsparse.models.module_products import forwards_in_place
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.healing import Fit
+from axsparse.pruning.healing import Fit, HealedLayers
 from axsparse.pruning.input_statistics import (
     METHODS,
     STATISTICS,
@@ -46,6 +46,8 @@ from axsparse.samo.selection import Bits
 from axsparse.samo.shards import ALONE
 
 Tensors = tuple[Tensor, ...]
+MASK, KEPT, FITTED = "mask ", "kept ", "fitted "
+"""What the names of tensors begin with in the file of a healed layer, before their global names."""
 SECONDS = 5.0
 """The shortest time between two lines that say how far the calibration is."""
 
@@ -118,6 +120,8 @@ class Calibration:
     """Shows the user a line about how far the calibration is."""
     fit: Fit | None = None
     """How pruned layers are fitted to the dense ones; None leaves them as they were pruned."""
+    healed: HealedLayers | None = None
+    """Where fitted layers are kept for a start that goes on; None keeps none."""
 
     def check(self) -> None:
         """ConfigError for a matrix of this stage whose inputs no linear layer sees, or two see,
@@ -189,6 +193,37 @@ class Calibration:
         module = built.module.eval()
         for number, inputs in enumerate(dense):
             dense[number] = self._forward(layer.name, module, number, inputs)
+        if self.healed is None or not self._take_healed(built, masks):
+            self._draw(built, flow, masks)
+            if self.fit is not None:
+                self._heal(self.fit, built, flow, dense, masks)
+        for number, inputs in enumerate(flow):
+            flow[number] = self._forward(layer.name, module, number, inputs)
+
+    def _take_healed(self, built: BuiltLayer, masks: CalibratedMasks) -> bool:
+        """Take what an earlier start has made of a layer; False if it did not come so far."""
+        assert self.healed is not None
+        found = self.healed.read(built.spec.name)
+        if found is None:
+            return False
+        for tensor in built.state.owned:
+            name, shape = tensor.name, tensor.parameter.shape
+            if f"{MASK}{name}" in found:
+                packed = found[f"{MASK}{name}"].numpy()
+                masks.bits[name] = Bits(packed, torch.Size(shape).numel())
+                masks.kept_weights[name] = found[f"{KEPT}{name}"]
+            elif f"{FITTED}{name}" in found:
+                masks.fitted[name] = found[f"{FITTED}{name}"]
+            else:
+                continue
+            value = masks.read(name)
+            assert value is not None
+            tensor.parameter.detach().copy_(value)
+        return True
+
+    def _draw(self, built: BuiltLayer, flow: Sequence[Tensors], masks: CalibratedMasks) -> None:
+        """Draw the masks of one layer and put them into its weights."""
+        layer, module = built.spec, built.module
         linears: dict[str, nn.Linear] = {
             name: linear
             for name, linear in _linear_weights(layer.name, module).items()
@@ -216,10 +251,6 @@ class Calibration:
                 self._prune(
                     tensor.name, tensor.parameter, before, gathered.pop(tensor.name, None), masks
                 )
-        if self.fit is not None:
-            self._heal(self.fit, built, flow, dense, masks)
-        for number, inputs in enumerate(flow):
-            flow[number] = self._forward(layer.name, module, number, inputs)
 
     def _heal(
         self,
@@ -261,11 +292,17 @@ class Calibration:
             lambda number: self._forward(name, module, number, flow[number]),
             wanted,
         )
+        said = {}
         for local, tensor in owned.items():
             if local in pruned:
                 masks.kept_weights[tensor.name] = masters[local][pruned[local]].cpu()
+                said[f"{MASK}{tensor.name}"] = torch.from_numpy(masks.bits[tensor.name].packed)
+                said[f"{KEPT}{tensor.name}"] = masks.kept_weights[tensor.name]
             else:
                 masks.fitted[tensor.name] = masters[local].cpu()
+                said[f"{FITTED}{tensor.name}"] = masks.fitted[tensor.name]
+        if self.healed is not None:
+            self.healed.write(name, said)
         self.says(f"heal: {name}: error of a token {before:.4f} before, {after:.4f} after")
 
     def _forward(self, name: str, module: nn.Module, number: int, inputs: Tensors) -> Tensors:

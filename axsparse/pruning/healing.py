@@ -17,9 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from axsparse.runtime.errors import DataError, writing
+from axsparse.runtime.files.atomic import new_path
+from axsparse.runtime.files.safetensors import SafetensorsFile, header_of, write_safetensors
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
@@ -84,6 +89,46 @@ class Fit:
         """The mean error of a token over all microbatches."""
         found = [relative_error(forward(number), outputs) for number, outputs in enumerate(wanted)]
         return sum(float(loss) for loss, _ in found) / sum(tokens for _, tokens in found)
+
+
+@dataclass(frozen=True)
+class HealedLayers:
+    """A folder with a file for each layer that is healed, so that a killed run goes on after the
+    last of them."""
+
+    folder: Path
+    fingerprint: str
+    """What decides the contents; files of another fingerprint are passed over."""
+    writes: bool
+    """Whether this rank writes files: one of the ranks that hold a layer does."""
+
+    def read(self, layer: str) -> dict[str, Tensor] | None:
+        """The tensors of a layer's file; None if there is none that is whole and of this run."""
+        try:
+            file = SafetensorsFile(self._path(layer))
+        except (OSError, DataError):
+            return None
+        if file.metadata.get(_FINGERPRINT) != self.fingerprint:
+            return None
+        return {name: file.read(name) for name in file.shapes}
+
+    def write(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a layer's file; OutputError if that fails."""
+        if not self.writes:
+            return
+        headers = {name: header_of(tensor) for name, tensor in tensors.items()}
+        said = {_FINGERPRINT: self.fingerprint}
+        with writing(f"{self._path(layer)}: what is healed", "free the disk"):
+            self.folder.mkdir(exist_ok=True)
+            with new_path(self._path(layer)) as unfinished:
+                write_safetensors(unfinished, headers, iter(tensors.values()), said)
+
+    def _path(self, layer: str) -> Path:
+        return self.folder / f"{layer}.safetensors"
+
+
+_FINGERPRINT = "axsparse healed by"
+"""The key of the fingerprint in the metadata of a file."""
 
 
 def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from axsparse.observe.sinks import refuse_missing_packages
 from axsparse.observe.watchdog.watchdog import open_watchdog
 from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.criteria import Score
-from axsparse.pruning.healing import Fit
+from axsparse.pruning.healing import Fit, HealedLayers
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.targets import masks_of_zeros
@@ -63,6 +64,9 @@ from axsparse.training.run_data import Data, open_data
 from axsparse.training.run_directory import RunDir, find_run, open_run_dir
 from axsparse.training.trainer import OnCheckpoint, OnEvaluation, OnStep, Trainer
 
+HEALED = "healing"
+"""The folder in the run directory with the layers that are healed, until the first checkpoint has
+them."""
 SILENT_SECONDS = 2.0
 """How long a start waits for compiled loops before it says so."""
 
@@ -356,7 +360,9 @@ def _build_state(
     masks: Masks | None
     if checkpoint is None:
         is_shown = run_dir is not None and place.replica == 0
-        masks = _first_masks(run, stage_layers, options, transport, data, is_shown=is_shown)
+        masks = _first_masks(
+            run, stage_layers, options, transport, data, run_dir, is_shown=is_shown
+        )
     else:
         masks = CheckpointMasks(checkpoint)
     # SparseGPT and healing change weights as well.
@@ -438,6 +444,7 @@ def _first_masks(
     options: StateOptions,
     transport: Transport,
     data: Data,
+    run_dir: Path | None,
     *,
     is_shown: bool,
 ) -> Masks | None:
@@ -467,6 +474,7 @@ def _first_masks(
             data.training.first(pruning.calibration_samples),
             says=partial(print, flush=True) if is_shown else lambda _: None,
             fit=Fit(pruning.heal_passes, pruning.heal_rate) if heals else None,
+            healed=_healed_layers(run, data, run_dir) if heals else None,
         )
         together(transport, calibration.check)
         return calibration.draw()
@@ -480,6 +488,21 @@ def _first_masks(
     if pruning.method == "zeros":
         return masks_of_zeros(run.targets, pruning, values, total)
     return masks_of_start(run.targets, run.criterion, values, total)
+
+
+def _healed_layers(run: RunSpec, data: Data, run_dir: Path | None) -> HealedLayers | None:
+    """Where layers are kept that are healed; what decides them is in their fingerprint."""
+    if run_dir is None:
+        return None
+    config, start = run.config, run.model.start
+    decides = (
+        config.pruning.model_dump_json(),
+        f"{config.seed} {config.precision} {config.batch.microbatch_size}",
+        "" if start is None else start.fingerprint,
+        data.fingerprint,
+    )
+    fingerprint = hashlib.sha256("\n".join(decides).encode()).hexdigest()
+    return HealedLayers(run_dir / HEALED, fingerprint, writes=run.place.replica == 0)
 
 
 def _load(checkpoint: Checkpoint, parts: Parts) -> None:

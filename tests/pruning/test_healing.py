@@ -12,11 +12,13 @@ from support.exhaustive import by_default
 from support.runs import mlp, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
+import axsparse as ax
 from axsparse.config.schema import Config
+from axsparse.data.dataset import Datasets
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights, start_from
-from axsparse.pruning.healing import Fit, relative_error
+from axsparse.pruning.healing import Fit, HealedLayers, relative_error
 from axsparse.runtime.errors import ConfigError
 
 SAMPLES, SIZE = 10, 2
@@ -244,3 +246,59 @@ def test_what_is_not_pruned_at_once_is_refused(pruning: dict[str, Any], text: st
 def test_a_model_that_was_never_trained_is_refused() -> None:
     with pytest.raises(ConfigError, match="and this model starts from drawn values; load weights"):
         started((1, 1), mlp(), config_of())
+
+
+def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained_model(tmp_path)
+    config = config_of(run_dir=str(tmp_path / "run"))
+    expected = started((1, 1), model, config)
+    real, healed = Fit.heal, list[int]()
+
+    def counting(self: Fit, *given: Any) -> tuple[float, float]:
+        healed.append(1)
+        if len(healed) == 3:
+            raise KeyboardInterrupt
+        return real(self, *given)
+
+    monkeypatch.setattr(Fit, "heal", counting)
+    data = Datasets(vector_data(), None)
+    with pytest.raises(KeyboardInterrupt):
+        ax.run_here(lambda job: ax.build(job, model, lambda: data, config))
+    assert sorted(path.name for path in (tmp_path / "run" / "healing").iterdir()) == [
+        "hidden0.safetensors",
+        "hidden1.safetensors",
+    ]
+
+    def weights(job: ax.Job) -> dict[str, Tensor]:
+        trainer = ax.build(job, model, lambda: data, config, resume="auto")
+        found = trainer.state_dict()
+        trainer.close()
+        assert found is not None
+        return found
+
+    found = ax.run_here(weights)
+
+    assert len(healed) == 4, "the third layer alone"
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_what_was_healed_with_other_settings_is_passed_over(tmp_path: Path) -> None:
+    layers = HealedLayers(tmp_path / "healing", "these", writes=True)
+    layers.write("one", {"kept a": torch.ones(2)})
+
+    assert layers.read("other") is None
+    assert HealedLayers(tmp_path / "healing", "those", writes=True).read("one") is None
+    found = layers.read("one")
+    assert found is not None
+    assert torch.equal(found["kept a"], torch.ones(2))
+    whole = (tmp_path / "healing" / "one.safetensors").read_bytes()
+    (tmp_path / "healing" / "one.safetensors").write_bytes(whole[:-1])
+    assert layers.read("one") is None
+
+
+def test_one_of_several_replicas_writes(tmp_path: Path) -> None:
+    HealedLayers(tmp_path / "healing", "these", writes=False).write("one", {"a": torch.ones(2)})
+
+    assert not (tmp_path / "healing").exists()
