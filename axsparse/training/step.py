@@ -91,6 +91,8 @@ class Step:
         refuse_drifted_weights(verdict, step, self._parts.place.grid)
         spike = self.skips.spike_of(step, verdict)
         if verdict.finite and spike is None:
+            with self._parts.phases("collective"):
+                self._parts.statistics.finish()
             self._clip_and_update(verdict)
         else:
             self._parts.statistics.undo()
@@ -160,6 +162,7 @@ class Step:
             batch,
             self._count_targets(batch),
             parts.loss_scale.scale,
+            parts.statistics.before_forward,
             lambda is_last: parts.collector.microbatch(is_last=is_last),
         )
         self._name_once(
