@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,17 +25,26 @@ from support.cases import (
     merged,
     oracle_of,
     parameters,
+    reference,
     steps,
     trained,
 )
 from support.exhaustive import by_default
 from support.resuming import ran
-from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
+from support.runs import (
+    mlp,
+    random_init,
+    summed_loss,
+    tiny_config,
+    train_in_process,
+    vector_data,
+)
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
+from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.fixed_point import Units
 
 EXACT: dict[str, Any] = {"samo": {"gradient": "exact"}}
@@ -67,6 +77,24 @@ def linear() -> Model:
 
 
 JUMPING = Subject("linear, outliers", lambda config: linear(), outliers)
+
+
+class Loaded:
+    """Start values for every parameter, as if from a file."""
+
+    fingerprint = "loaded"
+
+    def read(self, name: str) -> Tensor | None:
+        shape = dict(SHAPES_OF_MLP).get(name)
+        return None if shape is None else torch.randn(shape, generator=keyed_generator(1, name))
+
+
+SHAPES_OF_MLP = [
+    (f"{layer.name}.{name}", tuple(parameter.shape))
+    for layer in mlp().layers
+    for name, parameter in layer.build().named_parameters()
+]
+LOADED = Subject("loaded mlp", lambda config: replace(mlp(), start=Loaded()), vector_data)
 UNEVEN = batch(10, 2)
 """Five microbatches."""
 
@@ -120,7 +148,9 @@ ROWS = [
             exact(UNEVEN, steps(4, optimizer={"name": "sgd"})),
             exact(batch(11, 2), steps(4)),
             exact(UNEVEN, steps(8, pruning=PRUNING["gradual"])),
+            exact(UNEVEN, steps(4, pruning=PRUNING["snip"])),
             exact(UNEVEN, steps(4, pruning=PRUNING["snip later"])),
+            exact(UNEVEN, steps(9, pruning=PRUNING["rigl"])),
             exact(UNEVEN, steps(7, pruning=PRUNING["iterative"])),
             exact(UNEVEN, steps(4, samo={"enabled": False})),
         ],
@@ -132,7 +162,8 @@ ROWS = [
             exact(UNEVEN, steps(4), section)
             for section in (
                 {"optimizer": {"name": "lamb", "eps": 1e-6}},
-                {"pruning": PRUNING["rigl"], "train": {"steps": 9}},
+                {"pruning": {"method": "wanda", "calibration_samples": 5}},
+                {"train": {"eval_every": 2, "eval_steps": 2}},
                 {"precision": "bf16"},
                 {"model": {"dropout": 0.2}, "precision": "bf16", "samo": {"split_master": True}},
                 {"pipeline": {"split_backward": True, "checkpoint_activations": 1}},
@@ -145,6 +176,15 @@ ROWS = [
         ],
         judge=ONE_RANK,
     ),
+    *crossed(
+        FEW,
+        [
+            exact(UNEVEN, steps(4, pruning={"method": "sparsegpt", "calibration_samples": 7})),
+            exact(UNEVEN, steps(4, pruning={"method": "wanda", "calibration_samples": 7})),
+        ],
+        judge=ONE_RANK,
+        subject=LOADED,
+    ),
 ]
 
 
@@ -153,6 +193,10 @@ def test_any_number_of_replicas_gives_the_bits_of_one_process(row: Row) -> None:
     ranks = judge(row)
 
     assert len(set(ranks[0][1].losses)) > 1, "it learned something"
+    if row.config().train.eval_steps:
+        assert [trace.evaluation for _, trace in ranks] == [
+            one.evaluation for one in reference(row)
+        ] * len(ranks)
 
 
 @pytest.mark.parametrize(("g_inter", "g_data"), by_default(FEW[1:2], FEW))
