@@ -247,6 +247,10 @@ class LayerState:
         """The tensors that have a master of their own: all but aliases."""
         self._by_name = {tensor.name: tensor for tensor in self.tensors}
         self._lay_gradient(self._zeros(self.shares.total, types.gradient))
+        self.most = self._zeros(len(self.tensors))
+        """Of each tensor, the largest absolute value that sums of integers took in this step."""
+        for number, tensor in enumerate(self.tensors):
+            tensor.most = self.most[number : number + 1]
         self.optimizer_state = OptimizerState(self.shares, types.master, types.moments, backend)
 
     def _zeros(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -309,16 +313,41 @@ class LayerState:
     def accumulate_kept(self, tensor: TensorState, values_K: Tensor) -> None:
         """Add a gradient of which only the kept entries are there, on the host; else like
         `accumulate`."""
-        gradient_K = self.sums_of(tensor)
         if self.is_exact:
-            largest = fixed_point.add(gradient_K, values_K, tensor.unit, adds=tensor.accumulated)
-            before = tensor.largest
-            tensor.largest = largest if before is None else torch.maximum(before, largest)
+            tensor.waiting.append(values_K)
+            is_small = tensor.kept <= fixed_point.SMALL and values_K.is_cpu
+            if not is_small or len(tensor.waiting) == fixed_point.TOGETHER:
+                self._add_waiting(tensor)
         elif tensor.accumulated:
-            gradient_K.add_(values_K)
+            self.gradient_of(tensor).add_(values_K)
         else:
-            gradient_K.copy_(values_K)
+            self.gradient_of(tensor).copy_(values_K)
         tensor.accumulated = True
+
+    def _add_waiting(self, tensor: TensorState) -> None:
+        """Add the gradients of a tensor that wait to its sums of integers."""
+        sums_K, (first, *others) = self.sums_of(tensor), tensor.waiting
+        if others:
+            parts = torch.stack(tensor.waiting)
+            fixed_point.add_parts(sums_K, parts, tensor.unit, tensor.most, adds=tensor.is_summed)
+        else:
+            fixed_point.add(sums_K, first, tensor.unit, tensor.most, adds=tensor.is_summed)
+        tensor.waiting.clear()
+        tensor.is_summed = True
+
+    def begin_step(self) -> None:
+        """Open a step: the first gradient of each tensor replaces what is there."""
+        for tensor in self.tensors:
+            tensor.accumulated = tensor.is_summed = False
+            tensor.waiting.clear()
+        if self.is_exact:
+            self.most.zero_()
+
+    def complete_sums(self) -> None:
+        """Add what waits to be added: all gradients of a step are in."""
+        for tensor in self.tensors:
+            if tensor.waiting:
+                self._add_waiting(tensor)
 
     def running_gradient(self, tensor: TensorState) -> Tensor | None:
         """A view of a tensor's gradient in the parameter's shape, to which autograd may add by
