@@ -30,6 +30,7 @@ from torch import Tensor
 from axsparse.runtime.communication import Collective, Op
 from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend
+from axsparse.samo.cuda.kernels import add_exact, finish_exact
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes
 from axsparse.samo.tensor_state import Relocation, Shares, TensorState
@@ -279,9 +280,12 @@ class LayerState:
 
     def finish_gradient(self) -> None:
         """Make the gradient from the sums, once these are complete."""
-        if self.is_exact:
-            for tensor in self.owned:
-                fixed_point.in_fp32(self.accumulator, self._span(tensor), tensor.unit)
+        for tensor in self.owned if self.is_exact else ():
+            part, launch = self._span(tensor), self.backend.launch
+            if launch is None:
+                fixed_point.in_fp32(self.accumulator, part, tensor.unit)
+            else:
+                finish_exact(launch, self.accumulator, part, tensor.unit)
 
     @property
     def owned_sums(self) -> Tensor:
@@ -304,7 +308,13 @@ class LayerState:
         """Add a dense gradient's kept entries; the first of a step replaces what was there."""
         dense_D = dense.reshape(-1)
         if self.is_exact:
-            self.accumulate_kept(tensor, tensor.index.gather(dense_D, 0, tensor.kept))
+            on_device = tensor.index.on_device
+            if on_device is None:
+                self.accumulate_kept(tensor, tensor.index.gather(dense_D, 0, tensor.kept))
+                return
+            sums_K, adds = self.sums_of(tensor), tensor.accumulated
+            add_exact(on_device, dense_D, sums_K, tensor.unit, tensor.most, accumulate=adds)
+            tensor.accumulated = True
             return
         gradient_K = self.gradient_of(tensor)
         self.backend.compress(tensor.index, dense_D, gradient_K, adds=tensor.accumulated)
