@@ -55,21 +55,26 @@ def model_of(config: Config) -> Model:
 
 
 def trainer_of(
-    config: Config, data: TokenDataset | None = None, transport: Transport | None = None
+    config: Config,
+    data: TokenDataset | Datasets | None = None,
+    transport: Transport | None = None,
+    grid: Grid | None = None,
 ) -> Trainer:
-    """A trainer that stays silent, with one stage a rank; tokens are drawn where none are given."""
+    """A trainer that stays silent, by default with one stage a rank; tokens are drawn where none
+    are given."""
     settings = of_family(config.model, GptConfig)
     if data is None:
         generator = torch.Generator().manual_seed(1)
         words, tokens = settings.vocab_size, settings.sequence_length
         drawn = torch.randint(words, (64 * tokens + 1,), generator=generator).numpy()
         data = TokenDataset("random", "0", words, drawn.astype("uint16"), tokens)
+    datasets = data if isinstance(data, Datasets) else Datasets(data, None)
     transport = transport or LocalTransport(LocalWorld(1), 0)
     return build(
         Job(transport),
         model_of(config),
-        lambda: Datasets(data, None),
+        lambda: datasets,
         LoadedConfig(config, "benchmarks", {}),
-        grid=Grid(transport.size, 1),
+        grid=grid or Grid(transport.size, 1),
         quiet=transport.size == 1,
     )

@@ -2,11 +2,22 @@
 
 Every replica trains with buffers of its own, which follow from the samples that it has seen.
 Evaluations and checkpoints use the buffers of the first replica.
+
+Where gradients are summed exactly (`samo.gradient: exact`), running statistics are the same on all
+replicas, and for any number of them. A microbatch turns a statistic r into a·r + b, of which b
+follows from its samples. In such a run every microbatch of a step begins with the statistic s that
+the step began with, and leaves some s′ = a·s + b. All replicas hear what all microbatches left, and
+go through them in the order of their numbers:
+
+    r ← s′ + a·(r − s)
+
+which is what one process would have, but for rounding: in fp64, and rounded once a step.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -14,19 +25,30 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.module_buffers import BufferSlot, replaced, slots
+from axsparse.models.module_buffers import COUNT, BufferSlot, replaced, slots
 from axsparse.runtime.canonical_form import bytes_of
-from axsparse.runtime.communication import Op
+from axsparse.runtime.communication import Op, shard_bounds
 from axsparse.samo.shards import Replicas
+
+Tensors = list[Tensor]
 
 
 class RunningStatistics:
     """The buffers of one stage that are part of the saved state."""
 
-    def __init__(self, modules: Sequence[nn.Module], replicas: Replicas) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], replicas: Replicas, microbatches: int | None = None
+    ) -> None:
+        """`microbatches` is the number of a step, of all replicas together, if running statistics
+        are to be the same for any number of replicas; None lets each replica have its own."""
         self._layers = [[slot for slot in slots(module) if slot.persists] for module in modules]
         self._replicas = replicas
+        self._shares = shard_bounds(microbatches or 0, replicas.size)
+        """Where the microbatches of each replica begin and end, if statistics are common."""
+        self._is_common = microbatches is not None
         self._before: list[tuple[BufferSlot, Tensor]] = []
+        self._left: list[Tensors] = []
+        """The statistics that each microbatch left, but for the last one, whose are in place."""
 
     def begin(self) -> None:
         """Open a step: remember the running statistics."""
@@ -36,12 +58,48 @@ class RunningStatistics:
             for slot in layer
             if slot.is_statistic
         ]
+        self._left = []
+
+    def before_forward(self, microbatch: int) -> None:
+        """Have a microbatch begin with the statistics of the step's begin, if they are common.
+
+        `microbatch` is its number on this replica; they come in ascending order.
+        """
+        if not self._is_common:
+            return
+        if microbatch:
+            self._note()
+        for slot, start in self._before:
+            own = start.clone()
+            if slot.key == COUNT:
+                own += self._shares[self._replicas.rank] + microbatch
+            slot.put(own)
+
+    def finish(self) -> None:
+        """Close a step that counts: join what the microbatches of all replicas left.
+
+        All replicas of a stage call this together.
+        """
+        if self._is_common and self._before:
+            self._note()
+            left = self._of_all_microbatches()
+            norms: dict[nn.Module, list[int]] = {}
+            for number, (slot, _) in enumerate(self._before):
+                norms.setdefault(slot.owner, []).append(number)
+            for numbers in norms.values():
+                own = [self._before[number] for number in numbers]
+                _join(own, [[each[number] for number in numbers] for each in left])
+        self._before, self._left = [], []
+
+    def _note(self) -> None:
+        """Note what a microbatch has left."""
+        self._left.append([slot.tensor for slot, _ in self._before])
 
     def undo(self) -> None:
         """Set the running statistics back to those at `begin`, after a step that is skipped."""
         for slot, tensor in self._before:
             slot.put(tensor)
-        self._before = []
+        self._before, self._left = [], []
 
     @contextmanager
     def of_first_replica(self) -> Iterator[None]:
@@ -82,11 +140,60 @@ class RunningStatistics:
             return list(tensors)
         buffer = torch.cat([bytes_of(tensor) for tensor in tensors])
         self._replicas.exchange(Op.BROADCAST, buffer)
-        parts = buffer.split([tensor.nbytes for tensor in tensors])
-        return [
-            part.clone().view(tensor.dtype).view(tensor.shape)
-            for part, tensor in zip(parts, tensors, strict=True)
-        ]
+        return _unpacked(buffer, tensors)
+
+    def _of_all_microbatches(self) -> list[Tensors]:
+        """What every microbatch of the step left of the statistics, in the order of microbatches,
+        on the host; all types travel in one message."""
+        like = [tensor for _, tensor in self._before]
+        size = sum(tensor.nbytes for tensor in like)
+        own = torch.cat([bytes_of(tensor) for left in self._left for tensor in left])
+        bounds = [share * size for share in self._shares]
+        everything = own.new_empty(bounds[-1])
+        everything[bounds[self._replicas.rank] : bounds[self._replicas.rank + 1]] = own
+        self._replicas.exchange(Op.ALL_GATHER, everything, bounds)
+        return [_unpacked(part, like) for part in everything.cpu().split(size)]
+
+
+def _join(norm: Sequence[tuple[BufferSlot, Tensor]], left: Sequence[Tensors]) -> None:
+    """Put what all microbatches of a step together make of the statistics of one normalisation into
+    their places.
+
+    `norm` has the statistics that the step began with, and `left` those that each microbatch left.
+    """
+    number = next((n for n, (slot, _) in enumerate(norm) if slot.key == COUNT), None)
+    begun = [0 if number is None else int(norm[number][1]) + n for n in range(len(left))]
+    ended = [n + 1 for n in begun] if number is None else [int(each[number]) for each in left]
+    for n, (slot, kept) in enumerate(norm):
+        if n == number:
+            slot.put(kept + (sum(ended) - sum(begun)))
+            continue
+        start = kept.cpu()
+        first = joined = start.double()
+        for after, before, end in zip((each[n] for each in left), begun, ended, strict=True):
+            if not torch.equal(after, start):  # else the microbatch did not call the normalisation
+                decay = _decay(slot.owner.momentum, before, end)
+                joined = after.double() + decay * (joined - first)
+        slot.put(joined.to(kept.dtype).to(kept.device))
+
+
+def _decay(momentum: object, before: int, after: int) -> float:
+    """By how much a microbatch has multiplied the running statistics of a normalisation of torch's,
+    which has counted so many calls before and after the microbatch; those of instances do not
+    count."""
+    if momentum is None:  # the mean over all calls
+        return before / after
+    assert isinstance(momentum, float | int)
+    return math.pow(1 - momentum, max(after - before, 1))
+
+
+def _unpacked(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors whose bytes a buffer has, one after the other."""
+    parts = buffer.split([tensor.nbytes for tensor in like])
+    return [
+        part.clone().view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
 
 
 def _digest(tensor: Tensor) -> int:

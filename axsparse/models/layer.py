@@ -42,7 +42,8 @@ class Layer:
     require a gradient are trained. Buffers that are in the state dict are saved in checkpoints;
     a forward may change them in training, and must not in evaluation. Every replica updates
     running statistics (those of BatchNorm) from its own microbatches; evaluations use the first
-    replica's, and so does a run that resumes.
+    replica's, and so does a run that resumes. With `samo.gradient: exact` all replicas have the
+    same statistics, which follow from all microbatches.
 
     A layer "block3" with a parameter "fc1.weight" gives the global name "block3.fc1.weight",
     which masks, checkpoints and ties use.

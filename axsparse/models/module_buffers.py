@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_STATISTICS = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
+COUNT = "num_batches_tracked"
+"""The running statistic that counts calls in training."""
+_STATISTICS = {"running_mean": 0, "running_var": 1, COUNT: 0}
 """Running statistics of torch's normalisations, and their start values."""
 
 

@@ -88,6 +88,7 @@ class Engine:
         batch: Batch,
         divisor: float,
         loss_scale: float,
+        before_forward: Callable[[int], None],
         before_gradients: Callable[[bool], None],
     ) -> list[Tensor]:
         """Run forward and backward of all microbatches.
@@ -96,8 +97,9 @@ class Engine:
         device that computes. Each is the microbatch's summed loss over `divisor`, the step's
         global count of targets, so that losses and gradients add up over microbatches and
         replicas. Gradients are multiplied by `loss_scale`, losses are not.
-        `before_gradients` is called before each action that makes gradients of weights; it is told
-        whether they are of the last microbatch.
+        `before_forward` is called before each forward, with the number of its microbatch in
+        `batch`. `before_gradients` is called before each action that makes gradients of weights; it
+        is told whether they are of the last microbatch.
         """
         place = self._place
         policy = self._schedule.policy(
@@ -109,6 +111,7 @@ class Engine:
 
         def run(action: Action) -> None:
             if action.kind is Kind.FORWARD:
+                before_forward(action.microbatch)
                 losses.extend(self._forward(action.microbatch, batch, divisor))
                 return
             before_gradients(action.microbatch == len(batch.microbatches) - 1)

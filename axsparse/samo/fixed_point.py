@@ -26,9 +26,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.samo.host.compiled_loops import FEW, Loop, can_compile
+from axsparse.samo.host.compiled_loops import Loop, can_compile
 
 ADD = Loop("axsparse.samo.host.step_loops", "add_integers")
+SMALL = 4096
+"""Tensors of up to this number of kept entries are added for several microbatches at once, on CPUs,
+by torch: most tensors of a transformer are vectors, for which a call costs more than what it does.
+Longer ones take a compiled loop."""
+TOGETHER = 8
+"""For how many microbatches, at most."""
 MARGIN = 8
 """A gradient may be 2**8 times as large as that of the step before until its unit must change."""
 PARTS = 8
@@ -44,36 +50,42 @@ DEVICE_CHUNK = 1 << 24
 """The same on a GPU, where every operation costs a launch."""
 
 
-def add(sums_K: Tensor, values_K: Tensor, unit: float, *, adds: bool) -> Tensor:
-    """Add values to int64 sums, `(kept,)`, or store them if not `adds`; returns the largest
-    absolute value in units, fp64, which is not finite where a value is not."""
+def add(sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bool) -> None:
+    """Add values to int64 sums, `(kept,)`, or store them if not `adds`.
+
+    `most`, fp32 `(1,)`, has the largest absolute value so far, and is not finite once a value is
+    not.
+    """
     assert sums_K.shape == values_K.shape, f"{tuple(values_K.shape)} for {tuple(sums_K.shape)}"
-    if values_K.device.type == "cpu" and sums_K.numel() > FEW and can_compile():
-        return _add_by_loop(sums_K, values_K, unit, adds=adds)
-    largest = torch.zeros((), dtype=torch.float64, device=values_K.device)
+    if values_K.device.type == "cpu" and sums_K.numel() > SMALL and can_compile():
+        _add_by_loop(sums_K, values_K, unit, most, adds=adds)
+        return
     each = CHUNK if sums_K.is_cpu else DEVICE_CHUNK
     for sums, values in zip(sums_K.split(each), values_K.split(each), strict=True):
-        if not values.numel():
-            break
-        scaled = values.double().mul_(1 / unit)
-        low, high = scaled.aminmax()
-        largest = torch.maximum(largest, torch.maximum(-low, high))
-        integers = scaled.round_().long()
-        if adds:
-            sums.add_(integers)
-        else:
-            sums.copy_(integers)
-    return largest
+        if values.numel():
+            add_parts(sums, values.unsqueeze(0), unit, most, adds=adds)
 
 
-def _add_by_loop(sums_K: Tensor, values_K: Tensor, unit: float, *, adds: bool) -> Tensor:
+def add_parts(sums_K: Tensor, parts: Tensor, unit: float, most: Tensor, *, adds: bool) -> None:
+    """As `add` of each of some parts, `(parts, kept)`, in one operation for all of them."""
+    torch.maximum(most, parts.abs().amax().float(), out=most)
+    integers = parts.double().mul_(1 / unit).round_().long()
+    if len(parts) > 1:
+        integers = integers.sum(0)
+    if adds:
+        sums_K.add_(integers.view(-1))
+    else:
+        sums_K.copy_(integers.view(-1))
+
+
+def _add_by_loop(
+    sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bool
+) -> None:
     """As `add`, with the same bits wherever all entries fit."""
     if values_K.dtype == torch.float16:
         values_K = values_K.float()
     values = (values_K.view(torch.uint16) if values_K.itemsize == 2 else values_K).numpy()
-    most = np.zeros(1, dtype=np.uint32)
-    ADD(values, 1 / unit, sums_K.numpy(), int(adds), most)
-    return torch.from_numpy(most.view(np.float32))[0].double() / unit
+    ADD(values, 1 / unit, sums_K.numpy(), int(adds), most.numpy().view(np.uint32))
 
 
 def in_fp32(sums_K: Tensor, part: slice, unit: float) -> None:

@@ -86,9 +86,8 @@ class GradientCollector:
         self._sampled.clear()
         for layer in self._layers:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
+            layer.begin_step()
             for tensor in layer.tensors:
-                tensor.accumulated = False
-                tensor.largest = None
                 tensor.parameter.grad = None
 
     def microbatch(self, *, is_last: bool) -> None:
@@ -119,7 +118,7 @@ class GradientCollector:
                     unused.append(tensor.name)
             if self._missing[layer.name]:
                 self._missing[layer.name].clear()
-                self._on_ready(layer)
+                self._report(layer)
         return unused
 
     def harvest(self, wanted: Mapping[str, int]) -> None:
@@ -231,7 +230,14 @@ class GradientCollector:
             missing = self._missing[layer.name]
             missing.discard(tensor.name)
             if not missing:
-                self._on_ready(layer)
+                self._report(layer)
+
+    def _report(self, layer: LayerState) -> None:
+        """Report a layer that has all of its gradients."""
+        if layer.is_exact:
+            with self._timed(True):
+                layer.complete_sums()
+        self._on_ready(layer)
 
     def _pick(self, tensor: TensorState, dense: Tensor) -> None:
         """Add a dense gradient to the tensor's candidates; needs 5 bytes of memory an entry."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from axsparse.runtime.communication import Collective, Op
 from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend
+from axsparse.samo.cuda.kernels import add_exact, finish_exact
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes
 from axsparse.samo.tensor_state import Relocation, Shares, TensorState
@@ -247,6 +248,10 @@ class LayerState:
         """The tensors that have a master of their own: all but aliases."""
         self._by_name = {tensor.name: tensor for tensor in self.tensors}
         self._lay_gradient(self._zeros(self.shares.total, types.gradient))
+        self.most = self._zeros(len(self.tensors))
+        """Of each tensor, the largest absolute value that sums of integers took in this step."""
+        for number, tensor in enumerate(self.tensors):
+            tensor.most = self.most[number : number + 1]
         self.optimizer_state = OptimizerState(self.shares, types.master, types.moments, backend)
 
     def _zeros(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -275,9 +280,12 @@ class LayerState:
 
     def finish_gradient(self) -> None:
         """Make the gradient from the sums, once these are complete."""
-        if self.is_exact:
-            for tensor in self.owned:
-                fixed_point.in_fp32(self.accumulator, self._span(tensor), tensor.unit)
+        for tensor in self.owned if self.is_exact else ():
+            part, launch = self._span(tensor), self.backend.launch
+            if launch is None:
+                fixed_point.in_fp32(self.accumulator, part, tensor.unit)
+            else:
+                finish_exact(launch, self.accumulator, part, tensor.unit)
 
     @property
     def owned_sums(self) -> Tensor:
@@ -300,7 +308,13 @@ class LayerState:
         """Add a dense gradient's kept entries; the first of a step replaces what was there."""
         dense_D = dense.reshape(-1)
         if self.is_exact:
-            self.accumulate_kept(tensor, tensor.index.gather(dense_D, 0, tensor.kept))
+            on_device = tensor.index.on_device
+            if on_device is None:
+                self.accumulate_kept(tensor, tensor.index.gather(dense_D, 0, tensor.kept))
+                return
+            sums_K, adds = self.sums_of(tensor), tensor.accumulated
+            add_exact(on_device, dense_D, sums_K, tensor.unit, tensor.most, accumulate=adds)
+            tensor.accumulated = True
             return
         gradient_K = self.gradient_of(tensor)
         self.backend.compress(tensor.index, dense_D, gradient_K, adds=tensor.accumulated)
@@ -309,16 +323,41 @@ class LayerState:
     def accumulate_kept(self, tensor: TensorState, values_K: Tensor) -> None:
         """Add a gradient of which only the kept entries are there, on the host; else like
         `accumulate`."""
-        gradient_K = self.sums_of(tensor)
         if self.is_exact:
-            largest = fixed_point.add(gradient_K, values_K, tensor.unit, adds=tensor.accumulated)
-            before = tensor.largest
-            tensor.largest = largest if before is None else torch.maximum(before, largest)
+            tensor.waiting.append(values_K)
+            is_small = tensor.kept <= fixed_point.SMALL and values_K.is_cpu
+            if not is_small or len(tensor.waiting) == fixed_point.TOGETHER:
+                self._add_waiting(tensor)
         elif tensor.accumulated:
-            gradient_K.add_(values_K)
+            self.gradient_of(tensor).add_(values_K)
         else:
-            gradient_K.copy_(values_K)
+            self.gradient_of(tensor).copy_(values_K)
         tensor.accumulated = True
+
+    def _add_waiting(self, tensor: TensorState) -> None:
+        """Add the gradients of a tensor that wait to its sums of integers."""
+        sums_K, (first, *others) = self.sums_of(tensor), tensor.waiting
+        if others:
+            parts = torch.stack(tensor.waiting)
+            fixed_point.add_parts(sums_K, parts, tensor.unit, tensor.most, adds=tensor.is_summed)
+        else:
+            fixed_point.add(sums_K, first, tensor.unit, tensor.most, adds=tensor.is_summed)
+        tensor.waiting.clear()
+        tensor.is_summed = True
+
+    def begin_step(self) -> None:
+        """Open a step: the first gradient of each tensor replaces what is there."""
+        for tensor in self.tensors:
+            tensor.accumulated = tensor.is_summed = False
+            tensor.waiting.clear()
+        if self.is_exact:
+            self.most.zero_()
+
+    def complete_sums(self) -> None:
+        """Add what waits to be added: all gradients of a step are in."""
+        for tensor in self.tensors:
+            if tensor.waiting:
+                self._add_waiting(tensor)
 
     def running_gradient(self, tensor: TensorState) -> Tensor | None:
         """A view of a tensor's gradient in the parameter's shape, to which autograd may add by

@@ -9,7 +9,7 @@ this replica's share of them where the optimizer state is sharded (`samo/shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,12 @@ class TensorState:
     """Whether this step's gradient has been written at least once."""
     unit: float = 1.0
     """What 1 stands for in sums of integers (`samo/fixed_point.py`); a power of two."""
-    largest: Tensor | None = None
-    """The largest absolute value that sums of integers took in this step, in units, fp64 `()`."""
+    most: Tensor = field(default_factory=lambda: torch.zeros(1))
+    """The largest absolute value that was added to sums of integers in this step, fp32 `(1,)`."""
+    waiting: list[Tensor] = field(default_factory=list)
+    """Gradients of microbatches that are still to be added to sums of integers."""
+    is_summed: bool = False
+    """Whether this step's sums of integers have something in them."""
 
     @property
     def index(self) -> Index:

@@ -39,6 +39,7 @@ from axsparse.samo.masks import masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
 from axsparse.samo.optim.optimizer import Hyper, LearningRate, learning_rate, own_learning_rate
 from axsparse.samo.optim.update import update
+from axsparse.samo.tensor_state import TensorState
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
 from axsparse.training.checkpoint.manifest import FirstBad, Progress, SpikeHistory
 from axsparse.training.parts import Parts
@@ -91,6 +92,8 @@ class Step:
         refuse_drifted_weights(verdict, step, self._parts.place.grid)
         spike = self.skips.spike_of(step, verdict)
         if verdict.finite and spike is None:
+            with self._parts.phases("collective"):
+                self._parts.statistics.finish()
             self._clip_and_update(verdict)
         else:
             self._parts.statistics.undo()
@@ -160,6 +163,7 @@ class Step:
             batch,
             self._count_targets(batch),
             parts.loss_scale.scale,
+            parts.statistics.before_forward,
             lambda is_last: parts.collector.microbatch(is_last=is_last),
         )
         self._name_once(
@@ -196,31 +200,28 @@ class Step:
         parts = self._parts
         with parts.phases("optimizer"):
             squares = norm_partials([layer.state for layer in parts.layers], self._counted)
-            largest = {
-                tensor.name: tensor.largest
-                for layer in parts.layers
-                for tensor in layer.state.tensors
-                if tensor.largest is not None
-            }
-            extremes = [*parts.sync.own_extremes, *largest.values()]
+            exact = [layer.state for layer in parts.layers if layer.state.is_exact]
+            extremes = [*parts.sync.own_extremes, *(layer.most for layer in exact)]
             # Losses, extremes and squares reach the host in one copy.
             values = iter(to_host([*losses, *extremes, *squares.values()]))
         each = [float(next(values)) for _ in losses]
-        ends = [float(next(values)) for _ in extremes]
+        ends = [end for _ in extremes for end in next(values).tolist()]
         partials = {name: next(values) for name in squares}
-        fits = self._fits(dict(zip(largest, ends[len(ends) - len(largest) :], strict=True)))
+        summed = [tensor for layer in exact for tensor in layer.tensors]
+        fits = self._fits(dict(zip(summed, ends[len(ends) - len(summed) :], strict=True)))
         with parts.phases("collective"):
             is_finite = all(map(math.isfinite, ends))
             report = Report(each, partials, notice(), is_finite, digest, fits)
             return self._agreement.reach(report, parts.loss_scale.scale)
 
-    def _fits(self, largest: Mapping[str, float]) -> dict[str, Fit]:
-        """How exact sums fit their units, from the largest entry of each tensor, in units; both
-        uses of a tied weight count as its first."""
+    def _fits(self, largest: Mapping[TensorState, float]) -> dict[str, Fit]:
+        """How exact sums fit their units, from the largest entry of each tensor; both uses of a
+        tied weight count as its first."""
         fits: dict[str, Fit] = {}
-        for name, most in largest.items():
+        for tensor, most in largest.items():
             assert self._units is not None, "sums of numbers note no largest entry"
-            fit, first = self._units.fit(most), self._parts.survey.ties.get(name, name)
+            fit = self._units.fit(most / tensor.unit)
+            first = self._parts.survey.ties.get(tensor.name, tensor.name)
             if fit is not None:
                 fits[first] = max(fit, fits.get(first, fit))
         return fits

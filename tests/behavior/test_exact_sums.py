@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,17 +25,26 @@ from support.cases import (
     merged,
     oracle_of,
     parameters,
+    reference,
     steps,
     trained,
 )
 from support.exhaustive import by_default
 from support.resuming import ran
-from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
-from torch import nn
+from support.runs import (
+    mlp,
+    random_init,
+    summed_loss,
+    tiny_config,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
+from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.fixed_point import Units
 
 EXACT: dict[str, Any] = {"samo": {"gradient": "exact"}}
@@ -66,8 +77,69 @@ def linear() -> Model:
 
 
 JUMPING = Subject("linear, outliers", lambda config: linear(), outliers)
+
+
+class Loaded:
+    """Start values for every parameter, as if from a file."""
+
+    fingerprint = "loaded"
+
+    def read(self, name: str) -> Tensor | None:
+        shape = dict(SHAPES_OF_MLP).get(name)
+        return None if shape is None else torch.randn(shape, generator=keyed_generator(1, name))
+
+
+SHAPES_OF_MLP = [
+    (f"{layer.name}.{name}", tuple(parameter.shape))
+    for layer in mlp().layers
+    for name, parameter in layer.build().named_parameters()
+]
+LOADED = Subject("loaded mlp", lambda config: replace(mlp(), start=Loaded()), vector_data)
 UNEVEN = batch(10, 2)
 """Five microbatches."""
+
+
+def normed(*norms: Callable[[int], nn.Module]) -> Callable[[Config], Model]:
+    """Layers with normalisations that keep running statistics."""
+    layers = [
+        Layer(f"norm{number}", partial(_normed, norm), init=random_init)
+        for number, norm in enumerate(norms)
+    ]
+    out = Layer("out", partial(nn.Linear, 16, 5), init=random_init)
+    return lambda config: Model([*layers, out], loss=summed_loss)
+
+
+def _normed(norm: Callable[[int], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), norm(16), nn.Tanh())
+
+
+def cumulative(width: int) -> nn.Module:
+    return nn.BatchNorm1d(width, momentum=None)
+
+
+def now_and_then(width: int) -> nn.Module:
+    """Normalises only microbatches whose first number is positive, and those twice."""
+    return _NowAndThen(nn.InstanceNorm1d(width, track_running_stats=True), nn.BatchNorm1d(width))
+
+
+class _NowAndThen(nn.Module):
+    def __init__(self, instances: nn.Module, batches: nn.Module) -> None:
+        super().__init__()
+        self.instances, self.batches = instances, batches
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach()[0, 0]) <= 0:
+            return x
+        per_instance: Tensor = self.instances(x.view(*x.shape, 1).expand(-1, -1, 4) * 1.0)
+        normed: Tensor = self.batches(self.batches(x) + per_instance.mean(2))
+        return normed
+
+
+NORMS = Subject("norms", normed(nn.BatchNorm1d, cumulative), vector_data)
+INFINITE_NORMS = Subject(
+    "norms, infinite", NORMS.model, lambda: vector_data(infinite=17), settings=steps(5)
+)
+ODD_NORMS = Subject("odd norms", normed(now_and_then, cumulative), vector_data)
 ROWS = [
     *crossed(SHAPES, [exact(steps(3, model={"tie_embeddings": tied})) for tied in (True, False)]),
     *crossed(
@@ -76,7 +148,9 @@ ROWS = [
             exact(UNEVEN, steps(4, optimizer={"name": "sgd"})),
             exact(batch(11, 2), steps(4)),
             exact(UNEVEN, steps(8, pruning=PRUNING["gradual"])),
+            exact(UNEVEN, steps(4, pruning=PRUNING["snip"])),
             exact(UNEVEN, steps(4, pruning=PRUNING["snip later"])),
+            exact(UNEVEN, steps(9, pruning=PRUNING["rigl"])),
             exact(UNEVEN, steps(7, pruning=PRUNING["iterative"])),
             exact(UNEVEN, steps(4, samo={"enabled": False})),
         ],
@@ -88,7 +162,8 @@ ROWS = [
             exact(UNEVEN, steps(4), section)
             for section in (
                 {"optimizer": {"name": "lamb", "eps": 1e-6}},
-                {"pruning": PRUNING["rigl"], "train": {"steps": 9}},
+                {"pruning": {"method": "wanda", "calibration_samples": 5}},
+                {"train": {"eval_every": 2, "eval_steps": 2}},
                 {"precision": "bf16"},
                 {"model": {"dropout": 0.2}, "precision": "bf16", "samo": {"split_master": True}},
                 {"pipeline": {"split_backward": True, "checkpoint_activations": 1}},
@@ -101,6 +176,15 @@ ROWS = [
         ],
         judge=ONE_RANK,
     ),
+    *crossed(
+        FEW,
+        [
+            exact(UNEVEN, steps(4, pruning={"method": "sparsegpt", "calibration_samples": 7})),
+            exact(UNEVEN, steps(4, pruning={"method": "wanda", "calibration_samples": 7})),
+        ],
+        judge=ONE_RANK,
+        subject=LOADED,
+    ),
 ]
 
 
@@ -109,6 +193,10 @@ def test_any_number_of_replicas_gives_the_bits_of_one_process(row: Row) -> None:
     ranks = judge(row)
 
     assert len(set(ranks[0][1].losses)) > 1, "it learned something"
+    if row.config().train.eval_steps:
+        assert [trace.evaluation for _, trace in ranks] == [
+            one.evaluation for one in reference(row)
+        ] * len(ranks)
 
 
 @pytest.mark.parametrize(("g_inter", "g_data"), by_default(FEW[1:2], FEW))
@@ -172,6 +260,48 @@ def test_a_run_whose_shape_changes_at_every_step_ends_in_the_same_files(
     assert files("alone") == files(f"run{len(CHAIN)}")
 
 
+NORM_SHAPES = [(1, 1), (1, 2), (1, 3), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    parameters(
+        [
+            *crossed(NORM_SHAPES, [exact(UNEVEN, steps(4))], subject=NORMS),
+            *crossed(
+                NORM_SHAPES,
+                [exact(batch(12, 3), {"pipeline": {"checkpoint_activations": 1}})],
+                subject=INFINITE_NORMS,
+            ),
+            *crossed(NORM_SHAPES[1:], [exact(UNEVEN, steps(4))], subject=ODD_NORMS, judge=ONE_RANK),
+        ]
+    ),
+)
+def test_running_statistics_are_the_same_with_any_number_of_replicas(row: Row) -> None:
+    """Of `torch.nn`'s normalisations: an oracle in plain torch says what they are."""
+    ranks = judge(row)
+
+    seen = {name: value for _, trace in ranks for name, value in trace.buffers.items()}
+    moved = [name for name, value in seen.items() if value.any() and not value.isinf().any()]
+    assert {name.rpartition(".")[2] for name in moved} == {
+        *("running_mean", "running_var", "num_batches_tracked")
+    }
+    for _, trace in ranks:
+        for name, value in trace.buffers.items():
+            assert torch.equal(value, seen[name]), "replicas have the same"
+
+
+def test_running_statistics_follow_torchs_own_but_for_rounding() -> None:
+    """What a step joins is what a forward after the other would have left."""
+    [(_, ours)], [(_, torchs)] = (
+        trained(Row((1, 1), merged(UNEVEN, steps(3), section), subject=ODD_NORMS))
+        for section in (EXACT, {})
+    )
+
+    for name, buffer in torchs.buffers.items():
+        torch.testing.assert_close(ours.buffers[name], buffer, rtol=1e-5, atol=1e-6)
+
+
 def test_without_exact_sums_replicas_have_bits_of_their_own() -> None:
     """Else the tests above compare nothing."""
     norms = [trained(Row(layout, steps(3)))[0][1].norms for layout in ((1, 1), (1, 4))]
@@ -188,13 +318,12 @@ def test_a_step_that_is_computed_again_counts_once_in_running_statistics(
     ]
     model = Model(layers, loss=summed_loss)
     config = tiny_config(**exact(steps(1), batch(12, 2)))
-    follow, answers = Units.follow, iter([False, True])
+    answers = iter([False, True])
     monkeypatch.setattr(Units, "follow", lambda units, fits: next(answers))
     [(_, twice)] = train_in_process(1, 1, model, config, vector_data())
     assert next(answers, None) is None, "the step was computed twice"
-    monkeypatch.setattr(Units, "follow", follow)
-    plain = tiny_config(**steps(1, **batch(12, 2)))
-    [(_, once)] = train_in_process(1, 1, model, plain, vector_data())
+    monkeypatch.setattr(Units, "follow", lambda units, fits: True)
+    [(_, once)] = train_in_process(1, 1, model, config, vector_data())
 
     assert once.buffers["norm.1.num_batches_tracked"] == 6
     for name, buffer in once.buffers.items():

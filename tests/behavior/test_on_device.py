@@ -282,6 +282,16 @@ RUNS = [
         pipeline={"checkpoint_activations": 0},
         train={"steps": 2, "eval_steps": 2},
     ),
+    row("exact sums", (2, 2), samo={"gradient": "exact"}, train={"steps": 3}),
+    row(
+        "exact sums, bf16",
+        (1, 2),
+        usual=False,
+        precision="bf16",
+        samo={"gradient": "exact", "shard_optimizer": True},
+        pruning=GRADUAL,
+        train=FIVE,
+    ),
     row(
         "tensors with settings of their own",
         (2, 1),

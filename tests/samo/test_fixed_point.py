@@ -45,7 +45,7 @@ def parts_of(number: int, size: int, binades: int = 43) -> list[Tensor]:
 def summed(parts: list[Tensor], unit: float = UNIT) -> Tensor:
     sums = torch.full((parts[0].numel(),), 5, dtype=torch.int64)
     for number, part in enumerate(parts):
-        add(sums, part, unit, adds=number > 0)
+        add(sums, part, unit, torch.zeros(1), adds=number > 0)
     in_fp32(sums, slice(0, sums.numel()), unit)
     return sums.view(torch.float32)[: sums.numel()]
 
@@ -62,7 +62,7 @@ def test_any_order_and_any_grouping_gives_the_same_bits(
     assert torch.equal(summed(parts), expected)
     half = torch.zeros(2, 33, dtype=torch.int64)
     for at, part in enumerate(parts):
-        add(half[at % 2], part, UNIT, adds=True)
+        add(half[at % 2], part, UNIT, torch.zeros(1), adds=True)
     both = half[0] + half[1]
     in_fp32(both, slice(0, 33), UNIT)
     assert torch.equal(both.view(torch.float32)[:33], expected)
@@ -104,8 +104,13 @@ def test_the_largest_entry_tells_what_is_not_finite(value: float) -> None:
     values[2], values[-1] = -3.0, value
     sums = torch.zeros(CHUNK + 5, dtype=torch.int64)
 
-    assert add(sums[:9], values[:9], 0.5, adds=False).item() == 6.0
-    assert not math.isfinite(add(sums, values, 0.5, adds=True).item())
+    most = torch.zeros(1)
+    add(sums[:9], values[:9], 0.5, most, adds=False)
+    assert most.item() == 3.0
+    add(sums, values, 0.5, most, adds=True)
+    assert not math.isfinite(most.item())
+    add(sums[:9], values[3:12], 0.5, most, adds=True)
+    assert not math.isfinite(most.item()), "it stays so"
 
 
 def test_no_sum_of_entries_that_fit_overflows() -> None:
@@ -175,14 +180,28 @@ def test_the_compiled_loop_has_the_bits_of_torchs_operations(
     values = parts_of(1, FEW + 9)[0].to(dtype)
     start = torch.randint(-(2**61), 2**61, (FEW + 9,), generator=torch.Generator().manual_seed(1))
     for adds in (True, False):
-        ours, plain = start.clone(), start.clone()
+        ours, plain, most = start.clone(), start.clone(), torch.tensor([[0.1], [0.1]])
         with mock.patch.object(fixed_point, "ADD", wraps=fixed_point.ADD) as loop:
-            most = add(ours, values, unit, adds=adds)
+            add(ours, values, unit, most[0], adds=adds)
         assert loop.called
         monkeypatch.setattr(fixed_point, "can_compile", lambda: False)
-        assert add(plain, values, unit, adds=adds) == most
+        add(plain, values, unit, most[1], adds=adds)
         monkeypatch.undo()
         assert torch.equal(ours, plain)
+        assert most[0].item() == most[1].item() == values.abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_parts_are_added_as_if_one_by_one(dtype: torch.dtype) -> None:
+    parts = torch.stack(parts_of(5, 33)).to(dtype)
+    for adds in (True, False):
+        ours, plain = torch.full((2, 33), 5, dtype=torch.int64)
+        together, single = torch.zeros(2, 1)
+        fixed_point.add_parts(ours, parts, UNIT, together, adds=adds)
+        for number, part in enumerate(parts):
+            add(plain, part, UNIT, single, adds=adds or number > 0)
+        assert torch.equal(ours, plain)
+        assert together == single == parts.abs().max().float()
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -191,7 +210,10 @@ def test_a_long_gradient_tells_what_is_not_finite(value: float, dtype: torch.dty
     values = torch.zeros(FEW + 9, dtype=dtype)
     values[77] = value
 
-    assert not math.isfinite(add(torch.zeros(FEW + 9, dtype=torch.int64), values, 1.0, adds=True))
+    most = torch.zeros(1)
+
+    add(torch.zeros(FEW + 9, dtype=torch.int64), values, 1.0, most, adds=True)
+    assert not math.isfinite(most.item())
 
 
 def test_a_step_knows_the_largest_entry_of_all_its_microbatches() -> None:
@@ -202,6 +224,7 @@ def test_a_step_knows_the_largest_entry_of_all_its_microbatches() -> None:
     for gradient in ([1.0, 99.0, -2.0], [-4.0, 0.0, 0.5], [0.5, 0.0, 0.0]):
         layer.accumulate(tensor, torch.tensor(gradient))
 
-    assert tensor.largest is not None and tensor.largest.item() == 8.0
+    layer.complete_sums()
+    assert tensor.most.item() == 4.0 and torch.equal(layer.most, tensor.most)
     layer.finish_gradient()
     assert layer.gradient_of(tensor).tolist() == [-2.5, -1.5]

@@ -168,6 +168,17 @@ inline unsigned __float_as_uint(float value) {
     return bits;
 }
 
+inline double __longlong_as_double(long long bits) {
+    double value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+// Fibers take turns at barriers only, so that nothing comes between.
+inline void atomicMax(unsigned* place, unsigned value) {
+    if (value > *place) *place = value;
+}
+
 inline float __uint_as_float(unsigned bits) {
     float value;
     memcpy(&value, &bits, sizeof(value));
@@ -183,6 +194,9 @@ inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, 
 inline float divide(float a, float b) { return a / b; }
 inline float root(float a) { return __builtin_sqrtf(a); }
 inline double widen(float a) { return a; }
+
+inline float narrow(double a) { return (float)a; }
+inline long long nearest_integer(double a) { return (long long)__builtin_rint(a); }
 
 inline float half_to_float(unsigned short bits) {
     unsigned sign = (unsigned)(bits & 0x8000) << 16, exponent = bits >> 10 & 31, part = bits & 1023;

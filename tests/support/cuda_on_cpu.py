@@ -110,10 +110,13 @@ STATES = tuple(
     }[numbers[:4]]
 )
 COMPRESS = [f"compress<{index}, {types}>" for index, types in product(INDICES.values(), GRADIENTS)]
-JUDGE = [f"judge<{number}>" for number in ("Bf16", "Fp16", "Fp32")] + ["fold"]
+NUMBERS = ("Bf16", "Fp16", "Fp32")
+JUDGE = [f"judge<{number}>" for number in NUMBERS] + ["fold"]
 STEP = [f"step_adamw<{index}, {state}>" for index, state in product(INDICES.values(), STATES)] + [
     f"step_sgd<{index}, {state}, {momentum}>"
     for index, state, momentum in product(INDICES.values(), STATES, ("NONE", "PLAIN", "NESTEROV"))
 ]
 HELPERS = [f"move<{index}, {bits}>" for index, bits in product(ENCODED, BITS.values())]
-EVERY = COMPRESS + JUDGE + STEP + HELPERS
+EXACT = [f"add_exact<{index}, {number}>" for index, number in product(INDICES.values(), NUMBERS)]
+EXACT.append("finish_exact")
+EVERY = COMPRESS + JUDGE + STEP + HELPERS + EXACT

@@ -40,9 +40,15 @@ from support.kernel_machine import (
 )
 from torch import Tensor
 
-from axsparse.samo import precision
+from axsparse.samo import fixed_point, precision
 from axsparse.samo.cuda.device_index import INDICES, DeviceKind, make_device_index
-from axsparse.samo.cuda.kernels import NORM_TOLERANCE, compress, judge
+from axsparse.samo.cuda.kernels import (
+    NORM_TOLERANCE,
+    add_exact,
+    compress,
+    finish_exact,
+    judge,
+)
 from axsparse.samo.cuda.launch import CHUNK, GROUP, SUMMED, TILE, Argument
 from axsparse.samo.index.base import make_index
 from axsparse.samo.optim.gradient_norm import norm_partials
@@ -154,6 +160,52 @@ def gradients_are_compressed_and_added_as_on_the_cpu(
         layer.accumulate(tensor, dense)
         compress(index, machine.put(dense), ours, accumulate=microbatch > 0)
         same_bits(ours, layer.gradient)
+
+
+@promise(tuple(INDICES), (BF16, FP16, FP32), [1, CHUNK + 1, BLOCK + 77])
+def exact_sums_are_those_of_the_cpu(
+    machine: Machine, kind: DeviceKind, dtype: torch.dtype, numel: int
+) -> None:
+    mask = mask_for(kind, numel, 0.3) if numel > 1 else torch.tensor([kind == "full"])
+    index, kept = machine.index(mask, kind), int(mask.sum())
+    sums = torch.randint(-(2**61), 2**61, (kept,), generator=torch.Generator().manual_seed(1))
+    ours, unit = machine.put(sums), 2.0**-24
+    most = machine.put(torch.zeros(1))
+    largest = 0.0
+    for adds in (True, False, True):
+        # Entries of many sizes, of which some lie halfway between two integers.
+        dense = randoms(numel, 5 + adds) * torch.exp2(randoms(numel, 3) * 9 - 9)
+        dense = dense.clamp(-(2.0**15), 2.0**15).to(dtype)
+        fixed_point.add(sums, dense[mask], unit, torch.zeros(1), adds=adds)
+        add_exact(index, machine.put(dense), ours, unit, most, accumulate=adds)
+        largest = max(largest, float(dense[mask].abs().max()) if kept else 0.0)
+        assert torch.equal(ours.cpu(), sums)
+        assert most.item() == largest
+
+
+@promise([math.inf, -math.inf, math.nan])
+def the_largest_entry_tells_what_is_not_finite(machine: Machine, value: float) -> None:
+    dense, most = torch.ones(CHUNK + 9), machine.put(torch.zeros(1))
+    index = machine.index(torch.ones(CHUNK + 9, dtype=torch.bool), "full")
+    sums = machine.put(torch.zeros(CHUNK + 9, dtype=torch.int64))
+    for entry in (value, 2.0):
+        dense[CHUNK + 1] = entry
+        add_exact(index, machine.put(dense), sums, 0.5, most, accumulate=False)
+        assert not math.isfinite(most.item()), "and stays so"
+
+
+@promise([(0, 1), (0, 3 * CHUNK), (7, 40), (CHUNK // 2, BLOCK + 5), (BLOCK, 2 * BLOCK + 1)])
+def gradients_are_made_in_the_memory_of_their_sums(machine: Machine, part: tuple[int, int]) -> None:
+    """What is before them is made of the sums before them, and stays."""
+    start, stop = part
+    sums = torch.randint(-(2**61), 2**61, (stop,), generator=torch.Generator().manual_seed(2))
+    sums >>= torch.arange(stop) % 60
+    ours = machine.put(sums)
+    for first, last, unit in ((0, start, 2.0**-60), (start, stop, 2.0**-170)):
+        fixed_point.in_fp32(sums, slice(first, last), unit)
+        finish_exact(machine.launch, ours, slice(first, last), unit)
+
+    same_bits(ours.view(FP32)[:stop], sums.view(FP32)[:stop])
 
 
 @promise((BF16, FP16, FP32), [0, 1, CHUNK - 1, BLOCK, BLOCK + CHUNK + 3])

@@ -225,12 +225,15 @@ class MovingOracle(Oracle):
             self.parameters[use].detach().copy_(parameter.detach())
 
     def _total(self, name: str, pruned: Tensor, kept: int) -> Tensor:
-        """The gradient as candidates know it, dense: uses, then replicas are added."""
+        """The gradient as candidates know it, dense: uses, then replicas are added. Where sums are
+        exact it is that of the step's first microbatch."""
         uses = [name, *(second for second, first in self.ties.items() if first == name)]
         total = torch.zeros(self.parameters[name].numel())
         capacity = min(self.plan.capacity * kept, len(pruned))
-        each = len(self.seen[name]) // self.g_data
-        for replica in range(self.g_data):
+        replicas, each = self.g_data, len(self.seen[name]) // self.g_data
+        if self.config.samo.gradient == "exact":
+            replicas, each = 1, 1
+        for replica in range(replicas):
             own = torch.zeros_like(total)
             for use in uses:
                 listed = torch.zeros_like(total)

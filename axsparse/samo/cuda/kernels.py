@@ -2,6 +2,7 @@
 
     grad_K ← dense_D[index]            the first gradient of a step
     grad_K ← grad_K + dense_D[index]   later ones: added in fp32, rounded to grad_K's type
+    sums_K ← sums_K + round(dense_D[index] / unit)   likewise, where sums are exact
 
 The norm, and whether all gradients are finite, come from one fp64 sum of squares for each block of
 65,536 kept entries (`judge`); it is finite exactly if these entries are. They add the squares of
@@ -67,6 +68,43 @@ def compress(index: DeviceIndex, dense_D: Tensor, gradient_K: Tensor, *, accumul
         gradient_K,
         np.int32(accumulate),
     )
+
+
+def add_exact(
+    index: DeviceIndex,
+    dense_D: Tensor,
+    sums_K: Tensor,
+    unit: float,
+    most: Tensor,
+    *,
+    accumulate: bool,
+) -> None:
+    """As `fixed_point.add` of a dense gradient's kept entries, with the same bits."""
+    check(dense_D, "dense gradient", tuple(NUMBERS), index.numel)
+    check(sums_K, "sums", (torch.int64,), index.kept)
+    check(most, "largest entry", (torch.float32,), 1)
+    index.launch(
+        f"add_exact<{INDICES[index.kind]}, {NUMBERS[dense_D.dtype]}>",
+        blocks_of(index.kept, CHUNK),
+        dense_D,
+        *index.arguments,
+        sums_K,
+        np.float64(1 / unit).view(np.int64),
+        most,
+        np.int32(accumulate),
+    )
+
+
+def finish_exact(launch: Launcher, sums: Tensor, part: slice, unit: float) -> None:
+    """As `fixed_point.in_fp32`, with the same bits."""
+    check(sums, "sums", (torch.int64,), sums.numel())
+    first = part.start
+    while first < part.stop:
+        # Several thread blocks may run where none writes to what another reads.
+        last = min(max(2 * first, first + CHUNK), part.stop)
+        blocks, bits = blocks_of(last - first, CHUNK), np.float64(unit).view(np.int64)
+        launch("finish_exact", blocks, sums, np.int64(first), np.int64(last), bits)
+        first = last
 
 
 def judge(launch: Launcher, parts: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -73,7 +73,7 @@ CONSTANTS = {
     "JUDGEMENT_BYTES": JUDGEMENT.itemsize,
 }
 OPTIONS = ("--std=c++17",)
-FILES = ("numbers", "index", "compress", "step", "helpers")
+FILES = ("numbers", "index", "compress", "step", "helpers", "exact")
 NUMBERS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
 """The names of the types of weights and gradients in the source."""
 

@@ -180,28 +180,33 @@ def bits_of_double(_: Any, value: Any) -> Any:
     return cast, lambda _, builder, __, arguments: builder.bitcast(arguments[0], INT64)
 
 
+@intrinsic
+def multiply_add_wide(_: Any, a: Any, b: Any, c: Any) -> Any:
+    """a·b + c with one rounding, in fp64."""
+    return types.float64(a, b, c), lambda _, builder, __, arguments: builder.fma(*arguments)
+
+
 # Reason: an argument for each array and number, as numba takes them.
 @compiled
 def add_integers(values: Array, scale: Any, sums: Array, adds: int, most: Array) -> None:
-    """Add round(value * scale), ties to even, to each sum, or store it if `adds` is 0; `most` gets
-    the largest absolute value, in bits of fp32, by which NaN is larger than infinity.
+    """Add round(value * scale), ties to even, to each sum, or store it if `adds` is 0; `most` has
+    the largest absolute value so far, in bits of fp32, by which NaN is larger than infinity.
 
     Not all processors turn numbers into integers of 64 bits, but adding 1.5 * 2**52 rounds a number
     below 2**51 to one, which its last bits then have. So a product, of which 24 bits count, is
-    rounded in two parts.
+    rounded in two parts. Of the upper part's bits, those of 1.5 * 2**52 are shifted out.
     """
-    largest = np.uint32(0)
+    largest, down = np.uint32(0), scale * DOWN
     for i in range(values.size):
         value = widened(values[i])
-        size = np.uint32(to_bits(value) & ABSOLUTE)
-        largest = max(largest, size)
-        product = np.float64(value) * scale
-        upper = product * DOWN + ROUNDING
-        lower = product - (upper - ROUNDING) * UP + ROUNDING
-        high, low = bits_of_double(upper) - ROUNDING_BITS, bits_of_double(lower) - ROUNDING_BITS
+        largest = max(largest, np.uint32(to_bits(value) & ABSOLUTE))
+        wide = np.float64(value)
+        upper = multiply_add_wide(wide, down, ROUNDING)
+        lower = multiply_add_wide(ROUNDING - upper, UP, wide * scale) + ROUNDING
         before = sums[i] if adds else np.int64(0)
-        sums[i] = before + (high << PART_BITS) + low
-    most[0] = largest
+        high, low = bits_of_double(upper) << PART_BITS, bits_of_double(lower) - ROUNDING_BITS
+        sums[i] = before + high + low
+    most[0] = max(most[0], largest)
 
 
 def _sum_of_squares(values: Array, sums: Array) -> None:

@@ -222,7 +222,7 @@ def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> N
     host_step.sum_of_squares(torch.zeros(FEW + 1, dtype=types.updating))
     if types.gradient == torch.int64:
         sums = torch.zeros(FEW + 1, dtype=torch.int64)
-        fixed_point.add(sums, torch.zeros(FEW + 1, dtype=dtype), 1.0, adds=False)
+        fixed_point.add(sums, torch.zeros(FEW + 1, dtype=dtype), 1.0, torch.zeros(1), adds=False)
     if optimizer.compiled is not None:
         master = {"weight": None, "fp32": torch.zeros(2)}.get(
             types.master, torch.zeros(2, dtype=torch.int16)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import nvrtc
-from support.cuda_on_cpu import GRADIENTS, HELPERS, JUDGE, STATES, compiler
+from support.cuda_on_cpu import EXACT, GRADIENTS, HELPERS, JUDGE, STATES, compiler
 from support.exhaustive import by_default
 
 from axsparse.samo.cuda.device_index import INDICES
@@ -27,6 +27,7 @@ SAMPLE = [
     *(f"step_sgd<MaskIndex, {STATES[1]}, {kind}>" for kind in ("NONE", "PLAIN", "NESTEROV")),
     *JUDGE,
     *HELPERS,
+    *EXACT,
 ]
 """Every template with every value of every parameter; every combination runs on the emulator."""
 
@@ -82,6 +83,8 @@ int main() {
     float near = 1.0f + 0x1p-23f;
     if (multiply_add(near, 3.0f, -3.0f) != std::fma(near, 3.0f, -3.0f)) return 4;
     if (divide(1.0f, 3.0f) != 1.0f / 3.0f || root(2.0f) != std::sqrt(2.0f)) return 5;
+    if (narrow(1.0 + 0x1p-24) != 1.0f || narrow(0x1p-149) != 0x1p-149f) return 8;
+    if (nearest_integer(2.5) != 2 || nearest_integer(-0x1p61 - 512.0) != -0x1p61 - 512.0) return 9;
     if (widen(0x1p-149f) != 0x1p-149 || multiply(3.0f, 5.0f) != 15.0f) return 6;
     return from_lane_before(7, 1) == 7 && from_lane_behind(7, 1) == 7 ? 0 : 7;
 }

@@ -33,6 +33,11 @@ ON_DEVICE float root(float a) { return __builtin_sqrtf(a); }
 
 ON_DEVICE double widen(float a) { return a; }
 
+ON_DEVICE float narrow(double a) { return (float)a; }
+
+// Ties to even.
+ON_DEVICE long long nearest_integer(double a) { return (long long)__builtin_rint(a); }
+
 ON_DEVICE float half_to_float(unsigned short bits) {
     return (float)__builtin_bit_cast(_Float16, bits);
 }
@@ -100,6 +105,19 @@ ON_DEVICE double widen(float a) {
     double wide;
     asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(a));
     return wide;
+}
+
+ON_DEVICE float narrow(double a) {
+    float nearest;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(nearest) : "d"(a));
+    return nearest;
+}
+
+// Ties to even.
+ON_DEVICE long long nearest_integer(double a) {
+    long long integer;
+    asm("cvt.rni.s64.f64 %0, %1;" : "=l"(integer) : "d"(a));
+    return integer;
 }
 
 ON_DEVICE float half_to_float(unsigned short bits) {
