@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
 
 from axsparse.cli.parser import CommandParser, add_configuration, say
@@ -22,6 +24,8 @@ dense, and why. No weights are read, and nothing is trained.
 PRUNE_END = """\
 Training prunes (axsparse train). A run of a model of your own says the same in short as it starts.
 """
+NUMBER = re.compile(r"\d+")
+"""What tells the names of a block's tensors from those of the next block's."""
 
 
 def parser() -> CommandParser:
@@ -44,7 +48,10 @@ def _prune(arguments: argparse.Namespace) -> None:
 
 
 def lines(loaded: LoadedConfig) -> Iterator[str]:
-    """A table of the pruned tensors, then the dense ones by the reason why."""
+    """A table of the pruned tensors, then the dense ones by the reason why.
+
+    Dense tensors of one shape whose names differ in numbers only share a line.
+    """
     # Imported late, so that --help does not load torch.
     from axsparse.models.survey import survey
     from axsparse.models.zoo.model_registry import model_without_weights
@@ -69,4 +76,12 @@ def lines(loaded: LoadedConfig) -> Iterator[str]:
     for why, parameters in left_dense(surveyed, targets, loaded.config.pruning).items():
         yield ""
         yield f"dense, {sum(one.numel for one in parameters):,} entries: {why}"
-        yield from (f"  {one.name}  {' × '.join(map(str, one.shape))}" for one in parameters)
+        # What repeats from block to block is a line: hundreds of vectors hide the rest.
+        alike = Counter((NUMBER.sub("*", one.name), one.shape) for one in parameters)
+        for one in parameters:
+            kind = NUMBER.sub("*", one.name), one.shape
+            count = alike.pop(kind, 0)
+            if count:
+                name = one.name if count == 1 else kind[0]
+                more = "" if count == 1 else f"  ({count} tensors)"
+                yield f"  {name}  {' × '.join(map(str, one.shape))}{more}"
