@@ -199,12 +199,13 @@ def _find(source: str) -> Path:
 
 def _missing(source: str) -> MissingInputError:
     bundled = bundled_configs()
+    found = "a folder" if Path(source).is_dir() else "no such file"
     if not bundled:
-        return MissingInputError(f"config {source!r}: no such file; name an existing one")
+        return MissingInputError(f"config {source!r}: {found}; name an existing file")
     near = get_close_matches(Path(source).stem[:60], bundled, n=1)
     mend = f"did you mean {near[0]}?" if near else "name an existing one"
     return MissingInputError(
-        f"config {source!r}: no such file and no bundled config of that name; "
+        f"config {source!r}: {found} and no bundled config of that name; "
         f"{mend} (bundled: {', '.join(bundled)})"
     )
 

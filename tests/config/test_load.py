@@ -162,7 +162,7 @@ def test_without_bundled_configs_a_missing_file_is_just_missing(
     monkeypatch.setattr(load, "PACKAGE", tmp_path / "axsparse")
 
     with pytest.raises(
-        MissingInputError, match="config 'none': no such file; name an existing one"
+        MissingInputError, match="config 'none': no such file; name an existing file"
     ):
         load_config("none")
 
@@ -170,6 +170,16 @@ def test_without_bundled_configs_a_missing_file_is_just_missing(
 def test_a_name_with_a_nul_is_not_read() -> None:
     with pytest.raises(MissingInputError, match=r"config '/a\\x00b': cannot be read \(embedded"):
         load_config("/a\0b")
+
+
+def test_a_folder_beside_is_called_one(
+    bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(MissingInputError, match="config 'mine': a folder and no bundled config of"):
+        load_config("mine")
 
 
 def test_a_folder_is_not_read(tmp_path: Path) -> None:
