@@ -125,7 +125,10 @@ def test_settings_that_differ_come_first_and_change_no_verdict(
 
     assert code == 1
     first, *others = out.splitlines()
-    assert first == ("settings differ: layout.g_inter is 1 and 2; schedule.warmup_steps is 0 and 1")
+    assert first == (
+        "settings differ: layout.g_inter is 1 and 2; layout.split is [4] and [2, 2]; "
+        "schedule.warmup_steps is 2 and 1"
+    )
     assert others[0].startswith("step ")
 
 
