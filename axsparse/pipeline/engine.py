@@ -139,6 +139,7 @@ class Engine:
                 targets = self._targets(microbatch)
                 outputs = telling_sample(
                     lambda: self._stage.evaluate(inputs, key, targets),
+                    (*inputs, targets),
                     microbatch.samples,
                     microbatch.source,
                 )
@@ -263,6 +264,7 @@ class Engine:
             targets = self._targets(microbatch)
             outputs = telling_sample(
                 lambda: self._stage.forward(number, inputs, key, targets, divisor),
+                (*inputs, targets),
                 microbatch.samples,
                 microbatch.source,
             )

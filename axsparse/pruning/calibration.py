@@ -195,7 +195,9 @@ class Calibration:
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
             own = self.samples[number]
-            outputs = telling_sample(lambda: _named(name, module, inputs), own.samples, own.source)
+            outputs = telling_sample(
+                lambda: _named(name, module, inputs), inputs, own.samples, own.source
+            )
             return tuple(map(canonical, as_tuple(name, outputs)))
 
     def _prune(
