@@ -267,7 +267,7 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence
         "pipeline.split_backward": _splits_backward(config, choice, trades),
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
-        "schedule.decay_steps": steps,
+        "schedule.decay_steps": max(steps, config.schedule.warmup_steps),
     }
     if schedule is not None and schedule.held is not None:
         automatic["pipeline.held"] = schedule.held
