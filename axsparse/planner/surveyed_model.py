@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,7 @@ def calibration_memory(
         matrices = [p for p in layer.parameters if p.name in kept]
         there = stage_bytes([layer], ties, {}, dense).total + drawn * on_host
         there += config.pruning.calibration_samples * max(costs.inputs, costs.outputs)
-        statistics = sum(method.held(p.shape[1]) for p in matrices)
+        statistics = sum(method.held(math.prod(p.shape[1:])) for p in matrices)
         working = 0
         for matrix in matrices:
             most = method.working(matrix.shape)

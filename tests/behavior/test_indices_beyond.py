@@ -67,7 +67,8 @@ class Placed(nn.Module):
         self.words, self.places = nn.Embedding(10, 8), nn.Embedding(3, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.words(x) + self.places(torch.arange(x.shape[1]))
+        sums: Tensor = self.words(x) + self.places(torch.arange(x.shape[1]))
+        return sums
 
 
 @pytest.mark.parametrize("recompute", [0, 1])

@@ -222,7 +222,7 @@ class Rounded(torch.autograd.Function):
 
 
 class ByFunction(nn.Linear):
-    noise: Callable[[Tensor], Tensor] = staticmethod(torch.rand_like)
+    noise: Callable[[Tensor], Tensor] = staticmethod(lambda gradient: torch.rand_like(gradient))
 
     def forward(self, x: Tensor) -> Tensor:
         rounded: Callable[..., Tensor] = Rounded.apply
