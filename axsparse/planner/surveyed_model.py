@@ -32,6 +32,9 @@ Contents: TypeAlias = tuple[int, int, int, int, bool]
 """`SurveyedModel._contents`."""
 CHOSEN_BYTES = 16
 """Bytes that torch takes for each entry which it picks out of a matrix by a mask."""
+SCORED_BYTES = 18
+"""Bytes for each entry of a tensor that is scored by its gradient, on the host: its weights and a
+copy, the gradient, the score and a number on the way to it, and selecting; measured to be 17."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ class SurveyedModel:
     """Whether a run that resumes has its masks already, so that none are drawn from samples."""
     sees_inputs: bool = False
     """Whether a score of the user's own takes inputs, so that `custom` draws masks from samples."""
+    sees_gradients: bool = False
+    """Whether a score of the user's own takes gradients, as that of snip does."""
     _loads: dict[tuple[Contents, int, bool], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -243,6 +248,8 @@ class SurveyedModel:
                 config, layers, self.survey.ties, self.kept, stored, self.on_host
             )
         logits = self.survey.loss_logits if is_last else None
+        scores = self.sees_gradients or config.pruning.method == "snip"
+        largest = max((p.numel for layer in layers for p in layer.parameters), default=0)
         return StageLoad(
             layers="",
             sum_bytes=8 if config.samo.gradient == "exact" else None,
@@ -255,8 +262,7 @@ class SurveyedModel:
             kept=sum(self._kept(layer) for layer in layers),
             state=stage_bytes(layers, self.survey.ties, self.kept, stored),
             temporary=width * max(map(_trained, layers)),
-            building=calibration.drawn
-            + 4 * max((p.numel for layer in layers for p in layer.parameters), default=0),
+            building=calibration.drawn + (SCORED_BYTES if scores and self.on_host else 4) * largest,
             saved=self._saved(layers, g_data),
             held=activations.held,
             working=activations.working,

@@ -200,6 +200,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         on_host=inputs.on_host,
         has_masks=inputs.saved is not None,
         sees_inputs=criterion.sees_inputs,
+        sees_gradients=criterion.sees_gradients,
     )
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
