@@ -22,8 +22,9 @@ first part. RUN is a run directory:
   axsparse compare runs/one runs/other
 
 The losses and norms of the steps that both have recorded are compared, the evaluations, and the
-checkpoints that both still have. Two runs of one configuration are the same under any number of
-stages, and with samo.gradient exact under any number of replicas (docs/explanation/bitwise.md).
+checkpoints that both still have. Settings that differ are said first. Two runs of one configuration
+are the same under any number of stages, and with samo.gradient exact under any number of replicas
+(docs/explanation/bitwise.md).
 
 exit codes, beside those of every command:
   0 the same, as far as both go   1 they differ
@@ -53,11 +54,29 @@ def _compare(arguments: argparse.Namespace) -> None:
     what = f"{counted(recorded, 'record')} and {counted(len(saved), 'checkpoint')}"
     if saved:
         what += f" ({'step' if len(saved) == 1 else 'steps'} {', '.join(map(str, saved))})"
-    for difference in filter(None, (parted, apart)):
-        say(difference)
-    if parted or apart:
+    found = tuple(filter(None, (parted, apart)))
+    for line in (*_settings(one, other, is_same=not found), *found):
+        say(line)
+    if found:
         exit_process(DIFFERENT)
     say(f"the same: {what}")
+
+
+def _settings(one: Path, other: Path, *, is_same: bool) -> Iterator[str]:
+    """A line with the settings that differ; of runs that are the same, those that must not."""
+    from axsparse.training.checkpoint.verification import FREE
+    from axsparse.training.run_directory import config_text, settings_in
+
+    mine, theirs = (settings_in(config_text(run)) for run in (one, other))
+    if not mine or not theirs:
+        return
+    differ = [
+        f"{key} is {mine.get(key, 'not there')} and {theirs.get(key, 'not there')}"
+        for key in {**mine, **theirs}
+        if mine.get(key) != theirs.get(key) and not key.startswith(FREE if is_same else "run_dir")
+    ]
+    if differ:
+        yield f"settings differ: {'; '.join(differ)}"
 
 
 def _records(one: Path, other: Path) -> tuple[int, str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import signal
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -49,6 +51,8 @@ pruning.calibration_samples, data.sequence_length, precision. OUT.run has the to
 """
 NEEDED = ("from", "data", "out")
 """The options that pruning a folder needs."""
+NUMBER = re.compile(r"\d+")
+"""What tells the names of a block's tensors from those of the next block's."""
 
 
 def parser() -> CommandParser:
@@ -133,7 +137,10 @@ def _say_what(arguments: argparse.Namespace) -> None:
 
 
 def lines(loaded: LoadedConfig) -> Iterator[str]:
-    """A table of the pruned tensors, then the dense ones by the reason why."""
+    """A table of the pruned tensors, then the dense ones by the reason why.
+
+    Dense tensors of one shape whose names differ in numbers only share a line.
+    """
     # Imported late, so that --help does not load torch.
     from axsparse.models.survey import survey
     from axsparse.models.zoo.model_registry import model_without_weights
@@ -158,4 +165,12 @@ def lines(loaded: LoadedConfig) -> Iterator[str]:
     for why, parameters in left_dense(surveyed, targets, loaded.config.pruning).items():
         yield ""
         yield f"dense, {sum(one.numel for one in parameters):,} entries: {why}"
-        yield from (f"  {one.name}  {' × '.join(map(str, one.shape))}" for one in parameters)
+        # What repeats from block to block is a line: hundreds of vectors hide the rest.
+        alike = Counter((NUMBER.sub("*", one.name), one.shape) for one in parameters)
+        for one in parameters:
+            kind = NUMBER.sub("*", one.name), one.shape
+            count = alike.pop(kind, 0)
+            if count:
+                name = one.name if count == 1 else kind[0]
+                more = "" if count == 1 else f"  ({count} tensors)"
+                yield f"  {name}  {' × '.join(map(str, one.shape))}{more}"

@@ -7,7 +7,7 @@ import contextlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,6 @@ The page is one file that loads nothing from elsewhere. The run may still go on.
 matplotlib: pip install 'axsparse[plot]'.
 """
 REPORT_FILE = "report.html"
-MOST_CONFIG_BYTES = 1_000_000
 
 
 def parser() -> CommandParser:
@@ -104,7 +103,12 @@ def view_run(run: Path, name: str) -> RunView:
     """
     from axsparse.observe.run_records import RunView, read_records
     from axsparse.observe.trace_file import TRACES
-    from axsparse.training.run_directory import CONFIG_FILE, METRICS_FILE
+    from axsparse.training.run_directory import (
+        CONFIG_FILE,
+        METRICS_FILE,
+        config_text,
+        settings_in,
+    )
 
     if not (run / METRICS_FILE).is_file():
         raise MissingInputError(
@@ -114,9 +118,7 @@ def view_run(run: Path, name: str) -> RunView:
     notes = []
     if records.is_cut:
         notes.append("the last line of metrics.jsonl is cut off, and is left out")
-    text = ""
-    with contextlib.suppress(OSError), (run / CONFIG_FILE).open("rb") as file:
-        text = file.read(MOST_CONFIG_BYTES).decode("utf-8", errors="replace")
+    text = config_text(run)
     if not text:
         notes.append(f"{CONFIG_FILE} is not there, or cannot be read")
     trace, spans = _trace(run / TRACES, notes)
@@ -124,7 +126,7 @@ def view_run(run: Path, name: str) -> RunView:
         name=name,
         records=records,
         config_text=text,
-        settings=_settings(text),
+        settings=settings_in(text),
         # They stand in the comments at the beginning.
         versions=dict(re.findall(r"^# (\S+) (.*)$", text, re.MULTILINE)),
         trace=trace,
@@ -135,10 +137,11 @@ def view_run(run: Path, name: str) -> RunView:
 
 
 def _trace(folder: Path, notes: list[str]) -> tuple[str, list[Span]]:
-    """The newest trace that can be read, by its name below the run; no spans if there is none."""
-    from axsparse.observe.trace_file import read
+    """The trace of the latest steps that can be read, by its name below the run; no spans if there
+    is none."""
+    from axsparse.observe.trace_file import last_step, read
 
-    for path in sorted(folder.glob("*.json"), key=lambda path: -path.stat().st_mtime):
+    for path in sorted(folder.glob("*.json"), key=last_step, reverse=True):
         with _noted(notes):
             if spans := read(path):
                 return f"{folder.name}/{path.name}", spans
@@ -152,27 +155,6 @@ def _noted(notes: list[str]) -> Iterator[None]:
         yield
     except AxsparseError as error:
         notes.append(str(error))
-
-
-def _settings(text: str) -> dict[str, str]:
-    """The values in config.yaml by dotted key, as they stand there.
-
-    Another version of axsparse may have written it: so keys are not compared with the schema's.
-    """
-    import yaml
-
-    from axsparse.training.checkpoint.verification import flat
-
-    def shown(value: object) -> str:
-        return f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else str(value)
-
-    try:
-        # Every scalar stays the text that it is.
-        found = yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 - it makes texts only
-        settings = flat(found) if isinstance(found, Mapping) else {}
-        return {str(key): shown(value) for key, value in settings.items()}
-    except (yaml.YAMLError, RecursionError):
-        return {}
 
 
 def _sparsity(run: Path, name: str, notes: list[str]) -> Bars | None:

@@ -67,36 +67,38 @@ def load_config(source: str | None, overrides: Sequence[str] = ()) -> LoadedConf
 
 
 def configure(source: Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> Config:
-    """A configuration from nested dictionaries, or from a file and `key=value` overrides.
+    """A configuration from a file or nested dictionaries, and `key=value` overrides, which win.
 
     A file is found and read as `--config` and `--set` of `axsparse train` do, so that a script
-    with a model of its own can take both:
+    with a model of its own can take both; dictionaries are overridden alike:
 
         config = ax.configure("my_run.yaml", ["train.steps=500", "layout.g_inter=4"])
+        config = ax.configure({"train": {"steps": 50}}, sys.argv[1:])
 
-    A configuration of a file remembers where each key was set, for error messages. Raises
-    ConfigError and MissingInputError as `load_config` does.
+    A configuration remembers where each key was set, for error messages. Raises ConfigError and
+    MissingInputError as `load_config` does.
     """
     if isinstance(source, (str, Path)):
         loaded = load_config(str(source), overrides)
-        values = _by_key(loaded.config)
-        read = {key: (values[key], origin) for key, origin in loaded.origins.items()}
-        loaded.config._source = Source(loaded.name, read)
-        return loaded.config
-    if overrides:
-        raise ConfigError(
-            f"configure: overrides {list(overrides)} beside dictionaries, which have no file to "
-            "override; write the values into the dictionaries"
-        )
-    settings: dict[str, Setting] = {}
+    else:
+        settings = dict(_read_dictionaries(source))
+        settings.update(_read_override(override) for override in overrides)
+        loaded = _validated(settings, "custom")
+    values = _by_key(loaded.config)
+    read = {key: (values[key], origin) for key, origin in loaded.origins.items()}
+    name = loaded.name if isinstance(source, (str, Path)) else None
+    loaded.config._source = Source(name, read)
+    return loaded.config
+
+
+def _read_dictionaries(source: Mapping[str, Any]) -> Iterator[tuple[str, Setting]]:
     for section, given in source.items():
         nested = section in SECTIONS and isinstance(given, Mapping)
         for leaf, value in given.items() if nested else [("", given)]:
             key = f"{section}.{leaf}" if leaf else section
             if key not in FIELDS:
                 raise unknown_key(key, "configure")
-            settings[key] = Setting(value, "configure")
-    return _validated(settings, "custom").config
+            yield key, Setting(value, "configure")
 
 
 def made_in_python(config: Config, name: str) -> LoadedConfig:
@@ -197,12 +199,13 @@ def _find(source: str) -> Path:
 
 def _missing(source: str) -> MissingInputError:
     bundled = bundled_configs()
+    found = "a folder" if Path(source).is_dir() else "no such file"
     if not bundled:
-        return MissingInputError(f"config {source!r}: no such file; name an existing one")
+        return MissingInputError(f"config {source!r}: {found}; name an existing file")
     near = get_close_matches(Path(source).stem[:60], bundled, n=1)
     mend = f"did you mean {near[0]}?" if near else "name an existing one"
     return MissingInputError(
-        f"config {source!r}: no such file and no bundled config of that name; "
+        f"config {source!r}: {found} and no bundled config of that name; "
         f"{mend} (bundled: {', '.join(bundled)})"
     )
 

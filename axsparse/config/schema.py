@@ -435,7 +435,7 @@ class ScheduleConfig(Section):
     """Shape of the descent after the warm-up; `step` falls at once, every `step_every` steps."""
     decay_steps: Count | Auto = "auto"
     """cosine, linear: step at which the descent ends, warm-up included; `auto` takes
-    `train.steps`."""
+    `train.steps`, and `warmup_steps` where they are more."""
     final_ratio: Fraction = 0.1
     """cosine, linear: learning rate after the descent, as a fraction of the peak."""
     step_every: Count = 1000

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.model_config import CnnConfig, LlamaConfig, TextFamily
-from axsparse.config.schema import Config, num_microbatches, prunes
+from axsparse.config.schema import ONCE, Config, num_microbatches, prunes
 from axsparse.config.section import counted as counted
 from axsparse.config.section import divisors as divisors
 from axsparse.config.section import one_of as one_of
@@ -124,9 +124,10 @@ def _check_pruning(loaded: LoadedConfig) -> None:
             f"{loaded.where('pruning.at_step')}: {pruning.at_step} is not below "
             f"train.steps {steps}; choose at most {steps - 1}"
         )
-    if pruning.until_step != "auto" and not pruning.at_step < pruning.until_step < steps:
+    until = "auto" if pruning.method in ONCE else pruning.until_step
+    if until != "auto" and not pruning.at_step < until < steps:
         raise ConfigError(
-            f"{loaded.where('pruning.until_step')}: {pruning.until_step} is not between "
+            f"{loaded.where('pruning.until_step')}: {until} is not between "
             f"pruning.at_step {pruning.at_step} and train.steps {steps}; choose one in between, or "
             "auto"
         )

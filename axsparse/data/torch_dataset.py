@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from axsparse.data.dataset import counted, length_of, some_samples, steady_digest
 from axsparse.runtime.bounds import IGNORED
@@ -59,6 +59,8 @@ def from_torch(
     digest of its length and of some samples.
     """
     name = type(dataset).__name__ if name is None else name
+    if isinstance(dataset, DataLoader):
+        raise DataError(f"from_torch ({name}): a DataLoader makes batches; {mend_for(dataset)}")
     has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))
     if not has_members or not (length := length_of(dataset, name)):
         raise DataError(
@@ -86,6 +88,18 @@ def from_torch(
     is_whole = count_targets is None and counted(targets) == targets.numel()
     per_sample = targets.numel() // len(some) if is_whole else None
     return replace(samples, fingerprint=digest, targets_per_sample=per_sample)
+
+
+def mend_for(given: object) -> str:
+    """What to give in place of something that is no `Dataset` of axsparse."""
+    if isinstance(given, DataLoader):
+        return (
+            "give its data set, ax.from_torch(loader.dataset, loader.collate_fn), since "
+            "batch.global_batch_size, batch.microbatch_size and seed say what a batch is"
+        )
+    if isinstance(given, (Dataset, list)):
+        return "make one of it by ax.from_torch(dataset)"
+    return "give an ArrayDataset or a class with the members of axsparse.Dataset"
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ thousands of ranks is never in one rank's memory, and none of it is sent.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -159,6 +160,18 @@ def read(path: Path) -> list[Span]:
     return from_json(text, str(path))
 
 
+def file_name(steps: range) -> str:
+    """The name of the trace of these steps of a run."""
+    return f"steps-{steps[0]}-{steps[-1]}.json"
+
+
+def last_step(trace: Path) -> int:
+    """The last step of a run's trace, by its `file_name`, so that the trace need not be read; -1
+    for a file of another name."""
+    named = re.fullmatch(r"steps-\d+-(\d+)\.json", trace.name)
+    return int(named[1]) if named else -1
+
+
 class TraceRecorder:
     """Traces `steps` of a run; all ranks call it together."""
 
@@ -219,7 +232,7 @@ class TraceRecorder:
             for step, of_step in taken
             for phase, name, begin, end in of_step
         ]
-        trace = self._folder / TRACES / f"steps-{self._steps[0]}-{self._steps[-1]}.json"
+        trace = self._folder / TRACES / file_name(self._steps)
         parts = [trace.with_suffix(f".rank-{each}") for each in range(self._place.grid.size)]
         together(self._transport, lambda: _write(parts[rank], [part(replica, stage, spans)]))
         if rank == 0:

@@ -142,6 +142,7 @@ class Engine:
                 targets = self._targets(microbatch)
                 outputs = telling_sample(
                     lambda: self._stage.evaluate(inputs, key, targets),
+                    (*inputs, targets),
                     microbatch.samples,
                     microbatch.source,
                 )
@@ -266,6 +267,7 @@ class Engine:
             targets = self._targets(microbatch)
             outputs = telling_sample(
                 lambda: self._stage.forward(number, inputs, key, targets, divisor),
+                (*inputs, targets),
                 microbatch.samples,
                 microbatch.source,
             )

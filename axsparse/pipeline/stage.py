@@ -16,7 +16,7 @@ from axsparse.pipeline.layer_runner import DrawKey, LayerRunner, Tensors
 from axsparse.pipeline.weight_gradients import DeferredGradients, StageProducts
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.seeds import preserved_rng, seed_all
+from axsparse.runtime.seeds import noted_draws, preserved_rng, seed_all
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,10 @@ class _InFlight:
     """The versions of the outputs after the forward: a later write changes them."""
 
 
+DRAWING_BACKWARDS = 3
+"""So many backwards in a row that draw from Python's or numpy's generator are no chance."""
+
+
 class Stage:
     """Runs the layers of one rank; it knows no messages and no neighbours.
 
@@ -91,6 +95,8 @@ class Stage:
         self._seed = seed
         self._products = products
         self._live: dict[int, _InFlight] = {}
+        self._drawing_backwards = 0
+        """How many backwards in a row have drawn from Python's or numpy's generator."""
 
     @property
     def live(self) -> int:
@@ -157,21 +163,30 @@ class Stage:
             for root, gradient in zip(roots, gradients, strict=True)
             if gradient is not None
         ]
-        products, draws = self._products, torch.get_rng_state()
-        with nullcontext() if products is None else products.backward_of(microbatch):
+        products = self._products
+        deferring = nullcontext() if products is None else products.backward_of(microbatch)
+        with noted_draws() as draws, deferring:
             if pairs:
                 # The gradient hooks need this thread's stream and device, so autograd runs in it.
                 with torch.autograd.set_multithreading_enabled(False):
                     roots = [root for root, _ in pairs]
                     start: Callable[..., Tensor] = _Start.apply
                     start([gradient for _, gradient in pairs], *roots).backward()
-        if not torch.equal(torch.get_rng_state(), draws):
-            raise ConfigError(
-                f"layers {self._layers[0].name} to {self._layers[-1].name}: a backward draws "
-                "random numbers, which no key seeds; draw them in the forward and keep them "
-                "(ctx.save_for_backward)"
-            )
+        self._refuse_draws(draws)
         return [tensor.grad for tensor in inputs if tensor.requires_grad]
+
+    def _refuse_draws(self, draws: set[str]) -> None:
+        """ConfigError for a backward that has drawn random numbers, from these generators."""
+        if "torch" not in draws:
+            # Once, it may have been another thread, such as one that waits to send again.
+            self._drawing_backwards = self._drawing_backwards + 1 if draws else 0
+            if self._drawing_backwards < DRAWING_BACKWARDS:
+                return
+        raise ConfigError(
+            f"layers {self._layers[0].name} to {self._layers[-1].name}: a backward draws random "
+            f"numbers (of {' and '.join(sorted(draws))}), which no key seeds; draw them in the "
+            "forward and keep them (ctx.save_for_backward)"
+        )
 
     def weight_gradients(self, microbatch: int) -> None:
         """Compute the weight gradients that the microbatch's backward has deferred."""

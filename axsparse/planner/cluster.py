@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, get_args
 import yaml
 
 from axsparse.config.yaml_dialect import compose
-from axsparse.runtime.errors import ConfigError, MissingInputError
+from axsparse.runtime.errors import ConfigError, MissingInputError, reading
 
 Kind: TypeAlias = Literal["measured", "fitted", "assumed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -185,8 +185,9 @@ def _find(source: str) -> Path:
         if name not in bundled_clusters():
             nearest = get_close_matches(name[:60], bundled_clusters(), n=1)
             mend = f"did you mean {nearest[0]}? Choose one of" if nearest else "choose one of"
+            found = "a folder" if path.is_dir() else "no such file"
             raise MissingInputError(
-                f"cluster {source!r}: no such file and no bundled cluster of that name; {mend} "
+                f"cluster {source!r}: {found} and no bundled cluster of that name; {mend} "
                 f"{', '.join(bundled_clusters())}, or name a file"
             )
         path = _FOLDER / f"{name}.yaml"
@@ -195,10 +196,12 @@ def _find(source: str) -> Path:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with reading(f"cluster {str(path)!r}:", "name a file, or a bundled cluster"):
+            return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise MissingInputError(
-            f"cluster {str(path)!r}: the file says nothing ({error}); name a readable one"
+            f"cluster {str(path)!r}: byte {error.object[error.start]:#04x} is not UTF-8; save the "
+            "file as UTF-8"
         ) from None
 
 

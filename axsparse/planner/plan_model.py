@@ -27,6 +27,7 @@ from axsparse.planner.run_workload import (
 )
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
+from axsparse.pruning.criteria import Criterion, Score, configured_criterion
 from axsparse.pruning.targets import Targets, starts_pruned, what_is_pruned
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.optim.optimizer import optimizer_of
@@ -50,21 +51,31 @@ class Subject:
     """Whether the memory that is planned is the host's."""
     notes: Sequence[str]
     """What the user should know: where the plan departs from the configuration, for example."""
+    criterion: Criterion | None = None
+    """What a score of the user's own takes; None without one."""
 
     def workload(self, method: Method) -> SurveyedModel:
         """What is trained; ConfigError for `samo` if nothing is pruned."""
         config, name = self.loaded.config, self.loaded.name
-        optimizer = optimizer_of(config.optimizer)
         is_pruned = method == "samo" or (method == "start" and starts_pruned(config, self.targets))
+        model = SurveyedModel(
+            config,
+            self.survey,
+            name,
+            {},
+            optimizer_of(config.optimizer),
+            on_host=self.on_host,
+            sees_inputs=self.criterion is not None and self.criterion.sees_inputs,
+            sees_gradients=self.criterion is not None and self.criterion.sees_gradients,
+        )
         if not is_pruned:
-            return SurveyedModel(config, self.survey, name, {}, optimizer, on_host=self.on_host)
+            return model
         if self.targets is None:
             raise ConfigError(
                 f"{self.loaded.where('pruning.sparsity')}: nothing is pruned, so that there is no "
                 "SAMO to compare with; set it above 0 (and samo.enabled to true)"
             )
-        kept = self.targets.kept()
-        return SurveyedModel(config, self.survey, name, kept, optimizer, on_host=self.on_host)
+        return replace(model, kept=self.targets.kept())
 
     def room(self, cluster: Cluster) -> float:
         """Bytes that a rank may take, its overhead included."""
@@ -135,11 +146,17 @@ class Subject:
         return None
 
 
-def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) -> Subject:
+def subject(
+    loaded: LoadedConfig,
+    cluster: Cluster,
+    model: Model | None = None,
+    score: Score | None = None,
+) -> Subject:
     """Survey the model of a configuration, or another one, for a plan on this cluster.
 
-    Weights are not read. ConfigError for a configuration that no run could have, and for a model
-    whose layers' costs are not known.
+    Weights are not read. `score` is a criterion of the user's own. ConfigError for a configuration
+    that no run could have, for a model whose layers' costs are not known, and for a score that the
+    pruning method cannot use.
     """
     check_config(loaded)
     loaded, notes = _in_a_precision_of(cluster, loaded)
@@ -162,6 +179,12 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
             "samo.shard_optimizer: auto: where there are several replicas, they share masters and "
             "moments"
         )
+    criterion = None if score is None else configured_criterion(loaded, score)
+    if loaded.config.pruning.method == "custom" and score is None:
+        notes.append(
+            "custom: a score that takes inputs or gradient needs memory while it draws masks; "
+            "ax.plan_for(…, score=…) counts it"
+        )
     check_offload(loaded, has_gpu=cluster.host_bandwidth is not None)
     if cluster.host_memory_bytes is not None:
         notes.append(
@@ -169,7 +192,7 @@ def subject(loaded: LoadedConfig, cluster: Cluster, model: Model | None = None) 
             f"{gigabytes(copied_bytes(loaded.config))} GB for copies of checkpoints "
             "(checkpoint.buffer), and messages under way where they go through it"
         )
-    return Subject(loaded, surveyed, targets, cluster.is_of_hosts, notes)
+    return Subject(loaded, surveyed, targets, cluster.is_of_hosts, notes, criterion)
 
 
 def plan_for(
@@ -179,16 +202,18 @@ def plan_for(
     config: Config | None = None,
     *,
     method: Method = "start",
+    score: Score | None = None,
 ) -> Plan:
     """Which layout a model should train in on `gpus` devices: the recommended one, and all others.
 
     `cluster` is a bundled cluster's name, a file, or a `Cluster`; `config` has the batch, the
-    pruning and everything else (default: `Config()`). Needs no device and no MPI.
+    pruning and everything else (default: `Config()`). `score` is the criterion that `build` will be
+    given, so that the memory is counted in which it draws masks. Needs no device and no MPI.
     Raises ConfigError if nothing fits, MissingInputError for an unknown cluster.
     """
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
     loaded = made_in_python(config or Config(), model.name)
-    return subject(loaded, described, model).plan(method, described, gpus)
+    return subject(loaded, described, model, score).plan(method, described, gpus)
 
 
 def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:

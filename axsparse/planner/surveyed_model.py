@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,9 @@ CHOSEN_BYTES = 16
 HEALING_BYTES = 25
 """Bytes that healing takes for each parameter of a layer beside its gradient: the master and a
 copy, two moments, the gradient in fp32 and a temporary tensor, and the mask."""
+SCORED_BYTES = 18
+"""Bytes for each entry of a tensor that is scored by its gradient, on the host: its weights and a
+copy, the gradient, the score and a number on the way to it, and selecting; measured to be 17."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,9 @@ def calibration_memory(
         # Where layers are healed the samples also pass through the layers as they were.
         flows = 1 + heals
         there += flows * pruning.calibration_samples * max(costs.inputs, costs.outputs)
-        statistics = 0 if method is None else sum(method.held(p.shape[1]) for p in matrices)
+        statistics = sum(
+            method.held(math.prod(p.shape[1:])) for p in matrices if method is not None
+        )
         working = 0
         for matrix in matrices:
             most = 21 * matrix.numel if method is None else method.working(matrix.shape)
@@ -144,6 +150,8 @@ class SurveyedModel:
     """Whether a run that resumes has its masks already, so that none are drawn from samples."""
     sees_inputs: bool = False
     """Whether a score of the user's own takes inputs, so that `custom` draws masks from samples."""
+    sees_gradients: bool = False
+    """Whether a score of the user's own takes gradients, as that of snip does."""
     _loads: dict[tuple[Contents, int, bool], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -256,6 +264,8 @@ class SurveyedModel:
                 config, layers, self.survey.ties, self.kept, stored, self.on_host
             )
         logits = self.survey.loss_logits if is_last else None
+        scores = self.sees_gradients or config.pruning.method == "snip"
+        largest = max((p.numel for layer in layers for p in layer.parameters), default=0)
         return StageLoad(
             layers="",
             sum_bytes=8 if config.samo.gradient == "exact" else None,
@@ -268,8 +278,7 @@ class SurveyedModel:
             kept=sum(self._kept(layer) for layer in layers),
             state=stage_bytes(layers, self.survey.ties, self.kept, stored),
             temporary=width * max(map(_trained, layers)),
-            building=calibration.drawn
-            + 4 * max((p.numel for layer in layers for p in layer.parameters), default=0),
+            building=calibration.drawn + (SCORED_BYTES if scores and self.on_host else 4) * largest,
             saved=self._saved(layers, g_data),
             held=activations.held,
             working=activations.working,

@@ -45,7 +45,8 @@ class StageLoad:
     temporary: float
     """Bytes of one layer's dense gradient, and of copies that the optimizer makes."""
     building: float
-    """Bytes beside the state while it is built: the largest tensor's start values in fp32."""
+    """Bytes beside the state while it is built: the largest tensor's start values in fp32; and,
+    while a tensor is scored by its gradient, what that takes."""
     saved: float
     """Bytes that a rank holds for a checkpoint while training goes on."""
     held: float

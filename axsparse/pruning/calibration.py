@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -29,8 +30,10 @@ from axsparse.pruning.healing import Fit, HealedLayers
 from axsparse.pruning.input_statistics import (
     METHODS,
     STATISTICS,
+    Convolution,
     HowMany,
     InputStatistics,
+    PatchStatistics,
     WandaStatistics,
 )
 from axsparse.pruning.targets import Targets
@@ -48,6 +51,9 @@ from axsparse.samo.shards import ALONE
 Tensors = tuple[Tensor, ...]
 MASK, KEPT, FITTED = "mask ", "kept ", "fitted "
 """What the names of tensors begin with in the file of a healed layer, before their global names."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Multiplying: TypeAlias = "nn.Linear | Convolution"
+"""A module that multiplies its inputs with a weight."""
 SECONDS = 5.0
 """The shortest time between two lines that say how far the calibration is."""
 
@@ -142,13 +148,14 @@ class Calibration:
             return
         for layer in self.layers:
             module = layer.build() if layer.init is None else on_meta(layer)
-            linear = _linear_weights(layer.name, module)
+            seen = self._weights(layer.name, module)
             for parameter, _ in module.named_parameters():
                 name = f"{layer.name}.{parameter}"
-                if name in self.targets.shapes and name not in linear:
+                if name in self.targets.shapes and name not in seen:
+                    also = " or a convolution" if self.criterion.sees_inputs else ""
                     raise ConfigError(
                         f"pruning.method: {self.method} scores a matrix by the inputs of a linear "
-                        f"layer, and {name} is of none; name it in pruning.exclude"
+                        f"layer{also}, and {name} is of none; name it in pruning.exclude"
                     )
 
     def draw(self) -> CalibratedMasks:
@@ -224,21 +231,18 @@ class Calibration:
     def _draw(self, built: BuiltLayer, flow: Sequence[Tensors], masks: CalibratedMasks) -> None:
         """Draw the masks of one layer and put them into its weights."""
         layer, module = built.spec, built.module
-        linears: dict[str, nn.Linear] = {
-            name: linear
-            for name, linear in _linear_weights(layer.name, module).items()
+        multiplying = {
+            name: one
+            for name, one in self._weights(layer.name, module).items()
             if name in self.targets.shapes and self._sees_inputs
         }
-        gathered = {
-            name: STATISTICS[self.method](linear.in_features, linear.weight.device)
-            for name, linear in linears.items()
-        }
-        unseen = dict(linears)
+        gathered = {name: self._statistics(one) for name, one in multiplying.items()}
+        unseen = set(multiplying)
         # The replaced forwards hold the statistics, so no variable may keep them alive afterwards.
         with forwards_in_place(
-            {one: _adding(name, one, gathered[name], unseen) for name, one in linears.items()}
+            {one: _adding(name, one, gathered[name], unseen) for name, one in multiplying.items()}
         ):
-            for number, inputs in enumerate(flow if linears else ()):
+            for number, inputs in enumerate(flow if multiplying else ()):
                 self._forward(layer.name, module, number, inputs)
         if unseen:
             raise ConfigError(
@@ -305,12 +309,33 @@ class Calibration:
             self.healed.write(name, said)
         self.says(f"heal: {name}: error of a token {before:.4f} before, {after:.4f} after")
 
+    def _weights(self, layer: str, module: nn.Module) -> dict[str, Multiplying]:
+        """The modules within a layer whose inputs decide, by the global names of their weights:
+        linear ones, and convolutions for a score of the user's own.
+
+        A class with a forward of its own may multiply another input than it gets.
+        """
+        kinds = (nn.Linear, *(CONVOLUTIONS if self.criterion.sees_inputs else ()))
+        return {
+            ".".join(part for part in (layer, path, "weight") if part): child
+            for path, child in module.named_modules()
+            for kind in kinds
+            if isinstance(child, kind) and type(child).forward is kind.forward
+        }
+
+    def _statistics(self, module: Multiplying) -> InputStatistics:
+        if not isinstance(module, nn.Linear):
+            return PatchStatistics(module)
+        return STATISTICS[self.method](module.in_features, module.weight.device)
+
     def _forward(self, name: str, module: nn.Module, number: int, inputs: Tensors) -> Tensors:
         """The outputs of a layer for a microbatch; what it draws is the same in every pass."""
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
             own = self.samples[number]
-            outputs = telling_sample(lambda: _named(name, module, inputs), own.samples, own.source)
+            outputs = telling_sample(
+                lambda: _named(name, module, inputs), inputs, own.samples, own.source
+            )
             return tuple(map(canonical, as_tuple(name, outputs)))
 
     def _prune(
@@ -402,31 +427,20 @@ def _named(name: str, module: nn.Module, inputs: Tensors) -> object:
         return module(*inputs)
 
 
-def _linear_weights(layer: str, module: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers within a layer, by the global names of their weights.
-
-    A class with a forward of its own may multiply another input than it gets.
-    """
-    return {
-        ".".join(part for part in (layer, path, "weight") if part): child
-        for path, child in module.named_modules()
-        if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward
-    }
-
-
 def _adding(
-    name: str, linear: nn.Linear, statistics: InputStatistics, unseen: dict[str, nn.Linear]
+    name: str, module: Multiplying, statistics: InputStatistics, unseen: set[str]
 ) -> Callable[[Tensor], Tensor]:
     """The forward of a module that also adds its inputs to statistics.
 
     It takes the module's name out of `unseen`. Some modules are never called: the projection of an
     `nn.MultiheadAttention` hands over its weight alone.
     """
-    forward = linear.forward
+    forward = module.forward
 
     def add_and_call(input: Tensor) -> Tensor:  # noqa: A002
-        statistics.add(input.reshape(-1, input.shape[-1]))
-        unseen.pop(name, None)
+        is_linear = isinstance(module, nn.Linear)
+        statistics.add(input.reshape(-1, input.shape[-1]) if is_linear else input)
+        unseen.discard(name)
         return forward(input)
 
     return add_and_call

@@ -45,7 +45,10 @@ the CPU. This one scores entries as Wanda does, which then selects within each r
     def by_wanda(name: str, weight: Tensor, inputs: Tensor) -> Tensor:
         return weight.abs() * inputs
 
-There are inputs for `custom` with `pruning.at_step` 0 (`calibration` explains how they come).
+Of a convolution, `inputs` has the norm of what each entry of the weight is multiplied with, over
+all places of the output: (in_channels, *kernel_size), and with groups those of each output, in the
+shape of the weight. There are inputs for `custom` with `pruning.at_step` 0 (`calibration` explains
+how they come).
 
 A run uses it with `build(…, score=by_magnitude)` and `pruning.method: custom`, or with a method
 that prunes over time.

@@ -16,11 +16,14 @@ least. U is upper triangular.
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from axsparse.pruning.distribution import n_of_m
 
@@ -30,6 +33,7 @@ DAMPING = 0.01
 """The part of the mean of the diagonal that SparseGPT adds to it."""
 HowMany: TypeAlias = "float | tuple[int, int]"
 """A sparsity, or (n, m) to keep n of every m consecutive inputs."""
+Convolution: TypeAlias = "nn.Conv1d | nn.Conv2d | nn.Conv3d"
 
 
 class InputStatistics(ABC):
@@ -105,11 +109,49 @@ class WandaStatistics(InputStatistics):
     @staticmethod
     def working(shape: tuple[int, ...]) -> int:
         """Scores, and the memory that sorts them: in torch 17 bytes an entry."""
-        return 21 * shape[0] * shape[1]
+        return 21 * math.prod(shape)
 
     @staticmethod
     def removed(shape: tuple[int, ...], sparsity: float) -> int:
         return shape[0] * removed_of_row(shape[1], sparsity)
+
+
+class PatchStatistics(WandaStatistics):
+    """Sums of squares of what each entry of a convolution's weight is multiplied with."""
+
+    def __init__(self, convolution: Convolution) -> None:
+        sizes = convolution.in_channels, *convolution.kernel_size
+        self._squares = torch.zeros(sizes, device=convolution.weight.device)
+        self._convolution = convolution
+
+    def add(self, x: Tensor) -> None:
+        """Count the inputs of one microbatch, as the convolution gets them."""
+        one, sides = self._convolution, self._convolution._reversed_padding_repeated_twice
+        squares = x.float().square()
+        if x.dim() == one.weight.dim() - 1:  # a sample alone, which convolutions take as well
+            squares = squares.unsqueeze(0)
+        if any(sides):
+            mode = "constant" if one.padding_mode == "zeros" else one.padding_mode
+            squares = F.pad(squares, sides, mode=mode)
+        dims = [dim for dim in range(squares.dim()) if dim != 1]
+        for number, place in enumerate(itertools.product(*map(range, one.kernel_size))):
+            # Where this place of the kernel lies on the inputs, for all places of the output.
+            lies = [slice(None), slice(None)]
+            for at, size, gap, kernel, stride in zip(
+                place, squares.shape[2:], one.dilation, one.kernel_size, one.stride, strict=True
+            ):
+                lies.append(slice(gap * at, size - gap * (kernel - 1 - at), stride))
+            self._squares.view(len(self._squares), -1)[:, number] += squares[tuple(lies)].sum(dims)
+
+    @property
+    def norms(self) -> Tensor:
+        """√(Σ x²) of each input of an output: one for all outputs, (inputs, *kernel), and with
+        groups one for each, in the shape of the weight."""
+        norms, groups = super().norms, self._convolution.groups
+        if groups == 1:
+            return norms
+        outputs = self._convolution.out_channels // groups
+        return norms.view(groups, -1, *norms.shape[1:]).repeat_interleave(outputs, 0)
 
 
 class SparseGptStatistics(InputStatistics):

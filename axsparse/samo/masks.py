@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from axsparse.runtime.canonical_form import bytes_of
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 DIGESTS = 1 << 52
 """How many different digests of weights there are: fp64 holds each of them exactly."""
+ROW = 512
+"""Words of a row of a weight, whose rows and columns are summed for its digest."""
 
 
 class Masks(Protocol):
@@ -107,20 +110,28 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
     to that of the model.
     """
     sums = {
-        f"{layer.spec.name}.{name}": _sum_of_bits(weight.detach())
+        f"{layer.spec.name}.{name}": _sums_of_bits(weight.detach())
         for layer in layers
         for name, weight in layer.module.named_parameters()
     }
-    sums_of_bits = torch.stack(list(sums.values())).cpu().tolist() if sums else []
+    lengths = [len(one) for one in sums.values()]
+    found = torch.cat(list(sums.values())).cpu().split(lengths) if sums else ()
     total = 0
-    for name, bits in zip(sums, sums_of_bits, strict=True):
-        digest = hashlib.blake2b(f"{name} {bits}".encode(), digest_size=8)
+    for name, of_weight in zip(sums, found, strict=True):
+        digest = hashlib.blake2b(name.encode(), digest_size=8)
+        digest.update(of_weight.numpy().tobytes())
         total += int.from_bytes(digest.digest(), "big")
     return total % DIGESTS
 
 
-def _sum_of_bits(values: Tensor) -> Tensor:
-    """The sum modulo 2⁶⁴ of all whole words of eight bytes, plus the bytes that are left."""
+def _sums_of_bits(values: Tensor) -> Tensor:
+    """Sums modulo 2⁶⁴ of words of eight bytes, laid out in rows: those of each column, those of
+    each row, and the words that fill no row, the last one filled up with zeros.
+
+    A word that changes, and two words that change places, always change a sum.
+    """
     raw = bytes_of(values)
-    end = raw.numel() // 8 * 8
-    return raw[:end].view(torch.int64).sum() + raw[end:].sum()
+    end = raw.numel() // (8 * ROW) * (8 * ROW)
+    rest = F.pad(raw[end:], (0, -(raw.numel() - end) % 8)).view(torch.int64)
+    rows = raw[:end].view(torch.int64).view(-1, ROW)
+    return torch.cat((rows.sum(0), rows.sum(1), rest)) if end else rest

@@ -388,8 +388,10 @@ def _loss_of_first(run: RunSpec, data: Data, outputs: tuple[Tensor, ...]) -> flo
     [microbatch] = batch.microbatches
     targets = microbatch.targets
     assert targets is not None, "the last stage reads targets"
+    targets = targets.to(outputs[0].device)
     loss = telling_sample(
-        lambda: run.model.loss(*outputs, targets.to(outputs[0].device)),
+        lambda: run.model.loss(*outputs, targets),
+        (*outputs, targets),
         microbatch.samples,
         microbatch.source,
     )

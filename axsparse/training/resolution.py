@@ -200,6 +200,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         on_host=inputs.on_host,
         has_masks=inputs.saved is not None,
         sees_inputs=criterion.sees_inputs,
+        sees_gradients=criterion.sees_gradients,
     )
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
@@ -268,7 +269,7 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence
         "pipeline.split_backward": _splits_backward(config, choice, trades),
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
-        "schedule.decay_steps": steps,
+        "schedule.decay_steps": max(steps, config.schedule.warmup_steps),
     }
     if schedule is not None and schedule.held is not None:
         automatic["pipeline.held"] = schedule.held

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from axsparse.config.load import LoadedConfig
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, whole_number
 from axsparse.data.dataset import Datasets, PartedDataset, length_of
+from axsparse.data.torch_dataset import mend_for
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
 from axsparse.runtime.errors import DataError
@@ -113,9 +116,10 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
     tell documents apart where `separate` asks for it."""
     opened = open_datasets()
     if not isinstance(opened, Datasets):
+        mend = f"; for each, {mend_for(opened)}" if isinstance(opened, DataLoader) else ""
         raise DataError(
             f"data: open_datasets returned {type(opened).__name__}; return "
-            "Datasets(training, validation)"
+            f"Datasets(training, validation){mend}"
         )
     datasets = [opened.training] + ([] if opened.validation is None else [opened.validation])
     for dataset in datasets:
@@ -123,8 +127,7 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
         missing = [member for member in (*MEMBERS, reads) if not hasattr(dataset, member)]
         if missing:
             raise DataError(
-                f"data: {type(dataset).__name__} has no {', '.join(missing)}; give an ArrayDataset "
-                "or a class with the members of axsparse.Dataset"
+                f"data: {type(dataset).__name__} has no {', '.join(missing)}; {mend_for(dataset)}"
             )
         if dataset.targets_per_sample is not None:
             per_sample = f"{dataset.name}: targets_per_sample"

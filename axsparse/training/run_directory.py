@@ -6,9 +6,11 @@ import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import yaml
 
 from axsparse.config.load import LoadedConfig, to_yaml
 from axsparse.config.schema import Config
@@ -24,6 +26,7 @@ from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, step_of
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.checkpoint.verification import (
     Checkpoint,
+    flat,
     newest_whole,
     remains,
     steps_in,
@@ -34,6 +37,7 @@ AUTO = "auto"
 """The value of `resume` that means the newest whole checkpoint of the run, if there is one."""
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
+MOST_CONFIG_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -242,6 +246,31 @@ def save_config(config: Config, run_dir: Path) -> None:
     path = run_dir / CONFIG_FILE
     with writing(f"{path}:", OTHER_RUN_DIR):
         path.write_text(text, encoding="utf-8")
+
+
+def config_text(run_dir: Path) -> str:
+    """The text of a run's config.yaml; empty if it cannot be read."""
+    with contextlib.suppress(OSError), (run_dir / CONFIG_FILE).open("rb") as file:
+        return file.read(MOST_CONFIG_BYTES).decode("utf-8", errors="replace")
+    return ""
+
+
+def settings_in(text: str) -> dict[str, str]:
+    """The values of a config.yaml by dotted key, as they stand there.
+
+    Another version of axsparse may have written it: so keys are not compared with the schema's.
+    """
+
+    def shown(value: object) -> str:
+        return f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else str(value)
+
+    try:
+        # Every scalar stays the text that it is.
+        found = yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 - it makes texts only
+        settings = flat(found) if isinstance(found, Mapping) else {}
+        return {str(key): shown(value) for key, value in settings.items()}
+    except (yaml.YAMLError, RecursionError):
+        return {}
 
 
 # -- a directory that exists ----------------------------------------------------------------

@@ -127,7 +127,8 @@ class Trainer:
         after each; then `on_checkpoint(step, folder)` for each checkpoint that has become whole,
         which are written beside the steps; then `on_evaluation(steps done, evaluation)`. An
         exception in one of them ends the run. If one returns True, on any rank, the run ends there
-        as it ends after its last step. StoppedError on all ranks once a signal ends it before the
+        as it ends after its last step. A run without evaluations warns of an `on_evaluation`, which
+        it never calls. StoppedError on all ranks once a signal ends it before the
         last step and all is saved.
         """
         if self._closed:
@@ -152,6 +153,7 @@ class Trainer:
                 parts.run_dir,
             ):
                 self._heed_signal()
+                self._warn_of_no_evaluation(on_evaluation)
                 while self._between_steps():
                     self._recorded_step()
             parts.recorder.flush()
@@ -169,6 +171,17 @@ class Trainer:
             raise
         finally:
             self.close()
+
+    def _warn_of_no_evaluation(self, on_evaluation: OnEvaluation | None) -> None:
+        if on_evaluation is None:
+            return
+        if self.config.train.eval_steps == 0:
+            why = "train.eval_steps is 0; set it, or leave on_evaluation out"
+        elif self.parts.data.validation is None:
+            why = "there are no validation data; give Datasets(training, validation)"
+        else:
+            return
+        self.parts.recorder.say(f"warning: on_evaluation is never called: {why}")
 
     def _between_steps(self) -> bool:
         """Do all that stands between two steps; True if another step follows."""

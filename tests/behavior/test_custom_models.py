@@ -26,7 +26,7 @@ from support.runs import (
     vector_data,
 )
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Datasets
@@ -355,6 +355,9 @@ def test_a_layer_whose_forward_fails_is_named() -> None:
     assert said.startswith("layer linear17x5: RuntimeError: mat1 and mat2")
 
 
+LOADER = DataLoader(TensorDataset(torch.zeros(9)))
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
@@ -368,7 +371,19 @@ def test_a_layer_whose_forward_fails_is_named() -> None:
         ({"open_datasets": tuple}, "open_datasets returned tuple; return Datasets"),
         (
             {"open_datasets": lambda: Datasets(TensorDataset(torch.zeros(9)))},  # type: ignore[arg-type]
-            "TensorDataset has no name, fingerprint, vocab_size, .*give an ArrayDataset or a class",
+            r"TensorDataset has no name, .*; make one of it by ax.from_torch\(dataset\)$",
+        ),
+        (
+            {"open_datasets": lambda: Datasets(range(9))},  # type: ignore[arg-type]
+            "range has no name, fingerprint, vocab_size, .*give an ArrayDataset or a class",
+        ),
+        (
+            {"open_datasets": lambda: Datasets(LOADER)},  # type: ignore[arg-type]
+            r"DataLoader has no name, .*; give its data set, ax.from_torch\(loader.dataset, ",
+        ),
+        (
+            {"open_datasets": lambda: LOADER},
+            r"open_datasets returned DataLoader; return .*ax.from_torch\(loader.dataset, ",
         ),
         (
             {"config": small_config(batch={"global_batch_size": 70})},

@@ -19,9 +19,12 @@ TARGET = "data (arrays): sample 13, position 0: 5 is none of 3 classes, 0 to 2, 
 MEND = "; mend the sample, or make the model larger"
 
 
+def model_after_words() -> list[nn.Module]:
+    return [nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3)]
+
+
 def model() -> Model:
-    modules = [nn.Embedding(10, 8), nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3)]
-    return from_sequential(modules, summed_loss)
+    return from_sequential([nn.Embedding(10, 8), *model_after_words()], summed_loss)
 
 
 def samples(wrong: str) -> tuple[Tensor, Tensor]:
@@ -54,3 +57,39 @@ def test_the_sample_is_named(wrong: str, when: str, layout: tuple[int, int]) -> 
         train_in_process(*layout, model(), config, training, validation=validation)
 
     assert str(refused.value) == wrong + MEND
+
+
+class Placed(nn.Module):
+    """Words, and their places, of which the table has too few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(10, 8), nn.Embedding(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums: Tensor = self.words(x) + self.places(torch.arange(x.shape[1]))
+        return sums
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("wrong", ["word", "place"])
+def test_a_place_is_no_sample_also_where_layers_are_recomputed(wrong: str, recompute: int) -> None:
+    """Four places are as many as two microbatches' samples, so that one could be blamed."""
+    inputs, targets = samples(INPUT if wrong == "word" else "")
+    model = from_sequential([Placed(), *model_after_words()], summed_loss)
+    config = tiny_config(
+        batch={"global_batch_size": 16, "microbatch_size": 4},
+        train={"steps": 1, "eval_steps": 0},
+        pipeline={"checkpoint_activations": recompute},
+    )
+
+    with pytest.raises(DataError) as refused:
+        train_in_process(1, 1, model, config, ArrayDataset(inputs, targets))
+
+    said = {
+        "word": INPUT + MEND,
+        "place": "data (arrays): position 3 of indices that all samples share, such as their "
+        "positions: 3 is no row of a table of 3, 0 to 2 (layer 0); give shorter samples, or make "
+        "the model larger",
+    }
+    assert str(refused.value) == said[wrong]

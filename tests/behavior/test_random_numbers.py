@@ -212,20 +212,39 @@ class Rounded(torch.autograd.Function):
     """Its gradient has noise."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        del ctx
+    def forward(ctx: Any, x: Tensor, noise: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.noise = noise
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        del ctx
-        return gradient + 1e-3 * torch.rand_like(gradient)
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient + 1e-3 * ctx.noise(gradient), None
 
 
 class ByFunction(nn.Linear):
+    noise: Callable[[Tensor], Tensor] = staticmethod(lambda gradient: torch.rand_like(gradient))
+
     def forward(self, x: Tensor) -> Tensor:
-        rounded: Callable[[Tensor], Tensor] = Rounded.apply
-        return rounded(super().forward(x))
+        rounded: Callable[..., Tensor] = Rounded.apply
+        return rounded(super().forward(x), self.noise)
+
+
+class ByPython(ByFunction):
+    noise = staticmethod(lambda gradient: random.random() * gradient)  # noqa: S311 - on purpose
+
+
+class ByPythonsPairs(ByFunction):
+    """Of two normal numbers, the second one is kept for the next call."""
+
+    noise = staticmethod(lambda gradient: random.gauss(0, 1) * gradient)
+
+
+class ByNumpysPairs(ByFunction):
+    noise = staticmethod(lambda gradient: float(np.random.randn()) * gradient)
+
+
+class ByNumpy(ByFunction):
+    noise = staticmethod(lambda gradient: float(np.random.rand()) * gradient)
 
 
 class ByHook(nn.Linear):
@@ -257,13 +276,43 @@ def train(kind: type[nn.Linear], recompute: int) -> None:
 
 
 @pytest.mark.parametrize("recompute", [0, 1])
-@pytest.mark.parametrize("kind", [ByFunction, ByHook])
-def test_it_is_refused(kind: type[nn.Linear], recompute: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (ByFunction, "torch"),
+        (ByHook, "torch"),
+        (ByPython, "Python"),
+        (ByPythonsPairs, "Python"),
+        (ByNumpy, "numpy"),
+        (ByNumpysPairs, "numpy"),
+    ],
+)
+def test_it_is_refused(kind: type[nn.Linear], source: str, recompute: int) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^layers noisy to out: a backward draws random numbers, which no key seeds; draw ",
+        match=rf"^layers noisy to out: a backward draws random numbers \(of {source}\), which no ",
     ):
         train(kind, recompute)
+
+
+def test_a_thread_that_draws_once_during_a_backward_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that waits for a random time before it sends again."""
+    draws = iter((1, 1, 0, 1))
+    usual = random.getstate()
+
+    def noise(gradient: Tensor) -> Tensor:
+        if next(draws):
+            random.random()  # noqa: S311 - on purpose
+            np.random.rand()
+        return gradient
+
+    monkeypatch.setattr(ByFunction, "noise", staticmethod(noise))
+    try:
+        train(ByFunction, 0)
+    finally:
+        random.setstate(usual)
+
+    assert next(draws, None) is None
 
 
 @pytest.mark.parametrize("recompute", [0, 1])

@@ -112,3 +112,40 @@ def test_a_loss_that_is_no_number_and_another_standing_are_differences(
     record, checkpoint = out.splitlines()
     assert record.startswith("step 3: eval_loss is ") and record.endswith(" and None")
     assert checkpoint == "checkpoint of step 2: progress.loss_scale is 1.0 and 2.0"
+
+
+def test_settings_that_differ_come_first_and_change_no_verdict(
+    original: Path, tmp_path: Path, axsparse: Axsparse
+) -> None:
+    other = tmp_path / "other"
+    settings = {**SETTINGS, "schedule": {"warmup_steps": 1}, "layout": {"g_inter": 2}}
+    ran((2, 1), tiny_config(**settings), other, validation=token_data(samples=9))
+
+    code, out, _ = axsparse("compare", original, other)
+
+    assert code == 1
+    first, *others = out.splitlines()
+    assert first == (
+        "settings differ: layout.g_inter is 1 and 2; layout.split is [4] and [2, 2]; "
+        "schedule.warmup_steps is 2 and 1"
+    )
+    assert others[0].startswith("step ")
+
+
+def test_runs_that_are_the_same_tell_only_of_settings_that_might_have_mattered(
+    original: Path, tmp_path: Path, axsparse: Axsparse
+) -> None:
+    other = Path(shutil.copytree(original, tmp_path / "other"))
+    text = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(text.replace("log_every: 10", "log_every: 9"))
+    _, alike, _ = axsparse("compare", original, other)
+    (other / "config.yaml").write_text(text.replace("seed: ", "seed: 1"))
+    code, seeded, _ = axsparse("compare", original, other)
+    (other / "config.yaml").unlink()
+    _, unknown, _ = axsparse("compare", original, other)
+
+    same = "the same: 4 records and 3 checkpoints (steps 1, 2, 3)"
+    assert alike.splitlines() == unknown.splitlines() == [same]
+    settings, verdict = seeded.splitlines()
+    assert settings.startswith("settings differ: seed is ")
+    assert (code, verdict) == (0, same)

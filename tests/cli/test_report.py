@@ -11,7 +11,7 @@ from support.commands import Axsparse, assert_one_line
 from support.pages import figure_of, rows_of, step_line, words_of
 
 from axsparse.observe import charts
-from axsparse.observe.trace_file import Span, write
+from axsparse.observe.trace_file import Span, file_name, write
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING, EXIT_OUTPUT
 
 CONFIG = "# axsparse 0.1.0\n# torch 2\nlayout:\n  split: [4, 4]\nseed: {seed}\nrun_dir: x\n"
@@ -55,6 +55,20 @@ def test_runs_are_compared_under_names_that_differ(axsparse: Axsparse, tmp_path:
     assert rows_of(page, "setting") == [["seed", "1", "2"]]
     assert [row[0] for row in rows_of(page, "median step")] == [str(run) for run in runs]
     assert not (runs[0] / "report.html").exists()
+
+
+def test_the_trace_of_the_latest_steps_is_shown_whenever_it_was_copied(
+    axsparse: Axsparse, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    for step in (9, 10, 2):
+        span = Span(step, 0, 0, "compute", "F0", 0.0, 1.0)
+        write(run / "trace" / file_name(range(step, step + 1)), [span], "run")
+    write(run / "trace" / "planned.json", [Span(99, 0, 0, "compute", "F0", 0.0, 1.0)], "plan")
+
+    assert axsparse("report", run)[0] == 0
+
+    assert "Step 10 of run, replica 0" in words_of((run / "report.html").read_text())
 
 
 def test_what_cannot_be_read_becomes_a_note(axsparse: Axsparse, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_without_bundled_configs_a_missing_file_is_just_missing(
     monkeypatch.setattr(load, "PACKAGE", tmp_path / "axsparse")
 
     with pytest.raises(
-        MissingInputError, match="config 'none': no such file; name an existing one"
+        MissingInputError, match="config 'none': no such file; name an existing file"
     ):
         load_config("none")
 
@@ -170,6 +170,16 @@ def test_without_bundled_configs_a_missing_file_is_just_missing(
 def test_a_name_with_a_nul_is_not_read() -> None:
     with pytest.raises(MissingInputError, match=r"config '/a\\x00b': cannot be read \(embedded"):
         load_config("/a\0b")
+
+
+def test_a_folder_beside_is_called_one(
+    bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(MissingInputError, match="config 'mine': a folder and no bundled config of"):
+        load_config("mine")
 
 
 def test_a_folder_is_not_read(tmp_path: Path) -> None:
@@ -358,11 +368,19 @@ def test_a_script_takes_a_file_and_overrides_as_the_command_does(tmp_path: Path)
         configure(str(path), ["train.steps=no"])
 
 
-def test_dictionaries_have_nothing_to_override() -> None:
-    configure: Callable[..., object] = load.configure
-    said = r"configure: overrides \['train.steps=4'\] beside dictionaries"
-    with pytest.raises(ConfigError, match=said):
-        configure({"train": {"steps": 3}}, ["train.steps=4"])
+def test_overrides_win_over_dictionaries_as_they_do_over_a_file() -> None:
+    given = {"seed": 3, "train": {"steps": 7, "eval_steps": 0}}
+    config = configure(given, ["train.steps=9", "precision=fp32"])
+
+    loaded = made_in_python(config, "mine")
+    assert (config.seed, config.train.steps, config.train.eval_steps) == (3, 9, 0)
+    assert (config.precision, loaded.name) == ("fp32", "mine")
+    assert loaded.where("train.steps") == "train.steps (--set)"
+    assert loaded.where("train.eval_steps") == "train.eval_steps (configure)"
+    with pytest.raises(ConfigError, match=r"train.step \(--set\): unknown key; did you mean"):
+        configure(given, ["train.step=9"])
+    with pytest.raises(ConfigError, match=r"^--set 'steps': not of the form key=value"):
+        configure(given, ["steps"])
 
 
 # -- settings of earlier versions -----------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import axsparse as ax
 from axsparse.data.batches import Batches
@@ -105,6 +105,11 @@ class Stream(IterableDataset[int]):
     ("dataset", "collate", "message"),
     [
         (Stream(), default_collate, r"\(Stream\): it has no length, or no sample; give a data set"),
+        (
+            DataLoader(Noisy(lambda: torch.ones(1))),
+            default_collate,
+            r"\(DataLoader\): a DataLoader makes batches; give its data set, ax.from_torch\(loader",
+        ),
         (Noisy(lambda: torch.ones(1), 0), default_collate, r"it has no length, or no sample"),
         ([{"x": 1}], default_collate, r"\(list\): samples are collated to dict; give a collate_fn"),
         ([(torch.ones(1), "a")], default_collate, r"targets are collated to \w+; give a collate"),

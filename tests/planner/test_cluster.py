@@ -63,12 +63,29 @@ def test_a_file_is_read_from_its_path_and_named_by_its_stem(tmp_path: Path) -> N
     ("source", "said"),
     [
         ("sumit", r"no bundled cluster of that name; did you mean summit\?.*a100-pod"),
-        ("no/such.yaml", r"the file says nothing \(.*\); name a readable one"),
+        ("no/such.yaml", r"cannot be read \(No such file or directory\); name a file, or a bundl"),
     ],
 )
 def test_a_cluster_that_is_not_there_names_those_that_are(source: str, said: str) -> None:
     with pytest.raises(MissingInputError, match=said):
         load_cluster(source)
+
+
+def test_a_folder_and_a_file_of_bytes_are_called_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff")
+    said = {
+        "mine": "a folder and no bundled cluster of that name; choose one of a100-pod, ",
+        "./mine": "cannot be read (Is a directory); name a file, or a bundled cluster",
+        "bytes.yaml": "byte 0xff is not UTF-8; save the file as UTF-8",
+    }
+
+    for source, why in said.items():
+        with pytest.raises(MissingInputError, match=re.escape(why)):
+            load_cluster(source)
 
 
 def given(name: str, value: str, kind: str = "assumed", source: str = "x") -> str:

@@ -10,11 +10,12 @@ from support.planner_cases import cluster
 from support.runs import mlp, tiny_config, tiny_gpt
 
 import axsparse
-from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.load import LoadedConfig, load_config, made_in_python
 from axsparse.planner import run_workload
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_model import Subject, plan_for, subject
+from axsparse.pruning.criteria import Score
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
 MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None, host_bandwidth=None)
@@ -188,3 +189,36 @@ def test_state_of_llama_3_8b_is_the_sum_over_its_tensors() -> None:
         # The index also says where each of its blocks begins.
         assert load.state.total == pytest.approx(16 * others + pruned, rel=1e-3)
         assert load.state.total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("pruning", "score"),
+    [
+        ({"calibration_samples": 9000}, lambda name, weight, inputs: weight.abs() * inputs),
+        ({"at_step": 2}, lambda name, weight, gradient: weight * gradient),
+    ],
+)
+def test_a_plan_counts_what_a_score_takes_that_it_is_given(
+    pruning: dict[str, Any], score: Score
+) -> None:
+    config = tiny_config(
+        pruning={"method": "custom", **pruning},
+        model={"hidden_size": 512},
+        batch={"global_batch_size": 2, "microbatch_size": 1},
+    )
+    model = tiny_gpt(config)
+
+    without = axsparse.plan_for(model, "laptop", 1, config)
+    given = axsparse.plan_for(model, "laptop", 1, config, score=score)
+
+    assert given.recommended.most_bytes > without.recommended.most_bytes
+    with pytest.raises(ConfigError, match="score: missing a required argument: 'other'"):
+        axsparse.plan_for(model, "laptop", 1, config, score=lambda name, weight, other: weight)
+
+
+def test_a_plan_of_a_score_that_nobody_knows_says_so() -> None:
+    asked = made_in_python(tiny_config(pruning={"method": "custom"}), "tiny")
+
+    notes = subject(asked, load_cluster("laptop")).notes
+
+    assert any(note.startswith("custom: a score that takes inputs or gradient") for note in notes)

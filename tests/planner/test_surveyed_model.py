@@ -27,7 +27,7 @@ from axsparse.planner.step_cost import step_costs
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad, value_bytes
 from axsparse.pruning.calibration import CalibratedMasks, Calibration
-from axsparse.pruning.criteria import Score
+from axsparse.pruning.criteria import Criterion, Score
 from axsparse.pruning.targets import kept_at_start, what_is_pruned
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
@@ -300,3 +300,40 @@ def test_more_samples_take_more_and_another_method_nothing() -> None:
     assert two[0] < one[0]
     assert len(many_of_two) == 2
     assert other == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("method", "score", "least"),
+    [
+        ("custom", lambda name, weight, gradient: (weight * gradient).abs(), 0.8),
+        ("snip", None, 0.6),
+    ],
+)
+def test_scoring_by_gradients_takes_what_is_planned(
+    method: str, score: Score | None, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(method, "fp32", width=960)
+    asked = asked.model_copy(
+        update={
+            "train": asked.train.model_copy(update={"steps": 2}),
+            "pruning": asked.pruning.model_copy(update={"at_step": 1}),
+        }
+    )
+    model = named_model(made_in_python(asked, "tiny"))
+    info = survey(model, DTYPES[asked.precision])
+    loads = SurveyedModel(asked, info, "tiny", {}, ADAMW, sees_gradients=score is not None).stages(
+        1, 1
+    )
+    assert loads is not None
+    peaks: list[int] = []
+
+    def measured(self: Criterion, *arguments: Any, **more: Any) -> Tensor:
+        found: list[Tensor] = []
+        peaks.append(peak_of_torch(lambda: found.append(mask(self, *arguments, **more))))
+        return found[0]
+
+    mask = Criterion.mask
+    monkeypatch.setattr(Criterion, "mask", measured)
+    train_in_process(1, 1, model, asked, token_data(), score=score)
+
+    assert least * loads[0].building < max(peaks) < loads[0].building

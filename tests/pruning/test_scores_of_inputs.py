@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model
+from axsparse.pruning.input_statistics import Convolution, PatchStatistics
 from axsparse.runtime.errors import ConfigError
 from axsparse.training.trainer import Trainer
 
@@ -181,13 +182,108 @@ def test_what_cannot_be_scored_is_refused_in_one_line(
     assert str(refused.value).replace(" (configure)", "") == told
 
 
-def test_a_convolution_is_refused_by_name() -> None:
-    def convolution() -> nn.Module:
-        return nn.Sequential(nn.Unflatten(1, (1, 16)), nn.Conv1d(1, 2, 3), nn.Flatten())
+CONVOLUTIONS: dict[str, Callable[[], Convolution]] = {
+    "plain": lambda: nn.Conv1d(2, 3, 3),
+    "padded": lambda: nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+    "grouped": lambda: nn.Conv2d(4, 6, 3, groups=2, padding="same"),
+    "each alone": lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1, padding_mode="circular"),
+    "reflected": lambda: nn.Conv1d(3, 2, 5, padding=2, padding_mode="reflect", stride=3),
+    "in space": lambda: nn.Conv3d(1, 2, (1, 2, 3), stride=2, bias=False),
+}
 
-    head = Layer("out", lambda: nn.Linear(28, 5), kind="head", init=random_init)
-    model = Model([Layer("conv", convolution, init=random_init), head], mlp().loss)
 
-    told = r"custom scores a matrix by the inputs of a linear layer, and conv\.1\.weight is of none"
-    with pytest.raises(ConfigError, match=told):
-        kept_by((1, 1), config_of(), model, vector_data(), score=by_inputs)
+@pytest.mark.parametrize("make", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_the_norms_of_a_convolution_are_of_what_each_entry_is_multiplied_with(
+    make: Callable[[], Convolution],
+) -> None:
+    """Of a sum of outputs, an entry's derivative is the sum of what it is multiplied with."""
+    convolution = make()
+    statistics, squares = PatchStatistics(convolution), torch.zeros(convolution.weight.shape)
+    sizes = (convolution.in_channels, *(9, 8, 7)[: convolution.weight.dim() - 2])
+    for shape in ((2, *sizes), (1, *sizes), sizes):
+        x = torch.randn(shape)
+        statistics.add(x)
+        output = convolution._conv_forward(x.square(), convolution.weight, None).sum()
+        [each] = torch.autograd.grad(output, convolution.weight)
+        squares += each
+
+    norms = statistics.norms
+    assert norms.shape == convolution.weight.shape[int(convolution.groups == 1) :]
+    assert torch.allclose(norms.expand_as(squares), squares.sqrt(), rtol=1e-5)
+
+
+def convolutions() -> Model:
+    """Two layers, whose weights lie within them."""
+
+    def first() -> nn.Module:
+        return nn.Sequential(nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.ReLU())
+
+    def second() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(4, 6, 3, groups=2, stride=2), nn.Flatten())
+
+    layers = [Layer("first", first, init=random_init), Layer("second", second, init=random_init)]
+    head = Layer("out", lambda: nn.Linear(6, 5), kind="head", init=random_init)
+    return Model([*layers, head], mlp().loss)
+
+
+def by_patches(name: str, weight: Tensor, inputs: Tensor) -> Tensor:
+    del name
+    return weight.abs() * inputs
+
+
+@torch.no_grad()
+def test_a_score_of_the_inputs_of_convolutions_draws_the_masks_of_its_formula() -> None:
+    config, data = config_of(), vector_data()
+    started: dict[str, nn.Module] = {}
+
+    def note(trainer: Trainer) -> None:
+        for layer in trainer.parts.layers:
+            started[layer.spec.name] = module = layer.spec.build()
+            module.load_state_dict(layer.module.state_dict())
+
+    dense = config.model_copy(update={"samo": config.samo.model_copy(update={"enabled": False})})
+    with torch.enable_grad():
+        train_in_process(1, 1, convolutions(), dense, data, before=note, score=by_patches)
+        found = [
+            kept_by(layout, config, convolutions(), data, score=by_patches)
+            for layout in ((1, 1), (3, 1), (1, 2))
+        ]
+
+    assert all(len(kept["first.1.weight"]) < 36 for kept in found)
+    [flow], _ = data.read(samples_of_step(len(data), SAMPLES, 0, config.seed))
+    for layer, path in (("first", "1"), ("second", "0")):
+        module = started[layer]
+        convolution: Any = module.get_submodule(path)
+        given = input_of(convolution, module, flow)
+        with torch.enable_grad():
+            output = convolution._conv_forward(given.square(), convolution.weight, None).sum()
+            [squares] = torch.autograd.grad(output, convolution.weight)
+        score = (convolution.weight.abs() * squares.sqrt()).flatten()
+        for kept in found:
+            positions = kept[f"{layer}.{path}.weight"]
+            expected = score.argsort(descending=True)[: len(positions)].sort().values
+            assert torch.equal(positions, expected), layer
+        mask = torch.zeros_like(score).index_fill_(0, expected, 1)
+        convolution.weight.mul_(mask.view_as(convolution.weight))
+        flow = module(flow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "told"),
+    [
+        (nn.ConvTranspose1d, "custom", "a linear layer or a convolution, and odd.1.weight is of"),
+        (nn.Conv1d, "wanda", "a linear layer, and odd.1.weight is of none; name it in pruning.exc"),
+    ],
+)
+def test_what_no_module_of_a_known_kind_multiplies_is_refused_by_name(
+    kind: Any, method: str, told: str
+) -> None:
+    def odd() -> nn.Module:
+        return nn.Sequential(nn.Unflatten(1, (2, 8)), kind(2, 2, 1), nn.Flatten())
+
+    head = Layer("out", lambda: nn.Linear(16, 5), kind="head", init=random_init)
+    model = Model([Layer("odd", odd, init=random_init), head], mlp().loss)
+    score = {"score": by_inputs} if method == "custom" else {}
+
+    with pytest.raises(ConfigError, match=f"{method} scores a matrix by the inputs of {told}"):
+        kept_by((1, 1), config_of(method=method), model, vector_data(), **score)

@@ -1,8 +1,10 @@
-"""Pruning of live state, and the digest by which replicas compare their masks."""
+"""Pruning of live state, and the digests by which replicas compare masks and weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from random import Random
 from typing import Literal
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Kind, Layer
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
-from axsparse.samo.masks import Masks, masks_digest, prune_in_place
+from axsparse.samo.masks import Masks, masks_digest, prune_in_place, weights_digest
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
@@ -129,3 +131,45 @@ def test_the_digest_is_of_names_and_masks_and_not_of_weights() -> None:
         for name in ("block", "block2")
     )
     assert masks_digest(one) != masks_digest(other)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 5), (64, 32), (131, 127)])
+def test_the_digest_of_weights_sees_every_bit_and_where_it_is(
+    rows: int, columns: int, half: bool
+) -> None:
+    """Also of words that fill no row, and of words that differ in their highest bit alone."""
+    one = Layer("one", partial(nn.Linear, columns, rows, bias=False), init=random_init)
+    layers = build(None, [one], half=half)
+    weight = layers[0].module.get_parameter("weight").detach().view(-1)
+    number = 8 // weight.itemsize
+    words = weight[: len(weight) // number * number].view(torch.int64)
+    before, draw = weights_digest(layers), Random(1)  # noqa: S311 - to be drawn again
+
+    for _ in range(300):
+        # Places of one row, of one column, among the last, or anywhere.
+        first = draw.randrange(len(words)) if draw.random() < 0.7 else len(words) - 1
+        far = draw.choice((1, 512, draw.randrange(1, len(words))))
+        second = (first - far) % len(words)
+        if first == second:
+            continue
+        kept = words[[first, second]]
+        if draw.random() < 0.5:  # neighbours in bits
+            words[second] = words[first] ^ (-(1 << 63) if draw.random() < 0.5 else 1)
+        alike = weights_digest(layers)
+        words[[first, second]] = words[[second, first]]
+        assert weights_digest(layers) != alike
+        words[[first, second]] = kept
+
+    assert weights_digest(layers) == before == int(float(before)) < 2**52
+    weight[-1] = -weight[-1]
+    assert weights_digest(layers) != before
+
+
+def test_the_digests_of_stages_add_to_that_of_the_model() -> None:
+    layers = build(None)
+
+    parts = [weights_digest(layers[:1]), weights_digest(layers[1:])]
+
+    assert sum(parts) % 2**52 == weights_digest(layers)
+    assert weights_digest([]) == 0

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.runs import tiny_config, tiny_gpt
 
-from axsparse.config.load import LoadedConfig
+from axsparse.config.load import LoadedConfig, load_config, to_yaml
 from axsparse.config.schema import Config
+from axsparse.config.validate import check_config
 from axsparse.models.survey import survey
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
@@ -84,6 +86,33 @@ def test_what_is_asked_for_is_done() -> None:
 
 
 ELSEWHERE = "no MPI library was found; load the site's MPI module"
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks"),
+    [
+        ({"schedule": {"warmup_steps": 20}}, 1),
+        ({"schedule": {"warmup_steps": 20, "decay": "constant"}, "train": {"steps": 1}}, 2),
+        *(
+            ({"pruning": {"method": method, "interval": 1}}, 1)
+            for method in ("gradual", "iterative", "rigl", "set", "snip")
+        ),
+        ({"pruning": {"method": "early-bird", "interval": 1}, "train": {"steps": 20}}, 1),
+        ({"pruning": {"at_step": 7}}, 1),
+        ({"pruning": {"method": "gradual", "at_step": 2, "interval": 1}}, 4),
+        ({"precision": "fp16", "samo": {"enabled": False}}, 2),
+    ],
+)
+def test_a_run_s_own_settings_can_be_read_and_run_again(
+    sections: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
+    config = resolved(tiny_config(**sections), ranks).config
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+
+    loaded = load_config(str(tmp_path / "config.yaml"))
+    check_config(loaded)
+
+    assert decided(loaded.config, transport(ranks)).config == config
 
 
 @pytest.mark.parametrize(

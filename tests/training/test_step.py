@@ -221,6 +221,7 @@ def test_a_checkpoint_of_a_run_that_went_back_by_itself_still_goes_on(tmp_path: 
     old = manifest.model_copy(
         update={
             "progress": manifest.progress.model_copy(update={"jumped": 3, "spikes": spikes}),
+            "data": manifest.data.model_copy(update={"position": (EVERY + 3) * BATCH}),
             "config": {**manifest.config, "spikes": {"rule": "back", "window": 3}},
         }
     )

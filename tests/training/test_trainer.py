@@ -131,6 +131,40 @@ def test_a_callback_that_is_no_function_is_refused_before_the_first_step(tmp_pat
     assert steps == []
 
 
+@pytest.mark.parametrize(
+    ("eval_steps", "validation", "why"),
+    [
+        (0, True, "train.eval_steps is 0; set it, or leave on_evaluation out"),
+        (1, False, "there are no validation data; give Datasets(training, validation)"),
+        (1, True, None),
+    ],
+)
+def test_a_callback_of_evaluations_that_never_are_is_warned_of(
+    eval_steps: int,
+    validation: bool,
+    why: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = tiny_config(train={"steps": 1, "eval_steps": eval_steps})
+    config = config.model_copy(update={"run_dir": str(tmp_path / "run")})
+    data = Datasets(vector_data(), vector_data() if validation else None)
+    heard: list[int] = []
+    world: LocalWorld[None] = LocalWorld(1)
+
+    world.run(
+        lambda rank: run_training(
+            Job(LocalTransport(world, rank)),
+            *(mlp(), lambda: data, LoadedConfig(config, "tiny", {})),
+            on_evaluation=lambda step, _: heard.append(step),
+        )
+    )
+
+    said = [line for line in capsys.readouterr().out.splitlines() if "never called" in line]
+    assert said == ([f"warning: on_evaluation is never called: {why}"] if why else [])
+    assert heard == ([] if why else [1])
+
+
 def test_every_rank_hears_the_same_in_the_same_order(tmp_path: Path) -> None:
     heard: dict[int, list[Heard]] = defaultdict(list)
 

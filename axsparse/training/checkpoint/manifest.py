@@ -172,6 +172,20 @@ class CheckpointManifest(_Strict):
     """In model order."""
     files: dict[FileName, FileEntry]
 
+    @model_validator(mode="after")
+    def _the_position_follows_from_the_steps(self) -> CheckpointManifest:
+        """A position of other steps is of another checkpoint; its batches are the configuration's,
+        whose own values are compared with those of the run that goes on."""
+        batch = self.config.get("batch")
+        size = batch.get("global_batch_size") if isinstance(batch, dict) else None
+        batches = self.progress.step + self.progress.jumped
+        if isinstance(size, int) and self.data.position != batches * size:
+            raise ValueError(
+                f"data.position is {self.data.position}, and {batches} batches of {size} samples "
+                f"make {batches * size}"
+            )
+        return self
+
     @property
     def pruned(self) -> dict[str, int]:
         """Number of kept entries of each pruned parameter, by global name."""

@@ -35,7 +35,7 @@ def values() -> dict[str, Any]:
         },
         "standing": {"distances": [0.1, 1 / 3], "armed": None, "last_look": 2},
         "data": {"name": "random", "fingerprint": "0", "samples": 40, "position": 48},
-        "config": {"seed": 1, "layout": {"split": [1, 2]}},
+        "config": {"seed": 1, "layout": {"split": [1, 2]}, "batch": {"global_batch_size": 12}},
         "versions": {"torch": "2"},
         "git": None,
         "layers": {
@@ -117,6 +117,9 @@ def test_no_flipped_bit_goes_unseen() -> None:
         ),
         ("progress/exponents", {"block0.fc.weight": 401}, "progress.exponents.block0.fc.weight: "),
         ("progress/jumped", -1, "progress.jumped: "),
+        ("progress/jumped", 1, "data.position is 48, and 5 batches of 12 samples make 60"),
+        ("data/position", 36, "data.position is 36, and 4 batches of 12 samples make 48"),
+        ("config/batch/global_batch_size", 10, "data.position is 48, and 4 batches of 10 sam"),
         ("progress/spikes", {"losses": [float("nan")]}, "progress.spikes.losses.0: |it: "),
         ("progress/spikes", {"losses": [1.0] * 10_001}, "progress.spikes.losses: "),
         ("progress/first_bad", {"step": 1, "what": "a\x1b[2J"}, "progress.first_bad.what: "),
