@@ -244,7 +244,7 @@ def complete(job: argparse.Namespace, loaded: LoadedConfig) -> None:
 
 def _free_run_dir(loaded: LoadedConfig) -> Path:
     """The first of runs/<name>, runs/<name>-2, … that is not there."""
-    from axsparse.training.run_directory import automatic_run_dirs
+    from axsparse.runtime.files.run_folder import automatic_run_dirs
 
     return next(path for path in automatic_run_dirs(loaded.name) if not path.exists())
 
