@@ -106,11 +106,16 @@ class Trainer:
         them was told to stop or still writes a checkpoint."""
         stop, saver = self._stop, self._saver
         verdict = self._step.train_step(
-            lambda: Notice(stop is not None and stop.is_set, saver is not None and saver.is_writing)
+            lambda: Notice(
+                stop is not None and stop.is_set,
+                saver is not None and saver.is_writing,
+                saver is not None and saver.asks(),
+            )
         )
         self._is_stopped = verdict.notice.stop
         if saver is not None:
             saver.advance(any_writing=verdict.notice.writing)
+            saver.is_asked = verdict.notice.save
         return verdict
 
     # -- the loop -----------------------------------------------------------------------

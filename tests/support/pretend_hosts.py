@@ -3,8 +3,8 @@
     pretend_hosts.py start FOLDER … HOST COMMAND    runs the command of a launcher "on" HOST
     pretend_hosts.py ping FOLDER HOST               succeeds if HOST lives
 
-The processes of a host are one session, whose number is in the file HOST of FOLDER. A file HOST.down
-says that the host is away: no command is started there, and none answers.
+The processes of a host have its name in their environment. A file HOST.down in FOLDER says that the
+host is away: no command is started there, and none answers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+MARK = "PRETEND_HOST"
 AWAY = 255
 """What ssh exits with where it reaches nobody."""
 
@@ -64,10 +65,13 @@ class PretendHosts:
 
     def processes(self, host: str) -> list[int]:
         """The processes of all commands that were started on a host."""
-        with suppress(OSError):
-            sessions = {int(line) for line in (self.folder / host).read_text().split()}
-            return [process for process, session in _sessions() if session in sessions]
-        return []
+        mark = f"{MARK}={self.folder}/{host}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
 
     def ranks(self, host: str, word: str = "axsparse.train") -> list[int]:
         """The ranks of a host, and the processes beside them."""
@@ -80,15 +84,6 @@ class PretendHosts:
                 with suppress(ProcessLookupError):
                     os.kill(process, number)
             time.sleep(0.01)
-
-
-def _sessions() -> Iterator[tuple[int, int]]:
-    """All processes, and the session of each."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, IndexError, ValueError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                yield int(entry.name), int(fields[3])
 
 
 def _command_of(process: int) -> list[str]:
@@ -107,14 +102,13 @@ def main(arguments: Sequence[str]) -> int:
     host, *command = words
     if (Path(folder) / f"{host}.down").exists():
         return AWAY
-    # Open MPI's launcher may have made this process the leader of a group.
-    if os.fork():
-        _, status = os.wait()
-        return os.waitstatus_to_exitcode(status)
-    os.setsid()
-    with (Path(folder) / host).open("a") as file:
-        file.write(f"{os.getpid()}\n")
-    os.execv("/bin/sh", ["sh", "-c", " ".join(command)])
+    # This process is the ssh that is on the launcher's own host.
+    if os.fork() == 0:
+        os.setsid()
+        os.environ[MARK] = f"{folder}/{host}"
+        os.execv("/bin/sh", ["sh", "-c", " ".join(command)])  # noqa: S606 - as sshd does
+    _, status = os.wait()
+    return os.waitstatus_to_exitcode(status)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,25 @@ from axsparse.runtime.errors import (
     EXIT_OUTPUT,
     EXIT_SAVED,
 )
-from axsparse.runtime.restarts.lifeline import ENDS, GONE, STEPS, STOPPED, TRAINS, Beat
+from axsparse.runtime.restarts.lifeline import (
+    BEAT_SECONDS,
+    ENDS,
+    GONE,
+    STEPS,
+    STOPPED,
+    TRAINS,
+    Beat,
+)
 
 FINAL = (
     *(0, EXIT_DATA, EXIT_MISSING, EXIT_OUTPUT),
     *(EXIT_SAVED, EXIT_CONFIG, EXIT_INTERRUPTED),
 )
 """Exit codes of a run that is done or was told to stop, or of what no restart mends."""
+
+
+LATELY = 2.5 * BEAT_SECONDS
+"""Whoever has been heard of in so many seconds can be reached."""
 
 
 # -- hosts and layouts ------------------------------------------------------------------
@@ -190,9 +202,11 @@ def fault(
                 return Fault(f"rank {rank} on host {host_of[rank]} has ended, and others wait")
             continue
         if now - sign.ran_at > patience.silence:
-            is_stopped = sign.beat.process == STOPPED
-            how = "is stopped by a signal" if is_stopped else "is silent, unlike its host"
-            return Fault(f"rank {rank} on host {host_of[rank]} {how}")
+            host = host_of[rank]
+            if sign.beat.process == STOPPED:
+                return Fault(f"rank {rank} on host {host} is stopped by a signal")
+            if any(now - signs[r].heard_at < LATELY for r in signs if host_of[r] == host):
+                return Fault(f"rank {rank} on host {host} is silent, unlike others there")
     return None
 
 
@@ -216,7 +230,8 @@ def missing(host_of: Sequence[str], signs: Mapping[int, Sign]) -> list[str]:
     """The hosts of which no rank has said that it is gone, although the attempt is over.
 
     Hosts that were never heard of are not missing: the launcher may have ended before its ranks
-    had begun.
+    had begun. A host that is missing may be dead, or its system has ended all processes of the
+    attempt at once.
     """
     heard = {host_of[rank] for rank in signs}
     told = {host_of[rank] for rank, sign in signs.items() if sign.is_gone}

@@ -126,7 +126,9 @@ class _Sender:
 
     def __init__(self, reader: int, step: mmap.mmap, parent: int, address: tuple[str, int]) -> None:
         """`reader` is the end of the pipe that the rank writes to, which closes with the rank."""
-        # What stops the rank is not meant for this process, which ends when the rank does.
+        # What ends the rank is not meant for this process, which ends when the rank has: neither
+        # signals, nor the end of the rank's process group by its launcher.
+        os.setsid()
         for number in (
             *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
             *(signal.SIGUSR1, signal.SIGUSR2),

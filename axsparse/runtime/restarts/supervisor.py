@@ -56,8 +56,8 @@ LOOK_SECONDS = 0.1
 """The time between two looks at an attempt."""
 ENDING_SECONDS = 5.0
 """How long ranks and launcher have to end once they are told to; then the launcher is killed."""
-FAREWELL_SECONDS = 0.5
-"""How long ranks that end have to tell of it, before somebody asks whether their host is there."""
+FAREWELL_SECONDS = 1.0
+"""How long ranks that end have to tell of it, before their hosts are asked."""
 PROBE_SECONDS = 10.0
 """How long a probe of a host may take."""
 PROBES_SECONDS = 5.0
@@ -301,7 +301,9 @@ class Supervisor:
         while launched.poll() is None and self._clock() - began < ENDING_SECONDS:
             self._pause(LOOK_SECONDS)
             self._receive(attempt)
-            reached = [s for s in attempt.signs.values() if began - s.heard_at < ENDING_SECONDS]
+            reached = [
+                sign for sign in attempt.signs.values() if began - sign.heard_at < decision.LATELY
+            ]
             if all(sign.is_gone for sign in reached):
                 break
         self._kill(launched)
@@ -325,25 +327,15 @@ class Supervisor:
             self._socket.sendto(LEAVE + b" " + self._token.encode(), address)
 
     def _missing(self, attempt: Attempt) -> list[str]:
-        """The hosts that do not tell of the end of their ranks.
-
-        One that does not answer a probe either needs no waiting for.
-        """
-        host_of, patience = attempt.placing.host_of, self._plan.patience.silence
-        self._receive_until(attempt, min(FAREWELL_SECONDS, patience))
-        lost = decision.missing(host_of, attempt.signs)
-        if lost and (not self._plan.probe or self._answering(lost)):
-            self._receive_until(attempt, patience)
-        return decision.missing(host_of, attempt.signs)
-
-    def _receive_until(self, attempt: Attempt, seconds: float) -> None:
-        """Take what ranks say until none is missing, or for so long."""
+        """The hosts that neither tell of the end of their ranks nor answer a probe."""
         began = self._clock()
-        while decision.missing(attempt.placing.host_of, attempt.signs):
-            if self._clock() - began > seconds:
-                return
+        while lost := decision.missing(attempt.placing.host_of, attempt.signs):
+            if self._clock() - began > FAREWELL_SECONDS:
+                break
             self._pause(LOOK_SECONDS)
             self._receive(attempt)
+        there = self._answering(lost) if self._plan.probe and lost else set()
+        return [host for host in lost if host not in there]
 
     # -- between two attempts -----------------------------------------------------------
 
@@ -405,7 +397,7 @@ class Supervisor:
         if end.fault is not None:
             why = end.fault.text
         elif end.lost:
-            why += f", and {', '.join(end.lost)} did not tell of it"
+            why += f", and {', '.join(end.lost)} cannot be reached"
         write_line(f"{why}; going on from the last checkpoint")
 
     def _tell_of_progress(self, attempt: Attempt, died_at: float | None) -> None:
