@@ -261,7 +261,10 @@ class Supervisor:
             f"--run-dir={plan.run_dir}",
             "--resume=auto",
         )
-        return command(plan.launcher, placing, rank, plan.run_dir, named=plan.named)
+        # srun knows the nodes of its allocation, and is told some only where others are left out.
+        is_all = len(placing.hosts) == len(plan.hosts)
+        named = plan.named and not (is_all and Path(plan.launcher[0]).name == "srun")
+        return command(plan.launcher, placing, rank, plan.run_dir, named=named)
 
     def _receive(self, attempt: Attempt) -> None:
         """Take all datagrams that have come, and answer ranks of earlier attempts."""
