@@ -21,7 +21,7 @@ from axsparse.config.load import LoadedConfig, load_config
 from axsparse.config.schema import num_microbatches
 from axsparse.config.validate import check_config
 from axsparse.runtime.errors import ConfigError, writing
-from axsparse.runtime.files.run_folder import METRICS_FILE, automatic_run_dirs, last_run
+from axsparse.runtime.files.run_folder import automatic_run_dirs, last_run
 from axsparse.runtime.files.run_lock import LOCK_FILE, OTHER_RUN_DIR, RunLock
 from axsparse.runtime.process_exit import exit_process
 from axsparse.runtime.restarts.decision import Demand, Host, Patience
@@ -128,7 +128,7 @@ def _launch(arguments: argparse.Namespace) -> None:
     try:
         code = Supervisor(plan).run()
     finally:
-        if is_new and not (plan.run_dir / METRICS_FILE).exists():
+        if is_new:
             _remove_empty(plan.run_dir)
         lock.release()
     exit_process(code)
@@ -213,8 +213,9 @@ def _hosts(
 
 
 def _remove_empty(run_dir: Path) -> None:
-    """Remove the directory of a run that has not begun, if nothing else is there."""
-    for name in (LOCK_FILE, RECORD_FILE):
-        (run_dir / name).unlink(missing_ok=True)
-    if not any(run_dir.iterdir()):
+    """Remove the directory of a run that has left nothing there, since it has never begun."""
+    paths = list(run_dir.iterdir())
+    if {path.name for path in paths} <= {LOCK_FILE, RECORD_FILE}:
+        for path in paths:
+            path.unlink()
         run_dir.rmdir()

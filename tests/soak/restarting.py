@@ -30,19 +30,13 @@ from statistics import median
 from typing import Any
 
 from support.mpirun import ENVIRONMENT, mpirun_path
-from support.pretend_hosts import PretendHosts
+from support.pretend_hosts import NETWORK, PretendHosts
 
 KINDS = {"die": 8, "hang": 8, "rank": 3, "all": 1}
 """What happens, and how often."""
 LIMIT_SECONDS = 600.0
 """How long nothing may happen."""
 STARTED = re.compile(r"^axsparse: restart (\d+) of ", re.MULTILINE)
-NETWORK = {
-    "UCX_TLS": "self,sm,tcp",
-    "UCX_NET_DEVICES": "lo",
-    "OMPI_MCA_btl": "self,sm,tcp",
-}
-"""Ranks of different hosts talk by the network, which here is this machine's own."""
 PHASES = ("starts", "joins", "builds", "trains", "steps")
 
 

@@ -20,6 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "PRETEND_HOST"
+NETWORK = {
+    "UCX_TLS": "self,sm,tcp",
+    "UCX_NET_DEVICES": "lo",
+    "OMPI_MCA_btl": "self,sm,tcp",
+}
+"""The environment in which ranks of different hosts talk by this machine's own network."""
 AWAY = 255
 """What ssh exits with where it reaches nobody."""
 

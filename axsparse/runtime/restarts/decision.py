@@ -214,16 +214,16 @@ def _silent_hosts(
     host_of: Sequence[str], signs: Mapping[int, Sign], now: float, began: float, patience: Patience
 ) -> dict[str, float]:
     """The hosts of which no rank gives a sign of life, and for how long."""
-    silent = {}
-    for host in dict.fromkeys(host_of):
-        ranks = [rank for rank, name in enumerate(host_of) if name == host]
-        heard = [signs[rank] for rank in ranks if rank in signs]
-        if any(sign.is_gone for sign in heard):
-            continue  # somebody was there to tell
-        last = max((sign.heard_at for sign in heard), default=began)
-        if now - last > (patience.silence if heard else patience.start):
-            silent[host] = now - last
-    return silent
+    told = {host_of[rank] for rank, sign in signs.items() if sign.is_gone}
+    last: dict[str, float] = {}
+    for rank, sign in signs.items():
+        last[host_of[rank]] = max(sign.heard_at, last.get(host_of[rank], 0.0))
+    return {
+        host: now - last.get(host, began)
+        for host in dict.fromkeys(host_of)
+        if host not in told  # else somebody was there to tell
+        and now - last.get(host, began) > (patience.silence if host in last else patience.start)
+    }
 
 
 def missing(host_of: Sequence[str], signs: Mapping[int, Sign]) -> list[str]:

@@ -69,7 +69,7 @@ def command(
 
 def parse_hosts(text: str, ranks: int) -> list[Host]:
     """The hosts of "a:4,b:4", or of "a,b" where they share the ranks evenly; ConfigError."""
-    found = [re.fullmatch(r"([\w.-]+)(?::([1-9][0-9]{0,4}))?", word) for word in text.split(",")]
+    found = [re.fullmatch(r"(\w[\w.-]*)(?::([1-9][0-9]{0,4}))?", word) for word in text.split(",")]
     names = [match[1] for match in found if match]
     if None in found or len(set(names)) < len(names):
         raise ConfigError(

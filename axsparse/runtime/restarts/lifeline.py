@@ -202,7 +202,7 @@ class _Sender:
         now = time.monotonic()
         if self._lost_at is None:
             self._lost_at = now
-            self._end_rank(signal.SIGTERM)
+            self._end_rank(signal.SIGUSR1)
         elif now - self._lost_at > SAVING_SECONDS:
             self._end_rank(signal.SIGKILL)
 

@@ -104,6 +104,8 @@ class Attempt:
     """Whether it has been said how long it took until the first step."""
     died_at: float = 0.0
     """When the first rank, or the host that is at fault, was last heard of."""
+    noticed_at: float = 0.0
+    """When it was known that the attempt has to end, or has ended."""
 
 
 class Supervisor:
@@ -220,14 +222,19 @@ class Supervisor:
         if self._told is not None:  # it came a moment before there was anybody to tell
             launched.send_signal(signal.SIGUSR1)
         found: Fault | None = None
+        looked_at = self._clock()
         while launched.poll() is None and found is None:
             self._pause(LOOK_SECONDS)
             self._receive(attempt)
-            self._tell_of_progress(attempt, died_at)
-            found = decision.fault(
-                placing.host_of, attempt.signs, self._clock(), attempt.began, plan.patience
-            )
-        ended_at = self._clock()
+            # Hundreds of ranks are looked at together, not at each datagram.
+            if self._clock() - looked_at >= LOOK_SECONDS:
+                looked_at = self._clock()
+                self._tell_of_progress(attempt, died_at)
+                found = decision.fault(
+                    placing.host_of, attempt.signs, looked_at, attempt.began, plan.patience
+                )
+        self._tell_of_progress(attempt, died_at)
+        ended_at = attempt.noticed_at = self._clock()
         if found is not None:
             attempt.died_at = min(
                 (sign.ran_at for sign in attempt.signs.values()), default=ended_at
@@ -421,6 +428,7 @@ class Supervisor:
             "phases": {name: attempt.phases[name] for name in PHASES if name in attempt.phases},
             "first_step": attempt.first_step,
             "died": attempt.died_at,
+            "noticed": attempt.noticed_at,
             "ended": self._clock(),
             **asdict(end),
         }
