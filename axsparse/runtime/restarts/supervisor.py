@@ -157,9 +157,9 @@ class Supervisor:
             why = decision.refusal(end, before, self._plan.restarts - number)
             if self._told is not None or why is not None:
                 if why:
-                    write_line(f"error: the ranks ended with {end.code}, and {why}")
+                    write_line(f"error: {reason_of(end)}, and {why}")
                 return end.code
-            self._say(end)
+            write_line(f"{reason_of(end)}; going on from the last checkpoint")
             before, died_at = end, attempt.died_at
             self._left_out = end.lost
             number += 1
@@ -198,12 +198,15 @@ class Supervisor:
         self._looked_at = now
         return self._now
 
-    def _pause(self, seconds: float) -> None:
-        """Wait for a signal, a datagram, or so long."""
+    def _pause(self, seconds: float, attempt: Attempt | None = None) -> None:
+        """Wait for a signal, a datagram, or so long, and take what ranks of the attempt say; those
+        of all others are told to end."""
         select.select([self._pipe[0], self._socket], [], [], seconds)
         with suppress(BlockingIOError):
             while os.read(self._pipe[0], 512):
                 pass
+        self._receive(attempt)
+        self._clock()
 
     # -- one attempt --------------------------------------------------------------------
 
@@ -224,8 +227,7 @@ class Supervisor:
         found: Fault | None = None
         looked_at = self._clock()
         while launched.poll() is None and found is None:
-            self._pause(LOOK_SECONDS)
-            self._receive(attempt)
+            self._pause(LOOK_SECONDS, attempt)
             # Hundreds of ranks are looked at together, not at each datagram.
             if self._clock() - looked_at >= LOOK_SECONDS:
                 looked_at = self._clock()
@@ -273,8 +275,8 @@ class Supervisor:
         named = plan.named and not (is_all and Path(plan.launcher[0]).name == "srun")
         return command(plan.launcher, placing, rank, plan.run_dir, named=named)
 
-    def _receive(self, attempt: Attempt) -> None:
-        """Take all datagrams that have come, and answer ranks of earlier attempts."""
+    def _receive(self, attempt: Attempt | None) -> None:
+        """Take all datagrams that have come, and tell ranks of other attempts to end."""
         while True:
             try:
                 datagram, address = self._socket.recvfrom(512)
@@ -288,11 +290,11 @@ class Supervisor:
             self._addresses[beat.attempt, beat.rank] = address
             if beat.process == GONE:
                 del self._addresses[beat.attempt, beat.rank]
-            if beat.attempt != attempt.number:
-                if beat.process != GONE:
-                    self._answer(address)
-            elif beat.rank < attempt.placing.ranks:
-                self._take(attempt, beat)
+            if attempt is not None and beat.attempt == attempt.number:
+                if 0 <= beat.rank < attempt.placing.ranks:
+                    self._take(attempt, beat)
+            elif beat.process != GONE:
+                self._answer(address)
 
     def _take(self, attempt: Attempt, beat: Beat) -> None:
         now = self._clock()
@@ -309,8 +311,7 @@ class Supervisor:
         self._dismiss_all()
         began = self._clock()
         while launched.poll() is None and self._clock() - began < ENDING_SECONDS:
-            self._pause(LOOK_SECONDS)
-            self._receive(attempt)
+            self._pause(LOOK_SECONDS, attempt)
             reached = [
                 sign for sign in attempt.signs.values() if began - sign.heard_at < decision.LATELY
             ]
@@ -342,8 +343,7 @@ class Supervisor:
         while lost := decision.missing(attempt.placing.host_of, attempt.signs):
             if self._clock() - began > FAREWELL_SECONDS:
                 break
-            self._pause(LOOK_SECONDS)
-            self._receive(attempt)
+            self._pause(LOOK_SECONDS, attempt)
         there = self._answering(lost) if self._plan.probe and lost else set()
         return [host for host in lost if host not in there]
 
@@ -389,26 +389,17 @@ class Supervisor:
             )
             for name in names
         }
-        until = time.monotonic() + PROBE_SECONDS
-        answering = set()
-        for name, process in asked.items():
-            with suppress(subprocess.TimeoutExpired):
-                if process.wait(max(0.0, until - time.monotonic())) == 0:
-                    answering.add(name)
+        began = self._clock()
+        while any(process.poll() is None for process in asked.values()):
+            if self._clock() - began > PROBE_SECONDS:
+                break
+            self._pause(LOOK_SECONDS)
+        for process in asked.values():
             if process.poll() is None:
                 self._kill(process)
-        self._clock()
-        return answering
+        return {name for name, process in asked.items() if process.returncode == 0}
 
     # -- what is told -------------------------------------------------------------------
-
-    def _say(self, end: End) -> None:
-        why = f"the ranks ended with {end.code}"
-        if end.fault is not None:
-            why = end.fault.text
-        elif end.lost:
-            why += f", and {', '.join(end.lost)} cannot be reached"
-        write_line(f"{why}; going on from the last checkpoint")
 
     def _tell_of_progress(self, attempt: Attempt, died_at: float | None) -> None:
         """Say once how long it took until the first step."""
@@ -434,6 +425,14 @@ class Supervisor:
         }
         with suppress(OSError), (self._plan.run_dir / RECORD_FILE).open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def reason_of(end: End) -> str:
+    """How an attempt ended, in words."""
+    if end.fault is not None:
+        return end.fault.text
+    lost = f", and {', '.join(end.lost)} cannot be reached" if end.lost else ""
+    return f"the ranks ended with {end.code}{lost}"
 
 
 def phase_seconds(attempt: Attempt, died_at: float) -> dict[str, float]:

@@ -90,7 +90,7 @@ def test_a_rank_tells_that_it_lives_and_how_far_it_is(rank: Supervised) -> None:
     rank.hear(lambda beat: beat.phase == ENDS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_end_of_a_rank_is_told_at_once(rank: Supervised, number: int) -> None:
     rank.tell(f"{STEPS} 17")
     rank.hear(lambda beat: beat.phase == STEPS)
