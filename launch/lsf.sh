@@ -20,13 +20,15 @@
 cd -- @folder@ || exit 66
 python=@python@
 ?setup . @setup@ || exit 78
-export OMP_NUM_THREADS=@threads@ AXSPARSE_RANKS=@ranks@
+export OMP_NUM_THREADS=@threads@ PYTHON="$python"
+?by_jsrun export MPIRUN='jsrun -a1 -g@gpus_per_rank@ -c@cpus_per_rank@'
+?by_mpirun export MPIRUN=@mpirun@
 
 # LSF warns with USR1. The ranks finish their step, save, and exit with 75.
 pid='' again='' warned=''
 trap 'again=1 warned=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
-?by_jsrun jsrun -n @ranks@ -a1 -g@gpus_per_rank@ -c@cpus_per_rank@ "$python" @train@ &
-?by_mpirun @mpirun@ -n @ranks@ "$python" @train@ &
+# Where a rank or host dies, this goes on with the hosts that are left.
+"$python" -m axsparse launch --restarts @restarts@ @ranks@ @train@ &
 pid=$!
 while :; do
   again=''

@@ -11,6 +11,7 @@
 #SBATCH --time=@clock@
 #SBATCH --signal=B:USR1@@margin@
 #SBATCH --requeue
+#SBATCH --no-kill
 ?chained #SBATCH --array=1-@chain@%1
 #SBATCH --open-mode=append
 #SBATCH --output=@log@
@@ -21,19 +22,15 @@
 cd -- @folder@ || exit 66
 python=@python@
 ?setup . @setup@ || exit 78
-export OMP_NUM_THREADS=@threads@ AXSPARSE_RANKS=@ranks@
+export OMP_NUM_THREADS=@threads@ PYTHON="$python"
+?by_srun export MPIRUN='srun@pmi@ --cpus-per-task=@cpus_per_rank@'
+?by_mpirun export MPIRUN=@mpirun@
 
 # SLURM sends USR1 to this script alone. The ranks finish their step, save, and exit with 75.
 pid='' again='' warned=''
 trap 'again=1 warned=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
-?by_srun # At the first code that is not 0, srun kills the ranks that are still running. Codes that all
-?by_srun # ranks exit with go by a file instead. Without -K1 the ranks would wait for a killed one.
-?by_srun left=@place@/left-"$SLURM_JOB_ID"
-?by_srun rm -f "$left"
-?by_srun rank='trap : USR1; "$@"; code=$?
-?by_srun case "$code" in 65 | 66 | 74 | 75 | 78) echo "$code" >"$0" && code=0 ;; esac; exit "$code"'
-?by_srun srun -K1@pmi@ --ntasks=@ranks@ --cpus-per-task=@cpus_per_rank@ sh -c "$rank" "$left" "$python" @train@ &
-?by_mpirun @mpirun@ -n @ranks@ "$python" @train@ &
+# Where a rank or node dies, this goes on with the nodes that are left.
+"$python" -m axsparse launch --restarts @restarts@ @ranks@ @train@ &
 pid=$!
 while :; do
   again=''
@@ -43,10 +40,6 @@ while :; do
 done
 # A signal that comes just as the ranks end costs bash their code, and leaves 255.
 [ -z "$warned" ] || [ "$code" -ne 255 ] || code=75
-?by_srun if [ -e "$left" ]; then
-?by_srun   code=$(cat "$left")
-?by_srun   rm -f "$left"
-?by_srun fi
 
 ?chained case "$code" in
 ?chained   # Done, or what would only happen again: the rest of the chain is not needed.

@@ -46,8 +46,6 @@ CORES_PER_GPU = 7
 """The cores that a rank asks for with each GPU that it has. Python, the threads that fetch batches,
 those of NCCL and those of torch share them. As many are there on nodes such as Summit's, with 42
 cores for 6 GPUs, and Frontier's, with 56 for 8; where they are not, --cpus-per-rank says less."""
-TRAIN = ("-m", "axsparse.train")
-"""The arguments of python that start training."""
 LIVE = "\"$%'\\`"
 """Letters that shells or schedulers replace in a directive, even between quotes."""
 DESCRIPTION = """\
@@ -205,6 +203,14 @@ def _add_start(add: Callable[..., object]) -> None:
         help="srun's --mpi, such as pmi2; by default the site's",
     )
     add(
+        "--restarts",
+        metavar="N",
+        type=whole(0),
+        default="3",
+        help="how often the job itself starts the ranks again where one dies, on the nodes that "
+        "are left (default %(default)s)",
+    )
+    add(
         "--setup",
         metavar="FILE",
         type=Path,
@@ -237,14 +243,14 @@ def complete(job: argparse.Namespace, loaded: LoadedConfig) -> None:
     options = [] if job.run_dir_given else [f"--run-dir={job.run_dir}"]
     options += [] if job.config is None else [f"--config={job.config}"]
     options += [f"--set={pair}" for pair in job.pairs]
-    job.train = (*TRAIN, *options, "--resume=auto")
+    job.train = options
     for said in _contradictions(job):
         raise ConfigError(said)
 
 
 def _free_run_dir(loaded: LoadedConfig) -> Path:
     """The first of runs/<name>, runs/<name>-2, … that is not there."""
-    from axsparse.training.run_directory import automatic_run_dirs
+    from axsparse.runtime.files.run_folder import automatic_run_dirs
 
     return next(path for path in automatic_run_dirs(loaded.name) if not path.exists())
 
@@ -336,9 +342,8 @@ def script(job: argparse.Namespace) -> bytes:
         # In commands.
         "folder": shlex.quote(str(Path.cwd())),
         "setup": job.setup and shlex.quote(str(job.setup)),
-        "place": shlex.quote(str(job.run_dir)),
         "python": shlex.quote(str(python)),
-        "mpirun": shlex.quote(str(mpirun) if mpirun.is_file() else "mpirun"),
+        "mpirun": shlex.quote(shlex.quote(str(mpirun) if mpirun.is_file() else "mpirun")),
         "pmi": f" --mpi={job.mpi}" if job.mpi else "",
         "gpus_per_rank": int(bool(job.gpus_per_node)),
         "train": shlex.join(job.train),

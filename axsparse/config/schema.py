@@ -474,9 +474,13 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """What a run saves in `checkpoints/` of its run directory, to be resumed from."""
 
-    every: Natural = 500
+    every: Natural | Auto = 500
     """Steps between two checkpoints; the last step is saved as well. 0 saves only when the run is
-    told to stop (SIGUSR1, SIGTERM)."""
+    told to stop (SIGUSR1, SIGTERM). `auto` measures what a save costs, and saves as often as loses
+    the least time with `mtbf_hours`."""
+    mtbf_hours: Annotated[float, Field(gt=0.0, le=1e6)] = 24.0
+    """Mean hours between two failures of the whole job, for `every: auto`: those of one host,
+    divided by the number of hosts."""
     keep_last: Count = 3
     """Newest checkpoints that are kept; incomplete ones do not count. The newest one whose weights
     a later step has trained on stays as well."""
@@ -488,6 +492,16 @@ class CheckpointConfig(Section):
     buffer: Annotated[float, Field(gt=0.0)] = 1.0
     """GB (10⁹ bytes) of each rank's memory for copies on their way to the disk; a step waits for
     the disk only if a rank has more to save."""
+
+    @model_validator(mode="after")
+    def _keeps_steps_that_are_saved(self) -> CheckpointConfig:
+        if self.every == "auto" and self.keep_every:
+            raise BrokenRule(
+                "keep_every",
+                f"{self.keep_every}, but checkpoint.every auto saves at steps that no number "
+                "divides; set checkpoint.every to a number, or leave keep_every 0",
+            )
+        return self
 
 
 class WatchdogConfig(Section):

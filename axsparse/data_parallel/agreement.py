@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class Notice:
     """Whether the rank was told to stop."""
     writing: bool = False
     """Whether the rank is still writing its part of a checkpoint."""
+    save: bool = False
+    """Whether the rank finds it time to save."""
 
 
 NOTHING = Notice()
@@ -89,7 +91,7 @@ class Agreement:
     part of the norm of each block of every tensor. Each slot has one owner and is zero elsewhere,
     so the sums are exact and the same in every layout, and numbers that are not finite stay so.
     Then follow, for each rank, a slot that is 1 if its own gradients are not finite and one for
-    the digest of its weights; two slots that count the ranks with a notice; and, for each tensor, a
+    the digest of its weights; slots that count the ranks with each notice; and, for each tensor, a
     slot for each `Fit` that counts the ranks with it, NaN where an entry was not finite.
     """
 
@@ -124,7 +126,7 @@ class Agreement:
             at += size
         self._flags = slice(at, at + place.grid.size)
         self._digests = slice(self._flags.stop, self._flags.stop + place.grid.size)
-        self._notices = slice(self._digests.stop, self._digests.stop + 2)
+        self._notices = slice(self._digests.stop, self._digests.stop + len(fields(Notice)))
         self._fits = slice(self._notices.stop, self._notices.stop + len(names) * FITS)
 
     def reach(self, report: Report, loss_scale: float = 1.0) -> Verdict:
@@ -156,7 +158,7 @@ class Agreement:
         """What this rank adds to the vector."""
         place = self._place
         vector = torch.zeros(self._fits.stop, dtype=torch.float64)
-        vector[self._notices] = torch.tensor([report.notice.stop, report.notice.writing]).double()
+        vector[self._notices] = torch.tensor(astuple(report.notice)).double()
         vector[self._flags][place.rank] = not report.is_finite
         vector[self._digests][place.rank] = report.digest
         if place.is_last:

@@ -130,7 +130,8 @@ def state_format(
 def copied_bytes(config: Config) -> float:
     """Bytes of host memory that a rank's checkpoint copies may take while training goes on."""
     saves = config.checkpoint
-    return saves.buffer * 1e9 if 0 < saves.every < config.train.steps else 0.0
+    saves_before_the_end = saves.every == "auto" or 0 < saves.every < config.train.steps
+    return saves.buffer * 1e9 if saves_before_the_end else 0.0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,9 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.atomic import new_path
+from axsparse.runtime.files.run_folder import METRICS_FILE as METRICS_FILE
+from axsparse.runtime.files.run_folder import automatic_run_dirs as automatic_run_dirs
+from axsparse.runtime.files.run_folder import last_run
 from axsparse.runtime.files.run_lock import OTHER_RUN_DIR, InUseError, RunLock
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, step_of
@@ -35,7 +38,6 @@ from axsparse.training.checkpoint.verification import (
 
 AUTO = "auto"
 """The value of `resume` that means the newest whole checkpoint of the run, if there is one."""
-METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 MOST_CONFIG_BYTES = 1_000_000
 
@@ -285,7 +287,7 @@ def _locate(loaded: LoadedConfig, resume: str | None) -> tuple[Path | None, Path
     if resume is None:
         return None, None
     if resume == AUTO:
-        return _last_run(loaded), None
+        return last_run(loaded.config.run_dir, loaded.name), None
     named = Path(resume)
     if (named / METRICS_FILE).is_file() or (named / CHECKPOINTS).is_dir():
         if not steps_in(named):
@@ -302,19 +304,6 @@ def _locate(loaded: LoadedConfig, resume: str | None) -> tuple[Path | None, Path
     if is_own and (setting == "auto" or Path(setting).resolve() == run):
         return (run if setting == "auto" else Path(setting)), named
     return None, named
-
-
-def _last_run(loaded: LoadedConfig) -> Path | None:
-    """The run of the configuration, or under `auto` the last of its name; None without any."""
-    setting = loaded.config.run_dir
-    if setting != "auto":
-        return Path(setting) if (Path(setting) / METRICS_FILE).is_file() else None
-    last = None
-    for path in automatic_run_dirs(loaded.name):
-        if not (path / METRICS_FILE).is_file():
-            break
-        last = path
-    return last
 
 
 def _refuse_older(run_dir: Path, named: Path) -> None:
@@ -365,9 +354,3 @@ def _is_known(line: str, progress: Progress) -> bool:
     if "masks" in record:
         return is_past or (step == progress.step and progress.masked)
     return step <= progress.step
-
-
-def automatic_run_dirs(name: str) -> Iterator[Path]:
-    """runs/NAME, runs/NAME-2, runs/NAME-3 and so on without an end."""
-    for number in itertools.count(1):
-        yield Path("runs") / (name if number == 1 else f"{name}-{number}")

@@ -34,6 +34,7 @@ from axsparse.runtime.errors import (
     noted,
 )
 from axsparse.runtime.exchange import sum_by_owner, sum_of
+from axsparse.runtime.restarts.lifeline import STEPS, TRAINS, Lifeline
 from axsparse.runtime.stop_signal import StopRequest
 from axsparse.samo.state_bytes import StateBytes
 from axsparse.training.checkpoint.checkpoint_folder import path_of
@@ -56,10 +57,11 @@ class Trainer:
         stop: StopRequest | None = None,
         watchdog: Watchdog | None = None,
         progress: Progress | None = None,
+        lifeline: Lifeline | None = None,
     ) -> None:
         """Without `saver` nothing is saved, without `stop` no signal ends training, and without
         `watchdog` a hang lasts for ever. `progress` says where the resumed run stood; it is None
-        for a new one.
+        for a new one. By `lifeline` a supervisor learns how far this rank is.
         """
         self.config = config = parts.run.config
         self.parts = parts
@@ -70,6 +72,7 @@ class Trainer:
         self._saver = saver
         self._stop = stop
         self._watchdog = watchdog
+        self._lifeline = lifeline or Lifeline()
         self._is_stopped = False
         self._closed = False
         self._is_ended = False
@@ -103,11 +106,16 @@ class Trainer:
         them was told to stop or still writes a checkpoint."""
         stop, saver = self._stop, self._saver
         verdict = self._step.train_step(
-            lambda: Notice(stop is not None and stop.is_set, saver is not None and saver.is_writing)
+            lambda: Notice(
+                stop is not None and stop.is_set,
+                saver is not None and saver.is_writing,
+                saver is not None and saver.asks(),
+            )
         )
         self._is_stopped = verdict.notice.stop
         if saver is not None:
             saver.advance(any_writing=verdict.notice.writing)
+            saver.is_asked = verdict.notice.save
         return verdict
 
     # -- the loop -----------------------------------------------------------------------
@@ -141,6 +149,8 @@ class Trainer:
         }
         if self._watchdog is not None:
             self._watchdog.start()
+        self._lifeline.after(self.steps_done)
+        self._lifeline.at(TRAINS)
         try:
             _refuse_no_functions(self._callbacks)
             with explained(
@@ -346,6 +356,9 @@ class Trainer:
         if self._tracing is not None:
             self._tracing.end(self.steps_done)
         parts.recorder.step(figures, seconds, maxima)
+        self._lifeline.after(self.steps_done)
+        if not parts.activity.steps:
+            self._lifeline.at(STEPS)
         self._call_back("on_step", "after step", self.steps_done, verdict)
         self._tell_of_checkpoints()
         parts.activity.steps += 1

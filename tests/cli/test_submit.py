@@ -18,14 +18,13 @@ import pytest
 from support import standin_trainer
 from support.commands import Axsparse, assert_one_line
 from support.directives import read_lsf, read_slurm
-from support.mpirun import KILLED
+from support.mpirun import KILLED, mpirun_path
 from support.standin_cluster import install, starts
 
 from axsparse.cli import submit as command
 from axsparse.cli.parser import overrides_of
 from axsparse.config.load import load_config
 
-TRAINER = (str(Path(standin_trainer.__file__).resolve()),)
 SLURM = ("--slurm", "--ranks", "2", "--time", "1:00:00", "--config", "quickstart.yaml")
 SRUN = (*SLURM, "--launcher", "srun")
 LSF = ("--lsf", "--ranks", "2", "--time", "1:00:00", "--config", "quickstart.yaml")
@@ -39,10 +38,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     commands = install(tmp_path / "commands")
     monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(command, "TRAIN", TRAINER)
+    monkeypatch.setattr(sys, "executable", str(python_of(tmp_path)))
     for name in ("PMI_RANK", "SLURM_PROCID", "AXSPARSE_RANKS"):
         monkeypatch.delenv(name, raising=False)
     return folder
+
+
+def python_of(folder: Path) -> Path:
+    """An interpreter with the stand-in for training, and the usual mpirun beside it."""
+    beside = folder / "bin" / "mpirun"
+    beside.parent.mkdir()
+    beside.write_text(f'#!/bin/sh\nexec {shlex.quote(mpirun_path())} "$@"\n')
+    beside.chmod(0o755)
+    return standin_trainer.install(beside.with_name("python"))
 
 
 @pytest.fixture
@@ -264,7 +272,7 @@ def test_values_arrive_at_the_ranks_as_they_were_given(
     first = history(here / "my run", 1)[0]
     assert first["arguments"] == [
         *(f"--config={config}", f"--set={HARD}", "--set=train.steps=6", "--set=run_dir=my run"),
-        "--resume=auto",
+        *("--run-dir=my run", "--resume=auto"),
     ]
     assert first["folder"] == str(here)
     assert first["ranks"] == "2"
@@ -282,7 +290,7 @@ def test_the_job_is_called_like_the_configuration(here: Path, submit: Axsparse) 
 def test_a_file_of_the_sites_is_read_first_and_may_name_another_python(
     here: Path, submit: Axsparse, scheduler: tuple[str, ...]
 ) -> None:
-    (here / "another python").symlink_to(sys.executable)
+    standin_trainer.install(here / "another python")
     (here / "my modules.sh").write_text("export STANDIN_STEPS=3\npython=$PWD/'another python'\n")
 
     assert submit(*scheduler, "--setup", "my modules.sh", "--run-dir", "r")[0] == 0
@@ -329,6 +337,7 @@ def test_the_directives_of_slurm_say_what_the_job_asks_for() -> None:
         "--time": "2:00:00",
         "--signal": "B:USR1@300",
         "--requeue": "",
+        "--no-kill": "",
         "--open-mode": "append",
         "--output": "/s/gpt/job-%j.log",
         "--account": "abc123",
@@ -383,27 +392,26 @@ def test_directives_follow_the_options(words: list[str], options: dict[str, str 
 
 
 @pytest.mark.parametrize(
-    ("words", "command"),
+    ("words", "launcher"),
     [
-        (["--slurm"], "-n 8"),
-        (
-            ["--slurm", "--launcher", "srun"],
-            'srun -K1 --ntasks=8 --cpus-per-task=7 sh -c "$rank" "$left"',
-        ),
+        (["--slurm", "--launcher", "srun"], "'srun --cpus-per-task=7'"),
         (
             ["--slurm", "--launcher", "srun", "--mpi", "pmi2"],
-            'srun -K1 --mpi=pmi2 --ntasks=8 --cpus-per-task=7 sh -c "$rank" "$left"',
+            "'srun --mpi=pmi2 --cpus-per-task=7'",
         ),
-        (["--lsf"], "jsrun -n 8 -a1 -g1 -c7"),
-        (["--lsf", "--gpus-per-node", "0"], "jsrun -n 8 -a1 -g0 -c1"),
-        (["--lsf", "--launcher", "mpirun"], "-n 8"),
+        (["--lsf"], "'jsrun -a1 -g1 -c7'"),
+        (["--lsf", "--gpus-per-node", "0"], "'jsrun -a1 -g0 -c1'"),
+        (["--lsf", "--launcher", "mpirun"], mpirun_path()),
+        (["--slurm"], mpirun_path()),
     ],
     ids=str,
 )
-def test_ranks_are_started_by_the_launcher(words: list[str], command: str) -> None:
-    [line] = [line for line in script_of(*words).splitlines() if line.endswith("=auto &")]
+def test_the_supervisor_starts_ranks_by_the_launcher(words: list[str], launcher: str) -> None:
+    lines = script_of(*words, "--restarts", "9").splitlines()
 
-    assert f'{command} "$python" -m axsparse.train --set=run_dir=/s/gpt --resume=auto &' in line
+    assert f"export MPIRUN={launcher}" in lines
+    start = '"$python" -m axsparse launch --restarts 9 8 --set=run_dir=/s/gpt &'
+    assert start in lines
 
 
 def test_no_placeholder_is_left_and_none_of_a_users_is_filled_in() -> None:
@@ -448,12 +456,25 @@ def test_a_killed_rank_ends_the_job_with_the_launchers_code_and_the_next_goes_on
 ) -> None:
     """Under mpirun; in a chain below, also under srun and jsrun."""
     monkeypatch.setenv("STANDIN_KILL_AT", "5")
-    arguments = (*SLURM, "--run-dir", "r")
+    arguments = (*SLURM, "--run-dir", "r", "--restarts", "0")
 
     assert [submit(*arguments)[0], submit(*arguments)[0]] == [0, 0]
 
     killed, done = starts(commands(here))
     assert (killed in KILLED, done) == (True, 0)
+    assert begins(here / "r", 1) == [0, 4]
+    assert steps(here / "r", 1) == [1, 2, 3, 4, 5, 5, 6]
+
+
+@pytest.mark.parametrize("scheduler", [SLURM, SRUN, LSF], ids=["mpirun", "srun", "jsrun"])
+def test_a_killed_rank_is_started_again_within_the_job(
+    here: Path, submit: Axsparse, scheduler: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STANDIN_KILL_AT", "5")
+
+    assert submit(*scheduler, "--run-dir", "r")[0] == 0
+
+    assert starts(commands(here)) == [0]
     assert begins(here / "r", 1) == [0, 4]
     assert steps(here / "r", 1) == [1, 2, 3, 4, 5, 5, 6]
 
@@ -465,7 +486,8 @@ def test_a_chain_goes_on_until_it_is_done_and_drops_the_rest(
     monkeypatch.setenv("STANDIN_WARN_AT", "3")
     monkeypatch.setenv("STANDIN_KILL_AT", "5")
 
-    assert submit(*scheduler, "--run-dir", "r", "--chain", "5")[0] == 0
+    words = ("--run-dir", "r", "--chain", "5", "--restarts", "0")
+    assert submit(*scheduler, *words)[0] == 0
 
     assert starts(commands(here)) == [75, 137, 0]
     assert begins(here / "r", 1) == [0, 3, 4]

@@ -38,6 +38,7 @@ SLURM = {
     "--time": r"[0-9]+:[0-5][0-9]:[0-5][0-9]",
     "--signal": rf"B:USR1@{COUNT}",
     "--requeue": None,
+    "--no-kill": None,
     "--array": rf"1-{COUNT}%1",
     "--open-mode": "append",
     "--output": r"/.+",

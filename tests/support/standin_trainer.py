@@ -21,10 +21,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import time
 from pathlib import Path
+
+from axsparse.runtime.restarts.lifeline import ENDS, STEPS, TRAINS, Lifeline
 
 EVERY = 2
 """Steps between two saves."""
@@ -42,6 +45,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--resume")
     arguments = parser.parse_args()
+    lifeline = Lifeline.begin()
     overrides = dict(pair.split("=", 1) for pair in arguments.overrides)
     run_dir = arguments.run_dir or Path(overrides["run_dir"])
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -59,15 +63,20 @@ def main() -> int:
                 "begin": begin,
                 "arguments": sys.argv[1:],
                 "folder": str(Path.cwd()),
-                "executable": sys.executable,
+                "executable": os.environ.get("STANDIN_PYTHON", sys.executable),
                 "ranks": os.environ.get("AXSPARSE_RANKS"),
             }
         )
         if "STANDIN_READY" in os.environ:
             Path(os.environ["STANDIN_READY"]).write_text("x")
+        lifeline.after(begin)
+        lifeline.at(TRAINS)
         for step in range(begin + 1, _number("STANDIN_STEPS", 6) + 1):
             time.sleep(float(os.environ.get("STANDIN_STEP_SECONDS", "0")))
             tell(step)
+            lifeline.after(step)
+            if step == begin + 1:
+                lifeline.at(STEPS)
             # Only a first start is warned: a rank that was killed while it saved for the warning
             # comes to this step once more, when nobody sends it again.
             if begin == 0 and step == _number("STANDIN_WARN_AT"):
@@ -92,7 +101,20 @@ def main() -> int:
                 return int(code)
             if step % EVERY == 0:
                 _save(saved, step)
+    lifeline.at(ENDS)
     return 0
+
+
+def install(path: Path) -> Path:
+    """An interpreter at `path` that runs this instead of axsparse.train, and all else as usual."""
+    real = shlex.quote(sys.executable)
+    own = shlex.quote(str(Path(__file__).resolve()))
+    path.write_text(
+        f'#!/bin/sh\n[ "$2" = axsparse.train ] || exec {real} "$@"\n'
+        f'shift 2\nexport STANDIN_PYTHON="$0"\nexec {real} {own} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
 
 
 def _save(path: Path, step: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -30,6 +31,7 @@ from axsparse.runtime.files.atomic import sync_folder
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint import checkpoint_folder as folders
+from axsparse.training.checkpoint.interval import SaveInterval
 from axsparse.training.checkpoint.layer_files import LayerContents, TensorCopy, contents_of, deal
 from axsparse.training.checkpoint.manifest import (
     FORMAT,
@@ -100,13 +102,24 @@ class Saver:
         self._whole = set() if resumed_at is None else {resumed_at}
         self._pending: _PendingCheckpoint | None = None
         self._appeared: list[int] = []
+        self.is_asked = False
+        """Whether a rank has asked for a checkpoint after the last step, alike on all ranks."""
+        self._interval: SaveInterval | None = None
+        if self._settings.every == "auto" and parts.place.rank == 0:
+            self._interval = SaveInterval(self._settings.mtbf_hours)
+        self._held_seconds = 0.0
+        """How long the checkpoint under way has held up this rank."""
 
     def due(self, step: int, *, is_last: bool) -> bool:
         """Whether the settings ask for a checkpoint after this step."""
         every = self._settings.every
-        return (
-            bool(every) and step != self.last_step and step > 0 and (is_last or step % every == 0)
-        )
+        if not every or step == self.last_step or step == 0:
+            return False
+        return is_last or (self.is_asked if every == "auto" else step % every == 0)
+
+    def asks(self) -> bool:
+        """Whether this rank finds it time to save (`checkpoint.every: auto`); once a step."""
+        return self._interval is not None and self._interval.asks() and self._pending is None
 
     @property
     def is_writing(self) -> bool:
@@ -121,6 +134,9 @@ class Saver:
         either of them cannot be written.
         """
         self.finish()
+        began = time.monotonic()
+        if self._interval is not None:
+            self._interval.begin()
         method = self._parts.masking
         masking = MaskingState(MethodState()) if method is None else method.state()
         layers = self._dealt_layers(masking)
@@ -153,6 +169,7 @@ class Saver:
                 else:
                     tensor.value()
         queue.all_put()
+        self._held_seconds = time.monotonic() - began
 
     def advance(self, *, any_writing: bool) -> None:
         """Take the next step of a checkpoint that is under way, if no rank is at work on it.
@@ -163,15 +180,25 @@ class Saver:
         pending = self._pending
         if pending is None or any_writing:
             return
+        began = time.monotonic()
         if not pending.is_written:
             self._collect(pending)
+            self._held_seconds += time.monotonic() - began
             return
         try:
             commit = pending.committing
             together(self._transport, lambda: commit and self._result(commit, self.folder))
             self._appeared.append(pending.progress.step)
+            self._measure(self._held_seconds + time.monotonic() - began)
         finally:
             self._pending = None
+
+    def _measure(self, held_seconds: float) -> None:
+        """Take note of what a checkpoint has cost, and tell users what follows."""
+        if self._interval is not None:
+            said = self._interval.end(held_seconds)
+            if said is not None:
+                self._parts.recorder.say(said)
 
     def take_whole(self) -> list[int]:
         """The steps whose checkpoints have become whole since the last call, alike on all ranks."""

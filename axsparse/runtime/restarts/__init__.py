@@ -1,0 +1,1 @@
+"""Starts the ranks of a run, watches their hosts, and starts again with those that are left."""
