@@ -26,7 +26,7 @@ commands:
   compare    say whether two runs are the same, bit by bit (axsparse compare --help)
   data       turn text files into tokens (axsparse data --help)
   ticket     say what a file of masks holds (axsparse ticket --help)
-  prune      say what a run would prune, and what not and why (axsparse prune --help)
+  prune      prune and heal a model, or say what a run would prune (axsparse prune --help)
   checkpoint look at what a run saved (axsparse checkpoint --help)
   generate   continue a text with a trained model (axsparse generate --help)
   evaluate   measure a trained model on validation data (axsparse evaluate --help)

@@ -359,10 +359,7 @@ def _build_state(
     stage_layers = [run.model.layers[number] for number in run.stages[place.stage]]
     masks: Masks | None
     if checkpoint is None:
-        is_shown = run_dir is not None and place.replica == 0
-        masks = _first_masks(
-            run, stage_layers, options, transport, data, run_dir, is_shown=is_shown
-        )
+        masks = _first_masks(run, stage_layers, options, transport, data, run_dir)
     else:
         masks = CheckpointMasks(checkpoint)
     # SparseGPT and healing change weights as well.
@@ -447,11 +444,9 @@ def _first_masks(
     transport: Transport,
     data: Data,
     run_dir: Path | None,
-    *,
-    is_shown: bool,
 ) -> Masks | None:
-    """The masks that state is built with; None where it starts dense. With `is_shown`, this rank
-    says how far its calibration is.
+    """The masks that state is built with; None where it starts dense. Of a run with a directory
+    the first replica says how far its calibration is.
 
     Ranks communicate while they draw masks, so that no `together` can stand around the drawing: a
     rank that fails there ends the job.
@@ -461,7 +456,7 @@ def _first_masks(
     if run.targets.ticket is not None:
         return run.targets.ticket
     ties, pruning = run.survey.ties, run.config.pruning
-    heals = pruning.heal != "none"
+    heals, is_shown = pruning.heal != "none", run_dir is not None and run.place.replica == 0
     if pruning.method in METHODS or run.criterion.sees_inputs or heals:
         calibration = Calibration(
             pruning.method,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import nn
 
-from axsparse.config.schema import num_microbatches
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.survey import Survey
@@ -131,7 +130,6 @@ def assemble(
     offload = None
     if config.samo.offload and placement.gpu is not None:
         offload = Offload(placement.gpu, states, backoff)
-    microbatches = num_microbatches(config.batch) if config.samo.gradient == "exact" else None
     return Parts(
         run=run,
         placement=placement,
@@ -143,7 +141,7 @@ def assemble(
         sync=sync,
         weights=WeightGather(gradients, backoff, phases),
         statistics=RunningStatistics(
-            [layer.module for layer in layers], options.replicas, microbatches
+            [layer.module for layer in layers], options.replicas, run.exact_microbatches
         ),
         replicas=options.replicas,
         offload=offload,
