@@ -61,7 +61,7 @@ def command(
             environment = {"SLURM_HOSTFILE": str(hosts)}
         wrapped = ("sh", "-c", _RANK.format(codes=codes), str(code_file), *rank)
         return Command((*words, *wrapped), environment, code_file)
-    hosts_of = ()
+    hosts_of: tuple[str, ...] = ()
     if named and name != "jsrun":
         hosts_of = ("--host", ",".join(f"{host.name}:{host.slots}" for host in placing.hosts))
     return Command((*launcher, *hosts_of, "-n", str(ranks), *rank))

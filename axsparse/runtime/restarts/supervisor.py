@@ -201,7 +201,7 @@ class Supervisor:
     def _pause(self, seconds: float, attempt: Attempt | None = None) -> None:
         """Wait for a signal, a datagram, or so long, and take what ranks of the attempt say; those
         of all others are told to end."""
-        select.select([self._pipe[0], self._socket], [], [], seconds)
+        select.select([self._pipe[0], self._socket.fileno()], [], [], seconds)
         with suppress(BlockingIOError):
             while os.read(self._pipe[0], 512):
                 pass
