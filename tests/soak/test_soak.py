@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, TESTS
 
-
 TINY = """\
 model: {name: gpt, num_layers: 2, hidden_size: 32, num_heads: 2, sequence_length: 32,
         vocab_size: 256}
