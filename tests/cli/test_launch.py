@@ -184,10 +184,9 @@ def test_a_host_that_is_gone_is_left_out_and_taken_in_again(
     words, environment = on_hosts(hosts, "a:1,b:1")
     steps = {"STANDIN_STEPS": "300", "STANDIN_STEP_SECONDS": "0.02"}
     job = start(
-        *(python, *words, "2", *QUICK, "--run-dir=r", "--set=layout.g_inter=1"),
-        STANDIN_READY=str(tmp_path / "ready"),
-        **environment,
-        **steps,
+        python,
+        *(*words, "2", *QUICK, "--run-dir=r", "--set=layout.g_inter=1"),
+        **{**environment, **steps, "STANDIN_READY": str(tmp_path / "ready")},
     )
     wait_for(ready, 2)
     getattr(hosts, how)("b")

@@ -38,19 +38,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     commands = install(tmp_path / "commands")
     monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(sys, "executable", str(python_of(tmp_path)))
+    monkeypatch.setattr(
+        sys, "executable", str(standin_trainer.install_with_mpirun(tmp_path / "bin"))
+    )
     for name in ("PMI_RANK", "SLURM_PROCID", "AXSPARSE_RANKS"):
         monkeypatch.delenv(name, raising=False)
     return folder
-
-
-def python_of(folder: Path) -> Path:
-    """An interpreter with the stand-in for training, and the usual mpirun beside it."""
-    beside = folder / "bin" / "mpirun"
-    beside.parent.mkdir()
-    beside.write_text(f'#!/bin/sh\nexec {shlex.quote(mpirun_path())} "$@"\n')
-    beside.chmod(0o755)
-    return standin_trainer.install(beside.with_name("python"))
 
 
 @pytest.fixture

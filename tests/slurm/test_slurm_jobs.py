@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,8 @@ from support import standin_trainer
 from support.mpirun import run_mpirun
 
 from axsparse.__main__ import main
-from axsparse.cli import submit
 
-AXSPARSE = submit.TRAIN
-STANDIN = (str(Path(standin_trainer.__file__).resolve()),)
-"""What most jobs run: it can be told to fail, and starts at once."""
+PYTHON = sys.executable
 RANKS = 2
 TINY = """\
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, sequence_length: 32}
@@ -44,7 +42,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "my é"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(submit, "TRAIN", STANDIN)
+    # What most jobs run: it can be told to fail, and starts at once.
+    python = standin_trainer.install_with_mpirun(tmp_path / "bin")
+    monkeypatch.setattr(sys, "executable", str(python))
     return folder
 
 
@@ -111,7 +111,7 @@ def test_training_saves_before_its_limit_and_goes_on_as_if_nothing_had_happened(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(submit, "TRAIN", AXSPARSE)
+    monkeypatch.setattr(sys, "executable", PYTHON)
     (here / "tiny.yaml").write_text(TINY)
     limit = ("--time", "0:01:00", "--margin", "0:00:45")
     what = ("--config", "tiny.yaml", "--steps", str(len(uninterrupted)))
@@ -130,6 +130,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_goes_on(
 ) -> None:
     options = ("--time", "0:05:00", "--margin", "0:01:00", *LAUNCHERS[launcher])
 
+    options += ("--restarts", "0")
     first = run(*options, capfd=capfd, STANDIN_KILL_AT="5")
     second = run(*options, capfd=capfd, STANDIN_KILL_AT="5")
 
@@ -145,6 +146,7 @@ def test_a_chain_goes_on_until_it_is_done_and_drops_the_rest(
 ) -> None:
     job = run(
         *("--time", "0:05:00", "--margin", "0:01:00", "--chain", "5", *LAUNCHERS[launcher]),
+        *("--restarts", "0"),
         capfd=capfd,
         STANDIN_KILL_AT="5",
     )
@@ -162,7 +164,7 @@ def test_a_chain_goes_on_until_it_is_done_and_drops_the_rest(
 def test_without_a_pmi_that_the_ranks_know_training_refuses_to_start_once(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submit, "TRAIN", AXSPARSE)
+    monkeypatch.setattr(sys, "executable", PYTHON)
     options = ("--launcher", "srun", "--mpi", "none", "--set", "run_dir=r")
 
     job = run("--time", "0:05:00", "--margin", "0:01:00", *options, capfd=capfd)

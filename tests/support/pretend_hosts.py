@@ -3,8 +3,8 @@
     pretend_hosts.py start FOLDER … HOST COMMAND    runs the command of a launcher "on" HOST
     pretend_hosts.py ping FOLDER HOST               succeeds if HOST lives
 
-The processes of a host have its name in their environment. A file HOST.down in FOLDER says that the
-host is away: no command is started there, and none answers.
+The processes of a host have its name in their environment, or descend from one that has. A file
+HOST.down in FOLDER says that the host is away: no command is started there, and none answers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shlex
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,12 +73,20 @@ class PretendHosts:
     def processes(self, host: str) -> list[int]:
         """The processes of all commands that were started on a host."""
         mark = f"{MARK}={self.folder}/{host}".encode()
-        found = []
+        found, children = set(), defaultdict(set)
         for entry in Path("/proc").iterdir():
-            with suppress(OSError):
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
+            with suppress(OSError, IndexError):
+                if entry.name.isdigit():
+                    process = int(entry.name)
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                    children[int(fields[1])].add(process)
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.add(process)
+        # Open MPI gives ranks another environment.
+        new = found
+        while new := {child for one in new for child in children[one]} - found:
+            found |= new
+        return sorted(found)
 
     def ranks(self, host: str, word: str = "axsparse.train") -> list[int]:
         """The ranks of a host, and the processes beside them."""

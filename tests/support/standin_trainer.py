@@ -117,6 +117,17 @@ def install(path: Path) -> Path:
     return path
 
 
+def install_with_mpirun(folder: Path) -> Path:
+    """Such an interpreter in a new folder, with the usual mpirun beside it."""
+    from support.mpirun import mpirun_path  # a rank finds no module of the tests
+
+    folder.mkdir()
+    mpirun = folder / "mpirun"
+    mpirun.write_text(f'#!/bin/sh\nexec {shlex.quote(mpirun_path())} "$@"\n')
+    mpirun.chmod(0o755)
+    return install(folder / "python")
+
+
 def _save(path: Path, step: int) -> None:
     """At once, since the rank may be killed."""
     partial = path.with_suffix(".tmp")

@@ -226,6 +226,11 @@ def _silent_hosts(
     }
 
 
+def have_left(signs: Mapping[int, Sign]) -> bool:
+    """Whether all ranks that were ever heard of have left in order."""
+    return all(sign.beat.phase == ENDS for sign in signs.values())
+
+
 def missing(host_of: Sequence[str], signs: Mapping[int, Sign]) -> list[str]:
     """The hosts of which no rank has said that it is gone, although the attempt is over.
 

@@ -15,6 +15,9 @@ from axsparse.runtime.restarts.decision import FINAL, Host, Placing
 
 CODE_FILE = "left"
 """The file in the run directory by which ranks under srun tell their exit code."""
+MAPPING_POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
+"""Where Open MPI's mpirun is told to fill one host after the other, as MPICH's does anyway: from
+the number of a rank follows its host."""
 _RANK = """trap : USR1; "$@"; code=$?
 case "$code" in {codes}) echo "$code" >"$0" && code=0 ;; esac; exit "$code\""""
 """Runs a rank under srun, which kills the ranks that still run at the first code that is not 0.
@@ -61,10 +64,14 @@ def command(
             environment = {"SLURM_HOSTFILE": str(hosts)}
         wrapped = ("sh", "-c", _RANK.format(codes=codes), str(code_file), *rank)
         return Command((*words, *wrapped), environment, code_file)
-    hosts_of = ()
-    if named and name != "jsrun":
-        hosts_of = ("--host", ",".join(f"{host.name}:{host.slots}" for host in placing.hosts))
-    return Command((*launcher, *hosts_of, "-n", str(ranks), *rank))
+    if not named or name == "jsrun":
+        return Command((*launcher, "-n", str(ranks), *rank))
+    hosts_of = ",".join(f"{host.name}:{host.slots}" for host in placing.hosts)
+    policy = os.environ.get(MAPPING_POLICY, "").partition(":")
+    return Command(
+        (*launcher, "--host", hosts_of, "-n", str(ranks), *rank),
+        {MAPPING_POLICY: f"slot{''.join(policy[1:])}"},
+    )
 
 
 def parse_hosts(text: str, ranks: int) -> list[Host]:

@@ -155,8 +155,8 @@ class _Sender:
             self._send(beat)
             due = time.monotonic() + BEAT_SECONDS
             while phase == beat.phase and (left := due - time.monotonic()) > 0:
-                ready, _, _ = select.select([self._reader, self._socket], [], [], left)
-                if self._socket in ready:
+                ready, _, _ = select.select([self._reader, self._socket.fileno()], [], [], left)
+                if self._socket.fileno() in ready:
                     self._hear(beat.token)
                 if self._reader in ready:
                     more = os.read(self._reader, 4096)

@@ -201,7 +201,7 @@ class Supervisor:
     def _pause(self, seconds: float, attempt: Attempt | None = None) -> None:
         """Wait for a signal, a datagram, or so long, and take what ranks of the attempt say; those
         of all others are told to end."""
-        select.select([self._pipe[0], self._socket], [], [], seconds)
+        select.select([self._pipe[0], self._socket.fileno()], [], [], seconds)
         with suppress(BlockingIOError):
             while os.read(self._pipe[0], 512):
                 pass
@@ -250,6 +250,8 @@ class Supervisor:
         if started.code_file is not None and started.code_file.exists():
             code = int(started.code_file.read_text() or code)
             started.code_file.unlink()
+        if code == 0 and not self._have_left(attempt):
+            code = EXIT_INTERNAL  # Open MPI's mpirun ends with 0 where it has lost a host
         if found is not None:
             return End(EXIT_INTERNAL, decision.step_of(attempt.signs), found, found.hosts)
         if code in decision.FINAL or self._told is not None:
@@ -336,6 +338,15 @@ class Supervisor:
     def _answer(self, address: Any) -> None:
         with suppress(OSError):
             self._socket.sendto(LEAVE + b" " + self._token.encode(), address)
+
+    def _have_left(self, attempt: Attempt) -> bool:
+        """Whether all ranks have left in order; what they said last may be on its way."""
+        began = self._clock()
+        while not decision.have_left(attempt.signs):
+            if self._clock() - began > FAREWELL_SECONDS:
+                return False
+            self._pause(LOOK_SECONDS, attempt)
+        return True
 
     def _missing(self, attempt: Attempt) -> list[str]:
         """The hosts that neither tell of the end of their ranks nor answer a probe."""

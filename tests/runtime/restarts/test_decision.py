@@ -12,6 +12,7 @@ from axsparse.runtime.restarts.decision import (
     Patience,
     Sign,
     fault,
+    have_left,
     missing,
     place,
     preferred,
@@ -159,6 +160,11 @@ def test_hosts_that_do_not_tell_of_the_end_of_their_ranks_are_missing() -> None:
 
     assert missing(HOST_OF, heard) == ["b"]
     assert missing(HOST_OF, {}) == []
+
+
+def test_ranks_have_left_once_each_said_so() -> None:
+    assert have_left({0: sign(0, 0.5, GONE, ENDS), 1: sign(1, 0.5, RUNS, ENDS)})
+    assert not have_left({0: sign(0, 0.5, GONE, ENDS), 1: sign(1, 0.5, GONE, STEPS)})
 
 
 # -- whether to go on -------------------------------------------------------------------

@@ -20,10 +20,17 @@ from axsparse.runtime.restarts.launchers import (
 PLACING = Placing((Host("a", 2), Host("b", 1)))
 
 
-def test_mpirun_is_told_the_hosts_in_a_form_that_mpich_and_open_mpi_read(tmp_path: Path) -> None:
-    words = command(["/x/mpirun", "-v"], PLACING, ["rank"], tmp_path, named=True).words
+@pytest.mark.parametrize(
+    ("policy", "told"), [("", "slot"), (":oversubscribe", "slot:oversubscribe"), ("core", "slot")]
+)
+def test_mpirun_is_told_the_hosts_in_a_form_that_mpich_and_open_mpi_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, told: str
+) -> None:
+    monkeypatch.setenv("PRTE_MCA_rmaps_default_mapping_policy", policy)
+    started = command(["/x/mpirun", "-v"], PLACING, ["rank"], tmp_path, named=True)
 
-    assert words == ("/x/mpirun", "-v", "--host", "a:2,b:1", "-n", "3", "rank")
+    assert started.words == ("/x/mpirun", "-v", "--host", "a:2,b:1", "-n", "3", "rank")
+    assert started.environment == {"PRTE_MCA_rmaps_default_mapping_policy": told}
 
 
 def test_a_launcher_that_knows_its_hosts_is_told_the_number_of_ranks(tmp_path: Path) -> None:
