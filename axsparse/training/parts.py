@@ -131,7 +131,6 @@ def assemble(
     offload = None
     if config.samo.offload and placement.gpu is not None:
         offload = Offload(placement.gpu, states, backoff)
-    microbatches = num_microbatches(config.batch) if config.samo.gradient == "exact" else None
     return Parts(
         run=run,
         placement=placement,
@@ -142,9 +141,7 @@ def assemble(
         collector=collector,
         sync=sync,
         weights=WeightGather(gradients, backoff, phases),
-        statistics=RunningStatistics(
-            [layer.module for layer in layers], options.replicas, microbatches
-        ),
+        statistics=_statistics(run, layers, options),
         replicas=options.replicas,
         offload=offload,
         loss_scale=loss_scale(config),
@@ -155,6 +152,17 @@ def assemble(
         recorder=recorder,
         run_dir=run_dir,
     )
+
+
+def _statistics(
+    run: RunSpec, layers: Sequence[BuiltLayer], options: StateOptions
+) -> RunningStatistics:
+    """The running statistics of this stage, which are common to its replicas where sums are
+    exact."""
+    is_exact = run.config.samo.gradient == "exact"
+    microbatches = num_microbatches(run.config.batch) if is_exact else None
+    modules = [layer.module for layer in layers]
+    return RunningStatistics(modules, options.replicas, microbatches)
 
 
 def _live_masks(
