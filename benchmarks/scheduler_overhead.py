@@ -144,7 +144,7 @@ def microseconds(name: ScheduleName) -> list[float]:
         returning.extend(headers[Direction.BACKWARD])
         elsewhere.seconds = 0.0
         began = time.thread_time()
-        engine.train(batch, 1.0, 1.0, lambda _: None)
+        engine.train(batch, 1.0, 1.0, lambda _: None, lambda _: None)
         seconds = time.thread_time() - began - elsewhere.seconds
         found.append(1e6 * seconds / MICROBATCHES)
     return found

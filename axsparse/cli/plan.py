@@ -167,7 +167,8 @@ def _training_differs(asked: Subject, plan: Plan) -> Iterator[str]:
     given = (layout.memory_per_rank, layout.g_inter, layout.g_data, layout.split)
     if given != ("auto",) * len(given):
         return  # both keep to what is given, or take the fewest stages that fit the limit
-    grid = resolve_grid(asked.loaded, plan.gpus, len(asked.survey.layers))
+    devices = plan.recommended.layout.grid.size
+    grid = resolve_grid(asked.loaded, devices, len(asked.survey.layers))
     if grid.g_inter != plan.recommended.layout.grid.g_inter:
         yield (
             f"training by itself takes {grid}: where layout.memory_per_rank sets no limit, "

@@ -65,7 +65,9 @@ class LayoutQuestion:
     workload: Workload
     cluster: Cluster
     gpus: int
-    """Number of devices; a layout uses all of them."""
+    """Number of devices; a layout uses all of them, unless it may leave some."""
+    may_leave: bool = False
+    """Whether a layout may leave devices over if a step is no slower without them."""
     global_batch_size: int
     """Samples of a step."""
     memory_bytes: float | None = None

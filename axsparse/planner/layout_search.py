@@ -3,7 +3,8 @@
 Every (G_inter, G_data, microbatch size) of the devices is either rejected with a reason or
 simulated. The smallest G_inter that fits is recommended (the paper's rule, section IV-B: bubble
 and messages grow with it), at its fastest microbatch size. The other layouts are ranked by their
-predicted step, so that everyone sees how much the rule gains or loses.
+predicted step, so that everyone sees how much the rule gains or loses. Devices are left over where
+a step is no slower without them: replicas take whole microbatches, some one more than others.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layouts of a number of devices."""
+    """All layouts of a number of devices, and the recommended one, which may leave some over."""
 
     workload: Workload
     cluster: Cluster
@@ -68,7 +69,8 @@ class Plan:
 
     @property
     def recommended(self) -> Row:
-        """The smallest G_inter that fits, at its fastest microbatch size."""
+        """The smallest G_inter that fits, at its fastest microbatch size; of fewer devices, if that
+        is as fast."""
         return self.rows[0]
 
     def margin(self, row: Row) -> float:
@@ -83,15 +85,18 @@ def plan(question: LayoutQuestion) -> Plan:
     if gpus < 1:
         raise ConfigError(f"gpus: {gpus} devices train nothing; plan for at least 1")
     rows, rejected = try_layouts(question)
-    if not rows:
+    fewest = min((row.layout.grid.g_inter for row in rows), default=gpus)
+    fitting = [row for row in rows if row.layout.grid.g_inter == fewest]
+    best = min(fitting, key=lambda row: row.seconds, default=None)
+    if question.may_leave:
+        best = _on_fewer(question, fewest, best)
+    if best is None:
         last = rejected[-1]
         raise ConfigError(
             f"gpus: {workload.name} fits no layout of {counted(gpus, 'device')} of "
             f"{cluster.name}; with {counted(last.g_inter, 'stage')} {last.reason}; take more "
             "devices, or prune more"
         )
-    fewest = min(row.layout.grid.g_inter for row in rows)
-    best = min((r for r in rows if r.layout.grid.g_inter == fewest), key=lambda row: row.seconds)
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
     search = Search(best)
     if question.schedules is None:
@@ -107,6 +112,29 @@ def plan(question: LayoutQuestion) -> Plan:
         search.tried,
         search.trades,
     )
+
+
+def _on_fewer(question: LayoutQuestion, most_stages: int, best: Row | None) -> Row | None:
+    """The fastest layout that leaves some devices over and is no slower than `best`, which takes
+    all of them; else `best`. It has `most_stages` stages at most.
+
+    A step lasts as long as the replica that takes most of the microbatches. So as many replicas do
+    as are needed for none to take more, and the number of stages need not divide that of devices.
+    """
+    for stages in question.g_inter or range(1, min(most_stages, question.gpus) + 1):
+        for size in question.microbatch_sizes or _powers_of_two(question.global_batch_size, 1):
+            microbatches, most = -(-question.global_batch_size // size), question.gpus // stages
+            if not most:
+                break
+            grid = Grid(stages, -(-microbatches // -(-microbatches // most)))
+            if grid.size == question.gpus or _impossible(question, grid) is not None:
+                continue
+            tried = _try_size(question, grid, size)
+            if isinstance(tried, Rejection):
+                break
+            if best is None or tried.seconds <= best.seconds:
+                best = tried
+    return best
 
 
 def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:

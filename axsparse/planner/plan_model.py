@@ -98,6 +98,7 @@ class Subject:
             run_question(self.workload(method), cluster, config, gpus, stages, room),
             microbatch_sizes=microbatch_sizes,
             schedules=schedules(config, has_times=True),
+            may_leave=config.layout.g_data == "auto",
         )
         try:
             return plan(question)

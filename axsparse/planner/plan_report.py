@@ -119,6 +119,9 @@ def because(plan: Plan) -> str:
     else:
         used, room = gigabytes(best.most_bytes), gigabytes(plan.memory_bytes)
         reason = f"the fewest stages fit: {used} GB of {room} GB"
+    left = plan.gpus - best.layout.grid.size
+    if left:
+        reason += f"; with the other {counted(left, 'device')} a step would be no faster"
     fastest = min(plan.rows, key=lambda row: row.seconds)
     if fastest.seconds < best.seconds:
         reason += (

@@ -140,9 +140,13 @@ def assemble(
         collector=collector,
         sync=sync,
         weights=WeightGather(gradients, backoff, phases),
+<<<<<<< HEAD
         statistics=RunningStatistics(
             [layer.module for layer in layers], options.replicas, run.exact_microbatches
         ),
+=======
+        statistics=_statistics(run, layers, options),
+>>>>>>> exact
         replicas=options.replicas,
         offload=offload,
         loss_scale=loss_scale(config),
@@ -153,6 +157,17 @@ def assemble(
         recorder=recorder,
         run_dir=run_dir,
     )
+
+
+def _statistics(
+    run: RunSpec, layers: Sequence[BuiltLayer], options: StateOptions
+) -> RunningStatistics:
+    """The running statistics of this stage, which are common to its replicas where sums are
+    exact."""
+    is_exact = run.config.samo.gradient == "exact"
+    microbatches = num_microbatches(run.config.batch) if is_exact else None
+    modules = [layer.module for layer in layers]
+    return RunningStatistics(modules, options.replicas, microbatches)
 
 
 def _live_masks(

@@ -140,12 +140,6 @@ class RunSpec:
         return kinds.get(self.config.samo.gradient, self.dtype)
 
     @property
-    def exact_microbatches(self) -> int | None:
-        """The microbatches of a step of all replicas, where sums over them are exact; else None."""
-        config = self.config
-        return num_microbatches(config.batch) if config.samo.gradient == "exact" else None
-
-    @property
     def types(self) -> StateTypes:
         """The forms in which the state of a layer is stored."""
         samo = self.config.samo

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support import pretend_gpu
-from support.cuda_on_cpu import COMPRESS, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
+from support.cuda_on_cpu import COMPRESS, EXACT, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
 from support.images import image_config, image_data, small_wide_resnet
 from support.late_device import LateDevice
 from support.oracle import Oracle, sgd
@@ -92,7 +92,7 @@ def device_roots(monkeypatch: pytest.MonkeyPatch) -> None:
 def launch(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
     rules = [name for name in STEP if name.startswith("step_adamw") or "PLAIN" in name]
     wanted = [name for name in (*COMPRESS, *JUDGE, *rules) if "Fp16" not in name]
-    return EmulatedLauncher([*wanted, *HELPERS], tmp_path_factory.mktemp("kernels"))
+    return EmulatedLauncher([*wanted, *HELPERS, *EXACT], tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture

@@ -11,8 +11,11 @@ from support.planner_cases import SUMMIT, cluster, formula, planned, schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout import Row
 from axsparse.planner.layout_search import Plan
+from axsparse.planner.plan_report import because
 from axsparse.planner.schedule_choice import MOST_ROOM, PAYS, Trade
 from axsparse.runtime.errors import ConfigError
+
+BIG = cluster(memory_bytes=1e12)
 
 
 @cache
@@ -207,3 +210,56 @@ def test_one_stage_or_microbatch_has_nothing_to_fill(g_inter: int, batch: int) -
     )
 
     assert [*map(is_split, found.tried)] == [is_split(found.recommended)] == [False]
+
+
+# -- devices that are left over ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "grid"),
+    [
+        (8, 7, (1, 7)),
+        (8, 6, (1, 6)),
+        (8, 12, (1, 6)),  # eight replicas take two at most as well
+        (8, 16, (1, 8)),
+        (8, 15, (1, 8)),  # seven would take three
+    ],
+)
+def test_devices_without_which_a_step_is_no_slower_are_left_over(
+    gpus: int, batch: int, grid: tuple[int, int]
+) -> None:
+    question: dict[str, Any] = {
+        **{"gpus": gpus, "global_batch_size": batch, "microbatch_sizes": [1]},
+        **{"g_inter": [1], "schedules": [schedule()], "machine": BIG},
+    }
+    found = planned("gpt3_xl", 0.1, **question, may_leave=True)
+
+    layout = found.recommended.layout
+    assert (layout.grid.g_inter, layout.grid.g_data) == grid
+    assert layout.microbatches == -(-batch // grid[1]), "of the replica that takes most"
+    rows = {row.layout.grid.g_data: row for row in found.rows}
+    assert found.recommended.seconds == min(row.seconds for row in rows.values())
+    if batch >= gpus:
+        assert gpus in rows, "so everyone sees what it costs"
+        with_all = planned("gpt3_xl", 0.1, **question)
+        assert with_all.recommended.layout.grid.g_data == gpus
+        assert with_all.recommended.seconds >= found.recommended.seconds
+
+
+def test_the_number_of_stages_need_not_divide_that_of_devices() -> None:
+    """Three stages are the fewest that hold the model; of seven devices they leave one."""
+    question: dict[str, Any] = {
+        **{"gpus": 7, "global_batch_size": 12, "microbatch_sizes": [1]},
+        "schedules": [schedule()],
+    }
+    with_all = planned("gpt3_2.7b", 0.1, **question)
+    room = min(row.most_bytes for row in planned("gpt3_2.7b", 0.1, gpus=3, **rest(question)).rows)
+    found = planned("gpt3_2.7b", 0.1, **question, memory_bytes=room, may_leave=True)
+
+    assert with_all.recommended.layout.grid.g_inter in (1, 7)
+    assert found.recommended.layout.grid.size == 6
+    assert f"{found.gpus - 6} device" in because(found)
+
+
+def rest(question: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in question.items() if key != "gpus"}
