@@ -246,6 +246,11 @@ def _read_file(path: Path) -> dict[str, Setting]:
 def _read_override(override: str) -> tuple[str, Setting]:
     key, equals, text = override.partition("=")
     key = key.strip()
+    if key.startswith("-"):  # of a script's own arguments, since commands know their options
+        raise ConfigError(
+            f"configure: {show(override)} is an option, and overrides have none; write key=value "
+            "alone, like pruning.sparsity=0.8"
+        )
     if not key or not equals:
         raise ConfigError(
             f"--set {show(override)}: not of the form key=value; "

@@ -379,6 +379,10 @@ def test_overrides_win_over_dictionaries_as_they_do_over_a_file() -> None:
     assert loaded.where("train.eval_steps") == "train.eval_steps (configure)"
     with pytest.raises(ConfigError, match=r"train.step \(--set\): unknown key; did you mean"):
         configure(given, ["train.step=9"])
+    with pytest.raises(
+        ConfigError, match=r"^configure: '--set' is an option, and .* write key=val"
+    ):
+        configure(given, ["--set", "train.steps=9"])
     with pytest.raises(ConfigError, match=r"^--set 'steps': not of the form key=value"):
         configure(given, ["steps"])
 

@@ -184,7 +184,7 @@ def test_what_cannot_be_scored_is_refused_in_one_line(
 
 CONVOLUTIONS: dict[str, Callable[[], Convolution]] = {
     "plain": lambda: nn.Conv1d(2, 3, 3),
-    "padded": lambda: nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+    "padded": lambda: nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 1), dilation=(1, 2)),
     "grouped": lambda: nn.Conv2d(4, 6, 3, groups=2, padding="same"),
     "each alone": lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1, padding_mode="circular"),
     "reflected": lambda: nn.Conv1d(3, 2, 5, padding=2, padding_mode="reflect", stride=3),
