@@ -140,13 +140,7 @@ def assemble(
         collector=collector,
         sync=sync,
         weights=WeightGather(gradients, backoff, phases),
-<<<<<<< HEAD
-        statistics=RunningStatistics(
-            [layer.module for layer in layers], options.replicas, run.exact_microbatches
-        ),
-=======
         statistics=_statistics(run, layers, options),
->>>>>>> exact
         replicas=options.replicas,
         offload=offload,
         loss_scale=loss_scale(config),
