@@ -274,27 +274,27 @@ class PruningConfig(Section):
                 raise BrokenRule(
                     key, f"{value}, but pruning.method {self.method} {why}; choose {usual}"
                 )
-        if self.heal != "none":
-            for methods, key, value, usual in (
-                (
-                    ("magnitude", "random", "custom", "wanda", "sparsegpt"),
-                    "method",
-                    self.method,
-                    "wanda",
-                ),
-                ((0,), "at_step", at, 0),
-                (("uniform", "erk"), "distribution", self.distribution, "uniform"),
-            ):
-                if value not in methods:
-                    raise BrokenRule(
-                        key,
-                        f"{value}, but pruning.heal fits what is pruned at once, layer by layer, "
-                        f"before the first step; choose {usual}",
-                    )
         if isinstance(rewind, int) and rewind > at:
             raise BrokenRule(
                 "rewind_step",
                 f"{rewind} is above pruning.at_step {at}, the first pruning; choose at most that",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _healing_fits_what_is_pruned_at_once(self) -> PruningConfig:
+        if self.heal == "none":
+            return self
+        why = "pruning.heal fits what is pruned at once, layer by layer, before the first step"
+        if self.method not in ("magnitude", "random", "custom", "wanda", "sparsegpt"):
+            raise BrokenRule("method", f"{self.method}, but {why}; choose wanda")
+        if self.at_step:
+            raise BrokenRule("at_step", f"{self.at_step}, but {why}; choose 0")
+        if self.distribution == "global":
+            raise BrokenRule("distribution", f"global, but {why}; choose uniform")
+        if self.ticket is not None:
+            raise BrokenRule(
+                "ticket", f"{self.ticket!r} has masks, but {why}; leave one of them out"
             )
         return self
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from axsparse.config.schema import num_microbatches
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.survey import Survey
