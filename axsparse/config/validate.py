@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.model_config import CnnConfig, LlamaConfig, TextFamily
+from axsparse.config.model_config import CnnConfig, HfConfig, TextFamily
 from axsparse.config.schema import Config, num_microbatches, prunes
 from axsparse.config.section import counted as counted
 from axsparse.config.section import divisors as divisors
@@ -70,10 +70,10 @@ def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:
             f"model.sequence_length {model.sequence_length}; "
             f"choose at most {model.sequence_length}, or auto"
         )
-    if loaded.config.data.separate_documents and not isinstance(model, LlamaConfig):
+    if loaded.config.data.separate_documents and not isinstance(model, HfConfig):
         raise ConfigError(
             f"{loaded.where('data.separate_documents')}: true, but tokens of model.name "
-            f"{model.name} see all tokens before them; choose false, or model.name llama"
+            f"{model.name} see all tokens before them; choose false, or a model of transformers"
         )
 
 

@@ -218,9 +218,9 @@ SAMPLES = 24
 
 
 def config(method: str, precision: str, samples: int = SAMPLES, width: int = 96) -> Config:
-    sizes = {"hidden_size": width, "intermediate_size": 264 * width // 96, "sequence_length": 12}
+    sizes = {"hidden_size": width, "intermediate_size": 264 * width // 96}
     return tiny_config(
-        model={**SMALL_LLAMA.model_dump(), **sizes},
+        model={**SMALL_LLAMA, "hf": {**SMALL_LLAMA["hf"], **sizes}},
         pruning={"method": method, "sparsity": 0.6, "calibration_samples": samples},
         batch={"global_batch_size": 4, "microbatch_size": 2},
         train={"steps": 1},
