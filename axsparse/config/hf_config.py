@@ -44,16 +44,13 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
     filled = dict(settings)
     name = settings.get("model.name")
     for key, value in model_settings(path, None if name is None else name.value).items():
-        key = f"model.{key}"  # noqa: PLW2901
+        key = f"model.{key}"
         given = settings.get(key)
         if given is None or given.value is None:
             filled[key] = Setting(value, str(path))
-        elif key == HF and isinstance(given.value, Mapping) and given.value != value:
-            other = next(k for k in {**value, **given.value} if given.value.get(k) != value.get(k))
-            raise ConfigError(
-                f"{HF}.{other} ({given.origin}): {shown(given.value.get(other))}, but {path} has "
-                f"{shown(value.get(other))}; leave {HF} out, or name another folder"
-            )
+        elif key == HF and isinstance(given.value, Mapping):
+            refuse_other_settings(path, value, given.value, f"{HF} ({given.origin})")
+            filled[key] = Setting(value, str(path))
         elif given.value != value:
             shorter = "; for shorter samples set data.sequence_length"
             more_said = shorter if key == "model.sequence_length" else ""
@@ -250,6 +247,25 @@ def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
                 f"way that is not done here; set {key} to {shown(type(getattr(settings, key))())}"
             )
     return settings
+
+
+def refuse_other_settings(
+    path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str
+) -> None:
+    """ConfigError if some of our settings are others in a config.json, as transformers reads both.
+
+    `where` is the place of our settings. Those that we leave to transformers are not compared.
+    """
+    there, here = (
+        hf_settings(place, settings).to_dict()
+        for place, settings in ((path, theirs), (where, ours))
+    )
+    for key in ours:
+        if here.get(key) != there.get(key):
+            raise ConfigError(
+                f"{where}: {key} {shown(here.get(key))}, but {path} has {shown(there.get(key))}; "
+                "leave it out, or name another folder"
+            )
 
 
 def hf_sizes(where: object, theirs: Mapping[str, Any]) -> dict[str, Any]:

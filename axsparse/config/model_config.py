@@ -105,7 +105,7 @@ class HfConfig(TextFamily):
 
     name: Literal["hf"] = "hf"
     """Any model that the installed transformers knows; it is an extra, `axsparse[hf]`."""
-    hf: dict[str, Any] = {}
+    hf: dict[str, Any] = Field(default_factory=dict)
     """The settings of the model as its `config.json` has them, `model_type` among them. With
     `model.from` they are those of the folder, and `sequence_length` and `vocab_size` come from
     them."""
@@ -170,9 +170,7 @@ ModelConfig = Annotated[
     Discriminator(
         family_of,
         custom_error_type="family",
-        custom_error_message=(
-            "Input should be 'gpt', 'hf', 'vgg19', 'wide_resnet101_2' or 'cnn'"
-        ),
+        custom_error_message=("Input should be 'gpt', 'hf', 'vgg19', 'wide_resnet101_2' or 'cnn'"),
     ),
 ]
 """The settings of one model, of whichever family."""

@@ -45,9 +45,7 @@ def settings(**pruning: Any) -> dict[str, Any]:
 
 
 def llama_config(folder: Path, **pruning: Any) -> Config:
-    return tiny_config(
-        model={**SMALL_LLAMA, "from": str(folder)}, **settings(**pruning)
-    )
+    return tiny_config(model={**SMALL_LLAMA, "from": str(folder)}, **settings(**pruning))
 
 
 def kept_of(g_inter: int, g_data: int, model: Model, config: Config) -> dict[str, Tensor]:

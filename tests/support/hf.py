@@ -27,6 +27,8 @@ from axsparse.training.trainer import Trainer
 STEPS = 5
 SMALL_LLAMA = {
     "name": "hf",
+    "sequence_length": 12,
+    "vocab_size": VOCABULARY,
     "hf": {
         "model_type": "llama",
         "num_hidden_layers": 2,

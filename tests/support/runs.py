@@ -63,7 +63,8 @@ def tiny_config(**sections: Any) -> Config:
         "seed": 11,
     }
     for key, value in sections.items():
-        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+        merges = isinstance(value, dict) and value.get("name") != "hf"
+        settings[key] = {**settings.get(key, {}), **value} if merges else value
     return Config.model_validate(settings)
 
 
@@ -210,7 +211,7 @@ def assert_bitwise(ours: Trace, expected: Trace) -> None:
             if owner in theirs or kind == "weights":
                 assert torch.equal(tensor, theirs[owner]), (kind, name)
     for name, moments in ours.moments.items():
-        owner = name if name in expected.moments else "embed.token.weight"
+        owner = name if name in expected.moments else next(iter(expected.moments))
         for moment, values in moments.items():
             assert torch.equal(values, expected.moments[owner][moment]), (name, moment)
     for name, buffer in ours.buffers.items() if expected.buffers else ():

@@ -461,9 +461,7 @@ def test_tokens_that_are_gone_leave_a_folder_without_tokenizer_which_is_told(
 
 def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:
     write_llama(tmp_path / "start")
-    config = config_of(
-        model={**SMALL_LLAMA, "from": f"{tmp_path}/start"}
-    )
+    config = config_of(model={**SMALL_LLAMA, "from": f"{tmp_path}/start"})
     ran((1, 1), config, tmp_path / "run", model=lambda c: named_model(made_in_python(c, "llama")))
     settings = tmp_path / "start" / "config.json"
     changed = json.loads(settings.read_text()) | {"rms_norm_eps": 0.5}

@@ -25,7 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axsparse.config.hf_config import hf_settings
+from axsparse.config.hf_config import (
+    CONFIG_FILE,
+    HF,
+    hf_settings,
+    read_json,
+    refuse_other_settings,
+)
 from axsparse.config.model_config import HfConfig
 from axsparse.models.layer import InitFunction, Kind, Layer, Model, Tie, on_meta
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
@@ -87,7 +93,11 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
     )
     if path is None:
         return model
-    file = HfFile(open_weights(path), cut.causal)
+    opened = open_weights(path)
+    beside = opened.path.parent / CONFIG_FILE
+    if beside.exists():
+        refuse_other_settings(beside, read_json(beside), config.hf, HF)
+    file = HfFile(opened, cut.causal)
     return start_from(model, file, ignored=file.is_ignored, new=config.new)
 
 
@@ -203,6 +213,7 @@ class Cut:
         if not after and _hidden(watched.output) is not last:
             raise _unfit("its forward computes with the last layer's result, by no module")
         self.head_is_plain = self._has_plain_head()
+        _mark_what_multiplies(self._list)
         self.parts = self._cut(before, after)
         self.ties = _tied(self.causal)
         self._refuse_what_is_left()
@@ -381,7 +392,9 @@ class Cut:
             body = copy.deepcopy(without, {**zeros}).requires_grad_(requires_grad=False)
             for slot in slots(body):
                 tensor = slot.tensor
-                slot.put(torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+                slot.put(
+                    torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+                )
             self._bodies[key] = body.eval()
         return self._bodies[key]
 
@@ -593,7 +606,9 @@ def _on_meta(config: HfConfig) -> Any:
     try:
         causal: Any = on_meta(Layer("hf", build))
     except Exception as reason:
-        raise _unfit(f"transformers cannot make it ({' '.join(str(reason).split())[:200]})") from reason
+        raise _unfit(
+            f"transformers cannot make it ({' '.join(str(reason).split())[:200]})"
+        ) from reason
     for slot in slots(causal):
         if not slot.persists and slot.tensor.is_meta:
             value = torch.zeros(slot.tensor.shape, dtype=slot.tensor.dtype)
@@ -616,7 +631,9 @@ def _only_list(causal: nn.Module) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             found[path] = module
     if len(found) != 1:
-        raise _unfit(f"it has {len(found)} lists of modules ({', '.join(found) or 'none'}), not one")
+        raise _unfit(
+            f"it has {len(found)} lists of modules ({', '.join(found) or 'none'}), not one"
+        )
     [(path, layers)] = found.items()
     return path, layers
 
@@ -627,6 +644,25 @@ def _head(causal: Any) -> tuple[str, nn.Module]:
         if child is head:
             return name, child
     raise _unfit("its output head is not a module beside the body")
+
+
+def _mark_what_multiplies(layers: nn.Module) -> None:
+    """Say which modules besides torch's own have matrices that are pruned by default: transposed
+    linear layers, and experts, which are stacks of matrices. A linear layer beside experts that has
+    an output for each of them is a router and stays dense."""
+    from transformers.pytorch_utils import Conv1D
+
+    for parent in layers.modules():
+        if isinstance(parent, Conv1D):
+            parent.multiplies = True
+        for child in parent.children():
+            stacks = {len(p) for p in child.parameters(recurse=False) if p.dim() == 3}
+            if len(stacks) != 1 or isinstance(child, (nn.Conv1d, nn.ModuleList)):
+                continue
+            child.multiplies = True  # type: ignore[assignment]
+            for router in parent.children():
+                if isinstance(router, nn.Linear) and router.out_features in stacks:
+                    router.multiplies = False  # type: ignore[assignment]
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -700,7 +736,10 @@ def _moved(value: Any) -> Any:
 
 def _masks_differ(one: Arguments, other: Arguments) -> bool:
     """Whether two layers see other tokens: of four dimensions are masks alone."""
-    masks = [[v for v in _leaves(each) if isinstance(v, Tensor) and v.dim() == 4] for each in (one, other)]
+    masks = [
+        [v for v in _leaves(each) if isinstance(v, Tensor) and v.dim() == 4]
+        for each in (one, other)
+    ]
     return len(masks[0]) != len(masks[1]) or any(
         not torch.equal(a, b) for a, b in zip(*masks, strict=True)
     )
@@ -759,7 +798,9 @@ class HfFile:
                 name, renamings, converters, causal.base_model_prefix, names
             )
             if pattern is None and to in self._sources:
-                raise DataError(f"{file.path}: {name!r} and another tensor are both {to}; get it anew")
+                raise DataError(
+                    f"{file.path}: {name!r} and another tensor are both {to}; get it anew"
+                )
             self._sources.setdefault(to, []).append((name, pattern))
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._made_with: dict[str, str] = {}
@@ -789,7 +830,9 @@ class HfFile:
         for name, place in sources:
             converter.add_tensor(to, name, place, partial(read, name))
         try:
-            made: dict[str, Any] = converter.convert(to, model=self._causal, config=self._causal.config)
+            made: dict[str, Any] = converter.convert(
+                to, model=self._causal, config=self._causal.config
+            )
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as reason:
             raise DataError(
                 f"{self.path}: {first!r} and others do not make {to} "

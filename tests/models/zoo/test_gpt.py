@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from axsparse.models.zoo.llama import llama
 from support.runs import built_modules
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from axsparse.config.model_config import GptConfig, LlamaConfig
 from axsparse.models.layer import Model, Tie
 from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import INIT_STD, gpt
-from axsparse.models.zoo.llama import llama
 from axsparse.runtime.seeds import keyed_generator
 
 

@@ -13,7 +13,6 @@ import torch
 from support.commands import lines_beside, refusal
 from support.exhaustive import by_default
 from support.hf import (
-    STEPS,
     config_from,
     hf_logits,
     hf_losses,
@@ -28,16 +27,14 @@ from support.runs import VOCABULARY, tiny_config, token_data, train_in_process
 from torch import Tensor
 
 from axsparse.config.hf_config import config_json
-from axsparse.config.load import made_in_python
+from axsparse.config.load import load_config, made_in_python
 from axsparse.config.model_config import GptConfig, of_family
-from axsparse.config.schema import Config
-from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights
 from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
 from axsparse.models.zoo.gpt2_files import gpt2_name, turned
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.errors import AxsparseError, ConfigError
+from axsparse.runtime.errors import AxsparseError
 
 LOGITS_RTOL = 1e-5
 LOSS_RTOL = 1e-6
@@ -199,7 +196,10 @@ def test_settings_of_a_gpt_are_those_that_transformers_makes(transformers: Any) 
 # -- files ----------------------------------------------------------------------------------
 
 GPT = of_family(tiny_config().model, GptConfig)
-OLD_BUFFERS = {"h.0.attn.bias": torch.ones(1, 1, 12, 12), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+OLD_BUFFERS = {
+    "h.0.attn.bias": torch.ones(1, 1, 12, 12),
+    "h.1.attn.masked_bias": torch.tensor(-1e4),
+}
 
 
 def saved(
@@ -225,12 +225,8 @@ def test_files_of_the_body_alone_and_with_old_buffers_are_read(tmp_path: Path) -
     (tmp_path / "whole").mkdir()
     ours = saved(tmp_path / "whole", model)
     (tmp_path / "body").mkdir()
-    body = {
-        gpt2_name(name, prefix=""): turned(name, tensor) for name, tensor in ours.items()
-    }
-    write_safetensors(
-        tmp_path / "body" / "model.safetensors", {**body, **OLD_BUFFERS}
-    )
+    body = {gpt2_name(name, prefix=""): turned(name, tensor) for name, tensor in ours.items()}
+    write_safetensors(tmp_path / "body" / "model.safetensors", {**body, **OLD_BUFFERS})
     text = (tmp_path / "whole" / "config.json").read_text()
     (tmp_path / "body" / "config.json").write_text(text)
 

@@ -6,16 +6,11 @@ folder and its text.
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from config.test_refusals import cases_in
-from support.commands import refusal
 from support.exhaustive import by_default
 from support.hf import (
     STEPS,
@@ -23,22 +18,15 @@ from support.hf import (
     hf_logits,
     hf_losses,
     our_logits,
-    ours_from,
     saved_model,
-    small_llama,
     tokens,
-    write_llama,
 )
-from support.images import assert_equal_tensors, write_safetensors
 from support.resuming import train_and_save
-from support.runs import VOCABULARY, assert_bitwise, tiny_config, token_data, train_in_process
+from support.runs import VOCABULARY, assert_bitwise, token_data, train_in_process
 from torch import Tensor
 
 from axsparse.config.load import made_in_python
-from axsparse.models.layer import as_tuple
-from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.errors import AxsparseError
 from axsparse.training.saved_model import Sampling, continuation, open_saved_model
 
 LOSS_RTOL = 2e-6
@@ -165,9 +153,12 @@ def test_a_family_computes_trains_and_writes_as_transformers_does(
     [(trainer, reference_pruned)] = train_in_process(1, 1, model, pruned, data)
     states = [state for layer in trainer.parts.layers for state in layer.state.owned]
     matrices = [one for one in states if one.kept < one.parameter.numel()]
+    names = [one.name for one in matrices]
     assert len(matrices) >= 3 * 4
+    assert not any("router" in name or "mlp.gate.weight" in name for name in names)
+    assert ("experts" in str(list(theirs.state_dict()))) == ("experts" in str(names))
     for one in matrices:
-        assert one.kept == pytest.approx(0.1 * one.parameter.numel(), abs=1), one.name
+        assert one.kept == pytest.approx(0.1 * one.parameter.numel(), rel=0.03), one.name
     for _, trace in train_in_process(3, 1, model, other, data):
         assert_bitwise(trace, reference_pruned)
 
@@ -177,8 +168,8 @@ def test_a_family_computes_trains_and_writes_as_transformers_does(
     )
     assert not any(report.values()), report
     state = out.state_dict()
-    for name, master in masters.items():
-        assert torch.equal(state[name], master), name
+    for name in masters.keys() & state.keys():  # A file has no buffers that are computed.
+        assert torch.equal(state[name], masters[name]), name
     again = settings_of(tmp_path / "ours", family)
     logits = our_logits(named_model(made_in_python(again, "tiny")), again, tokens())
     assert torch.equal(logits, hf_logits(out.eval()))
