@@ -33,11 +33,10 @@ IMAGENET = {
     "wideresnet101": ("wide_resnet101_2", 126_886_696, 0.1, 1e-4, 90 * 5005, 30 * 5005),
 }
 LLAMAS = {
-    # name: parameters of the published model; None: those of any folder
+    # name: parameters of the published model
     "llama3_8b": 8_030_261_248,
     "qwen3_1.7b": 1_720_574_976,
     "smollm2_135m": 134_515_008,
-    "prune_llama": None,
 }
 every_gpt3 = pytest.mark.parametrize("name", GPT3)
 
@@ -49,7 +48,7 @@ def config_of(name: str) -> Config:
 def test_these_are_all() -> None:
     assert set(bundled_configs()) == {
         *("quickstart", "digits_cnn"),
-        *(*IMAGENET, *GPT3, *STUDY, *LLAMAS),
+        *(*IMAGENET, *GPT3, *STUDY, *LLAMAS, "prune_llama"),
     }
 
 
@@ -119,14 +118,25 @@ def test_image_models_are_the_published_ones_and_trained_with_the_published_sett
 
 @pytest.mark.parametrize(("name", "parameters"), LLAMAS.items())
 def test_llamas_are_the_published_ones_and_trained_on_with_their_masks(
-    name: str, parameters: int | None
+    transformers: Any, name: str, parameters: int
 ) -> None:
     loaded = load_config(name)
     config = loaded.config
 
-    if parameters is not None:
-        assert survey(replace(named_model(loaded), example=None)).num_params == parameters
+    assert survey(replace(named_model(loaded), example=None)).num_params == parameters
     assert config.model.name == "hf"
     assert config.model.from_ is None
     assert (config.data.source, config.precision) == ("tokens", "bf16")
     assert config.schedule.warmup_steps * 10 <= config.train.steps
+
+
+def test_prune_llama_is_for_any_folder_and_for_no_model_without_one(
+    transformers: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"model\.hf .*has no model_type; name a folder"):
+        load_config("prune_llama")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+
+    config = load_config("prune_llama", [f"model.from={tmp_path}"]).config
+
+    assert (config.model.name, config.pruning.method) == ("hf", "magnitude")
