@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from axsparse.config.load import bundled_configs, load_config
-from axsparse.config.model_config import GptConfig, TextFamily, Vgg19Config, of_family
+from axsparse.config.model_config import GptConfig, Vgg19Config, of_family
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config
 from axsparse.data.digits import VALIDATION_SAMPLES
@@ -15,6 +17,7 @@ from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.auto_layout import resolve_grid
+from axsparse.runtime.errors import ConfigError
 
 GPT3 = {
     # name: layers, width, heads, parameters, sequences of a batch, learning rate
@@ -58,11 +61,13 @@ def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
     name: str, ranks: int
 ) -> None:
     loaded = load_config(name)
+    model = loaded.config.model
+    layers = model.num_layers + 2 if isinstance(model, GptConfig) else 28 + 3
 
     check_config(loaded)
     check_batch(
         loaded,
-        resolve_grid(loaded, ranks, of_family(loaded.config.model, TextFamily).num_layers + 2),
+        resolve_grid(loaded, ranks, layers),
     )
 
 
