@@ -6,27 +6,46 @@ folder and its text.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from support.commands import lines_beside, refusal
 from support.exhaustive import by_default
 from support.hf import (
+    SMALL_LLAMA,
     STEPS,
     config_from,
     hf_logits,
     hf_losses,
     our_logits,
     saved_model,
+    small_llama,
     tokens,
+    write_llama,
 )
+from support.images import write_safetensors
 from support.resuming import train_and_save
-from support.runs import VOCABULARY, assert_bitwise, token_data, train_in_process
+from support.runs import VOCABULARY, assert_bitwise, tiny_config, token_data, train_in_process
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from axsparse.config.load import made_in_python
+from axsparse.config.load import configure, made_in_python
+from axsparse.config.schema import PipelineConfig, PruningConfig
+from axsparse.data.dataset import TokenDataset
+from axsparse.models.layer import Model, as_tuple
+from axsparse.models.sequential import filled_modules
+from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import named_model
+from axsparse.runtime.errors import AxsparseError, ConfigError
+from axsparse.runtime.files.safetensors import SafetensorsFile
 from axsparse.training.saved_model import Sampling, continuation, open_saved_model
 
 LOSS_RTOL = 2e-6
@@ -190,3 +209,287 @@ def greedy(model: Any, prompt: Tensor, count: int) -> list[int]:
     model.generation_config.eos_token_id = None
     text = model.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0)
     return text[0, prompt.shape[1] :].tolist()
+
+
+# -- documents ------------------------------------------------------------------------------
+
+
+def separated_data() -> TokenDataset:
+    """Samples of 16 tokens, most of them of several documents, which end with token 0."""
+    words = np.random.default_rng(4).integers(0, 8, 40 * 16 + 1, dtype=np.uint8)
+    return TokenDataset("separated", "0", VOCABULARY, words, 16, separator=0)
+
+
+@pytest.mark.parametrize(
+    "family",
+    by_default(["gemma2"], ["llama", "gemma2", "gpt2", "qwen3", "gpt_neox", "cohere2", "gpt_oss"]),
+)
+def test_a_document_among_others_is_read_as_if_it_were_alone(
+    transformers: Any, family: str, tmp_path: Path
+) -> None:
+    theirs = make(transformers, family, tmp_path)
+    config = settings_of(tmp_path, family, data={"sequence_length": 16, "separate_documents": True})
+    model = named_model(made_in_python(config, "tiny"))
+    modules = filled_modules(model, survey(model).ties, tensors_of(model))
+    (samples, starts), _ = separated_data().read(np.arange(6))
+
+    with torch.no_grad():
+        flow: tuple[Tensor, ...] = (samples, starts)
+        for name, module in modules.items():
+            flow = as_tuple(name, module(*flow))
+        packed = F.linear(*flow) if len(flow) == 2 else flow[0]
+        documents = 0
+        for row, begins in enumerate(starts.tolist()):
+            for begin in sorted(set(begins)):
+                end = begin + begins.count(begin)
+                alone = theirs(samples[row : row + 1, begin:end]).logits
+                torch.testing.assert_close(packed[row : row + 1, begin:end], alone)
+                documents += 1
+        assert documents > 12
+        assert not torch.allclose(packed, theirs(samples).logits, atol=1e-3)
+
+
+def tensors_of(model: Model) -> dict[str, Tensor]:
+    """The parameters and saved buffers that a model starts at."""
+    assert model.start is not None
+    surveyed = survey(replace(model, example=None))
+    saved = {b.name for layer in surveyed.layers for b in layer.buffers if b.persists}
+    read = {name: model.start.read(name) for name in (*surveyed.shapes, *saved)}
+    return {name: tensor for name, tensor in read.items() if tensor is not None}
+
+
+def test_separate_documents_train_alike_in_every_pipeline_and_recomputed() -> None:
+    settings = tiny_config(
+        model={**SMALL_LLAMA, "sequence_length": 16},
+        data={"separate_documents": True},
+        train={"steps": 3, "eval_every": 3, "eval_steps": 2},
+    )
+    again = settings.model_copy(update={"pipeline": PipelineConfig(checkpoint_activations=1)})
+    data, model = separated_data(), small_llama(16, separate=True)
+
+    [(trainer, reference)] = train_in_process(1, 1, model, settings, data, validation=data)
+    assert trainer.last_evaluation is not None
+    for g_inter, asked in ((2, again), (4, settings)):
+        for one, trace in train_in_process(g_inter, 1, model, asked, data, validation=data):
+            assert_bitwise(trace, reference)
+            assert one.last_evaluation == trainer.last_evaluation
+
+
+def test_plans_count_the_mask_of_documents() -> None:
+    run_on, apart = (
+        survey(small_llama(64, separate=separate), torch.bfloat16).layers[1].activations
+        for separate in (False, True)
+    )
+
+    assert run_on is not None and apart is not None
+    assert apart.saved - run_on.saved >= 2 * 64 * 64
+    assert apart.outputs - run_on.outputs == 4 * 64
+
+
+def test_models_that_do_not_tell_documents_apart_are_refused(
+    transformers: Any, tmp_path: Path
+) -> None:
+    for family in ("opt", "falcon"):
+        make(transformers, family, tmp_path / family)
+        config = settings_of(tmp_path / family, family, data={"separate_documents": True})
+        with pytest.raises(ConfigError, match=r"^data\.separate_documents: true, but the model's"):
+            named_model(made_in_python(config, "tiny"))
+
+
+# -- start values and costs -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_without_a_folder_starts_as_transformers_would_in_every_pipeline(
+    tied: bool,
+) -> None:
+    model = small_llama(tie_word_embeddings=tied)
+    config = tiny_config(model=SMALL_LLAMA, train={"steps": 2})
+
+    [(_, reference)] = train_in_process(1, 1, model, config, token_data())
+    for _, trace in train_in_process(3, 1, model, config, token_data()):
+        assert_bitwise(trace, reference)
+
+    found: dict[str, Tensor] = {}
+    train_in_process(
+        1,
+        1,
+        small_llama(tie_word_embeddings=tied, initializer_range=0.5),
+        config.model_copy(update={"pruning": PruningConfig(sparsity=0.0)}),
+        token_data(),
+        before=lambda trainer: found.update(trainer.state_dict() or {}),
+    )
+    embedding, norm = found["model.embed_tokens.weight"], found["model.norm.weight"]
+    assert embedding.std().item() == pytest.approx(0.5, rel=0.1)
+    assert torch.equal(norm, torch.ones_like(norm))
+
+
+def test_saved_activations_of_a_layer_are_those_that_its_forward_keeps() -> None:
+    model = small_llama(64)
+    surveyed = survey(model).layers[1].activations
+    module = model.layers[1].build()
+    weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    hidden = torch.randn(1, 64, 32, requires_grad=True)
+    own, kept = hidden.untyped_storage()._cdata, {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(hidden)
+
+    real = sum(
+        tensor.untyped_storage().nbytes()
+        for storage, tensor in kept.items()
+        if storage not in weights and storage != own
+    )
+    assert surveyed is not None
+    assert surveyed.saved == pytest.approx(real, rel=0.08)
+
+
+def test_a_stage_reads_its_own_tensors_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llama(tmp_path)
+    config = tiny_config(
+        model={**SMALL_LLAMA, "from": str(tmp_path)}, pruning={"sparsity": 0.0}, train={"steps": 1}
+    )
+    read: list[str] = []
+    whole = SafetensorsFile.read
+
+    def note(file: SafetensorsFile, name: str) -> Tensor:
+        read.append(name)
+        return whole(file, name)
+
+    monkeypatch.setattr(SafetensorsFile, "read", note)
+    named_model(made_in_python(config, "tiny"))
+    assert read == []  # Names and shapes are enough.
+    train_in_process(2, 1, named_model(made_in_python(config, "tiny")), config, token_data())
+
+    assert sorted(read) == sorted(survey(small_llama()).shapes)
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+
+def other_model(transformers: Any, kind: str, **settings: Any) -> Callable[[], object]:
+    """Makes the model of some settings of transformers."""
+    sizes = {**SIZES, "is_decoder": True, **settings}
+    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind](**sizes)
+    hf = config.to_dict()
+    asked = configure({"model": {"name": "hf", "hf": hf, "sequence_length": 24}})
+    return lambda: named_model(made_in_python(asked, "tiny"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "why"),
+    [
+        ("bert", {}, "its output head is not a module beside the body"),
+        ("xlm-roberta", {}, "its output head is not a module beside the body"),
+    ],
+)
+def test_models_of_another_shape_are_refused_with_the_reason(
+    transformers: Any, kind: str, settings: dict[str, Any], why: str
+) -> None:
+    told = refusal(other_model(transformers, kind, **settings), ConfigError)
+
+    assert told == (
+        f"model.hf: this model cannot be cut into layers: {why}; choose a decoder of embeddings, "
+        "one list of layers, a norm and a head"
+    )
+
+
+Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+def planted(folder: Path, **changed: Tensor | None) -> None:
+    """Write a folder of `SMALL_LLAMA` with some tensors changed; None leaves one out."""
+    write_llama(folder)
+    file = SafetensorsFile(folder / "model.safetensors")
+    tensors = {name: file.read(name).clone() for name in file.shapes} | changed
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    write_safetensors(folder / "model.safetensors", kept)
+
+
+def with_index(folder: Path, file: str) -> None:
+    """Replace the file of weights by an index that names another file."""
+    planted(folder)
+    names = SafetensorsFile(folder / "model.safetensors").shapes
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(names, file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def pickled(folder: Path) -> None:
+    planted(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "an index that points outside": partial(with_index, file="../model.safetensors"),
+    "an index of an absolute path": partial(with_index, file="/etc/passwd"),
+    "a tensor less": partial(planted, **{Q: None}),
+    "a tensor more": partial(planted, **{"model.layers.7.evil": torch.zeros(1)}),
+    "another shape": partial(planted, **{DOWN: torch.zeros(32, 43)}),
+    "integers": partial(planted, **{Q: torch.zeros(32, 32, dtype=torch.int64)}),
+    "no finite numbers": partial(planted, **{Q: torch.full((32, 32), torch.nan)}),
+    "a pickle": pickled,
+}
+
+
+@pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
+def test_hostile_folders_are_refused_in_one_line_and_nothing_runs(
+    case: str, line: str, tmp_path: Path
+) -> None:
+    HOSTILE[case](tmp_path / "folder")
+    config = config_from(tmp_path / "folder")
+
+    def start() -> None:
+        model = named_model(made_in_python(config, "tiny"))
+        train_in_process(1, 1, model, config, token_data())
+
+    assert refusal(start, AxsparseError, tmp_path) == line
+    assert not Path("executed").exists()
+
+
+def test_settings_beside_weights_have_to_be_those_of_the_model(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    config = tiny_config(
+        model={
+            **SMALL_LLAMA,
+            "weights": str(tmp_path),
+            "hf": {**SMALL_LLAMA["hf"], "rms_norm_eps": 0.5},
+        }
+    )
+
+    said = refusal(lambda: named_model(made_in_python(config, "tiny")), ConfigError, tmp_path)
+
+    assert said == (
+        "model.hf: rms_norm_eps 0.5, but PLACE/config.json has 1e-05; leave it out, or name "
+        "another folder"
+    )
+
+
+def test_wanda_wants_experts_to_be_excluded(transformers: Any, tmp_path: Path) -> None:
+    make(transformers, "mixtral", tmp_path)
+    pruning = {"method": "wanda", "sparsity": 0.6, "calibration_samples": 8}
+    config = settings_of(tmp_path, "mixtral", pruning=pruning, train={"steps": 1})
+    data = token_data()
+
+    told = refusal(
+        lambda: train_in_process(1, 1, named_model(made_in_python(config, "tiny")), config, data),
+        ConfigError,
+    )
+    assert told == (
+        "pruning.method: wanda scores a matrix by the inputs of a linear layer, and "
+        "model.layers.0.mlp.experts.gate_up_proj is of none; name it in pruning.exclude"
+    )
+    without = settings_of(
+        tmp_path, "mixtral", pruning={**pruning, "exclude": ["*.experts.*"]}, train={"steps": 1}
+    )
+    model = named_model(made_in_python(without, "tiny"))
+    [(_, reference)] = train_in_process(1, 1, model, without, data)
+    for _, trace in train_in_process(3, 1, model, without, data):
+        assert_bitwise(trace, reference)
