@@ -241,6 +241,10 @@ class RandomStart:
         return torch.randn(self.shapes[name], generator=generator) / 10
 
 
+def never(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    raise AssertionError(name)
+
+
 @pytest.mark.parametrize(
     ("method", "precision", "width", "least", "score"),
     [
@@ -261,7 +265,9 @@ def test_drawing_masks_takes_what_torchs_allocator_counts(
 ) -> None:
     asked = config(method, precision, width=width)
     model = named_model(made_in_python(asked, "tiny"))
-    model = replace(model, start=RandomStart(model))
+    # As with weights of a file, nothing is drawn: a layer with an `init` is built without memory.
+    layers = [replace(layer, init=never) for layer in model.layers]
+    model = replace(model, start=RandomStart(model), layers=layers)
     info = survey(model, DTYPES[asked.precision])
     kept = kept_at_start(asked, what_is_pruned(asked, info))
     subject = SurveyedModel(asked, info, "tiny", kept, ADAMW, sees_inputs=score is not None)

@@ -106,7 +106,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5},
     "nemotron": {},
     "exaone4": {},
-    "seed_oss": {"head_dim": 12},
+    "seed_oss": {"head_dim": 12, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "deepseek_v3": {
         **{"moe_intermediate_size": 20, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
         **{"num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 12, "v_head_dim": 8},
@@ -177,7 +177,7 @@ def test_a_family_computes_trains_and_writes_as_transformers_does(
     assert not any("router" in name or "mlp.gate.weight" in name for name in names)
     assert ("experts" in str(list(theirs.state_dict()))) == ("experts" in str(names))
     for one in matrices:
-        assert one.kept == pytest.approx(0.1 * one.parameter.numel(), rel=0.03), one.name
+        assert one.kept == pytest.approx(0.1 * one.parameter.numel(), rel=0.03, abs=1), one.name
     for _, trace in train_in_process(3, 1, model, other, data):
         assert_bitwise(trace, reference_pruned)
 
