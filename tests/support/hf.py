@@ -25,7 +25,7 @@ from axsparse.models.zoo.model_registry import named_model
 from axsparse.training.trainer import Trainer
 
 STEPS = 5
-SMALL_LLAMA = {
+SMALL_LLAMA: dict[str, Any] = {
     "name": "hf",
     "sequence_length": 12,
     "vocab_size": VOCABULARY,

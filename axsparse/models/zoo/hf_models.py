@@ -15,7 +15,6 @@ sequence at which the document of each token begins. They pass them on to the ne
 from __future__ import annotations
 
 import copy
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +35,9 @@ from axsparse.config.model_config import HfConfig
 from axsparse.models.layer import InitFunction, Kind, Layer, Model, Tie, on_meta
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
 from axsparse.models.module_buffers import slots
-from axsparse.models.start_weights import WeightFile, open_weights, start_from
-from axsparse.runtime.errors import ConfigError, DataError
+from axsparse.models.start_weights import open_weights, start_from
+from axsparse.models.zoo.hf_file import HfFile
+from axsparse.runtime.errors import ConfigError
 
 REMEMBERED = 4
 """Microbatches whose masks and positions are kept: with documents told apart each has its own."""
@@ -137,9 +137,10 @@ class PartModule(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """What the part makes of its inputs."""
-        for module in self._parts.values():
+        parts, run = vars(self)["_parts"], vars(self)["_run"]
+        for module in parts.values():
             module.training = self.training
-        return self._run(self._parts, *inputs)
+        return run(parts, *inputs)
 
 
 class _Reached(Exception):  # noqa: N818 - it ends a forward, and is no error
@@ -202,7 +203,8 @@ class Cut:
         self._owner: Any = self.causal.get_submodule(self._owner_path)
         embedding = self.causal.get_input_embeddings()
         self._embedding_width = embedding.weight.shape[1]
-        self._head_name, self._head = _head(self.causal)
+        self._head_name, head = _head(self.causal)
+        self._head: Any = head
         self._returns_tuples, watched = self._watch()
         before, after = self._sides(watched)
         self.width: int = watched.given[0][0].shape[-1]
@@ -600,7 +602,8 @@ def _on_meta(config: HfConfig) -> Any:
     settings = hf_settings("model.hf", config.hf)
 
     def build() -> nn.Module:
-        made: nn.Module = AutoModelForCausalLM.from_config(settings)
+        from_config: Any = AutoModelForCausalLM.from_config
+        made: nn.Module = from_config(settings)
         return made
 
     try:
@@ -654,7 +657,7 @@ def _mark_what_multiplies(layers: nn.Module) -> None:
 
     for parent in layers.modules():
         if isinstance(parent, Conv1D):
-            parent.multiplies = True
+            parent.multiplies = True  # type: ignore[assignment]
         for child in parent.children():
             stacks = {len(p) for p in child.parameters(recurse=False) if p.dim() == 3}
             if len(stacks) != 1 or isinstance(child, (nn.Conv1d, nn.ModuleList)):
@@ -765,77 +768,3 @@ def _unseparated() -> ConfigError:
         "data.separate_documents: true, but the model's forward does not tell documents apart by "
         "their positions; choose false"
     )
-
-
-class HfFile:
-    """A `WeightFile` whose tensors have the names and shapes of the model's state dict.
-
-    Some published files have others, such as a matrix for each expert where the model has one
-    tensor of all; transformers says how the one is made of the other.
-    """
-
-    def __init__(self, file: WeightFile, causal: Any) -> None:
-        """Raises DataError if two tensors would have one name, or do not fit together."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            dot_natural_key,
-            rename_source_key,
-        )
-
-        self._file, self._causal = file, causal
-        self.path, self.files = file.path, file.files
-        transforms = get_model_conversion_mapping(causal)
-        converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        renamings = [one for one in transforms if not isinstance(one, WeightConverter)]
-        self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
-        self._sources: dict[str, list[tuple[str, str | None]]] = {}
-        """By a name of the model, the tensors of the file that it is made of, each with the pattern
-        that tells its place."""
-        names = causal.state_dict()
-        for name in sorted(file.shapes, key=dot_natural_key):
-            to, pattern = rename_source_key(
-                name, renamings, converters, causal.base_model_prefix, names
-            )
-            if pattern is None and to in self._sources:
-                raise DataError(
-                    f"{file.path}: {name!r} and another tensor are both {to}; get it anew"
-                )
-            self._sources.setdefault(to, []).append((name, pattern))
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._made_with: dict[str, str] = {}
-        for to in self._sources:
-            for name, tensor in self._made(to, self._empty).items():
-                self.shapes[name], self._made_with[name] = tuple(tensor.shape), to
-
-    def read(self, name: str) -> Tensor:
-        """The tensor of a name of the model."""
-        return self._made(self._made_with[name], self._file.read)[name]
-
-    def is_ignored(self, name: str) -> bool:
-        """Whether a tensor is one that older versions of transformers saved, and nobody needs."""
-        patterns = self._causal._keys_to_ignore_on_load_unexpected or ()
-        return any(re.search(pattern, name) for pattern in (*patterns, r"rotary_emb\.inv_freq$"))
-
-    def _empty(self, name: str) -> Tensor:
-        return torch.empty(self._file.shapes[name], device="meta")
-
-    def _made(self, to: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The tensors of the model that are made together, by name."""
-        sources = self._sources[to]
-        [(first, pattern), *_] = sources
-        if pattern is None:
-            return {to: read(first)}
-        converter = copy.deepcopy(self._converters[pattern])
-        for name, place in sources:
-            converter.add_tensor(to, name, place, partial(read, name))
-        try:
-            made: dict[str, Any] = converter.convert(
-                to, model=self._causal, config=self._causal.config
-            )
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as reason:
-            raise DataError(
-                f"{self.path}: {first!r} and others do not make {to} "
-                f"({' '.join(str(reason).split())[:120]}); get it anew"
-            ) from reason
-        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}

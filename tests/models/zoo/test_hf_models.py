@@ -208,7 +208,7 @@ def greedy(model: Any, prompt: Tensor, count: int) -> list[int]:
     """What transformers' own generation adds to a prompt."""
     model.generation_config.eos_token_id = None
     text = model.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return text[0, prompt.shape[1] :].tolist()
+    return list(map(int, text[0, prompt.shape[1] :]))
 
 
 # -- documents ------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def test_models_of_another_shape_are_refused_with_the_reason(
 Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
 
 
-def planted(folder: Path, **changed: Tensor | None) -> None:
+def planted(folder: Path, changed: dict[str, Tensor | None]) -> None:
     """Write a folder of `SMALL_LLAMA` with some tensors changed; None leaves one out."""
     write_llama(folder)
     file = SafetensorsFile(folder / "model.safetensors")
@@ -414,7 +414,7 @@ def planted(folder: Path, **changed: Tensor | None) -> None:
 
 def with_index(folder: Path, file: str) -> None:
     """Replace the file of weights by an index that names another file."""
-    planted(folder)
+    planted(folder, {})
     names = SafetensorsFile(folder / "model.safetensors").shapes
     (folder / "model.safetensors").unlink()
     index = {"weight_map": dict.fromkeys(names, file)}
@@ -422,7 +422,7 @@ def with_index(folder: Path, file: str) -> None:
 
 
 def pickled(folder: Path) -> None:
-    planted(folder)
+    planted(folder, {})
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
 
@@ -430,11 +430,11 @@ def pickled(folder: Path) -> None:
 HOSTILE: dict[str, Callable[[Path], None]] = {
     "an index that points outside": partial(with_index, file="../model.safetensors"),
     "an index of an absolute path": partial(with_index, file="/etc/passwd"),
-    "a tensor less": partial(planted, **{Q: None}),
-    "a tensor more": partial(planted, **{"model.layers.7.evil": torch.zeros(1)}),
-    "another shape": partial(planted, **{DOWN: torch.zeros(32, 43)}),
-    "integers": partial(planted, **{Q: torch.zeros(32, 32, dtype=torch.int64)}),
-    "no finite numbers": partial(planted, **{Q: torch.full((32, 32), torch.nan)}),
+    "a tensor less": partial(planted, changed={Q: None}),
+    "a tensor more": partial(planted, changed={"model.layers.7.evil": torch.zeros(1)}),
+    "another shape": partial(planted, changed={DOWN: torch.zeros(32, 43)}),
+    "integers": partial(planted, changed={Q: torch.zeros(32, 32, dtype=torch.int64)}),
+    "no finite numbers": partial(planted, changed={Q: torch.full((32, 32), torch.nan)}),
     "a pickle": pickled,
 }
 
