@@ -105,20 +105,10 @@ class HfConfig(TextFamily):
 
     name: Literal["hf"] = "hf"
     """Any model that the installed transformers knows; it is an extra, `axsparse[hf]`."""
-    hf: dict[str, Any] = Field(default_factory=dict)
+    hf: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
     """The settings of the model as its `config.json` has them, `model_type` among them. With
     `model.from` they are those of the folder, and `sequence_length` and `vocab_size` come from
     them."""
-
-    @model_validator(mode="after")
-    def _says_which_model(self) -> HfConfig:
-        if not isinstance(self.hf.get("model_type"), str):
-            raise BrokenRule(
-                "hf",
-                "has no model_type; name a folder of Hugging Face (model.from), or write the "
-                "settings of a config.json: hf: {model_type: llama, …}",
-            )
-        return self
 
 
 class ImageFamily(Family):

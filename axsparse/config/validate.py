@@ -63,6 +63,11 @@ def _check_checkpoints(loaded: LoadedConfig) -> None:
 
 
 def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:
+    if isinstance(model, HfConfig) and "model_type" not in model.hf:
+        raise ConfigError(
+            f"{loaded.where('model.hf')}: has no model_type; name a folder of Hugging Face "
+            "(model.from), or write the settings of a config.json: hf: {model_type: llama, …}"
+        )
     length = loaded.config.data.sequence_length
     if length != "auto" and length > model.sequence_length:
         raise ConfigError(

@@ -139,7 +139,7 @@ def test_prune_llama_is_for_any_folder_and_for_no_model_without_one(
     transformers: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"model\.hf .*has no model_type; name a folder"):
-        load_config("prune_llama")
+        check_config(load_config("prune_llama"))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
 
     config = load_config("prune_llama", [f"model.from={tmp_path}"]).config
