@@ -25,10 +25,9 @@ from axsparse.data.sources import open_datasets
 from axsparse.models.layer import StartValues
 from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.start_weights import WHOLE_FILE
-from axsparse.models.zoo.hf_models import hf_model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.files.safetensors import header_of, write_safetensors
-from axsparse.training.export import hf_files
+from axsparse.training.export import as_in_hf, hf_files
 
 ALPHA, TEMPERATURE = 0.5, 2.0
 """The teacher's part in the loss, and what logits are divided by to compare the two."""
@@ -77,15 +76,23 @@ def plain(name: str) -> str:
     return name.replace(".student.", ".").replace(".teacher.", ".")
 
 
+def with_role(model: ax.Model, role: str, name: str) -> str:
+    """The name that a parameter of the model has in the student, or in the teacher."""
+    owners = (layer.name for layer in model.layers if name.startswith(f"{layer.name}."))
+    owner = max(owners, key=len)
+    return f"{owner}.{role}{name.removeprefix(owner)}"
+
+
 def distilled(model: ax.Model) -> ax.Model:
     """A language model that starts at given weights, with itself as its teacher."""
     assert model.start is not None, "a teacher has learnt something: set model.from"
+    assert model.loss is linear_cross_entropy, "this model changes its logits after the head"
     layers = [
         replace(layer, build=partial(Pair, layer.build, is_first=number == 0))
         for number, layer in enumerate(model.layers)
     ]
     ties = [
-        ax.Tie(*(name.replace(".", f".{role}.", 1) for name in (tie.first, tie.second)))
+        ax.Tie(*(with_role(model, role, name) for name in (tie.first, tie.second)))
         for tie in model.ties
         for role in ("student", "teacher")
     ]
@@ -139,12 +146,9 @@ def main(job: ax.Job) -> None:
 
 def write_folder(path: Path, settings: Family, weights: Mapping[str, Tensor]) -> None:
     """Write the model of these settings for transformers, with the tokenizer of `model.from`."""
-    found = hf_model(settings)
-    assert found is not None, "model.from has a model of transformers"
-    family, files = found[0], hf_files(settings, torch.float32, None)[0]
-    for name, content in files.items():
+    for name, content in hf_files(settings, torch.float32, None)[0].items():
         (path / name).write_bytes(content)
-    tensors = {family.named(name): family.turned(name, w) for name, w in weights.items()}
+    tensors = dict(as_in_hf(settings, name, weight) for name, weight in weights.items())
     headers = {name: header_of(w) for name, w in tensors.items()}
     write_safetensors(path / WHOLE_FILE, headers, iter(tensors.values()))
 

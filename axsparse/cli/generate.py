@@ -9,7 +9,7 @@ from axsparse.cli.parser import CommandParser, add_checkpoint, say, whole
 from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
-Continue a text with a trained GPT or Llama. RUN is a run directory, whose newest checkpoint is
+Continue a text with a trained language model. RUN is a run directory, whose newest checkpoint is
 taken, or one checkpoint in it; data.path of its configuration must still be there:
 
   axsparse generate runs/quickstart --prompt "def "

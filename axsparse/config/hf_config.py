@@ -1,41 +1,39 @@
 """Takes family and sizes of a model from a Hugging Face folder (`model.from`), and writes them.
 
-The config.json of GPT-2 becomes the settings of our GPT, and back; those of Llama, Mistral, Qwen2
-and Qwen3 become the settings of our Llama, and back. Rotary embeddings stand in `rope_parameters`
-since transformers 5, and before in `rope_theta` and `rope_scaling`.
+The config.json of GPT-2 becomes the settings of our GPT, and back. That of any other model is kept
+whole, as `model.hf`, and read by transformers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from axsparse.config.messages import Setting, show
-from axsparse.config.model_config import (
-    Family,
-    GptConfig,
-    LlamaConfig,
-    head_width,
-    key_value_heads,
-)
+from axsparse.config.model_config import Family, GptConfig, HfConfig
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 CONFIG_FILE = "config.json"
 FROM = "model.from"
+HF = "model.hf"
 
 
 def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
-    """The settings, with those of the folder that `model.from` names, if it names one.
+    """The settings, with those of the folder that `model.from` names, if it names one, and with the
+    sizes that `model.hf` says.
 
     Raises ConfigError for a given setting that disagrees with the folder's, MissingInputError if
-    the folder cannot be read, DataError if its model is none of ours.
+    the folder cannot be read, DataError if its model is none that transformers knows.
     """
-    named = settings.get(FROM)
+    named, inline = settings.get(FROM), settings.get(HF)
     if named is None or not isinstance(named.value, str):
-        return settings  # pydantic refuses other values
+        if inline is None or not isinstance(inline.value, Mapping) or not inline.value:
+            return settings  # pydantic refuses other values
+        sizes = hf_sizes(f"{HF} ({inline.origin})", inline.value)
+        more = {f"model.{name}": Setting(value, inline.origin) for name, value in sizes.items()}
+        return {**more, **settings}
     weights = settings.get("model.weights")
     if weights is not None and weights.value is not None:
         raise ConfigError(
@@ -44,17 +42,21 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
         )
     path = config_file(named.value)
     filled = dict(settings)
-    for name, value in model_settings(path).items():
-        key = f"model.{name}"
+    name = settings.get("model.name")
+    for key, value in model_settings(path, None if name is None else name.value).items():
+        key = f"model.{key}"
         given = settings.get(key)
         if given is None or given.value is None:
             filled[key] = Setting(value, str(path))
+        elif key == HF and isinstance(given.value, Mapping):
+            refuse_other_settings(path, value, given.value, f"{HF} ({given.origin})")
+            filled[key] = Setting(value, str(path))
         elif given.value != value:
             shorter = "; for shorter samples set data.sequence_length"
-            more = shorter if name == "sequence_length" else ""
+            more_said = shorter if key == "model.sequence_length" else ""
             raise ConfigError(
                 f"{key} ({given.origin}): {show(given.value)}, but {path} has {shown(value)}; "
-                f"leave it out, or name another folder{more}"
+                f"leave it out, or name another folder{more_said}"
             )
     return filled
 
@@ -70,43 +72,33 @@ def config_file(folder: str) -> Path:
     return path
 
 
-def model_settings(path: Path) -> dict[str, Any]:
-    """The settings in a config.json, `name` first; DataError if no model here has them."""
-    theirs = read_json(path)
-    kind = theirs.get("model_type")
-    if kind == "gpt2":
-        return {"name": "gpt", **from_gpt2(path, theirs)}
-    if isinstance(kind, str) and kind in KINDS:
-        return {"name": "llama", **from_llama(path, theirs)}
-    raise DataError(
-        f"{path}: model_type is {shown(kind)}, and the models here are gpt2, {', '.join(KINDS)}; "
-        "take a checkpoint of one of these"
-    )
+def model_settings(path: Path, name: object = None) -> dict[str, Any]:
+    """The settings in a config.json, `name` first; DataError if they are of no model.
 
-
-def config_json(model: Family, dtype: str) -> dict[str, Any]:
-    """The config.json of a model whose weights are saved in `dtype`.
-
-    ConfigError if no model of transformers has these settings.
+    A GPT-2 is a `gpt`, unless `name` asks for transformers' own.
     """
-    if isinstance(model, GptConfig):
-        return to_gpt2(model, dtype)
-    assert isinstance(model, LlamaConfig), f"transformers has no {model.name}"
-    return to_llama(model, dtype)
+    theirs = read_json(path)
+    if theirs.get("model_type") == "gpt2" and name != "hf":
+        return {"name": "gpt", **from_gpt2(path, theirs)}
+    return {"name": "hf", "hf": theirs, **hf_sizes(path, theirs)}
 
 
 def refuse_other_sizes(path: Path, theirs: Mapping[str, Any], model: Family) -> None:
     """ConfigError if a config.json, as `model_settings` returns it, is not of these settings."""
-    own = model.model_dump()
-    if isinstance(model, LlamaConfig):
-        own |= {"num_key_value_heads": key_value_heads(model), "head_dim": head_width(model)}
-    odd = {name: value for name, value in theirs.items() if own.get(name) != value}
+    own, there = _flat(model.model_dump()), _flat(theirs)
+    odd = {name: value for name, value in there.items() if own.get(name) != value}
     if odd:
         raise ConfigError(
             f"{path}: the checkpoint is not of "
             f"{', '.join(f'model.{name} {shown(own.get(name))}' for name in odd)}; set "
             f"{', '.join(f'model.{name} to {shown(value)}' for name, value in odd.items())}"
         )
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, those of transformers by names such as "hf.hidden_size"."""
+    inner = {f"hf.{key}": value for key, value in settings.get("hf", {}).items()}
+    return {**{key: value for key, value in settings.items() if key != "hf"}, **inner}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -202,196 +194,98 @@ def to_gpt2(config: GptConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-# --- Llama -----------------------------------------------------------------------------
+# --- any other model -------------------------------------------------------------------
+
+TORCH_DTYPE = "torch_dtype"
+"""What older files call `dtype`."""
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What sets one model_type apart from the others."""
-
-    architecture: str
-    key_value_heads: int | None
-    """What it assumes if a file leaves them out; None: as many as of queries."""
-    head_dim: int | None = None
-    """What it assumes if a file leaves it out; None: hidden size / heads."""
-    sliding_window: int | None = 4096
-    """What it assumes if a file leaves it out; None: no window."""
+def config_json(model: Family, dtype: str) -> dict[str, Any]:
+    """The config.json of a model whose weights are saved in `dtype`."""
+    if isinstance(model, GptConfig):
+        return to_gpt2(model, dtype)
+    assert isinstance(model, HfConfig), f"transformers has no {model.name}"
+    return {**{key: value for key, value in model.hf.items() if key != TORCH_DTYPE}, "dtype": dtype}
 
 
-KINDS = {
-    "llama": _Kind("LlamaForCausalLM", None, sliding_window=None),
-    "mistral": _Kind("MistralForCausalLM", 8),
-    "qwen2": _Kind("Qwen2ForCausalLM", 32),
-    "qwen3": _Kind("Qwen3ForCausalLM", 32, head_dim=128),
-}
-"""The model_types that are our Llama."""
-_LLAMA_SIZES = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_attention_heads": "num_heads",
-    "max_position_embeddings": "sequence_length",
-    "vocab_size": "vocab_size",
-}
-"""Its name of a setting that every file has → our name."""
-_LLAMA_FIXED: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "attention_dropout": (0.0, None),
-    "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
-}
-"""Settings that our Llama fixes, with the values that fit it."""
-_FULL = "full_attention"
-_SCALING = {
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_factor",
-    "high_freq_factor": "rope_high_factor",
-    "original_max_position_embeddings": "rope_original_length",
-}
-"""Its name of a number of Llama 3's scaling → our name."""
+def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
+    """The settings as transformers has them; `where` is their place in messages.
 
-
-def from_llama(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of our Llama, by name; DataError for what it cannot represent."""
-    missing = [key for key in _LLAMA_SIZES if key not in theirs]
-    if missing:
-        raise DataError(f"{path}: has no {missing[0]}; get it anew")
-    refuse_others(path, theirs, _LLAMA_FIXED, "Llama")
-    _refuse_sliding_window(path, theirs)
-    kind = KINDS[theirs["model_type"]]
-    ours = {name: theirs[key] for key, name in _LLAMA_SIZES.items()}
-    heads, hidden = ours["num_heads"], ours["hidden_size"]
-    width = theirs.get("head_dim", kind.head_dim)
-    if width is None and _is_at_least(heads, 1) and _is_at_least(hidden, 1):
-        width = hidden // heads
-    shared = theirs.get("num_key_value_heads", kind.key_value_heads)
-    return {
-        **ours,
-        "num_key_value_heads": heads if shared is None else shared,
-        "head_dim": width,
-        "tie_embeddings": theirs.get("tie_word_embeddings", False),
-        "norm_eps": theirs.get("rms_norm_eps", 1e-6),
-        **_rope(path, theirs),
-        "qkv_bias": theirs["model_type"] == "qwen2",
-        "qk_norm": theirs["model_type"] == "qwen3",
-    }
-
-
-def to_llama(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a Llama whose weights are saved in `dtype`.
-
-    Its model_type is one that has the biases and norms of `config`; ConfigError if none has.
-    `bos_token_id` and `eos_token_id` are null, since it is not known which tokens begin and end
-    a text.
+    Raises DataError for a model that transformers does not know, or that is not a causal language
+    model of real numbers.
     """
-    name = _kind_for(config)
-    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
-    if config.rope_factor != 1:
-        numbers = {theirs: getattr(config, ours) for theirs, ours in _SCALING.items()}
-        rope |= {"rope_type": "llama3", **numbers}
-    return {
-        "architectures": [KINDS[name].architecture],
-        "model_type": name,
-        **{theirs: getattr(config, ours) for theirs, ours in _LLAMA_SIZES.items()},
-        "num_key_value_heads": key_value_heads(config),
-        "head_dim": head_width(config),
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope,
-        # Read by transformers before version 5.
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_factor == 1 else rope,
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "dtype": dtype,
-    }
-
-
-def _kind_for(config: LlamaConfig) -> str:
-    if config.qkv_bias and config.qk_norm:
-        raise ConfigError(
-            "--to hf: no model of transformers has both model.qkv_bias and model.qk_norm; choose "
-            "--to torch"
-        )
-    if config.qkv_bias:
-        return "qwen2"
-    if config.qk_norm:
-        return "qwen3"
-    # transformers refuses a Llama whose heads do not divide its width.
-    return "mistral" if config.hidden_size % config.num_heads else "llama"
-
-
-def _rope(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Our settings of the rotary embedding; DataError for a scaling that we have not."""
-    given = theirs.get("rope_parameters")
-    if given is None:
-        scaling = theirs.get("rope_scaling") or {}
-        _refuse_unless_settings(path, "rope_scaling", scaling)
-        given = {"rope_theta": theirs.get("rope_theta"), **scaling}
-    _refuse_unless_settings(path, "rope_parameters", given)
-    apart = [name for name, value in given.items() if isinstance(value, Mapping)]
-    if apart:
+    kind = theirs.get("model_type")
+    configs, causal, version = _transformers()
+    if theirs.get("quantization_config") is not None:
         raise DataError(
-            f"{path}: its rotary embedding has settings for {shown(apart[0])} alone, and that of "
-            "the Llama here is the same in all layers; take a checkpoint that was trained so"
+            f"{where}: quantization_config is {shown(theirs['quantization_config'])}, and weights "
+            "here are real numbers; take the checkpoint before it was quantized"
         )
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ("default", "llama3"):
+    if not isinstance(kind, str) or kind not in causal:
+        own_code = " (code of a folder is never run)" if "auto_map" in theirs else ""
         raise DataError(
-            f"{path}: its rotary embedding is scaled by {shown(kind)}, and the Llama here has "
-            '"default" or "llama3"; take a checkpoint that was trained so'
+            f"{where}: model_type is {shown(kind)}, which is no causal language model of the "
+            f"installed transformers {version}{own_code}; take a checkpoint of another model, or a "
+            "newer transformers"
         )
-    refuse_others(path, given, {"partial_rotary_factor": (1.0, None)}, "Llama")
-    theta = given.get("rope_theta")
-    ours = {"rope_theta": 10_000.0 if theta is None else theta, "rope_factor": 1.0}
-    if kind == "default":
-        return ours
-    length = theirs["max_position_embeddings"]
-    numbers = {"original_max_position_embeddings": length, **given}
-    missing = [key for key in _SCALING if key not in numbers]
-    if missing:
-        raise DataError(f"{path}: its llama3 scaling has no {missing[0]}; get it anew")
-    return ours | {name: numbers[key] for key, name in _SCALING.items()}
-
-
-def _refuse_unless_settings(path: Path, key: str, value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise DataError(f"{path}: {key} is {shown(value)}, no mapping of settings; get it anew")
-
-
-def _refuse_sliding_window(path: Path, theirs: Mapping[str, Any]) -> None:
-    """DataError if some token would not see all tokens before it."""
-    kinds = theirs.get("layer_types") or []
-    if not isinstance(kinds, list):
-        raise DataError(f"{path}: layer_types is {shown(kinds)}, not a list; get it anew")
-    others = [kind for kind in kinds if kind != _FULL]
-    if others:
+    try:
+        settings = configs[kind].from_dict(dict(theirs))
+    except Exception as reason:
         raise DataError(
-            f"{path}: layer_types has {shown(others[0])}, and the Llama here has {shown(_FULL)} "
-            "only; take a checkpoint that was trained so"
-        )
-    kind = theirs["model_type"]
-    window = theirs.get("sliding_window", KINDS[kind].sliding_window)
-    is_qwen = kind.startswith("qwen")
-    if is_qwen and (kinds or not theirs.get("use_sliding_window", False)):
-        return
-    if is_qwen and _is_at_least(theirs.get("max_window_layers", 28), theirs["num_hidden_layers"]):
-        return
-    if window is not None and not _is_at_least(window, theirs["max_position_embeddings"]):
+            f"{where}: transformers {version} refuses it: {' '.join(str(reason).split())[:200]}; "
+            "get it anew"
+        ) from reason
+    if settings.get_text_config() is not settings:
         raise DataError(
-            f"{path}: sliding_window is {shown(window)}, and tokens of the Llama here see all "
-            "tokens before them; take a checkpoint without, or with one as long as "
-            "max_position_embeddings"
+            f"{where}: {kind} has a text_config beside others, and is no language model alone; "
+            "take the folder of its text model"
         )
+    for key in ("output_router_logits", "layerdrop"):
+        if getattr(settings, key, False):
+            raise DataError(
+                f"{where}: {key} is {shown(getattr(settings, key))}, which changes the loss in a "
+                f"way that is not done here; set {key} to {shown(type(getattr(settings, key))())}"
+            )
+    return settings
 
 
-def _is_at_least(number: object, least: object) -> bool:
-    return isinstance(number, int) and isinstance(least, int) and number >= least
+def refuse_other_settings(
+    path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str
+) -> None:
+    """ConfigError if some of our settings are others in a config.json, as transformers reads both.
+
+    `where` is the place of our settings. Those that we leave to transformers are not compared.
+    """
+    there, here = (
+        hf_settings(place, settings).to_dict()
+        for place, settings in ((path, theirs), (where, ours))
+    )
+    for key in ours:
+        if here.get(key) != there.get(key):
+            raise ConfigError(
+                f"{where}: {key} {shown(here.get(key))}, but {path} has {shown(there.get(key))}; "
+                "leave it out, or name another folder"
+            )
+
+
+def hf_sizes(where: object, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes in settings of transformers that a run asks for; raises what `hf_settings` does."""
+    settings = hf_settings(where, theirs)
+    sizes = {"vocab_size": settings.vocab_size}
+    longest = getattr(settings, "max_position_embeddings", None)
+    return sizes if longest is None else {"sequence_length": longest, **sizes}
+
+
+def _transformers() -> tuple[Any, Any, str]:
+    """The configurations and the names of the causal language models of transformers, by
+    model_type, and its version; MissingInputError if it is not installed."""
+    try:
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError as reason:
+        raise MissingInputError(
+            f"{HF}: needs transformers 5 or newer, which is not installed ({reason}); install it: "
+            "pip install 'axsparse[hf]'"
+        ) from reason
+    return CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.__version__

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from axsparse.config.hf_config import with_folder
+from axsparse.config.hf_config import HF, with_folder
 from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.messages import (
     FORMER_KEYS,
@@ -297,9 +297,12 @@ def _entries(
 
 
 def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
-    """The value of a node: a scalar or a flat list of scalars, since the schema has no other."""
+    """The value of a node: a scalar or a flat list of scalars, since the schema has no other but
+    the settings of another library."""
     here = f"{key} ({origin})"
     refuse_tag(node, here)
+    if key == HF and isinstance(node, yaml.MappingNode):
+        return Setting(_nested(node, here), origin)
     if isinstance(node, yaml.ScalarNode):
         return Setting(scalar(node), origin)
     if isinstance(node, yaml.SequenceNode) and all(
@@ -310,3 +313,16 @@ def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
         return Setting([scalar(item) for item in node.value], origin)
     given = "a mapping" if isinstance(node, yaml.MappingNode) else "a nested list"
     raise ConfigError(f"{here}: {given} is not a value; write a scalar or a flat list")
+
+
+def _nested(node: yaml.Node, here: str) -> Any:
+    """The value of a node of settings that are not ours: mappings, lists and scalars."""
+    refuse_tag(node, here)
+    if isinstance(node, yaml.MappingNode):
+        pairs = [(_nested(key, here), _nested(value, here)) for key, value in node.value]
+        if not all(isinstance(key, str) for key, _ in pairs) or len(dict(pairs)) < len(pairs):
+            raise ConfigError(f"{here}: has keys that are no names, or one twice; keep one of each")
+        return dict(pairs)
+    if isinstance(node, yaml.SequenceNode):
+        return [_nested(item, here) for item in node.value]
+    return scalar(node)

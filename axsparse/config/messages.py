@@ -45,6 +45,10 @@ FOREIGN_KEYS = {
 }
 """Name that other libraries have for a setting, and that looks like no key of ours -> the key."""
 FORMER_VALUES = {
+    "model.name": (
+        ("llama",),
+        "choose hf, with model.from, or the settings of a config.json as model.hf",
+    ),
     "pipeline.schedule": (
         ("zb-h1", "zb-1p", "zb-2p"),
         "choose message-driven, with pipeline.split_backward true",
@@ -76,13 +80,13 @@ def _said(key: str, problems: list[Any]) -> str:
     if (rule := _broken_rule(problems[0])) is not None:
         return rule.said
     value, kind = problems[0]["input"], problems[0]["type"]
+    if kind == "family":
+        value = value["name"]
     gone, instead = FORMER_VALUES.get(key, ((), ""))
     if value in gone:
         return f"{show(value)} is gone; {instead}"
     if kind == "extra_forbidden":
         return _of_another_family(*problems[0]["loc"][1:])
-    if kind == "family":
-        value = value["name"]
     if kind == "missing":
         return f"{show(list(value))} is too short; give more entries"
     texts = dict.fromkeys(re.sub(r"^\w+ should ", "", problem["msg"]) for problem in problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.model_config import CnnConfig, LlamaConfig, TextFamily
+from axsparse.config.model_config import CnnConfig, HfConfig, TextFamily
 from axsparse.config.schema import ONCE, Config, num_microbatches, prunes
 from axsparse.config.section import counted as counted
 from axsparse.config.section import divisors as divisors
@@ -63,6 +63,11 @@ def _check_checkpoints(loaded: LoadedConfig) -> None:
 
 
 def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:
+    if isinstance(model, HfConfig) and "model_type" not in model.hf:
+        raise ConfigError(
+            f"{loaded.where('model.hf')}: has no model_type; name a folder of Hugging Face "
+            "(model.from), or write the settings of a config.json: hf: {model_type: llama, …}"
+        )
     length = loaded.config.data.sequence_length
     if length != "auto" and length > model.sequence_length:
         raise ConfigError(
@@ -70,10 +75,10 @@ def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:
             f"model.sequence_length {model.sequence_length}; "
             f"choose at most {model.sequence_length}, or auto"
         )
-    if loaded.config.data.separate_documents and not isinstance(model, LlamaConfig):
+    if loaded.config.data.separate_documents and not isinstance(model, HfConfig):
         raise ConfigError(
             f"{loaded.where('data.separate_documents')}: true, but tokens of model.name "
-            f"{model.name} see all tokens before them; choose false, or model.name llama"
+            f"{model.name} see all tokens before them; choose false, or a model of transformers"
         )
 
 

@@ -45,6 +45,10 @@ class Activations:
     """Flops of the gradients that a split backward puts off."""
 
 
+GROUPED_PRODUCT = getattr(torch, "_grouped_mm", None)
+"""Multiplies each group of tokens, which were routed to one expert, with a matrix of their own."""
+
+
 class _Calls(TorchFunctionMode):
     """Notes the linear and convolution calls of a layer, by their weight, and makes attention on
     the meta device keep as much as the kernels of CPUs and GPUs.
@@ -68,6 +72,9 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
+        if func is GROUPED_PRODUCT:
+            # On the meta device torch has it for bf16 alone. Each token is multiplied once.
+            return args[0] @ args[1][0]
         result = func(*args, **kwargs)
         if func in (F.linear, F.conv1d, F.conv2d, F.conv3d):
             given = dict(zip(("input", "weight"), args, strict=False)) | dict(kwargs)
@@ -101,7 +108,9 @@ def _attention(
 ) -> Tensor:
     """Attention by the fused CPU kernel, or by torch's choice where that kernel does not apply,
     as with dropout."""
-    heads = {tensor.shape[:2] + tensor.shape[3:] for tensor in (query, key, value)}
+    # Keys and values may have fewer heads, which the kernel does not repeat in memory.
+    own = slice(1) if others.get("enable_gqa") else slice(2)
+    heads = {tensor.shape[own] + tensor.shape[3:] for tensor in (query, key, value)}
     is_fused = query.dim() == 4 and len(heads) == 1 and not dropout_p
     if not is_fused or (attn_mask is not None and attn_mask.requires_grad):
         return F.scaled_dot_product_attention(

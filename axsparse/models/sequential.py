@@ -255,7 +255,8 @@ def filled_modules(
     for layer in model.layers:
         module = on_meta(layer)
         for slot in slots(module):
-            slot.put(tensors[f"{layer.name}.{slot.name}"])
+            if slot.persists or slot.tensor.is_meta:  # Others have been computed by `build`.
+                slot.put(tensors[f"{layer.name}.{slot.name}"])
         filled: dict[int, nn.Parameter] = {}
         for local, empty in module.named_parameters():
             name = f"{layer.name}.{local}"

@@ -248,7 +248,7 @@ def start_from(
     Raises DataError unless the file holds every other parameter and buffer of the state dict, in
     its shape, and nothing else; ConfigError for a pattern that matches none.
     """
-    surveyed = survey(model)
+    surveyed = survey(replace(model, example=None))
     needed = _needed(surveyed)
     fresh = match(new, list(needed), "new", "no tensor of the model")
     needed = {name: entry for name, entry in needed.items() if name not in fresh}

@@ -46,7 +46,7 @@ MULTIPLYING = (
     nn.MultiheadAttention,
 )
 """Modules whose weights are matrices that multiply what passes through; these are pruned by
-default."""
+default. A module with an attribute `multiplies` says so by itself."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
     weights = {
         id(parameter)
         for child in module.modules()
-        if isinstance(child, MULTIPLYING)
+        if getattr(child, "multiplies", isinstance(child, MULTIPLYING))
         for name, parameter in child.named_parameters(recurse=False)
         if "bias" not in name
     }

@@ -5,7 +5,8 @@
 
 The folder of `hf` is what `from_pretrained` loads. It also has the files of a tokenizer: copies of
 those beside the weights of `model.from`, or else files made from the tokenizer of the data.
-`axsparse.models.zoo.hf_models` knows the names and shapes of transformers.
+`axsparse.models.zoo.gpt2_files` knows the names and shapes of GPT-2; those of a model of
+transformers are its own.
 
 Pruned entries are zero in dense tensors. A tied weight is written once, under the name of its
 first use. Buffers are written after the parameters of their layer.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,16 +28,20 @@ from torch import Tensor
 
 from axsparse.config.hf_config import (
     CONFIG_FILE,
+    TORCH_DTYPE,
     config_json,
     model_settings,
     read_json,
     refuse_other_sizes,
 )
-from axsparse.config.model_config import Family, TextFamily
+from axsparse.config.load import LoadedConfig
+from axsparse.config.model_config import Family, GptConfig, TextFamily
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.models.start_weights import WHOLE_FILE
-from axsparse.models.zoo.hf_models import HfFamily, hf_model
+from axsparse.models.survey import survey
+from axsparse.models.zoo.gpt2_files import gpt2_name, turned
+from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.runtime.errors import (
     ConfigError,
     DataError,
@@ -326,32 +331,37 @@ def _new(path: Path) -> Iterator[Path]:
 
 
 def _of_hf(weights: Weights) -> Tensors:
-    """All parameters as transformers names and stores them; ConfigError if it has no such model."""
-    path, config = weights.checkpoint.path, weights.config().model
-    known = hf_model(config)
-    if known is None:
+    """All tensors as transformers names and stores them; ConfigError if it has no such model."""
+    path, config = weights.checkpoint.path, weights.config()
+    if not isinstance(config.model, TextFamily):
         raise ConfigError(
-            f"--to hf: {path} is of model.name {config.name}, and only a gpt or a llama has a "
+            f"--to hf: {path} is of model.name {config.model.name}, and only a gpt or an hf has a "
             "place in Hugging Face's transformers; choose --to torch"
         )
     shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    family, surveyed = known
-    if shapes != surveyed.shapes:
+    model = model_without_weights(LoadedConfig(config, path.name, {}))
+    if shapes != survey(replace(model, example=None)).shapes:
         raise ConfigError(
-            f"--to hf: {path} is of a model of your own, not of the {config.name} of its "
+            f"--to hf: {path} is of a model of your own, not of the {config.model.name} of its "
             "configuration; choose --to torch"
         )
-
     tensors: dict[str, tuple[TensorHeader, Value]] = {}
-    for name, shape in shapes.items():
-        as_stored = family.turned(name, torch.empty(shape, device="meta"))
-        header = TensorHeader(weights.dtype_of(name), tuple(as_stored.shape))
-        tensors[family.named(name)] = header, partial(_turned, weights, family, name)
+    for name, (header, value) in weights.by_name().items():
+        there, empty = as_in_hf(config.model, name, torch.empty(header.shape, device="meta"))
+        stored = TensorHeader(header.dtype, tuple(empty.shape))
+        tensors[there] = stored, partial(_stored, config.model, name, value)
     return tensors
 
 
-def _turned(weights: Weights, family: HfFamily, name: str) -> Tensor:
-    return family.turned(name, weights.dense(name))
+def _stored(config: Family, name: str, value: Value) -> Tensor:
+    return as_in_hf(config, name, value())[1]
+
+
+def as_in_hf(config: Family, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """The name of a tensor in transformers, and the tensor as it is stored there."""
+    if not isinstance(config, GptConfig):
+        return name, tensor
+    return gpt2_name(name), turned(name, tensor)
 
 
 def hf_files(
@@ -360,18 +370,18 @@ def hf_files(
     """The files beside weights of type `dtype`, by name, and what the user should know of them.
 
     They are copies of the files of `model.from` as long as its folder is there; otherwise they are
-    made from the settings and from the tokenizer of the training data. ConfigError if no model of
-    transformers has these settings, or if the folder of `model.from` has other settings meanwhile;
-    DataError if its config.json cannot be read.
+    made from the settings and from the tokenizer of the training data. ConfigError if the folder of
+    `model.from` has other settings meanwhile, DataError if its config.json cannot be read.
     """
     named, notes = str(dtype).removeprefix("torch."), []
     source = None if config.from_ is None else Path(config.from_)
     if source is not None and (source / CONFIG_FILE).is_file():
-        refuse_other_sizes(source / CONFIG_FILE, model_settings(source / CONFIG_FILE), config)
+        there = model_settings(source / CONFIG_FILE, config.name)
+        refuse_other_sizes(source / CONFIG_FILE, there, config)
         theirs = read_json(source / CONFIG_FILE)
-        settings = {key: value for key, value in theirs.items() if key != "torch_dtype"}
-        there = [name for name in COMPANIONS if (source / name).is_file()]
-        files = {name: (source / name).read_bytes() for name in there}
+        settings = {key: value for key, value in theirs.items() if key != TORCH_DTYPE}
+        companions = [name for name in COMPANIONS if (source / name).is_file()]
+        files = {name: (source / name).read_bytes() for name in companions}
         return {**files, CONFIG_FILE: _json({**settings, "dtype": named})}, []
     texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}
     if tokenizer is not None:
@@ -379,9 +389,11 @@ def hf_files(
         texts[CONFIG_FILE] |= tokenizer.ids
         texts |= tokenizer.files(config.sequence_length)
     elif source is not None:
+        untold = "config.json says nothing of the first and last tokens of a text, and "
         notes = [
-            f"model.from {config.from_} is there no more: config.json says nothing of the first "
-            "and last tokens of a text, and there are no files of a tokenizer; copy them"
+            f"model.from {config.from_} is there no more: "
+            f"{untold if isinstance(config, GptConfig) else ''}there are no files of a tokenizer; "
+            "copy them"
         ]
     return {name: _json(text) for name, text in texts.items()}, notes
 

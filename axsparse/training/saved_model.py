@@ -184,7 +184,7 @@ def refuse_textless(saved: SavedModel) -> None:
     if not isinstance(family, TextFamily):
         raise ConfigError(
             f"generate: {saved.checkpoint.path} is of model.name {family.name}, which writes no "
-            "text; name a run of a gpt or a llama"
+            "text; name a run of a gpt or an hf"
         )
 
 
@@ -213,6 +213,8 @@ def _next_logits(saved: SavedModel, text: Sequence[int]) -> Tensor:
     outputs: tuple[Tensor, ...] = (torch.tensor([text]),)
     for layer, module in zip(saved.model.layers, saved.modules, strict=True):
         outputs = as_tuple(layer.name, module(*outputs))
+    if len(outputs) == 1:
+        return outputs[0][0, -1].float()
     hidden, weight = outputs  # The head leaves this product to the loss.
     return F.linear(hidden[0, -1], weight).float()
 

@@ -11,18 +11,16 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from support.hf import SMALL_LLAMA, write_llama
+from support.hf import SMALL_LLAMA, small_llama, write_llama
 from support.runs import assert_bitwise, tiny_config, token_data, train_in_process
 from torch import Tensor
 
 import axsparse as ax
 from axsparse.config.load import load_config
-from axsparse.config.model_config import LlamaConfig
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.survey import survey
-from axsparse.models.zoo.llama import llama
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distil.py"
 
@@ -54,15 +52,14 @@ class Learnt:
 
 
 def pretrained(tied: bool) -> tuple[Model, dict[str, Tensor]]:
-    settings = LlamaConfig(**{**SMALL_LLAMA.model_dump(), "tie_embeddings": tied})
-    model = llama(settings, 12)
+    model = small_llama(tie_word_embeddings=tied)
     start = Learnt(model)
     return replace(model, start=start), start.weights
 
 
 def config(sparsity: float, tied: bool = False) -> Config:
     return tiny_config(
-        model={**SMALL_LLAMA.model_dump(), "tie_embeddings": tied},
+        model={**SMALL_LLAMA, "hf": {**SMALL_LLAMA["hf"], "tie_word_embeddings": tied}},
         batch={"global_batch_size": 4, "microbatch_size": 2},
         pruning={"sparsity": sparsity},
         optimizer={"learning_rate": 3e-3},
@@ -84,8 +81,8 @@ def test_the_student_learns_alike_in_every_pipeline_and_the_teacher_stays(
     assert all(".student." in name for name in reference.weights)
     assert state is not None
     for name, tensor in weights.items():
-        assert torch.equal(state[name.replace(".", ".teacher.", 1)], tensor), name
-        assert not torch.equal(state[name.replace(".", ".student.", 1)], tensor), name
+        assert torch.equal(state[example.with_role(model, "teacher", name)], tensor), name
+        assert not torch.equal(state[example.with_role(model, "student", name)], tensor), name
     for g_inter in (2, 3, 4):
         for one, trace in train_in_process(g_inter, 1, taught, config(0.6, tied), data):
             assert trace.losses == reference.losses
@@ -155,9 +152,10 @@ def test_it_leaves_a_folder_that_a_run_starts_from(
 
     start = example.named_model(load_config("prune_llama.yaml", ["model.from=student"])).start
     trained = ax.load("run")
-    for name in survey(llama(SMALL_LLAMA, 12)).shapes:
+    model = small_llama()
+    for name in survey(model).shapes:
         tensor = start.read(name)
-        assert torch.equal(tensor, trained[name.replace(".", ".student.", 1)]), name
+        assert torch.equal(tensor, trained[example.with_role(model, "student", name)]), name
         share = (tensor == 0).float().mean().item()
-        is_pruned = name.startswith("block") and tensor.dim() == 2
+        is_pruned = name.startswith("model.layers") and tensor.dim() == 2
         assert share == pytest.approx(0.5 if is_pruned else 0.0, abs=0.01), name

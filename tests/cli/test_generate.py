@@ -160,5 +160,5 @@ def test_a_model_that_writes_no_text_is_refused(axsparse: Axsparse, tmp_path: Pa
 
     said = axsparse("generate", tmp_path / "run", "--prompt", "x")
 
-    refusal = "is of model.name cnn, which writes no text; name a run of a gpt or a llama"
+    refusal = "is of model.name cnn, which writes no text; name a run of a gpt or an hf"
     assert_one_line(said, EXIT_CONFIG, refusal)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from axsparse.config.load import bundled_configs, load_config
-from axsparse.config.model_config import GptConfig, TextFamily, Vgg19Config, of_family
+from axsparse.config.model_config import GptConfig, Vgg19Config, of_family
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config
 from axsparse.data.digits import VALIDATION_SAMPLES
@@ -15,6 +17,7 @@ from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.auto_layout import resolve_grid
+from axsparse.runtime.errors import ConfigError
 
 GPT3 = {
     # name: layers, width, heads, parameters, sequences of a batch, learning rate
@@ -33,11 +36,10 @@ IMAGENET = {
     "wideresnet101": ("wide_resnet101_2", 126_886_696, 0.1, 1e-4, 90 * 5005, 30 * 5005),
 }
 LLAMAS = {
-    # name: parameters of the published model; None: those of any folder
+    # name: parameters of the published model
     "llama3_8b": 8_030_261_248,
     "qwen3_1.7b": 1_720_574_976,
     "smollm2_135m": 134_515_008,
-    "prune_llama": None,
 }
 every_gpt3 = pytest.mark.parametrize("name", GPT3)
 
@@ -49,7 +51,7 @@ def config_of(name: str) -> Config:
 def test_these_are_all() -> None:
     assert set(bundled_configs()) == {
         *("quickstart", "digits_cnn"),
-        *(*IMAGENET, *GPT3, *STUDY, *LLAMAS),
+        *(*IMAGENET, *GPT3, *STUDY, *LLAMAS, "prune_llama"),
     }
 
 
@@ -59,11 +61,13 @@ def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
     name: str, ranks: int
 ) -> None:
     loaded = load_config(name)
+    model = loaded.config.model
+    layers = model.num_layers + 2 if isinstance(model, GptConfig) else 28 + 3
 
     check_config(loaded)
     check_batch(
         loaded,
-        resolve_grid(loaded, ranks, of_family(loaded.config.model, TextFamily).num_layers + 2),
+        resolve_grid(loaded, ranks, layers),
     )
 
 
@@ -119,14 +123,25 @@ def test_image_models_are_the_published_ones_and_trained_with_the_published_sett
 
 @pytest.mark.parametrize(("name", "parameters"), LLAMAS.items())
 def test_llamas_are_the_published_ones_and_trained_on_with_their_masks(
-    name: str, parameters: int | None
+    transformers: Any, name: str, parameters: int
 ) -> None:
     loaded = load_config(name)
     config = loaded.config
 
-    if parameters is not None:
-        assert survey(replace(named_model(loaded), example=None)).num_params == parameters
-    assert config.model.name == "llama"
+    assert survey(replace(named_model(loaded), example=None)).num_params == parameters
+    assert config.model.name == "hf"
     assert config.model.from_ is None
     assert (config.data.source, config.precision) == ("tokens", "bf16")
     assert config.schedule.warmup_steps * 10 <= config.train.steps
+
+
+def test_prune_llama_is_for_any_folder_and_for_no_model_without_one(
+    transformers: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"model\.hf .*has no model_type; name a folder"):
+        check_config(load_config("prune_llama"))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+
+    config = load_config("prune_llama", [f"model.from={tmp_path}"]).config
+
+    assert (config.model.name, config.pruning.method) == ("hf", "magnitude")

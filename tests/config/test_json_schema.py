@@ -67,7 +67,7 @@ def test_what_the_loader_refuses_fails(wrong: dict[str, Any], validator: Any) ->
     [
         {},
         {"model": {"num_layers": 2}},
-        {"model": {"from": "folder", "num_key_value_heads": 2}},
+        {"model": {"from": "folder", "hf": {"hidden_size": 2}}},
         {"layout": {"split": [4, 4]}},
         {"train": {"eval_steps": "all"}},
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.hf import SMALL_LLAMA, write_llama
+from support.hf import SMALL_LLAMA, small_llama, write_llama
 from support.runs import (
     mlp,
     random_init,
@@ -26,7 +26,6 @@ from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model
 from axsparse.models.losses import linear_cross_entropy
-from axsparse.models.zoo.llama import llama
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.calibration import Progress
 from axsparse.runtime.errors import ConfigError
@@ -46,9 +45,7 @@ def settings(**pruning: Any) -> dict[str, Any]:
 
 
 def llama_config(folder: Path, **pruning: Any) -> Config:
-    return tiny_config(
-        model={**SMALL_LLAMA.model_dump(), "from": str(folder)}, **settings(**pruning)
-    )
+    return tiny_config(model={**SMALL_LLAMA, "from": str(folder)}, **settings(**pruning))
 
 
 def kept_of(g_inter: int, g_data: int, model: Model, config: Config) -> dict[str, Tensor]:
@@ -124,8 +121,8 @@ def test_masks_are_those_of_the_published_method_in_every_layout(
     weights = write_llama(tmp_path, signed)
     config = llama_config(tmp_path, pattern=pattern)
     model = named_model(made_in_python(config, "llama"))
-    modules = dense_modules(llama(SMALL_LLAMA, 12), weights)
-    del modules["head"]
+    modules = dense_modules(small_llama(), weights)
+    del modules["lm_head"]
 
     with torch.no_grad():
         expected = wanda(modules, config, 0.6, None if pattern is None else (2, 4))
@@ -248,7 +245,7 @@ def test_sparsegpt_changes_the_kept_weights_alike_in_every_layout(
 
     for name, weight in found[0].items():
         assert all(torch.equal(other[name], weight) for other in found[1:]), name
-        if name.startswith("block") and weight.dim() == 2:
+        if name.startswith("model.layers") and weight.dim() == 2:
             stays = weight != 0
             share = 0.5 if pattern else 0.4
             assert stays.float().mean().item() == pytest.approx(share, abs=0.005)
@@ -275,12 +272,12 @@ def test_it_says_how_far_it_is_and_what_the_pruning_costs(
     ax.run_here(lambda job: ax.build(job, named_model(loaded), lambda: datasets, loaded).close())
 
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wanda: ")]
-    assert lines[0] == "wanda: stage 0, layer 1 of 4, 3 microbatches of samples"
+    assert lines[0] == "wanda: stage 0, layer 1 of 5, 3 microbatches of samples"
     said = re.fullmatch(r"wanda: loss of the first microbatch (.+) before, (.+) after", lines[-1])
     assert said is not None
     dense, pruned = map(float, said.groups())
     weights = write_llama(tmp_path / "start", signed)
-    *body, head = dense_modules(llama(SMALL_LLAMA, 12), weights).values()
+    *body, head = dense_modules(small_llama(), weights).values()
     (tokens,), targets = token_data().read(samples_of_step(len(token_data()), 2, 0, config.seed))
     with torch.no_grad():
         for module in body:

@@ -19,13 +19,13 @@ from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.targets import find_targets, pruning_lines
 from axsparse.runtime.errors import ConfigError
 
-DENSE = "block1.mlp.down.weight"
+DENSE = "model.layers.1.mlp.down_proj.weight"
 """A tensor that the other tool has left as it was."""
 
 
 def pruned(name: str, tensor: Tensor) -> Tensor:
     """A tensor with its first two of every four inputs at zero, if the other tool prunes it."""
-    if tensor.dim() == 1 or not name.startswith("block") or name == DENSE:
+    if tensor.dim() == 1 or not name.startswith("model.layers") or name == DENSE:
         return tensor
     tensor.view(-1, 4)[:, :2] = 0.0
     return tensor
@@ -34,7 +34,7 @@ def pruned(name: str, tensor: Tensor) -> Tensor:
 def config_of(folder: Path, **pruning: Any) -> Config:
     return tiny_config(
         **{
-            "model": {**SMALL_LLAMA.model_dump(), "from": str(folder)},
+            "model": {**SMALL_LLAMA, "from": str(folder)},
             "pruning": {"method": "zeros", "sparsity": 0.45, **pruning},
             "batch": {"global_batch_size": 4, "microbatch_size": 1},
             "train": {"steps": 3},
@@ -112,7 +112,7 @@ def test_weights_without_zeros_and_no_weights_are_refused(folder: Path) -> None:
         "pruning.method: zeros, but no pruned tensor of the loaded weights has a zero; load "
         "weights that were pruned, or choose magnitude"
     )
-    bare = config.model_copy(update={"model": SMALL_LLAMA})
+    bare = config.model_copy(update={"model": config.model.model_copy(update={"from_": None})})
     assert refusal(bare) == (
         "pruning.method (configure): zeros looks at loaded weights, and none are "
         "loaded; set model.from or model.weights"
@@ -120,7 +120,7 @@ def test_weights_without_zeros_and_no_weights_are_refused(folder: Path) -> None:
 
 
 def test_a_tensor_of_zeros_alone_was_initialized_so_and_stays_dense(folder: Path) -> None:
-    name = "block0.attention.o.weight"
+    name = "model.layers.0.self_attn.o_proj.weight"
     before = write_llama(
         folder, lambda one, tensor: tensor.zero_() if one == name else pruned(one, tensor)
     )

@@ -7,31 +7,50 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from support.images import write_safetensors
 from support.runs import VOCABULARY, token_data, train_in_process
 from torch import Tensor, nn
 
-from axsparse.config.hf_config import config_json
-from axsparse.config.model_config import LlamaConfig
+from axsparse.config.load import configure, made_in_python
+from axsparse.config.model_config import HfConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
-from axsparse.models.zoo.hf_models import LLAMA, hf_model
+from axsparse.models.survey import survey
+from axsparse.models.zoo.hf_models import hf_model
+from axsparse.models.zoo.model_registry import named_model
 from axsparse.training.trainer import Trainer
 
 STEPS = 5
-SMALL_LLAMA = LlamaConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=44,
-    sequence_length=12,
-    vocab_size=VOCABULARY,
-    tie_embeddings=False,
-)
+SMALL_LLAMA: dict[str, Any] = {
+    "name": "hf",
+    "sequence_length": 12,
+    "vocab_size": VOCABULARY,
+    "hf": {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 44,
+        "max_position_embeddings": 12,
+        "vocab_size": VOCABULARY,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+    },
+}
+"""Settings of a small Llama, as a configuration has them. Tests that use it need transformers."""
+
+
+def small_llama(sequence_length: int = 12, *, separate: bool = False, **changed: Any) -> Model:
+    """`SMALL_LLAMA` at random start values, with some settings changed."""
+    pytest.importorskip("transformers", reason="no transformers: pip install 'axsparse[test]'")
+    settings = {**SMALL_LLAMA, "hf": {**SMALL_LLAMA["hf"], **changed}}
+    config = of_family(configure({"model": settings}).model, HfConfig)
+    return hf_model(config, sequence_length, separate=separate)
 
 
 def write_llama(
@@ -43,17 +62,45 @@ def write_llama(
     """
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(7)
-    found = hf_model(SMALL_LLAMA)
-    assert found is not None
     weights = {
         name: change(name, torch.empty(shape).uniform_(0.05, 0.2, generator=generator))
-        for name, shape in found[1].shapes.items()
+        for name, shape in survey(small_llama()).shapes.items()
     }
-    state = {LLAMA.named(name): tensor for name, tensor in weights.items()}
-    write_safetensors(folder / "model.safetensors", state)
-    settings = config_json(SMALL_LLAMA, "float32") | {"bos_token_id": 1}
-    (folder / "config.json").write_text(json.dumps(settings))
+    write_safetensors(folder / "model.safetensors", weights)
+    (folder / "config.json").write_text(json.dumps(SMALL_LLAMA["hf"]))
     return weights
+
+
+def saved_model(transformers: Any, settings: Any, path: Path) -> Any:
+    """A small model of transformers of random parameters, biases and norms included; saved."""
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return model.eval()
+
+
+def config_from(path: Path, **sections: Any) -> Config:
+    settings: dict[str, Any] = {
+        "model": {"from": str(path)},
+        "data": {"sequence_length": 12},
+        "batch": {"global_batch_size": 12, "microbatch_size": 4},
+        "precision": "fp32",
+        "pruning": {"sparsity": 0.0},
+        "optimizer": {"learning_rate": 1e-2, "clip_norm": 0.5},
+        "schedule": {"decay": "constant"},
+        "train": {"steps": STEPS, "eval_every": 0, "eval_steps": 0, "peak_flops": 1e9},
+        "seed": 11,
+    }
+    for key, value in sections.items():
+        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+    return configure(settings)
+
+
+def ours_from(path: Path, **sections: Any) -> Model:
+    return named_model(made_in_python(config_from(path, **sections), "tiny"))
 
 
 def our_logits(model: Model, config: Config, tokens: Tensor, g_inter: int = 1) -> Tensor:
@@ -72,7 +119,8 @@ def our_logits(model: Model, config: Config, tokens: Tensor, g_inter: int = 1) -
         with torch.no_grad():
             for module in body:
                 x = module(x)
-            return F.linear(*head(x))
+            outputs = head(x)
+            return F.linear(*outputs) if isinstance(outputs, tuple) else outputs
 
     found: list[Tensor] = []
     train_in_process(g_inter, 1, model, config, token_data(), before=note)

@@ -35,7 +35,7 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.models.survey import survey
-from axsparse.models.zoo.hf_models import LLAMA, start_from_hf
+from axsparse.models.zoo.gpt2_files import start_from_gpt2
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -240,7 +240,7 @@ def test_a_run_that_starts_from_it_starts_where_the_other_ended(form: Form, tmp_
     export(newest(tmp_path / "first"), form, out)
 
     def model(config: Config) -> Model:
-        return start_from_hf(
+        return start_from_gpt2(
             tiny_gpt(config), open_weights(out), of_family(config.model, GptConfig)
         )
 
@@ -302,7 +302,7 @@ def test_a_file_that_goes_away_while_it_is_read_is_told(
     [
         (
             "cnn",
-            "--to hf: {} is of model.name cnn, and only a gpt or a llama has a place in Hugging "
+            "--to hf: {} is of model.name cnn, and only a gpt or an hf has a place in Hugging "
             "Face's transformers; choose --to torch",
         ),
         (
@@ -421,7 +421,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
     (start / "tokenizer.json").write_text("words")
     (start / "README.md").write_text("not ours to carry")
     config = config_of(
-        model={"name": "llama", **SMALL_LLAMA.model_dump(), "from": str(start)},
+        model={**SMALL_LLAMA, "from": str(start)},
         optimizer={"learning_rate": 1e-30, "weight_decay": 0.0},
         pruning={"sparsity": 0.0},
     )
@@ -436,14 +436,14 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
     assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
     assert_equal_tensors(
         tensors_of(out / "model.safetensors"),
-        {LLAMA.named(name): tensor for name, tensor in weights.items()},
+        weights,
     )
     # A later export replaces it, also where the folder is gone, which is told.
     shutil.rmtree(start)
     [note] = export(newest(tmp_path / "run"), "hf", out, force=True).notes
-    assert note.startswith(f"model.from {start} is there no more: config.json says nothing of ")
+    assert note.startswith(f"model.from {start} is there no more: there are no files of a tok")
     assert written() == ["config.json", "model.safetensors"]
-    assert json.loads((out / "config.json").read_text())["bos_token_id"] is None
+    assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
 
 
 def test_tokens_that_are_gone_leave_a_folder_without_tokenizer_which_is_told(
@@ -461,16 +461,15 @@ def test_tokens_that_are_gone_leave_a_folder_without_tokenizer_which_is_told(
 
 def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:
     write_llama(tmp_path / "start")
-    config = config_of(
-        model={"name": "llama", **SMALL_LLAMA.model_dump(), "from": f"{tmp_path}/start"}
-    )
+    config = config_of(model={**SMALL_LLAMA, "from": f"{tmp_path}/start"})
     ran((1, 1), config, tmp_path / "run", model=lambda c: named_model(made_in_python(c, "llama")))
     settings = tmp_path / "start" / "config.json"
     changed = json.loads(settings.read_text()) | {"rms_norm_eps": 0.5}
     settings.write_text(json.dumps(changed))
 
     assert refused(ConfigError, newest(tmp_path / "run"), "hf", tmp_path / "out") == (
-        f"{settings}: the checkpoint is not of model.norm_eps 1e-05; set model.norm_eps to 0.5"
+        f"{settings}: the checkpoint is not of model.hf.rms_norm_eps 1e-05; set "
+        "model.hf.rms_norm_eps to 0.5"
     )
     assert not (tmp_path / "out").exists()
 

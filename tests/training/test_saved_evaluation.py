@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.hf import SMALL_LLAMA
 from support.resuming import ran
-from support.runs import VOCABULARY, mlp, tiny_config, tiny_gpt, token_data, vector_data
+from support.runs import mlp, tiny_config, tiny_gpt, token_data, vector_data
 
 import axsparse as ax
 import axsparse.training.saved_model
@@ -58,15 +59,7 @@ def reported(
             (2, 1),
             {
                 "precision": "bf16",
-                "model": {
-                    "name": "llama",
-                    "num_layers": 2,
-                    "hidden_size": 32,
-                    "num_heads": 4,
-                    "num_key_value_heads": 2,
-                    "sequence_length": 12,
-                    "vocab_size": VOCABULARY,
-                },
+                "model": SMALL_LLAMA,
             },
         ),
     ],

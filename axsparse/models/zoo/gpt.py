@@ -1,4 +1,4 @@
-"""Language models: what they have in common, and decoders like GPT-3.
+"""Decoders like GPT-3.
 
 GPTs have learned positions, pre-LayerNorm, GELU, and a tied or a separate head.
 
@@ -8,15 +8,14 @@ Shapes: B sequences of a microbatch, S tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axsparse.config.model_config import GptConfig, TextFamily
+from axsparse.config.model_config import GptConfig
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
 
@@ -30,60 +29,13 @@ class Head(nn.Module):
     `linear_cross_entropy` computes the logits from the two, some of them at a time.
     """
 
-    def __init__(self, norm: Callable[[int], nn.Module], config: TextFamily) -> None:
+    def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.norm = norm(config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
-    def forward(self, x: Tensor, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        del starts  # Nothing comes after the head.
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.norm(x), self.weight
-
-
-def decoder(
-    config: TextFamily,
-    sequence_length: int,
-    parts: tuple[
-        Callable[[Any], nn.Module], Callable[[Any], nn.Module], Callable[[int], nn.Module]
-    ],
-    residual: Collection[str],
-    *,
-    separate: bool = False,
-) -> Model:
-    """A language model of `num_layers + 2` layers; the embedding's weight is `token.weight`.
-
-    `parts` make the embedding and a block, of the settings, and the final norm, of its width.
-    `residual` names, within a block, the matrices that write into the residual stream.
-    `sequence_length` is that of the data, and `separate` says that its samples tell documents
-    apart; only the layers' costs depend on the two.
-    """
-    s, inputs = sequence_length, (torch.long, torch.int32) if separate else (torch.long,)
-    init = partial(init_parameter, config.num_layers, residual)
-    embedding, block, norm = parts
-    blocks = [
-        Layer(f"block{i}", partial(block, config), init=init) for i in range(config.num_layers)
-    ]
-    return Model(
-        layers=[
-            Layer("embed", partial(embedding, config), kind="embedding", init=init),
-            *blocks,
-            Layer(
-                "head",
-                partial(Head, norm, config),
-                kind="head",
-                init=init,
-                flops=2 * s * config.hidden_size * config.vocab_size,  # The loss computes it.
-            ),
-        ],
-        loss=linear_cross_entropy,
-        loss_logits=lambda samples: logits_at_a_time(samples * s, config.vocab_size),
-        example=lambda samples: tuple(
-            torch.zeros(samples, s, dtype=dtype, device="meta") for dtype in inputs
-        ),
-        ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],
-        name=config.name,
-        vocab_size=config.vocab_size,
-    )
 
 
 def init_parameter(
@@ -100,9 +52,6 @@ def init_parameter(
         return torch.full(shape, 1.0 if is_gain else 0.0)
     std = INIT_STD / math.sqrt(2 * num_layers) if name in residual else INIT_STD
     return torch.empty(shape).normal_(0.0, std, generator=generator)
-
-
-# -- GPT --------------------------------------------------------------------------------
 
 
 class Embedding(nn.Module):
@@ -158,7 +107,35 @@ class Block(nn.Module):
         return out
 
 
+RESIDUAL = ("attention.proj.weight", "fc2.weight")
+"""The matrices of a block that write into the residual stream."""
+
+
 def gpt(config: GptConfig, sequence_length: int) -> Model:
-    """The GPT of a configuration (`decoder`)."""
-    residual = ("attention.proj.weight", "fc2.weight")
-    return decoder(config, sequence_length, (Embedding, Block, nn.LayerNorm), residual)
+    """A GPT of `num_layers + 2` layers; the embedding's weight is `token.weight`.
+
+    `sequence_length` is that of the data; only the layers' costs depend on it.
+    """
+    s, init = sequence_length, partial(init_parameter, config.num_layers, RESIDUAL)
+    blocks = [
+        Layer(f"block{i}", partial(Block, config), init=init) for i in range(config.num_layers)
+    ]
+    return Model(
+        layers=[
+            Layer("embed", partial(Embedding, config), kind="embedding", init=init),
+            *blocks,
+            Layer(
+                "head",
+                partial(Head, config),
+                kind="head",
+                init=init,
+                flops=2 * s * config.hidden_size * config.vocab_size,  # The loss computes it.
+            ),
+        ],
+        loss=linear_cross_entropy,
+        loss_logits=lambda samples: logits_at_a_time(samples * s, config.vocab_size),
+        example=lambda samples: (torch.zeros(samples, s, dtype=torch.long, device="meta"),),
+        ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],
+        name=config.name,
+        vocab_size=config.vocab_size,
+    )

@@ -9,7 +9,7 @@ from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.model_config import (
     CnnConfig,
     GptConfig,
-    LlamaConfig,
+    HfConfig,
     Vgg19Config,
     WideResnetConfig,
     of_family,
@@ -18,17 +18,17 @@ from axsparse.config.schema import Config, sample_length
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.models.zoo.gpt import gpt
-from axsparse.models.zoo.hf_models import start_from_hf
+from axsparse.models.zoo.gpt2_files import start_from_gpt2
+from axsparse.models.zoo.hf_models import hf_model
 from axsparse.models.zoo.image_models import cnn, torchvision_name, vgg19, wide_resnet101_2
-from axsparse.models.zoo.llama import llama
 from axsparse.runtime.errors import ConfigError
 
 DIGIT_SIZE = 8
 """Pixels on each side of the bundled digits."""
 _BUILDERS: dict[str, Callable[[Config], Model]] = {
     "gpt": lambda config: gpt(of_family(config.model, GptConfig), sample_length(config)),
-    "llama": lambda config: llama(
-        of_family(config.model, LlamaConfig),
+    "hf": lambda config: hf_model(
+        of_family(config.model, HfConfig),
         sample_length(config),
         separate=config.data.separate_documents,
     ),
@@ -76,10 +76,10 @@ def named_model(configuration: Config | LoadedConfig) -> Model:
         )
     model = _BUILDERS[settings.name](config)
     path = settings.weights or settings.from_
-    if path is None:
+    if path is None or isinstance(settings, HfConfig):  # that has read its weights itself
         return model
     file = open_weights(path)
-    if isinstance(settings, GptConfig | LlamaConfig):
-        return start_from_hf(model, file, settings)
+    if isinstance(settings, GptConfig):
+        return start_from_gpt2(model, file, settings)
     named = torchvision_name if isinstance(settings, WideResnetConfig) else str
     return start_from(model, file, named=named, new=settings.new)

@@ -1,434 +1,495 @@
-"""Models of Hugging Face's transformers, both ways: the same logits, losses and bits."""
+"""Models of Hugging Face's transformers by its own modules: every family beside transformers alone.
+
+A family's test goes the whole way: logits, five steps, stages, recomputation, pruning, the exported
+folder and its text.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from support.commands import lines_beside, refusal
 from support.exhaustive import by_default
-from support.hf import SMALL_LLAMA, STEPS, hf_logits, hf_losses, our_logits, tokens
-from support.images import assert_equal_tensors, write_safetensors
+from support.hf import (
+    SMALL_LLAMA,
+    STEPS,
+    config_from,
+    hf_logits,
+    hf_losses,
+    our_logits,
+    saved_model,
+    small_llama,
+    tokens,
+    write_llama,
+)
+from support.images import write_safetensors
 from support.resuming import train_and_save
-from support.runs import VOCABULARY, tiny_config, token_data, train_in_process
+from support.runs import VOCABULARY, assert_bitwise, tiny_config, token_data, train_in_process
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from axsparse.config.hf_config import config_json
-from axsparse.config.load import configure, load_config, made_in_python
-from axsparse.config.model_config import Family
-from axsparse.config.schema import Config
-from axsparse.models.layer import Model
-from axsparse.models.start_weights import open_weights
+from axsparse.config.load import configure, made_in_python
+from axsparse.config.schema import PipelineConfig, PruningConfig
+from axsparse.data.dataset import TokenDataset
+from axsparse.models.layer import Model, as_tuple
+from axsparse.models.sequential import filled_modules
 from axsparse.models.survey import survey
-from axsparse.models.zoo.hf_models import GPT2, LLAMA, HfFamily, hf_model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import AxsparseError, ConfigError
+from axsparse.runtime.files.safetensors import SafetensorsFile
+from axsparse.training.saved_model import Sampling, continuation, open_saved_model
 
-LOGITS_RTOL = 1e-5
-LOSS_RTOL = 1e-6
-"""Seen: 2e-7. The squares of the norm and the gradients of a tied weight are added in another
-order, which every AdamW step carries on; GPT-2's GELU is made of elementary functions there."""
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 3.0,
-    "original_max_position_embeddings": 20,
+LOSS_RTOL = 2e-6
+"""The squares of the norm and the gradients of a tied weight are added in another order, which
+every AdamW step carries on."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 24,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
-"""Some of the wavelengths of a head of 10 are long for it, some short, some in between."""
-GPT2_SIZES = {
-    **{"vocab_size": VOCABULARY, "n_positions": 12, "n_embd": 32, "n_layer": 2, "n_head": 2},
+OLDER = {
+    **{"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 24, "n_inner": 52},
     **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
-LLAMA_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 40,
-    "intermediate_size": 52,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 5,
-    "max_position_embeddings": 24,
+MIXED = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    **{"head_dim": 12, "sliding_window": 5},
 }
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt 2": ("GPT2LMHeadModel", {"activation_function": "gelu_new"}),
-    "gpt 2 untied": ("GPT2LMHeadModel", {"tie_word_embeddings": False}),
-    "llama": ("LlamaForCausalLM", {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    "llama tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
-    "llama 3": ("LlamaForCausalLM", {"rope_parameters": LLAMA3, "head_dim": 10}),
-    "mistral": (
-        "MistralForCausalLM",
-        {"head_dim": 6, "sliding_window": None, "num_key_value_heads": 1},
-    ),
-    "qwen 2": ("Qwen2ForCausalLM", {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    "qwen 3": (
-        "Qwen3ForCausalLM",
-        {"head_dim": 18, "rope_parameters": {"rope_theta": 50.0}},
-    ),
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "rope_parameters": {
+            **{"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0},
+            **{"low_freq_factor": 1.0, "high_freq_factor": 3.0},
+            "original_max_position_embeddings": 20,
+        }
+    },
+    "gemma2": {**MIXED, "query_pre_attn_scalar": 12},
+    "mixtral": {"num_local_experts": 4},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 12},
+    "gemma": {"head_dim": 12},
+    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 12},
+    "phi": {},
+    "phi3": {},
+    "olmo": {},
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "gpt_neox": {},
+    "starcoder2": {
+        **{"sliding_window": 5, "hidden_dropout": 0.0, "residual_dropout": 0.0},
+        "embedding_dropout": 0.0,
+    },
+    "glm4": {"head_dim": 12},
+    "granite": {
+        **{"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+        "attention_multiplier": 0.3,
+    },
+    "cohere2": MIXED,
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "nemotron": {},
+    "exaone4": {},
+    "seed_oss": {"head_dim": 12, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "deepseek_v3": {
+        **{"moe_intermediate_size": 20, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+        **{"num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 12, "v_head_dim": 8},
+        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "first_k_dense_replace": 1},
+        "num_key_value_heads": 4,
+    },
+    "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 20},
+    "qwen3_moe": {**EXPERTS, "head_dim": 12, "moe_intermediate_size": 20},
+    "olmoe": EXPERTS,
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        **{**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    "opt": {"ffn_dim": 52, "dropout": 0.0, "word_embed_proj_dim": 48},
+    "falcon": {
+        **{"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True},
+        **{"bias": False, "alibi": False},
+    },
+    "bloom": {"n_layer": 3, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "mpt": {"d_model": 48, "n_layers": 3, "n_heads": 4, "max_seq_len": 24},
+    "gpt2": OLDER,
+    "gptj": {**OLDER, "rotary_dim": 4},
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
+USUAL = 3
+"""How many of them, from the first on, are run by default."""
 
 
-def family_of(kind: str) -> HfFamily:
-    return GPT2 if kind.startswith("gpt") else LLAMA
+def make(transformers: Any, family: str, path: Path, **changed: Any) -> Any:
+    """A small model of a family with random parameters, in a folder."""
+    kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
+    return saved_model(transformers, kind(**{**SIZES, **FAMILIES[family], **changed}), path)
 
 
-def make(transformers: Any, kind: str, path: Path) -> Any:
-    """A small model of transformers of random parameters, biases and norms included; saved."""
-    name, settings = KINDS[kind]
-    sizes = GPT2_SIZES if kind.startswith("gpt") else LLAMA_SIZES
-    model_class = getattr(transformers, name)
-    ends = {"bos_token_id": None, "eos_token_id": None}
-    torch.manual_seed(3)
-    model = model_class(model_class.config_class(**{**sizes, **ends, **settings}))
+def settings_of(folder: Path, family: str, **sections: Any) -> Any:
+    """A configuration that begins at a folder, with enough layers for three stages."""
+    longest = {} if family not in ("bloom", "mpt") else {"sequence_length": 24}
+    return config_from(folder, model={"name": "hf", "from": str(folder), **longest}, **sections)
+
+
+@pytest.mark.parametrize("family", by_default(list(FAMILIES)[:USUAL], FAMILIES))
+def test_a_family_computes_trains_and_writes_as_transformers_does(
+    transformers: Any, family: str, tmp_path: Path
+) -> None:
+    theirs = make(transformers, family, tmp_path / "start")
+    config = settings_of(tmp_path / "start", family)
+    model, data = named_model(made_in_python(config, "tiny")), token_data()
+
+    assert torch.equal(our_logits(model, config, tokens()), hf_logits(theirs))
+    [(_, reference)] = train_in_process(1, 1, model, config, data)
+    for g_inter in (2, 3):
+        for _, trace in train_in_process(g_inter, 1, model, config, data):
+            assert_bitwise(trace, reference)
+
+    # Pruned, cut in three, with backwards in two parts and layers computed again.
+    pruned = settings_of(tmp_path / "start", family, pruning={"sparsity": 0.9})
+    other = settings_of(
+        tmp_path / "start",
+        family,
+        pruning={"sparsity": 0.9},
+        pipeline={"checkpoint_activations": 1, "split_backward": True},
+    )
+    [(trainer, reference_pruned)] = train_in_process(1, 1, model, pruned, data)
+    states = [state for layer in trainer.parts.layers for state in layer.state.owned]
+    matrices = [one for one in states if one.kept < one.parameter.numel()]
+    names = [one.name for one in matrices]
+    assert len(matrices) >= 3 * 4
+    assert not any("router" in name or "mlp.gate.weight" in name for name in names)
+    assert ("experts" in str(list(theirs.state_dict()))) == ("experts" in str(names))
+    for one in matrices:
+        assert one.kept == pytest.approx(0.1 * one.parameter.numel(), rel=0.03, abs=1), one.name
+    for _, trace in train_in_process(3, 1, model, other, data):
+        assert_bitwise(trace, reference_pruned)
+
+    masters = train_and_save((2, 1), model, pruned, tmp_path / "ours")
+    out, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    state = out.state_dict()
+    for name in masters.keys() & state.keys():  # A file has no buffers that are computed.
+        assert torch.equal(state[name], masters[name]), name
+    again = settings_of(tmp_path / "ours", family)
+    logits = our_logits(named_model(made_in_python(again, "tiny")), again, tokens())
+    assert torch.equal(logits, hf_logits(out.eval()))
+    saved = open_saved_model(tmp_path / "ours-run", None, trained=False)
+    written = list(continuation(saved, tokens()[0, :4].tolist(), 6, -1, Sampling()))
+    assert written == greedy(out, tokens()[:1, :4], 6)
+
+    # Training changes the model of transformers, so that it comes last.
+    expected = list(hf_losses(theirs, config))
+    assert len(expected) == STEPS
+    assert expected[-1] < expected[0] - 0.05
+    assert reference.losses == pytest.approx(expected, rel=LOSS_RTOL)
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Tensor, count: int) -> list[int]:
+    """What transformers' own generation adds to a prompt."""
+    model.generation_config.eos_token_id = None
+    text = model.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return list(map(int, text[0, prompt.shape[1] :]))
+
+
+# -- documents ------------------------------------------------------------------------------
+
+
+def separated_data() -> TokenDataset:
+    """Samples of 16 tokens, most of them of several documents, which end with token 0."""
+    words = np.random.default_rng(4).integers(0, 8, 40 * 16 + 1, dtype=np.uint8)
+    return TokenDataset("separated", "0", VOCABULARY, words, 16, separator=0)
+
+
+@pytest.mark.parametrize(
+    "family",
+    by_default(["gemma2"], ["llama", "gemma2", "gpt2", "qwen3", "gpt_neox", "cohere2", "gpt_oss"]),
+)
+def test_a_document_among_others_is_read_as_if_it_were_alone(
+    transformers: Any, family: str, tmp_path: Path
+) -> None:
+    theirs = make(transformers, family, tmp_path)
+    config = settings_of(tmp_path, family, data={"sequence_length": 16, "separate_documents": True})
+    model = named_model(made_in_python(config, "tiny"))
+    modules = filled_modules(model, survey(model).ties, tensors_of(model))
+    (samples, starts), _ = separated_data().read(np.arange(6))
+
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(path)
-    return model.eval()
+        flow: tuple[Tensor, ...] = (samples, starts)
+        for name, module in modules.items():
+            flow = as_tuple(name, module(*flow))
+        packed = F.linear(*flow) if len(flow) == 2 else flow[0]
+        documents = 0
+        for row, begins in enumerate(starts.tolist()):
+            for begin in sorted(set(begins)):
+                end = begin + begins.count(begin)
+                alone = theirs(samples[row : row + 1, begin:end]).logits
+                torch.testing.assert_close(packed[row : row + 1, begin:end], alone)
+                documents += 1
+        assert documents > 12
+        assert not torch.allclose(packed, theirs(samples).logits, atol=1e-3)
 
 
-def config_from(path: Path, **sections: Any) -> Config:
-    settings: dict[str, Any] = {
-        "model": {"from": str(path)},
-        "data": {"sequence_length": 12},
-        "batch": {"global_batch_size": 12, "microbatch_size": 4},
-        "precision": "fp32",
-        "pruning": {"sparsity": 0.0},
-        "optimizer": {"learning_rate": 1e-2, "clip_norm": 0.5},
-        "schedule": {"decay": "constant"},
-        "train": {"steps": STEPS, "eval_every": 0, "eval_steps": 0, "peak_flops": 1e9},
-        "seed": 11,
-    }
-    for key, value in sections.items():
-        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
-    return configure(settings)
-
-
-def ours_from(path: Path, **sections: Any) -> Model:
-    return named_model(made_in_python(config_from(path, **sections), "tiny"))
-
-
-def start_of(path: Path, names: list[str]) -> dict[str, Tensor]:
-    """Start values of a model that begins at a folder."""
-    start = ours_from(path).start
-    assert start is not None
-    read = {name: start.read(name) for name in names}
+def tensors_of(model: Model) -> dict[str, Tensor]:
+    """The parameters and saved buffers that a model starts at."""
+    assert model.start is not None
+    surveyed = survey(replace(model, example=None))
+    saved = {b.name for layer in surveyed.layers for b in layer.buffers if b.persists}
+    read = {name: model.start.read(name) for name in (*surveyed.shapes, *saved)}
     return {name: tensor for name, tensor in read.items() if tensor is not None}
 
 
-@every_kind
-def test_names_logits_and_losses_are_those_of_transformers_in_every_pipeline(
-    transformers: Any, kind: str, tmp_path: Path
-) -> None:
-    theirs = make(transformers, kind, tmp_path)
-    config, model, family = config_from(tmp_path), ours_from(tmp_path), family_of(kind)
-
-    there = {name: tuple(tensor.shape) for name, tensor in theirs.named_parameters()}
-    ours = {
-        family.named(name): tuple(family.turned(name, torch.empty(shape)).shape)
-        for name, shape in survey(model).shapes.items()
-    }
-    assert ours == there
-    logits = our_logits(model, config, tokens())
-    assert logits.abs().max() > 1
-    error = (logits - hf_logits(theirs)).abs().max() / logits.abs().max()
-    assert error < LOGITS_RTOL
-    expected = list(hf_losses(theirs, config))
-    assert expected[-1] < expected[0] - 0.1
-    first = None
-    for g_inter in (1, 4):
-        for _, trace in train_in_process(g_inter, 1, model, config, token_data()):
-            assert trace.losses == pytest.approx(expected, rel=LOSS_RTOL)
-            first = first or trace.losses
-            assert trace.losses == first, g_inter
-
-
-def test_with_torchs_gelu_on_both_sides_logits_are_bitwise_the_same(
-    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(
-        KINDS, "gpt 2", ("GPT2LMHeadModel", {"activation_function": "gelu_pytorch_tanh"})
+def test_separate_documents_train_alike_in_every_pipeline_and_recomputed() -> None:
+    settings = tiny_config(
+        model={**SMALL_LLAMA, "sequence_length": 16},
+        data={"separate_documents": True},
+        train={"steps": 3, "eval_every": 3, "eval_steps": 2},
     )
-    theirs = make(transformers, "gpt 2", tmp_path)
+    again = settings.model_copy(update={"pipeline": PipelineConfig(checkpoint_activations=1)})
+    data, model = separated_data(), small_llama(16, separate=True)
 
-    ours = our_logits(ours_from(tmp_path), config_from(tmp_path), tokens(), 2)
-
-    assert torch.equal(ours, hf_logits(theirs))
-
-
-@pytest.mark.parametrize("method", by_default(["sparsegpt"], ["sparsegpt", "wanda", "magnitude"]))
-@pytest.mark.parametrize("kind", ["gpt 2", "llama 3", "mistral", "qwen 2"])
-def test_masks_and_losses_of_pruned_models_are_the_same_in_every_pipeline(
-    transformers: Any, kind: str, method: str, tmp_path: Path
-) -> None:
-    make(transformers, kind, tmp_path)
-    pruning = {"method": method, "sparsity": 0.6, "calibration_samples": 8}
-    config = config_from(tmp_path, pruning=pruning, train={"steps": 2})
-    model = ours_from(tmp_path)
-
-    found = []
-    for g_inter in (1, 3, 4):
-        masks: dict[str, Tensor] = {}
-        runs = train_in_process(g_inter, 1, model, config, token_data())
-        for trainer, _ in runs:
-            for layer in trainer.parts.layers:
-                pruned = (t for t in layer.state.owned if t.kept < t.parameter.numel())
-                masks |= {tensor.name: tensor.positions() for tensor in pruned}
-        found.append((runs[0][1].losses, masks))
-
-    losses, masks = found[0]
-    assert len(masks) == (8 if kind == "gpt 2" else 14)
-    for other_losses, other_masks in found[1:]:
-        assert other_losses == losses
-        assert_equal_tensors(other_masks, masks)
+    [(trainer, reference)] = train_in_process(1, 1, model, settings, data, validation=data)
+    assert trainer.last_evaluation is not None
+    for g_inter, asked in ((2, again), (4, settings)):
+        for one, trace in train_in_process(g_inter, 1, model, asked, data, validation=data):
+            assert_bitwise(trace, reference)
+            assert one.last_evaluation == trainer.last_evaluation
 
 
-@every_kind
-def test_what_a_run_saves_goes_to_transformers_and_back_bit_by_bit(
-    transformers: Any, kind: str, tmp_path: Path
-) -> None:
-    make(transformers, kind, tmp_path / "start")
-    config = config_from(
-        tmp_path / "start",
-        pruning={"sparsity": 0.7},
-        precision="bf16",
-        samo={"shard_optimizer": True},
-        batch={"microbatch_size": 3},
-        train={"steps": 2},
-    )
-    model, family = ours_from(tmp_path / "start"), family_of(kind)
-    masters = train_and_save((2, 2), model, config, tmp_path / "ours")
-
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", output_loading_info=True
+def test_plans_count_the_mask_of_documents() -> None:
+    run_on, apart = (
+        survey(small_llama(64, separate=separate), torch.bfloat16).layers[1].activations
+        for separate in (False, True)
     )
 
-    assert not any(report.values()), report
-    state = theirs.state_dict()
-    for name, master in masters.items():
-        assert torch.equal(state[family.named(name)], family.turned(name, master)), name
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
-    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
-    assert_equal_tensors(start_of(tmp_path / "theirs", list(masters)), masters)
-    logits = our_logits(ours_from(tmp_path / "ours"), config_from(tmp_path / "ours"), tokens())
-    torch.testing.assert_close(logits, hf_logits(theirs.eval()), rtol=LOGITS_RTOL, atol=3e-6)
+    assert run_on is not None and apart is not None
+    assert apart.saved - run_on.saved >= 2 * 64 * 64
+    assert apart.outputs - run_on.outputs == 4 * 64
 
 
-@pytest.mark.parametrize("kind", ["gpt 2", "llama 3", "mistral", "qwen 2", "qwen 3"])
-def test_a_model_that_began_at_no_folder_is_loaded_too_and_generates(
-    transformers: Any, kind: str, tmp_path: Path
-) -> None:
-    make(transformers, kind, tmp_path / "start")
-    settings = config_from(tmp_path / "start").model.model_dump()
-    config = config_from(tmp_path, model={**settings, "from": None}, train={"steps": 1})
-    model = named_model(made_in_python(config, "tiny"))
-    train_and_save((1, 1), model, config, tmp_path / "ours", trained=True)
-
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-
-    written = theirs.generate(tokens()[:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert written.shape == (3, 7)
-    assert torch.equal(written[:, 4], hf_logits(theirs)[:, 3].argmax(-1))
-
-
-def test_weights_of_bf16_and_files_of_the_tokenizer_come_along(
+def test_models_that_do_not_tell_documents_apart_are_refused(
     transformers: Any, tmp_path: Path
 ) -> None:
-    make(transformers, "llama", tmp_path / "start")
-    (tmp_path / "start" / "tokenizer.json").write_text('{"some": "tokens"}')
-    generation = (tmp_path / "start" / "generation_config.json").read_bytes()
-    config = config_from(tmp_path / "start", precision="bf16", train={"steps": 1})
-
-    masters = train_and_save(
-        (1, 1), ours_from(tmp_path / "start"), config, tmp_path / "ours", trained=True
-    )
-
-    assert (tmp_path / "ours" / "tokenizer.json").read_text() == '{"some": "tokens"}'
-    assert (tmp_path / "ours" / "generation_config.json").read_bytes() == generation
-    ours = json.loads((tmp_path / "ours" / "config.json").read_text())
-    theirs = json.loads((tmp_path / "start" / "config.json").read_text())
-    assert ours == {**theirs, "dtype": "bfloat16"}
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
-    assert torch.equal(loaded.lm_head.weight, masters["head.weight"].bfloat16())
+    for family in ("opt", "falcon"):
+        make(transformers, family, tmp_path / family)
+        config = settings_of(tmp_path / family, family, data={"separate_documents": True})
+        with pytest.raises(ConfigError, match=r"^data\.separate_documents: true, but the model's"):
+            named_model(made_in_python(config, "tiny"))
 
 
-def test_settings_of_a_gpt_are_those_that_transformers_makes(transformers: Any) -> None:
-    model = tiny_config(model={"dropout": 0.25, "tie_embeddings": False}).model
-    ours = config_json(model, "float32")
-
-    theirs = transformers.GPT2Config(**ours).to_dict()
-
-    default = transformers.GPT2Config().to_dict()
-    assert {name: theirs[name] for name in ours if name != "dtype"} == {
-        name: value for name, value in ours.items() if name != "dtype"
-    }
-    assert ours.keys() <= default.keys()
-    assert ours["resid_pdrop"] == ours["embd_pdrop"] == 0.25
-    assert ours["attn_pdrop"] == 0.0
+# -- start values and costs -----------------------------------------------------------------
 
 
-# -- files ----------------------------------------------------------------------------------
-
-GPT: Family = tiny_config().model
-OLD_BUFFERS = {
-    "h": {"h.0.attn.bias": torch.ones(1, 1, 12, 12), "h.1.attn.masked_bias": torch.tensor(-1e4)},
-    "layers": {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
-}
-
-
-def saved(
-    folder: Path, model: Family, changed: dict[str, Any] | None = None, **settings: Any
-) -> dict[str, Tensor]:
-    """Write a folder of transformers with some tensors and settings changed; returns the tensors.
-
-    A tensor that is None is left out.
-    """
-    found = hf_model(model)
-    assert found is not None
-    family, surveyed = found
-    generator = torch.Generator().manual_seed(4)
-    ours = {name: torch.rand(shape, generator=generator) for name, shape in surveyed.shapes.items()}
-    state = {family.named(name): family.turned(name, tensor) for name, tensor in ours.items()}
-    state = {name: t for name, t in {**state, **(changed or {})}.items() if t is not None}
-    write_safetensors(folder / "model.safetensors", state)
-    known = config_json(model, "float32") | settings
-    (folder / "config.json").write_text(json.dumps(known))
-    return ours
-
-
-@pytest.mark.parametrize("model", [GPT, SMALL_LLAMA], ids=["gpt", "llama"])
-def test_files_of_the_body_alone_and_with_old_buffers_are_read(
-    model: Family, tmp_path: Path
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_without_a_folder_starts_as_transformers_would_in_every_pipeline(
+    tied: bool,
 ) -> None:
-    found = hf_model(model.model_copy(update={"tie_embeddings": True}))
-    assert found is not None
-    family, _ = found
-    model = model.model_copy(update={"tie_embeddings": True})
-    (tmp_path / "whole").mkdir()
-    ours = saved(tmp_path / "whole", model)
-    (tmp_path / "body").mkdir()
-    body = {
-        family.named(name, prefix=""): family.turned(name, tensor) for name, tensor in ours.items()
-    }
-    write_safetensors(
-        tmp_path / "body" / "model.safetensors", {**body, **OLD_BUFFERS[family.blocks]}
+    model = small_llama(tie_word_embeddings=tied)
+    config = tiny_config(model=SMALL_LLAMA, train={"steps": 2})
+
+    [(_, reference)] = train_in_process(1, 1, model, config, token_data())
+    for _, trace in train_in_process(3, 1, model, config, token_data()):
+        assert_bitwise(trace, reference)
+
+    found: dict[str, Tensor] = {}
+    train_in_process(
+        1,
+        1,
+        small_llama(tie_word_embeddings=tied, initializer_range=0.5),
+        config.model_copy(update={"pruning": PruningConfig(sparsity=0.0)}),
+        token_data(),
+        before=lambda trainer: found.update(trainer.state_dict() or {}),
     )
-    text = (tmp_path / "whole" / "config.json").read_text()
-    (tmp_path / "body" / "config.json").write_text(text)
-
-    for path in ("whole", "body"):
-        assert_equal_tensors(start_of(tmp_path / path, list(ours)), ours)
+    embedding, norm = found["model.embed_tokens.weight"], found["model.norm.weight"]
+    assert embedding.std().item() == pytest.approx(0.5, rel=0.1)
+    assert torch.equal(norm, torch.ones_like(norm))
 
 
-def beside(folder: Path, **model: Any) -> dict[str, Any]:
-    """The settings of a model that starts at a folder and does not follow its config.json."""
-    return {"model": {**GPT.model_dump(), "weights": str(folder), **model, "from": None}}
+def test_saved_activations_of_a_layer_are_those_that_its_forward_keeps() -> None:
+    model = small_llama(64)
+    surveyed = survey(model).layers[1].activations
+    module = model.layers[1].build()
+    weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    hidden = torch.randn(1, 64, 32, requires_grad=True)
+    own, kept = hidden.untyped_storage()._cdata, {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(hidden)
+
+    real = sum(
+        tensor.untyped_storage().nbytes()
+        for storage, tensor in kept.items()
+        if storage not in weights and storage != own
+    )
+    assert surveyed is not None
+    assert surveyed.saved == pytest.approx(real, rel=0.08)
 
 
-def test_settings_that_a_folder_lacks_or_no_settings_at_all_are_taken(tmp_path: Path) -> None:
-    saved(tmp_path, GPT)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    for key in ("n_inner", "layer_norm_epsilon", "scale_attn_weights", "add_cross_attention"):
-        del settings[key]
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    ours_from(tmp_path, **beside(tmp_path))
-    (tmp_path / "config.json").unlink()
-    assert survey(ours_from(tmp_path, **beside(tmp_path))).start.startswith("model.safetensors ")
+def test_a_stage_reads_its_own_tensors_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llama(tmp_path)
+    config = tiny_config(
+        model={**SMALL_LLAMA, "from": str(tmp_path)}, pruning={"sparsity": 0.0}, train={"steps": 1}
+    )
+    read: list[str] = []
+    whole = SafetensorsFile.read
+
+    def note(file: SafetensorsFile, name: str) -> Tensor:
+        read.append(name)
+        return whole(file, name)
+
+    monkeypatch.setattr(SafetensorsFile, "read", note)
+    named_model(made_in_python(config, "tiny"))
+    assert read == []  # Names and shapes are enough.
+    train_in_process(2, 1, named_model(made_in_python(config, "tiny")), config, token_data())
+
+    assert sorted(read) == sorted(survey(small_llama()).shapes)
 
 
-def cut_short(folder: Path) -> None:
-    saved(folder, GPT)
-    with (folder / "model.safetensors").open("r+b") as cut:
-        cut.truncate((folder / "model.safetensors").stat().st_size - 1)
+# -- what is refused ------------------------------------------------------------------------
 
 
-def configured(folder: Path, text: str) -> None:
-    saved(folder, GPT)
-    (folder / "config.json").write_text(text)
+def other_model(transformers: Any, kind: str, **settings: Any) -> Callable[[], object]:
+    """Makes the model of some settings of transformers."""
+    sizes = {**SIZES, "is_decoder": True, **settings}
+    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind](**sizes)
+    hf = config.to_dict()
+    asked = configure({"model": {"name": "hf", "hf": hf, "sequence_length": 24}})
+    return lambda: named_model(made_in_python(asked, "tiny"))
 
 
-QKV, POSITIONS = "transformer.h.1.attn.c_attn.weight", "transformer.wpe.weight"
-CROSS = "transformer.h.0.crossattention.c_attn.weight"
-OTHER_SETTINGS: list[tuple[str, Any]] = [
-    ("model_type", "llama"),
-    ("activation_function", "relu"),
-    ("activation_function", ["gelu"]),
-    ("layer_norm_epsilon", 1e-6),
-    ("scale_attn_weights", False),
-    ("scale_attn_by_inverse_layer_idx", True),
-    ("add_cross_attention", True),
-    ("n_inner", 64),
-]
-OTHER_TENSORS: list[tuple[str, dict[str, Any]]] = [
-    ("a tensor less", {QKV: None}),
-    ("another shape, turned", {QKV: torch.zeros(32, 97)}),
-    ("another shape", {POSITIONS: torch.zeros(12, 31)}),
-    ("more dimensions", {QKV: torch.zeros(32, 3, 32)}),
-    ("two tensors more", {CROSS: torch.zeros(1), "score.weight": torch.zeros(1)}),
-    ("a bias more", {"transformer.h.0.attn.c_attn.biases": torch.zeros(1)}),
-    ("another head", {"lm_head.weight": torch.ones(VOCABULARY, 32)}),
-]
-Damage = Callable[[Path], object]
-WRONG: dict[str, Damage] = {
-    **{
-        f"{key} {value}": partial(saved, model=GPT, **{key: value}) for key, value in OTHER_SETTINGS
-    },
-    "other sizes": partial(saved, model=GPT, n_head=4, n_layer=12, tie_word_embeddings=False),
-    **{case: partial(saved, model=GPT, changed=changed) for case, changed in OTHER_TENSORS},
-    "cut short": cut_short,
-    "half a config.json": partial(configured, text="{"),
-    "a list": partial(configured, text="[]"),
+@pytest.mark.parametrize(
+    ("kind", "settings", "why"),
+    [
+        ("bert", {}, "its output head is not a module beside the body"),
+        ("xlm-roberta", {}, "its output head is not a module beside the body"),
+    ],
+)
+def test_models_of_another_shape_are_refused_with_the_reason(
+    transformers: Any, kind: str, settings: dict[str, Any], why: str
+) -> None:
+    told = refusal(other_model(transformers, kind, **settings), ConfigError)
+
+    assert told == (
+        f"model.hf: this model cannot be cut into layers: {why}; choose a decoder of embeddings, "
+        "one list of layers, a norm and a head"
+    )
+
+
+Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+def planted(folder: Path, changed: dict[str, Tensor | None]) -> None:
+    """Write a folder of `SMALL_LLAMA` with some tensors changed; None leaves one out."""
+    write_llama(folder)
+    file = SafetensorsFile(folder / "model.safetensors")
+    tensors = {name: file.read(name).clone() for name in file.shapes} | changed
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    write_safetensors(folder / "model.safetensors", kept)
+
+
+def with_index(folder: Path, file: str) -> None:
+    """Replace the file of weights by an index that names another file."""
+    planted(folder, {})
+    names = SafetensorsFile(folder / "model.safetensors").shapes
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(names, file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def pickled(folder: Path) -> None:
+    planted(folder, {})
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "an index that points outside": partial(with_index, file="../model.safetensors"),
+    "an index of an absolute path": partial(with_index, file="/etc/passwd"),
+    "a tensor less": partial(planted, changed={Q: None}),
+    "a tensor more": partial(planted, changed={"model.layers.7.evil": torch.zeros(1)}),
+    "another shape": partial(planted, changed={DOWN: torch.zeros(32, 43)}),
+    "integers": partial(planted, changed={Q: torch.zeros(32, 32, dtype=torch.int64)}),
+    "no finite numbers": partial(planted, changed={Q: torch.full((32, 32), torch.nan)}),
+    "a pickle": pickled,
 }
 
 
 @pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
-def test_folders_of_other_models_and_damaged_ones_are_refused(
+def test_hostile_folders_are_refused_in_one_line_and_nothing_runs(
     case: str, line: str, tmp_path: Path
 ) -> None:
-    WRONG[case](tmp_path)
+    HOSTILE[case](tmp_path / "folder")
+    config = config_from(tmp_path / "folder")
 
-    assert refusal(lambda: ours_from(tmp_path, **beside(tmp_path)), AxsparseError, tmp_path) == line
+    def start() -> None:
+        model = named_model(made_in_python(config, "tiny"))
+        train_in_process(1, 1, model, config, token_data())
 
-
-def test_settings_of_a_llama_that_are_not_those_of_its_folder_are_refused(tmp_path: Path) -> None:
-    saved(tmp_path, SMALL_LLAMA)
-    settings = {**SMALL_LLAMA.model_dump(), "weights": str(tmp_path), "from": None}
-    settings["rope_theta"] = 5.0
-
-    with pytest.raises(
-        ConfigError, match=r"of model\.rope_theta 5\.0; set model\.rope_theta to 10"
-    ):
-        ours_from(tmp_path, model=settings)
+    assert refusal(start, AxsparseError, tmp_path) == line
+    assert not Path("executed").exists()
 
 
-def test_files_of_our_own_names_are_read_whatever_lies_beside(tmp_path: Path) -> None:
-    ours = saved(tmp_path, GPT, n_head=16)
-    file = write_safetensors(tmp_path / "ours.safetensors", ours)
+def test_settings_beside_weights_have_to_be_those_of_the_model(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    config = tiny_config(
+        model={
+            **SMALL_LLAMA,
+            "weights": str(tmp_path),
+            "hf": {**SMALL_LLAMA["hf"], "rms_norm_eps": 0.5},
+        }
+    )
 
-    start = ours_from(file, **beside(file)).start
+    said = refusal(lambda: named_model(made_in_python(config, "tiny")), ConfigError, tmp_path)
 
-    assert start is not None
-    assert_equal_tensors({name: open_weights(file).read(name) for name in ours}, ours)
-    read = start.read("block1.fc1.weight")
-    assert read is not None
-    assert torch.equal(read, ours["block1.fc1.weight"])
+    assert said == (
+        "model.hf: rms_norm_eps 0.5, but PLACE/config.json has 1e-05; leave it out, or name "
+        "another folder"
+    )
 
 
-def test_a_folder_says_what_the_model_is(tmp_path: Path) -> None:
-    ours = saved(tmp_path, GPT.model_copy(update={"tie_embeddings": False}))
+def test_wanda_wants_experts_to_be_excluded(transformers: Any, tmp_path: Path) -> None:
+    make(transformers, "mixtral", tmp_path)
+    pruning = {"method": "wanda", "sparsity": 0.6, "calibration_samples": 8}
+    config = settings_of(tmp_path, "mixtral", pruning=pruning, train={"steps": 1})
+    data = token_data()
 
-    loaded = load_config(None, [f"model.from={tmp_path}", "data.sequence_length=8"])
-
-    assert loaded.config.model.name == "gpt"
-    model = named_model(loaded)
-    assert model.ties == []
-    assert model.start is not None
-    read = model.start.read("head.weight")
-    assert read is not None
-    assert torch.equal(read, ours["head.weight"])
+    told = refusal(
+        lambda: train_in_process(1, 1, named_model(made_in_python(config, "tiny")), config, data),
+        ConfigError,
+    )
+    assert told == (
+        "pruning.method: wanda scores a matrix by the inputs of a linear layer, and "
+        "model.layers.0.mlp.experts.gate_up_proj is of none; name it in pruning.exclude"
+    )
+    without = settings_of(
+        tmp_path, "mixtral", pruning={**pruning, "exclude": ["*.experts.*"]}, train={"steps": 1}
+    )
+    model = named_model(made_in_python(without, "tiny"))
+    [(_, reference)] = train_in_process(1, 1, model, without, data)
+    for _, trace in train_in_process(3, 1, model, without, data):
+        assert_bitwise(trace, reference)
