@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.tickets import small_ticket
 
-from axsparse.__main__ import main
 from axsparse.cli.prune import lines
 from axsparse.config.load import load_config
 from axsparse.runtime.errors import ConfigError
@@ -58,13 +57,3 @@ def test_a_run_that_prunes_nothing_says_so() -> None:
 def test_a_ticket_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="drawn from another model"):
         list(lines(load_config(None, [*SMALL, f"pruning.ticket={small_ticket(tmp_path)}"])))
-
-
-def test_only_training_prunes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["prune", "--set", SMALL[0]])
-
-    assert ended.value.code == 78
-    assert (
-        "--dry-run: left out, but only training prunes (axsparse train)" in capsys.readouterr().err
-    )

@@ -1,0 +1,131 @@
+"""`axsparse prune --from`: a folder of Hugging Face, pruned and healed, and a folder again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.commands import Axsparse, assert_one_line
+from support.commands import axsparse as axsparse
+from support.hf import write_llama
+from support.mpirun import run_alone, run_mpirun
+from support.runs import VOCABULARY
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from axsparse.cli.prune_folder import Facts, PruneOrder, page
+from axsparse.config.load import load_config
+from axsparse.models.start_weights import open_weights
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING
+
+FEW = (
+    *("--from", "model", "--data", "texts", "--validation", "held"),
+    *("--set", "precision=fp32", "--set", "batch.global_batch_size=4"),
+    *("--set", "pruning.calibration_samples=8", "--set", "train.peak_flops=1e12"),
+)
+
+
+def write_folder(folder: Path) -> None:
+    """A small Llama with a tokenizer of single letters, and a text beside it."""
+    write_llama(folder)
+    letters = {chr(97 + n % 26) * (1 + n // 26): n for n in range(1, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel({"<|endoftext|>": 0, **letters}, "b"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    for name, numbers in (("texts", range(20)), ("held", range(20, 22))):
+        (folder.parent / name).mkdir(exist_ok=True)
+        for number in numbers:
+            words = (chr(97 + (number + n * n) % 26) for n in range(150))
+            (folder.parent / name / f"{number}.txt").write_text(" ".join(words))
+
+
+def pruned(cwd: Path, out: str, *more: str, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """The weights of the folder that the command writes."""
+    words = ["-m", "axsparse", "prune", *FEW, "--out", out, *more]
+    done = run_alone(words, cwd=cwd) if ranks == 1 else run_mpirun(ranks, words, cwd=cwd)
+    assert done.returncode == 0, done
+    assert f"axsparse: wrote {out}" in done.stdout
+    file = open_weights(cwd / out / "model.safetensors")
+    return {name: file.read(name) for name in file.shapes}
+
+
+def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path: Path) -> None:
+    write_folder(tmp_path / "model")
+
+    found = pruned(tmp_path, "out")
+
+    gates = "model.layers.1.mlp.gate_proj.weight"
+    assert float((found[gates] == 0).float().mean()) == pytest.approx(0.5, abs=0.02)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(dict(model.named_parameters())[gates], found[gates])
+    said = (tmp_path / "out" / "README.md").read_text()
+    assert re.search(r"\| perplexity \| \d+\.\d+ \| \d+\.\d+ \|", said)
+    assert "50.0 % of the entries are zero (by wanda), healed: blocks" in said
+    assert not (tmp_path / "out.run" / "run" / "healing").exists()
+    again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", "out"], cwd=tmp_path)
+    assert again.returncode == EXIT_CONFIG
+    assert "--out: out is there already; remove it" in again.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("heal", ["none", "blocks", "train"])
+def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_path: Path) -> None:
+    del transformers
+    write_folder(tmp_path / "model")
+    more = ["--heal", heal, *(["--steps", "2"] if heal == "train" else [])]
+    more += ["--set", "schedule.warmup_steps=1", "--set", "samo.gradient=exact"]
+
+    alone = pruned(tmp_path, "alone", *more)
+    staged = pruned(tmp_path, "staged", *more, "--set", "layout.g_inter=2", ranks=2)
+    # What has been done is found done: of the run, only the folder is written again.
+    shutil.rmtree(tmp_path / "staged")
+    again = pruned(tmp_path, "staged", *more, "--set", "layout.g_inter=1", ranks=2)
+
+    for other in (staged, again):
+        assert other.keys() == alone.keys()
+        assert all(torch.equal(other[name], value) for name, value in alone.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        ([], EXIT_CONFIG, "prune: --from is left out; name it, or add --dry-run"),
+        (["--from", "model", "--data", "texts"], EXIT_CONFIG, "prune: --out is left out"),
+        (
+            ["--from", "model", "--data", "texts", "--out", "out", "--steps", "3"],
+            EXIT_CONFIG,
+            "--steps: --heal blocks makes no step; choose --heal train",
+        ),
+        (
+            ["--from", "nowhere", "--data", "texts", "--out", "out"],
+            EXIT_MISSING,
+            "model.from: 'nowhere' has no config.json; name a Hugging Face folder",
+        ),
+    ],
+)
+def test_what_is_left_out_or_missing_is_said_in_a_line(
+    words: list[str], code: int, text: str, axsparse: Axsparse
+) -> None:
+    assert_one_line(axsparse("prune", *words), code, text)
+
+
+def test_the_page_says_what_gains_and_what_does_not() -> None:
+    order = PruneOrder(
+        Path("model"), (Path("texts"),), (), Path("out"), "quickstart.yaml", (), trains=True
+    )
+    facts = Facts(2.0, 2.5, 1000, 400, 8000, 9_000_000, 10**9)
+
+    said = page(order, load_config(None), facts, {"tokens": 61.0})
+    patterned = page(order, load_config(None, ["pruning.pattern=2:4"]), facts, {})
+
+    assert "60.0 % of the entries are zero (by magnitude), trained on." in said
+    assert "| perplexity | 7.389 | 12.182 |" in said
+    assert "whose state is 9.0 MB a rank here; and 2:4 patterns" in said
+    assert "| tokens | 01:01 |" in said
+    assert "A rank had at most 1.0 GB of memory." in said
+    assert "and its pattern, 2:4, on NVIDIA GPUs" in patterned
