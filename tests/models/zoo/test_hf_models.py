@@ -222,7 +222,7 @@ def separated_data() -> TokenDataset:
 
 @pytest.mark.parametrize(
     "family",
-    by_default(["gemma2"], ["llama", "gemma2", "gpt2", "qwen3", "gpt_neox", "cohere2", "gpt_oss"]),
+    by_default(["gemma2"], ["llama", "gemma2", "gpt2", "qwen3", "gpt_neox", "cohere2"]),
 )
 def test_a_document_among_others_is_read_as_if_it_were_alone(
     transformers: Any, family: str, tmp_path: Path
@@ -289,7 +289,7 @@ def test_plans_count_the_mask_of_documents() -> None:
 def test_models_that_do_not_tell_documents_apart_are_refused(
     transformers: Any, tmp_path: Path
 ) -> None:
-    for family in ("opt", "falcon"):
+    for family in ("opt", "falcon", "bloom", "gpt_oss"):
         make(transformers, family, tmp_path / family)
         config = settings_of(tmp_path / family, family, data={"separate_documents": True})
         with pytest.raises(ConfigError, match=r"^data\.separate_documents: true, but the model's"):
