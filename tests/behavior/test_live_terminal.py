@@ -30,13 +30,15 @@ def watched(
     """
     command = [sys.executable, *program]
     command += ["--steps", str(STEPS), "--run-dir", str(run), "--set", "pruning.at_step=0"]
+    # These would come before the size that the terminal has; processes of pytest-xdist have them.
+    inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
         command,
         cwd=run.parent,
         stdin=subprocess.DEVNULL,
         stdout=terminal.slave,
         stderr=terminal.slave,
-        env={**os.environ, **ENVIRONMENT, "TERM": "xterm"},
+        env={**inherited, **ENVIRONMENT, "TERM": "xterm"},
         start_new_session=True,
     )
     pictures: list[list[str]] = []
