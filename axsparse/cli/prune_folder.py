@@ -139,8 +139,7 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
             before, after, entries, sum(kept.values()), summary.nbytes, state, max(map(int, peaks))
         )
         text = page(order, pruned, facts, timings.seconds)
-        with writing(f"--out: {order.out / PAGE}", "choose another place"):
-            (order.out / PAGE).write_text(text, encoding="utf-8")
+        write_page(order.out, text)
         print(text, flush=True)
         print(f"axsparse: wrote {order.out}", flush=True)
 
@@ -186,6 +185,12 @@ def _prepare(order: PruneOrder) -> None:
 
 
 # -- the page -----------------------------------------------------------------------------
+
+
+def write_page(folder: Path, text: str) -> None:
+    """Write the page beside the weights; OutputError if that fails."""
+    with writing(f"--out: the page in {folder}", "choose another place"):
+        (folder / PAGE).write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)

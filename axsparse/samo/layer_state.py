@@ -248,9 +248,9 @@ class LayerState:
         """The tensors that have a master of their own: all but aliases."""
         self._by_name = {tensor.name: tensor for tensor in self.tensors}
         self._lay_gradient(self._zeros(self.shares.total, types.gradient))
-        self.most = self._zeros(len(self.tensors))
+        self.most = self._zeros(len(self.tensors) if self.is_exact else 0)
         """Of each tensor, the largest absolute value that sums of integers took in this step."""
-        for number, tensor in enumerate(self.tensors):
+        for number, tensor in enumerate(self.tensors if self.is_exact else ()):
             tensor.most = self.most[number : number + 1]
         self.optimizer_state = OptimizerState(self.shares, types.master, types.moments, backend)
 

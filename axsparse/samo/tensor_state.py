@@ -43,8 +43,9 @@ class TensorState:
     """Whether this step's gradient has been written at least once."""
     unit: float = 1.0
     """What 1 stands for in sums of integers (`samo/fixed_point.py`); a power of two."""
-    most: Tensor = field(default_factory=lambda: torch.zeros(1))
-    """The largest absolute value that was added to sums of integers in this step, fp32 `(1,)`."""
+    most: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """The largest absolute value that was added to sums of integers in this step, fp32 `(1,)`;
+    empty where sums are not of integers."""
     waiting: list[Tensor] = field(default_factory=list)
     """Gradients of microbatches that are still to be added to sums of integers."""
     is_summed: bool = False

@@ -127,7 +127,8 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
         missing = [member for member in (*MEMBERS, reads) if not hasattr(dataset, member)]
         if missing:
             raise DataError(
-                f"data: {type(dataset).__name__} has no {', '.join(missing)}; {mend_for(dataset)}"
+                f"data: {type(dataset).__name__} has no {', '.join(missing)}, which data sets "
+                f"have; {mend_for(dataset)}"
             )
         if dataset.targets_per_sample is not None:
             per_sample = f"{dataset.name}: targets_per_sample"

@@ -375,7 +375,8 @@ LOADER = DataLoader(TensorDataset(torch.zeros(9)))
         ),
         (
             {"open_datasets": lambda: Datasets(range(9))},  # type: ignore[arg-type]
-            "range has no name, fingerprint, vocab_size, .*give an ArrayDataset or a class",
+            "range has no name, fingerprint, vocab_size, .*, which data sets have; "
+            "give an ArrayDataset or a class",
         ),
         (
             {"open_datasets": lambda: Datasets(LOADER)},  # type: ignore[arg-type]

@@ -17,10 +17,10 @@ from support.mpirun import run_alone, run_mpirun
 from support.runs import VOCABULARY
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from axsparse.cli.prune_folder import Facts, PruneOrder, page
+from axsparse.cli.prune_folder import Facts, PruneOrder, page, write_page
 from axsparse.config.load import load_config
 from axsparse.models.start_weights import open_weights
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING, OutputError
 
 FEW = (
     *("--from", "model", "--data", "texts", "--validation", "held"),
@@ -129,3 +129,8 @@ def test_the_page_says_what_gains_and_what_does_not() -> None:
     assert "| tokens | 01:01 |" in said
     assert "A rank had at most 1.0 GB of memory." in said
     assert "and its pattern, 2:4, on NVIDIA GPUs" in patterned
+
+
+def test_a_page_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"^--out: the page in .*/none cannot be written \("):
+        write_page(tmp_path / "none", "text")

@@ -135,3 +135,12 @@ def test_the_manual_has_every_key_and_a_file_to_begin_with() -> None:
 
     assert sorted(keys) == sorted(CONSTANTS)
     assert parse_cluster(cluster_text("summit"), "summit.yaml") == load_cluster("summit")
+
+
+def test_a_file_of_other_letters_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_bytes(b"peak_fp32: \xff")
+
+    with pytest.raises(
+        MissingInputError, match=r"^cluster .*: byte 0xff is not UTF-8; save the file as UTF-8"
+    ):
+        load_cluster(str(tmp_path / "mine.yaml"))

@@ -19,7 +19,7 @@ from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.pruning.healing import Fit, HealedLayers, relative_error
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, OutputError
 
 SAMPLES, SIZE = 10, 2
 LAYOUTS = [(2, 1), (4, 1), (1, 2), (2, 2)]
@@ -296,6 +296,15 @@ def test_what_was_healed_with_other_settings_is_passed_over(tmp_path: Path) -> N
     whole = (tmp_path / "healing" / "one.safetensors").read_bytes()
     (tmp_path / "healing" / "one.safetensors").write_bytes(whole[:-1])
     assert layers.read("one") is None
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "healing").touch()
+
+    with pytest.raises(
+        OutputError, match=r"what is healed cannot be written \(.*\); free the disk"
+    ):
+        HealedLayers(tmp_path / "healing", "", writes=True).write("one", {"a": torch.ones(2)})
 
 
 def test_one_of_several_replicas_writes(tmp_path: Path) -> None:

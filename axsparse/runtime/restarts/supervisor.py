@@ -24,6 +24,7 @@ import yaml
 
 from axsparse.runtime.errors import EXIT_INTERNAL, EXIT_SAVED
 from axsparse.runtime.launcher import JOB_SIZE, write_line
+from axsparse.runtime.process_exit import exit_process
 from axsparse.runtime.restarts import decision
 from axsparse.runtime.restarts.decision import (
     Demand,
@@ -189,7 +190,7 @@ class Supervisor:
             self._dismiss_all()
             if self._launched is not None:
                 self._kill(self._launched)
-            os._exit(128 + number)
+            exit_process(128 + number)
 
     def _clock(self) -> float:
         """Seconds, in which the time that a suspended job stood still does not count."""

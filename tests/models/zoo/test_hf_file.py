@@ -1,0 +1,43 @@
+"""Published files whose tensors have other names than the model's state dict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hf import SMALL_LLAMA
+
+from axsparse.models.zoo.hf_file import HfFile
+from axsparse.runtime.errors import DataError
+
+
+class Given:
+    """A file that has these tensors."""
+
+    def __init__(self, *names: str) -> None:
+        self.path = Path("model.safetensors")
+        self.files = (self.path,)
+        self.shapes = dict.fromkeys(names, (2, 2))
+
+    def read(self, name: str) -> torch.Tensor:
+        return torch.full(self.shapes[name], float(len(name)))
+
+
+def causal(transformers: Any) -> Any:
+    settings = {key: value for key, value in SMALL_LLAMA["hf"].items() if key != "model_type"}
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+
+
+def test_names_without_the_prefix_of_the_model_get_it(transformers: Any) -> None:
+    file = HfFile(Given("norm.weight"), causal(transformers))
+
+    assert file.shapes == {"model.norm.weight": (2, 2)}
+    assert torch.equal(file.read("model.norm.weight"), torch.full((2, 2), 11.0))
+
+
+def test_two_tensors_of_one_name_are_refused(transformers: Any) -> None:
+    with pytest.raises(DataError, match=r"and another tensor are both model\.norm\.weight; get it"):
+        HfFile(Given("norm.weight", "model.norm.weight"), causal(transformers))
