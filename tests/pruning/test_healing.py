@@ -9,14 +9,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.exhaustive import by_default
-from support.runs import mlp, tiny_config, train_in_process, vector_data
+from support.runs import (
+    mlp,
+    random_init,
+    summed_loss,
+    tiny_config,
+    train_in_process,
+    vector_data,
+)
 from torch import Tensor, nn
 
 import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.data.order import samples_of_step
-from axsparse.models.layer import Model
+from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.pruning.healing import Fit, HealedLayers, relative_error
 from axsparse.runtime.errors import ConfigError, OutputError
@@ -311,3 +318,36 @@ def test_one_of_several_replicas_writes(tmp_path: Path) -> None:
     HealedLayers(tmp_path / "healing", "these", writes=False).write("one", {"a": torch.ones(2)})
 
     assert not (tmp_path / "healing").exists()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])  # whose masters are no weights
+def test_it_begins_at_the_weights_that_the_method_has_changed(
+    precision: str, tmp_path: Path
+) -> None:
+    model = trained_model(tmp_path)
+    barely = config_of(
+        pruning={"method": "sparsegpt", "heal_rate": 1e-12, "heal_passes": 1}, precision=precision
+    )
+    unhealed = config_of(pruning={"method": "sparsegpt", "heal": "none"}, precision=precision)
+
+    found, expected = started((1, 1), model, barely), started((1, 1), model, unhealed)
+
+    torch.testing.assert_close(found["hidden0.0.weight"], expected["hidden0.0.weight"])
+
+
+def test_a_tied_parameter_stays_since_its_other_use_is_in_another_layer(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    torch.manual_seed(4)
+    weights = {f"{name}.0.weight": torch.randn(16, 16) / 4 for name in ("one", "two")}
+    weights |= {"one.0.bias": torch.full((16,), 0.5)}
+    save_file(weights, tmp_path / "model.safetensors")
+    layers = [Layer(name, build, init=random_init) for name in ("one", "two")]
+    tied = Model(layers, loss=summed_loss, ties=[Tie("one.0.bias", "two.0.bias")], name="tied")
+    model = start_from(tied, open_weights(tmp_path / "model.safetensors"))
+
+    for layout in ((1, 1), (2, 1)):
+        found = started(layout, model, config_of())
+        assert not torch.equal(found["one.0.weight"], weights["one.0.weight"])
+        assert torch.equal(found["one.0.bias"], weights["one.0.bias"])

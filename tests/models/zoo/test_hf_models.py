@@ -34,7 +34,7 @@ from support.hf import (
 from support.images import write_safetensors
 from support.resuming import train_and_save
 from support.runs import VOCABULARY, assert_bitwise, tiny_config, token_data, train_in_process
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from axsparse.config.load import configure, made_in_python
@@ -43,7 +43,9 @@ from axsparse.data.dataset import TokenDataset
 from axsparse.models.layer import Model, as_tuple
 from axsparse.models.sequential import filled_modules
 from axsparse.models.survey import survey
+from axsparse.models.zoo.hf_models import _mark_what_multiplies
 from axsparse.models.zoo.model_registry import named_model
+from axsparse.pruning.targets import what_is_pruned
 from axsparse.runtime.errors import AxsparseError, ConfigError
 from axsparse.runtime.files.safetensors import SafetensorsFile
 from axsparse.training.saved_model import Sampling, continuation, open_saved_model
@@ -234,6 +236,10 @@ def test_a_document_among_others_is_read_as_if_it_were_alone(
     (samples, starts), _ = separated_data().read(np.arange(6))
 
     with torch.no_grad():
+        # Another microbatch before it, of the same shape, has borders of its own.
+        before: tuple[Tensor, ...] = (samples, torch.zeros_like(starts))
+        for name, module in modules.items():
+            before = as_tuple(name, module(*before))
         flow: tuple[Tensor, ...] = (samples, starts)
         for name, module in modules.items():
             flow = as_tuple(name, module(*flow))
@@ -247,6 +253,27 @@ def test_a_document_among_others_is_read_as_if_it_were_alone(
                 documents += 1
         assert documents > 12
         assert not torch.allclose(packed, theirs(samples).logits, atol=1e-3)
+
+
+def test_routers_stay_dense_and_experts_are_pruned(transformers: Any, tmp_path: Path) -> None:
+    make(transformers, "mixtral", tmp_path)
+    config = settings_of(tmp_path, "mixtral", samo={"enabled": True}, pruning={"sparsity": 0.5})
+    targets = what_is_pruned(config, survey(named_model(made_in_python(config, "tiny"))))
+
+    assert targets is not None
+    assert "model.layers.0.mlp.experts.down_proj" in targets.shapes
+    assert not [name for name in targets.shapes if "gate.weight" in name or "router" in name]
+
+
+def test_a_linear_layer_with_an_output_for_each_expert_beside_it_is_a_router() -> None:
+    experts = nn.Module()
+    experts.stacked = nn.Parameter(torch.zeros(3, 4, 4))
+    block = nn.ModuleDict({"experts": experts, "gate": nn.Linear(4, 3), "other": nn.Linear(4, 4)})
+
+    _mark_what_multiplies(block)
+
+    marks = {name: getattr(child, "multiplies", None) for name, child in block.items()}
+    assert marks == {"experts": True, "gate": False, "other": None}
 
 
 def tensors_of(model: Model) -> dict[str, Tensor]:
