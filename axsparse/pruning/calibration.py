@@ -283,12 +283,11 @@ class Calibration:
         masters = {}
         for local, tensor in owned.items():
             values = built.state.dense_master(tensor.name).to(tensor.parameter.device)
-            if local in pruned:
-                kept = masks.kept_weights.get(tensor.name)
-                values = values * pruned[local]
-                if kept is not None:  # the method has changed it
-                    values[pruned[local]] = kept.to(values)
-            masters[local] = values.clone()
+            # A copy: masters may be the weights themselves.
+            masters[local] = values * pruned[local] if local in pruned else values.clone()
+            kept = masks.kept_weights.get(tensor.name)
+            if kept is not None:  # the method has changed it
+                masters[local][pruned[local]] = kept.to(values)
         before, after = fit.heal(
             module,
             masters,
