@@ -157,6 +157,11 @@ def _plan(arguments: argparse.Namespace, loaded: LoadedConfig) -> Plan:
             f"--hosts: {', '.join(f'{host.name}:{host.slots}' for host in hosts)} take fewer than "
             f"{ranks} ranks; name more, or start fewer ranks"
         )
+    if named and Path(launcher[0]).name == "srun" and len({host.slots for host in hosts}) > 1:
+        raise ConfigError(
+            f"--hosts: {hosts[0].name}:{hosts[0].slots} and others differ, and srun starts as many "
+            "ranks on each; give all hosts the same number, or take mpirun"
+        )
     run_dir = last_run(loaded.config.run_dir, loaded.name)
     if run_dir is None:
         is_auto = loaded.config.run_dir == "auto"

@@ -290,3 +290,15 @@ def test_jsrun_cannot_leave_out_hosts(
 
     refused = axsparse("launch", "--hosts", "a:2", "2", *QUICK)
     assert_one_line(refused, 78, "--hosts: jsrun cannot leave out hosts; take mpirun, or leave it")
+
+
+def test_srun_starts_as_many_ranks_on_each_host(
+    tmp_path: Path, axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("MPIRUN", str(srun))
+
+    refused = axsparse("launch", "--hosts", "a:2,b:1", "3", *QUICK)
+    assert_one_line(refused, 78, "--hosts: a:2 and others differ, and srun starts as many ranks on")

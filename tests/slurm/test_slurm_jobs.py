@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm.loopback import exit_codes, loopback, wait_for_end
+from slurm.loopback import Cluster, exit_codes, loopback, wait_for_end, wait_until
 from support import standin_trainer
 from support.mpirun import run_mpirun
 
@@ -32,9 +32,9 @@ END_SECONDS = 900
 
 
 @pytest.fixture(scope="session", autouse=True)
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with loopback(tmp_path_factory.mktemp("slurm")):
-        yield
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with loopback(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*arguments: str, capfd: pytest.CaptureFixture[str], **environment: str) -> str:
     """Submit a job and wait for its end; its number."""
-    words = ["--slurm", "--ranks", str(RANKS), "--config", "quickstart.yaml", "--run-dir", "r"]
+    job = submit("--ranks", str(RANKS), *arguments, capfd=capfd, **environment)
+    wait_for_end(job, END_SECONDS)
+    return job
+
+
+def submit(*arguments: str, capfd: pytest.CaptureFixture[str], **environment: str) -> str:
+    """Submit a job; its number."""
+    words = ["--slurm", "--config", "quickstart.yaml", "--run-dir", "r"]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -58,9 +65,7 @@ def run(*arguments: str, capfd: pytest.CaptureFixture[str], **environment: str) 
             main(["submit", *words, *arguments])
     said = capfd.readouterr()
     assert not left.value.code, said.err
-    job = said.out.split()[3]
-    wait_for_end(job, END_SECONDS)
-    return job
+    return str(said.out.split()[3])
 
 
 def begins(rank: int) -> list[int]:
@@ -176,3 +181,72 @@ def test_without_a_pmi_that_the_ranks_know_training_refuses_to_start_once(
     ]
     assert line.startswith("axsparse: error: MPI: size 1, but SLURM_STEP_NUM_TASKS is 2: ")
     assert exit_codes(job) == {job: "FAILED 78:0"}
+
+
+def test_a_job_whose_node_dies_goes_on_with_the_others_and_ends_in_the_same_bits(
+    here: Path,
+    slurm: Cluster,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", PYTHON)
+    (here / "tiny.yaml").write_text(TINY + "samo: {gradient: exact}\nprecision: fp32\n")
+    what = ("--config", "tiny.yaml", "--steps", "300", "--set", "checkpoint.every=10")
+    job = submit(
+        *("--nodes", "3", "--ranks", "6", "--time", "0:30:00", "--restarts", "6", *what),
+        *("--set", "batch.global_batch_size=24"),
+        capfd=capfd,
+    )
+
+    trained(20)
+    slurm.kill("node2")
+    trained(len(metrics(Path("r"))) + 20)
+    # It is a node of the cluster again, and none of the job.
+    slurm.start("node2")
+    slurm.kill_rank("node3", "axsparse.train")
+    wait_for_end(job, END_SECONDS)
+
+    log = Path(f"r/job-{job}.log").read_text()
+    assert exit_codes(job) == {job: "COMPLETED 0:0"}, log
+    assert hosts_of_attempts() == [{"node1": 2, "node2": 2, "node3": 2}] + 2 * [
+        {"node1": 2, "node3": 2}
+    ], log
+    alone = ["-m", "axsparse.train", *what, "--set", "batch.global_batch_size=24"]
+    done = run_mpirun(1, [*alone, "--run-dir", "alone"], cwd=here, timeout=END_SECONDS)
+    assert done.returncode == 0, str(done)
+    assert losses(Path("r")) == losses(Path("alone"))
+
+
+def test_srun_starts_ranks_on_the_nodes_that_are_left(
+    slurm: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = submit(
+        *("--nodes", "3", "--ranks", "6", "--time", "0:30:00", "--restarts", "6"),
+        *LAUNCHERS["srun"],
+        capfd=capfd,
+        STANDIN_STEPS="80",
+        STANDIN_STEP_SECONDS="0.5",
+    )
+    wait_until(lambda: Path("r/rank-5.jsonl").exists() and len(steps(5)) > 3, "ranks to begin")
+
+    slurm.kill("node2")
+    wait_for_end(job, END_SECONDS)
+    slurm.start("node2")
+
+    log = Path(f"r/job-{job}.log").read_text()
+    assert exit_codes(job) == {job: "COMPLETED 0:0"}, log
+    first, second = hosts_of_attempts()
+    assert first == {"node1": 2, "node2": 2, "node3": 2}, log
+    assert second == {"node1": 2, "node3": 2}, log
+    assert steps(3)[-1] == 80
+
+
+def trained(steps: int) -> None:
+    """Wait until the job has made so many steps, of which some may be made anew."""
+    record = Path("r/metrics.jsonl")
+    wait_until(lambda: record.exists() and len(metrics(Path("r"))) >= steps, f"{steps} steps")
+
+
+def hosts_of_attempts() -> list[dict[str, int]]:
+    lines = Path("r/restarts.jsonl").read_text().splitlines()
+    return [json.loads(line)["hosts"] for line in lines]

@@ -18,6 +18,7 @@ from axsparse.runtime.restarts.lifeline import (
     BEAT_SECONDS,
     ENDS,
     GONE,
+    JOINS,
     STEPS,
     STOPPED,
     TRAINS,
@@ -177,7 +178,9 @@ class Patience:
     silence: float = 5.0
     """For a sign of life of a host or rank."""
     start: float = 60.0
-    """For the first sign of a rank, once another one has given one."""
+    """For the first sign of a rank, once another one has given one, now or in an earlier start."""
+    join: float = 120.0
+    """For MPI to start, once all ranks wait for it."""
 
 
 def fault(
@@ -207,6 +210,28 @@ def fault(
                 return Fault(f"rank {rank} on host {host} is stopped by a signal")
             if any(now - signs[r].heard_at < LATELY for r in signs if host_of[r] == host):
                 return Fault(f"rank {rank} on host {host} is silent, unlike others there")
+    return None
+
+
+def start_fault(
+    ranks: int,
+    signs: Mapping[int, Sign],
+    patience: Patience,
+    waited: float | None,
+    joined_for: float | None,
+) -> Fault | None:
+    """What is wrong with a start that gets nowhere although its launcher lives.
+
+    `waited` are the seconds since it began, None if ranks of this run were never heard of before;
+    `joined_for` those since the last rank came to MPI, None if none did.
+    """
+    if not signs:
+        if waited is not None and waited > patience.start:
+            return Fault(f"no rank has started for {waited:.0f} s")
+        return None
+    joins = any(sign.beat.phase == JOINS for sign in signs.values())
+    if joins and len(signs) == ranks and joined_for is not None and joined_for > patience.join:
+        return Fault(f"MPI has not started for {joined_for:.0f} s")
     return None
 
 

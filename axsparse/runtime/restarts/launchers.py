@@ -18,15 +18,22 @@ CODE_FILE = "left"
 MAPPING_POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 """Where Open MPI's mpirun is told to fill one host after the other, as MPICH's does anyway: from
 the number of a rank follows its host."""
+OVERLAP = {"SLURM_OVERLAP": "1"}
+"""Lets srun, also the one that mpirun calls, start ranks on nodes where an earlier start has not
+ended as far as SLURM knows: of a node that died it hears only after minutes."""
 _RANK = """trap : USR1; "$@"; code=$?
 case "$code" in {codes}) echo "$code" >"$0" && code=0 ;; esac; exit "$code\""""
 """Runs a rank under srun, which kills the ranks that still run at the first code that is not 0.
 Codes that all ranks exit with go by a file instead."""
 SLURM_PROBE = (
     "sh -c 'state=$(sinfo --noheader --nodes={host} --format=%t | head -n 1); "
-    'case "$state" in "" | *\\* | *down* | *drain* | drng* | *fail* | maint*) exit 1 ;; esac\''
+    'case "$state" in "" | *\\* | *down* | *drain* | drng* | *fail* | maint*) exit 1 ;; esac; '
+    "exec srun --quiet --overlap --mpi=none --nodes=1 --ntasks=1 --ntasks-per-node=1 "
+    "--cpus-per-task=1 --nodelist={host} true'"
 )
-"""Succeeds for a node that SLURM neither has lost nor drains."""
+"""Succeeds for a node that SLURM does not drain and that starts a process of this job at once. Of
+a node that has died SLURM itself hears only after minutes (SlurmdTimeout), and one that has come
+back belongs to the job no longer."""
 LSF_PROBE = "sh -c 'bhosts {host} | grep -q -e ok -e closed_Full -e closed_Excl'"
 """Succeeds for a host that LSF neither has lost nor has closed for repair."""
 SSH_PROBE = "ssh -o BatchMode=yes -o ConnectTimeout=5 {host} true"
@@ -56,21 +63,22 @@ def command(
         code_file = run_dir / f"{CODE_FILE}-{os.environ.get('SLURM_JOB_ID', os.getpid())}"
         codes = " | ".join(str(code) for code in FINAL if code)
         words = (*launcher, "-K1", f"--ntasks={ranks}")
-        environment = {}
         if named:
-            hosts = run_dir / f"hosts-{os.environ.get('SLURM_JOB_ID', os.getpid())}"
-            hosts.write_text("".join(f"{host}\n" for host in placing.host_of))
-            words += ("--distribution=arbitrary", f"--nodes={len(placing.hosts)}", "--no-kill")
-            environment = {"SLURM_HOSTFILE": str(hosts)}
+            # All hosts but the last one have as many ranks, and SLURM keeps its own order of hosts.
+            words += (
+                *("--distribution=block", "--no-kill", f"--nodes={len(placing.hosts)}"),
+                f"--ntasks-per-node={placing.hosts[0].slots}",
+                f"--nodelist={','.join(host.name for host in placing.hosts)}",
+            )
         wrapped = ("sh", "-c", _RANK.format(codes=codes), str(code_file), *rank)
-        return Command((*words, *wrapped), environment, code_file)
+        return Command((*words, *wrapped), OVERLAP, code_file)
     if not named or name == "jsrun":
-        return Command((*launcher, "-n", str(ranks), *rank))
+        return Command((*launcher, "-n", str(ranks), *rank), OVERLAP)
     hosts_of = ",".join(f"{host.name}:{host.slots}" for host in placing.hosts)
     policy = os.environ.get(MAPPING_POLICY, "").partition(":")
     return Command(
         (*launcher, "--host", hosts_of, "-n", str(ranks), *rank),
-        {MAPPING_POLICY: f"slot{''.join(policy[1:])}"},
+        {**OVERLAP, MAPPING_POLICY: f"slot{''.join(policy[1:])}"},
     )
 
 

@@ -122,6 +122,8 @@ class Supervisor:
         self._name = "127.0.0.1" if local else socket.gethostname()
         self._addresses: dict[tuple[int, int], Any] = {}
         """Where the process beside each rank of each attempt listens."""
+        self._has_heard = False
+        """Whether datagrams of ranks arrive here at all."""
         self._pipe = os.pipe()
         for end in self._pipe:
             os.set_blocking(end, False)
@@ -213,7 +215,6 @@ class Supervisor:
 
     def _attempt(self, attempt: Attempt, died_at: float | None) -> End:
         """Start the ranks, and watch them until they have ended."""
-        plan, placing = self._plan, attempt.placing
         started = self._command(attempt)
         if started.code_file is not None:
             started.code_file.unlink(missing_ok=True)
@@ -233,9 +234,7 @@ class Supervisor:
             if self._clock() - looked_at >= LOOK_SECONDS:
                 looked_at = self._clock()
                 self._tell_of_progress(attempt, died_at)
-                found = decision.fault(
-                    placing.host_of, attempt.signs, looked_at, attempt.began, plan.patience
-                )
+                found = self._fault(attempt)
         self._tell_of_progress(attempt, died_at)
         ended_at = attempt.noticed_at = self._clock()
         if found is not None:
@@ -257,8 +256,23 @@ class Supervisor:
             return End(EXIT_INTERNAL, decision.step_of(attempt.signs), found, found.hosts)
         if code in decision.FINAL or self._told is not None:
             return End(code, decision.step_of(attempt.signs))
-        lost = tuple(self._missing(attempt)) if plan.named else ()
+        lost = tuple(self._missing(attempt)) if self._plan.named else ()
         return End(code, decision.step_of(attempt.signs), None, lost)
+
+    def _fault(self, attempt: Attempt) -> Fault | None:
+        """What is wrong with the attempt under way, as far as signs of life tell."""
+        now, signs, patience = self._clock(), attempt.signs, self._plan.patience
+        joined_at = attempt.phases.get(JOINS)
+        return decision.fault(
+            attempt.placing.host_of, signs, now, attempt.began, patience
+        ) or decision.start_fault(
+            attempt.placing.ranks,
+            signs,
+            patience,
+            # A firewall that swallows every datagram is no fault of this start.
+            now - attempt.began if self._has_heard else None,
+            None if joined_at is None else now - joined_at,
+        )
 
     def _command(self, attempt: Attempt) -> Command:
         plan, placing = self._plan, attempt.placing
@@ -290,6 +304,7 @@ class Supervisor:
             beat = Beat.decode(datagram)
             if beat is None or beat.token != self._token:
                 continue
+            self._has_heard = True
             self._addresses[beat.attempt, beat.rank] = address
             if beat.process == GONE:
                 del self._addresses[beat.attempt, beat.rank]

@@ -17,11 +17,14 @@ from axsparse.runtime.restarts.decision import (
     place,
     preferred,
     refusal,
+    start_fault,
     step_of,
 )
 from axsparse.runtime.restarts.lifeline import (
+    BUILDS,
     ENDS,
     GONE,
+    JOINS,
     RUNS,
     STARTS,
     STEPS,
@@ -118,6 +121,30 @@ def test_a_run_whose_ranks_all_live_has_no_fault() -> None:
 
 def test_without_any_sign_the_launcher_alone_decides() -> None:
     assert found(began=0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("signs", "waited", "joined_for", "said"),
+    [
+        ({}, 59.0, None, None),
+        ({}, 61.0, None, "no rank has started for 61 s"),
+        ({}, None, None, None),  # datagrams may not arrive at all
+        ({0: JOINS, 1: JOINS}, 400.0, 119.0, None),
+        ({0: JOINS, 1: BUILDS}, 400.0, 121.0, "MPI has not started for 121 s"),
+        ({0: JOINS}, 400.0, 121.0, None),  # another one has not come so far
+        ({0: BUILDS, 1: TRAINS}, 400.0, 121.0, None),
+    ],
+)
+def test_a_start_that_gets_nowhere_is_ended(
+    signs: dict[int, str], waited: float | None, joined_for: float | None, said: str | None
+) -> None:
+    heard = {
+        rank: Sign(Beat("t", 0, rank, RUNS, phase, 0), NOW, NOW) for rank, phase in signs.items()
+    }
+
+    found = start_fault(2, heard, Patience(), waited, joined_for)
+
+    assert found == (None if said is None else Fault(said))
 
 
 def test_a_host_of_which_no_rank_is_heard_is_left_out() -> None:

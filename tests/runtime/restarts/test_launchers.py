@@ -30,7 +30,10 @@ def test_mpirun_is_told_the_hosts_in_a_form_that_mpich_and_open_mpi_read(
     started = command(["/x/mpirun", "-v"], PLACING, ["rank"], tmp_path, named=True)
 
     assert started.words == ("/x/mpirun", "-v", "--host", "a:2,b:1", "-n", "3", "rank")
-    assert started.environment == {"PRTE_MCA_rmaps_default_mapping_policy": told}
+    assert started.environment == {
+        "PRTE_MCA_rmaps_default_mapping_policy": told,
+        "SLURM_OVERLAP": "1",  # an earlier start may not have ended yet, as far as SLURM knows
+    }
 
 
 def test_a_launcher_that_knows_its_hosts_is_told_the_number_of_ranks(tmp_path: Path) -> None:
@@ -39,16 +42,18 @@ def test_a_launcher_that_knows_its_hosts_is_told_the_number_of_ranks(tmp_path: P
         assert started.words == (launcher, "-n", "3", "rank")
 
 
-def test_srun_gets_a_host_for_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_fills_one_host_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     started = command(["srun", "--mpi=pmi2"], PLACING, ["rank"], tmp_path, named=True)
 
-    assert started.words[:7] == (
+    assert started.words[:9] == (
         *("srun", "--mpi=pmi2", "-K1", "--ntasks=3"),
-        *("--distribution=arbitrary", "--nodes=2", "--no-kill"),
+        *("--distribution=block", "--no-kill", "--nodes=2", "--ntasks-per-node=2"),
+        "--nodelist=a,b",
     )
     assert started.words[-2:] == (str(tmp_path / "left-41"), "rank")
-    assert Path(started.environment["SLURM_HOSTFILE"]).read_text() == "a\na\nb\n"
 
 
 @pytest.mark.parametrize(
@@ -115,11 +120,14 @@ def test_a_command_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "fit"),
-    [("idle", 0), ("alloc", 0), ("mix", 0), ("alloc*", 1), ("drng", 1), ("drain", 1), ("", 1)],
+    ("state", "starts", "fit"),
+    [
+        *[("idle", 0, 0), ("alloc", 0, 0), ("mix", 0, 0), ("mix", 1, 1)],
+        *[("alloc*", 0, 1), ("drng", 0, 1), ("drain", 0, 1), ("", 0, 1)],
+    ],
 )
-def test_slurms_probe_refuses_nodes_that_are_lost_or_drained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, fit: int
+def test_slurms_probe_refuses_nodes_that_are_drained_or_start_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, starts: int, fit: int
 ) -> None:
     import shlex
     import subprocess
@@ -127,6 +135,11 @@ def test_slurms_probe_refuses_nodes_that_are_lost_or_drained(
     info = tmp_path / "sinfo"
     info.write_text(f"#!/bin/sh\nprintf '%s\\n' '{state}'\n")
     info.chmod(0o755)
+    run = tmp_path / "srun"
+    run.write_text(
+        f'#!/bin/sh\ncase "$*" in *" --nodelist=n1 true") exit {starts} ;; esac\nexit 3\n'
+    )
+    run.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     words = [word.replace("{host}", "n1") for word in shlex.split(SLURM_PROBE)]
 
