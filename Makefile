@@ -1,6 +1,8 @@
 # make train   set up and train the quickstart model on 4 ranks
 # make test    set up and run the tests, without the faults and the exhaustive cases
 # make test-all     set up and run all tests
+# make test-share   the tests of `make test`, and one of six shares of all others, which each commit
+#                   takes in turn; SHARE=K/6 takes the K-th
 # make test-faults  inject the twenty faults of docs/howto/faults.md, under MPICH and Open MPI
 # make soak    kill a training CYCLES=200 times at random moments, and resume it
 # make test-browser  open reports, the plan page and the site in a headless Chromium, which is
@@ -30,6 +32,7 @@ RANKS ?= 4
 ARGS ?=
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 CYCLES ?= 200
+SHARE ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)/6
 # A Chromium that is there, or else what is installed.
 AXSPARSE_BROWSER ?= $(firstword $(shell which chromium-headless-shell chromium google-chrome) chromium-headless-shell)
 VENV := .venv
@@ -48,7 +51,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import the package: none of them should compile it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-faults test-openmpi test-slurm test-browser soak fuzz docs \
+.PHONY: train test test-all test-share test-faults test-openmpi test-slurm test-browser soak fuzz docs \
   screenshots check format clean bench bench-growth bench-peers bench-smollm2
 
 train: $(VENV)/run.stamp
@@ -59,6 +62,9 @@ test: $(VENV)/test.stamp
 
 test-all: $(VENV)/test.stamp
 	AXSPARSE_MODELS=$${AXSPARSE_MODELS-40} $(TEST) $(value ARGS)
+
+test-share: $(VENV)/test.stamp
+	$(TEST) --share $(SHARE) $(value ARGS)
 
 test-slurm: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm $(value ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from typing import Any
 
 import pytest
@@ -26,9 +27,29 @@ LONGEST = (
 """Files that would keep one process busy while the others have come to the end, longest first."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        metavar="K/N",
+        type=_share,
+        help="of the faults and the exhaustive cases only the K-th of N shares; K may exceed N",
+    )
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, of = map(int, text.split("/"))
+    return number % of, of
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    if (share := config.getoption("--share")) is not None:
+        number, of = share
+        rare = [item for item in items if {"fault", "exhaustive"} & {*item.keywords}]
+        left_out = {item for item in rare if zlib.crc32(item.nodeid.encode()) % of != number}
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
 
 
 @pytest.fixture(autouse=True, scope="module")
