@@ -240,12 +240,11 @@ def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             f"{where}: {kind} has a text_config beside others, and is no language model alone; "
             "take the folder of its text model"
         )
-    for key in ("output_router_logits", "layerdrop"):
-        if getattr(settings, key, False):
-            raise DataError(
-                f"{where}: {key} is {shown(getattr(settings, key))}, which changes the loss in a "
-                f"way that is not done here; set {key} to {shown(type(getattr(settings, key))())}"
-            )
+    if getattr(settings, "layerdrop", False):
+        raise DataError(
+            f"{where}: layerdrop is {shown(settings.layerdrop)}, by which training leaves layers "
+            "out, and here each is run; set layerdrop to 0.0"
+        )
     return settings
 
 

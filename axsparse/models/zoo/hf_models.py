@@ -8,8 +8,9 @@ embeddings, masks, positions) and hand back what they are told. `Cut` has the th
 Names of parameters are those of transformers' state dict. Shapes: B sequences of a microbatch, S
 tokens, E embedding width, H hidden size, V vocabulary.
 
-Layers get `starts`, (B, S) integers, where the data tells documents apart: the position in the
-sequence at which the document of each token begins. They pass them on to the next layer.
+Layers pass on to the next layer what they get beside the hidden states: `starts`, (B, S) integers,
+where the data tells documents apart: the position in the sequence at which the document of each
+token begins; and in training `loads`, of floating-point numbers, where routers are balanced.
 """
 
 from __future__ import annotations
@@ -32,10 +33,19 @@ from axsparse.config.hf_config import (
     refuse_other_settings,
 )
 from axsparse.config.model_config import HfConfig
-from axsparse.models.layer import InitFunction, Kind, Layer, Model, Tie, on_meta
+from axsparse.models.layer import InitFunction, Kind, Layer, LossFunction, Model, Tie, on_meta
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
 from axsparse.models.module_buffers import slots
 from axsparse.models.start_weights import open_weights, start_from
+from axsparse.models.zoo.hf_experts import (
+    GATES,
+    Balance,
+    BalancedLoss,
+    found_balance,
+    mark_what_multiplies,
+    recorded_gates,
+    records_gates,
+)
 from axsparse.models.zoo.hf_file import HfFile
 from axsparse.runtime.errors import ConfigError
 
@@ -76,9 +86,10 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
                 flops=2 * s * cut.width * vocabulary if part is cut.parts[-1] else None,
             )
         )
+    loss: LossFunction = linear_cross_entropy if cut.head_is_plain else summed_cross_entropy
     model = Model(
         layers=layers,
-        loss=linear_cross_entropy if cut.head_is_plain else summed_cross_entropy,
+        loss=loss if cut.balance is None else BalancedLoss(loss, 2 if cut.head_is_plain else 1),
         loss_logits=(
             (lambda samples: logits_at_a_time(samples * s, vocabulary))
             if cut.head_is_plain
@@ -112,7 +123,7 @@ class Part:
     is_single: bool
     """Whether `name` is the path of the only module."""
     kind: Kind
-    forward: Callable[..., Any]
+    forward: Callable[..., tuple[Tensor, ...]]
     """`forward(modules by name, inputs…)` returns the outputs of the layer."""
 
 
@@ -140,7 +151,8 @@ class PartModule(nn.Module):
         parts, run = vars(self)["_parts"], vars(self)["_run"]
         for module in parts.values():
             module.training = self.training
-        return run(parts, *inputs)
+        outputs = run(parts, *inputs)
+        return outputs[0] if len(outputs) == 1 else outputs
 
 
 class _Reached(Exception):  # noqa: N818 - it ends a forward, and is no error
@@ -215,7 +227,9 @@ class Cut:
         if not after and _hidden(watched.output) is not last:
             raise _unfit("its forward computes with the last layer's result, by no module")
         self.head_is_plain = self._has_plain_head()
-        _mark_what_multiplies(self._list)
+        balances = getattr(self.causal.config, f"output_{GATES}", False)
+        self.balance = self._balance() if balances else None
+        mark_what_multiplies(self._list)
         self.parts = self._cut(before, after)
         self.ties = _tied(self.causal)
         self._refuse_what_is_left()
@@ -292,7 +306,7 @@ class Cut:
 
     def _embed(
         self, modules: Mapping[str, nn.Module], tokens: Tensor, starts: Tensor | None = None
-    ) -> Any:
+    ) -> tuple[Tensor, ...]:
         if self._embeds_directly:
             [module] = modules.values()
             hidden: Tensor = module(tokens)
@@ -303,7 +317,10 @@ class Cut:
                 hidden = torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=True)
             else:
                 hidden = self._embedded(modules, weight, tokens, starts)
-        return hidden if starts is None else (hidden, starts)
+        carried = () if starts is None else (starts,)
+        if self.balance is not None and next(iter(modules.values())).training:
+            carried = (*carried, self.balance.begin(hidden.device))
+        return hidden, *carried
 
     def _embedded(
         self,
@@ -329,18 +346,27 @@ class Cut:
         number: int,
         modules: Mapping[str, nn.Module],
         hidden: Tensor,
-        starts: Tensor | None = None,
-    ) -> Any:
-        args, kwargs = self._arguments(hidden, starts)[number]
+        *carried: Tensor,
+    ) -> tuple[Tensor, ...]:
+        starts, loads = _starts_and_loads(carried)
+        args, kwargs = self._arguments(hidden, *starts)[number]
         [layer] = modules.values()
-        output = layer(hidden, *args, **kwargs)
-        output = output[0] if isinstance(output, tuple) else output
-        return output if starts is None else (output, starts)
+        if self.balance is None or not loads:
+            output = layer(hidden, *args, **kwargs)
+        else:
+            with recorded_gates() as gates:
+                output = layer(hidden, *args, **kwargs)
+            loads = [self.balance.add(loads[0], gates)]
+        return output[0] if isinstance(output, tuple) else output, *starts, *loads
 
     def _norm(
-        self, modules: Mapping[str, nn.Module], hidden: Tensor, starts: Tensor | None = None
-    ) -> Tensor:
-        del starts  # Nothing behind the layers looks at documents.
+        self, modules: Mapping[str, nn.Module], hidden: Tensor, *carried: Tensor
+    ) -> tuple[Tensor, ...]:
+        # Nothing behind the layers looks at documents.
+        _, loads = _starts_and_loads(carried)
+        return self._normed(modules, hidden), *loads
+
+    def _normed(self, modules: Mapping[str, nn.Module], hidden: Tensor) -> Tensor:
         if self._norms_directly:
             [module] = modules.values()
             normed: Tensor = module(hidden)
@@ -354,19 +380,25 @@ class Cut:
         return output
 
     def _logits(
-        self, modules: Mapping[str, nn.Module], hidden: Tensor, starts: Tensor | None = None
-    ) -> Any:
-        del starts
+        self, modules: Mapping[str, nn.Module], hidden: Tensor, *carried: Tensor
+    ) -> tuple[Tensor, ...]:
         [head] = modules.values()
+        _, loads = _starts_and_loads(carried)
+        penalties = [self.balance.penalty(each) for each in loads if self.balance is not None]
         if self.head_is_plain:
-            return hidden, head.weight
-        return self._causal_forward(head, hidden).logits
+            weight: Any = head.weight
+            return hidden, weight, *penalties
+        return self._causal_forward(head, hidden).logits, *penalties
 
-    def _causal_forward(self, head: nn.Module, hidden: Tensor) -> Any:
-        """What the model's own forward returns for these hidden states."""
+    def _causal_forward(
+        self, head: nn.Module, hidden: Tensor, gates: tuple[Tensor, ...] = ()
+    ) -> Any:
+        """What the model's own forward returns for these hidden states; with outputs of routers
+        its loss is the balancing loss alone."""
+        beside = {GATES: gates} if gates else {}
 
         def body(*_: object, **__: object) -> Any:
-            return self._output_type(last_hidden_state=hidden)
+            return self._output_type(last_hidden_state=hidden, **beside)
 
         # Copies of all modules above the stand-in, so that nothing is changed for others.
         child: nn.Module = _Function(body)
@@ -377,7 +409,11 @@ class Cut:
             child = parent
         child._modules[self._head_name] = head
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        return child(input_ids=tokens, use_cache=False)
+        asked: dict[str, Any] = {}
+        if gates:
+            asked = {"labels": tokens, f"output_{GATES}": True}
+            vars(child)["_loss_function"] = lambda *_, **__: torch.zeros(())
+        return child(input_ids=tokens, use_cache=False, **asked)
 
     # -- the model's own forward between embeddings and head ------------------------------
 
@@ -431,7 +467,7 @@ class Cut:
         """Embeddings of zeros, (B, S, E), without memory."""
         return like.new_zeros(()).expand(*like.shape[:2], self._embedding_width)
 
-    def _arguments(self, hidden: Tensor, starts: Tensor | None) -> list[Arguments]:
+    def _arguments(self, hidden: Tensor, starts: Tensor | None = None) -> list[Arguments]:
         """What the model's forward gives to its layers beside these hidden states."""
         if hidden.is_meta:
             # Masks look into positions: they are made on the CPU, of documents half as long.
@@ -552,16 +588,8 @@ class Cut:
 
     def _has_plain_head(self) -> bool:
         """Whether logits are the hidden states times the head's weight, and nothing else."""
-        zeros = torch.zeros((), dtype=torch.float32).expand(self._head.weight.shape)
         seen: list[tuple[Tensor, Tensor]] = []
-        head = copy.copy(self._head)
-        vars(head)["_parameters"] = {
-            name: None
-            if p is None
-            else nn.Parameter(zeros if name == "weight" else torch.zeros(p.shape), False)
-            for name, p in self._head._parameters.items()
-        }
-        hidden = torch.zeros(1, 2, self.width)
+        head, hidden = self._head_of_zeros(), torch.zeros(1, 2, self.width)
         hook = head.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
         with torch.no_grad():
             logits = self._causal_forward(head, hidden).logits
@@ -574,6 +602,40 @@ class Cut:
             and seen[0][0].shape == hidden.shape
             and seen[0][1] is logits
         )
+
+    def _head_of_zeros(self) -> Any:
+        """The head, its weight zeros without memory."""
+        zeros = torch.zeros((), dtype=torch.float32).expand(self._head.weight.shape)
+        head = copy.copy(self._head)
+        vars(head)["_parameters"] = {
+            name: None
+            if p is None
+            else nn.Parameter(zeros if name == "weight" else torch.zeros(p.shape), False)
+            for name, p in self._head._parameters.items()
+        }
+        return head
+
+    def _balance(self) -> Balance:
+        """The balancing loss that the settings ask for; ConfigError if it is another than ours."""
+
+        def theirs(gates: tuple[Tensor, ...]) -> Tensor:
+            hidden = torch.zeros(1, len(gates[0]), self.width)
+            loss: Tensor = self._causal_forward(self._head_of_zeros(), hidden, gates).loss
+            return loss
+
+        # From here on the model's forward looks at routers where it is asked to, and only there.
+        self.causal.config.output_router_logits = False
+        if not records_gates(self._owner):
+            raise _unbalanced("this model does not return the outputs of its routers")
+        try:
+            with torch.no_grad():
+                found = found_balance(self.causal, self._list, theirs)
+        except Exception as reason:
+            told = " ".join(str(reason).split())
+            raise _unbalanced(f"its forward fails without its layers ({told[:200]})") from reason
+        if found is None:
+            raise _unbalanced("this model has no balancing loss, or another one than here")
+        return found
 
     def _refuse_what_is_left(self) -> None:
         """ConfigError for parameters of the model that no part has."""
@@ -649,31 +711,20 @@ def _head(causal: Any) -> tuple[str, nn.Module]:
     raise _unfit("its output head is not a module beside the body")
 
 
-def _mark_what_multiplies(layers: nn.Module) -> None:
-    """Say which modules besides torch's own have matrices that are pruned by default: transposed
-    linear layers, and experts, which are stacks of matrices. A linear layer beside experts that has
-    an output for each of them is a router and stays dense."""
-    from transformers.pytorch_utils import Conv1D
-
-    for parent in layers.modules():
-        if isinstance(parent, Conv1D):
-            parent.multiplies = True  # type: ignore[assignment]
-        for child in parent.children():
-            stacks = {len(p) for p in child.parameters(recurse=False) if p.dim() == 3}
-            if len(stacks) != 1 or isinstance(child, (nn.Conv1d, nn.ModuleList)):
-                continue
-            child.multiplies = True  # type: ignore[assignment]
-            for router in parent.children():
-                if isinstance(router, nn.Linear) and router.out_features in stacks:
-                    router.multiplies = False  # type: ignore[assignment]
-
-
 def _has_state(module: nn.Module) -> bool:
     return any(True for _ in module.parameters()) or any(s.persists for s in slots(module))
 
 
 def _hidden(output: Any) -> Any:
     return output.last_hidden_state
+
+
+def _starts_and_loads(carried: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """What layers get beside the hidden states, each alone or not at all."""
+    return (
+        [tensor for tensor in carried if not tensor.is_floating_point()],
+        [tensor for tensor in carried if tensor.is_floating_point()],
+    )
 
 
 def _positions(starts: Tensor | None, device: torch.device) -> dict[str, Tensor]:
@@ -761,6 +812,10 @@ def _unfit(why: str) -> ConfigError:
         f"model.hf: this model cannot be cut into layers: {why}; choose a decoder of embeddings, "
         "one list of layers, a norm and a head"
     )
+
+
+def _unbalanced(why: str) -> ConfigError:
+    return ConfigError(f"model.hf: output_router_logits is true, but {why}; set it to false")
 
 
 def _unseparated() -> ConfigError:
