@@ -91,8 +91,10 @@ class ExpertStatistics:
 class ExpertProducts(TorchDispatchMode):
     """Adds the inputs of every product with one of some stacks to its statistics."""
 
-    def __init__(self, stacks: Mapping[str, Tensor], gathered: Mapping[str, Any]) -> None:
-        super().__init__()
+    def __init__(
+        self, stacks: Mapping[str, Tensor], gathered: Mapping[str, ExpertStatistics]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._gathered = {_storage(stack): gathered[name] for name, stack in stacks.items()}
 
     def __torch_dispatch__(
@@ -105,8 +107,10 @@ class ExpertProducts(TorchDispatchMode):
             inputs, matrix = args[operation in ("addmm", "baddbmm") :][:2]
             own = self._gathered.get(_storage(matrix))
             if own is not None:
-                offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
-                own.add(inputs, matrix, offsets.tolist() if "grouped" in operation else None)
+                offsets: Tensor | None = None
+                if "grouped" in operation:
+                    offsets = kwargs["offs"] if "offs" in kwargs else args[2]
+                own.add(inputs, matrix, None if offsets is None else offsets.tolist())
         return func(*args, **kwargs)
 
 

@@ -83,7 +83,8 @@ class Balance:
         """The balancing loss of a microbatch from the loads of all layers, a scalar."""
         tokens, probabilities, rows = loads
         overall = ((tokens / rows[0]) * (probabilities / rows[0])).sum()
-        return self.coefficient * (overall * len(tokens))
+        penalty: Tensor = self.coefficient * (overall * len(tokens))
+        return penalty
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,9 @@ def recorded_gates() -> Iterator[list[Tensor]]:
     from transformers.utils.output_capturing import _active_collector
 
     gates: list[Tensor] = []
-    token = _active_collector.set({GATES: gates})
+    collector: Any = _active_collector
+    token = collector.set({GATES: gates})
     try:
         yield gates
     finally:
-        _active_collector.reset(token)
+        collector.reset(token)
