@@ -196,6 +196,8 @@ def to_gpt2(config: GptConfig, dtype: str) -> dict[str, Any]:
 
 # --- any other model -------------------------------------------------------------------
 
+OLDEST = (5, 20)
+"""The oldest version of transformers that models are tried with."""
 TORCH_DTYPE = "torch_dtype"
 """What older files call `dtype`."""
 
@@ -240,12 +242,11 @@ def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             f"{where}: {kind} has a text_config beside others, and is no language model alone; "
             "take the folder of its text model"
         )
-    for key in ("output_router_logits", "layerdrop"):
-        if getattr(settings, key, False):
-            raise DataError(
-                f"{where}: {key} is {shown(getattr(settings, key))}, which changes the loss in a "
-                f"way that is not done here; set {key} to {shown(type(getattr(settings, key))())}"
-            )
+    if getattr(settings, "layerdrop", False):
+        raise DataError(
+            f"{where}: layerdrop is {shown(settings.layerdrop)}, by which training leaves layers "
+            "out, and here each is run; set layerdrop to 0.0"
+        )
     return settings
 
 
@@ -278,14 +279,19 @@ def hf_sizes(where: object, theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _transformers() -> tuple[Any, Any, str]:
     """The configurations and the names of the causal language models of transformers, by
-    model_type, and its version; MissingInputError if it is not installed."""
+    model_type, and its version; MissingInputError if it is not installed, or too old."""
     try:
         import transformers
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError as reason:
         raise MissingInputError(
-            f"{HF}: needs transformers 5 or newer, which is not installed ({reason}); install it: "
-            "pip install 'axsparse[hf]'"
+            f"{HF}: needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, which is not installed "
+            f"({reason}); install it: pip install 'axsparse[hf]'"
         ) from reason
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        raise MissingInputError(
+            f"{HF}: needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, and "
+            f"{transformers.__version__} is installed; install it: pip install -U 'axsparse[hf]'"
+        )
     return CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.__version__

@@ -46,7 +46,8 @@ MULTIPLYING = (
     nn.MultiheadAttention,
 )
 """Modules whose weights are matrices that multiply what passes through; these are pruned by
-default. A module with an attribute `multiplies` says so by itself."""
+default. A module with an attribute `multiplies` says so by itself. One with an attribute
+`expert_inputs` has stacks of matrices, one for each expert (see `ParameterInfo`)."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,22 @@ class ParameterInfo:
     """Whether it requires a gradient."""
     multiplies: bool = True
     """Whether it is a weight of a linear, convolution, recurrent or attention module."""
+    expert_inputs: int = 0
+    """Of a stack of matrices, one for each expert, the dimension of their inputs: 2 in (experts,
+    outputs, inputs), 1 in (experts, inputs, outputs). 0: it is no stack."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def matrices(self) -> tuple[int, tuple[int, ...]]:
+        """How many matrices it is that are pruned each by itself, and their shape: that of an
+        expert as (outputs, inputs)."""
+        if not self.expert_inputs:
+            return 1, self.shape
+        experts, *_ = self.shape
+        return experts, (self.shape[3 - self.expert_inputs], self.shape[self.expert_inputs])
 
 
 @dataclass(frozen=True)
@@ -336,8 +349,21 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
         for name, parameter in child.named_parameters(recurse=False)
         if "bias" not in name
     }
+    stacks = {
+        id(stack): int(child.expert_inputs)  # type: ignore[arg-type]
+        for child in module.modules()
+        if hasattr(child, "expert_inputs")
+        for stack in child.parameters(recurse=False)
+        if stack.dim() == 3
+    }
     parameters = tuple(
-        ParameterInfo(f"{layer.name}.{name}", tuple(p.shape), p.requires_grad, id(p) in weights)
+        ParameterInfo(
+            f"{layer.name}.{name}",
+            tuple(p.shape),
+            p.requires_grad,
+            id(p) in weights,
+            stacks.get(id(p), 0),
+        )
         for name, p in module.named_parameters()
     )
     buffers = tuple(

@@ -82,11 +82,16 @@ def calibration_memory(
         flows = 1 + heals
         there += flows * pruning.calibration_samples * max(costs.inputs, costs.outputs)
         statistics = sum(
-            method.held(math.prod(p.shape[1:])) for p in matrices if method is not None
+            p.matrices[0] * method.held(math.prod(p.matrices[1][1:]))
+            for p in matrices
+            if method is not None
         )
         working = 0
         for matrix in matrices:
-            most = 21 * matrix.numel if method is None else method.working(matrix.shape)
+            # Experts are worked on one by one, into the mask and the weights of all.
+            number, shape = matrix.matrices
+            together = 5 * matrix.numel if number > 1 else 0
+            most = 21 * matrix.numel if method is None else method.working(shape) + together
             if method is not None and method.changes_weights:
                 # What keeps the weights that it has changed.
                 most = max(most, 5 * matrix.numel + CHOSEN_BYTES * kept[matrix.name])

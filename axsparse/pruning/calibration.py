@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from axsparse.data.batches import Microbatch
 from axsparse.models.layer import Layer, StartValues, as_tuple, on_meta
 from axsparse.models.module_products import forwards_in_place
+from axsparse.models.start_weights import some_of
 from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.expert_statistics import ExpertProducts, ExpertStatistics
 from axsparse.pruning.healing import Fit, HealedLayers
 from axsparse.pruning.input_statistics import (
     METHODS,
@@ -72,6 +74,8 @@ class CalibratedMasks:
     in fp32 where they were fitted."""
     fitted: dict[str, Tensor] = field(default_factory=dict)
     """The fp32 values of parameters that are not pruned and were fitted."""
+    unmet: list[str] = field(default_factory=list)
+    """The matrices of experts that no token of the samples met."""
 
     @property
     def changes_weights(self) -> bool:
@@ -148,7 +152,7 @@ class Calibration:
             return
         for layer in self.layers:
             module = layer.build() if layer.init is None else on_meta(layer)
-            seen = self._weights(layer.name, module)
+            seen = {*self._weights(layer.name, module), *self._stacks}
             for parameter, _ in module.named_parameters():
                 name = f"{layer.name}.{parameter}"
                 if name in self.targets.shapes and name not in seen:
@@ -178,6 +182,11 @@ class Calibration:
                     f"{len(self.layers)}, {len(pruned)} microbatches of samples"
                 )
                 self._pass(layer, pruned, dense, masks)
+            if masks.unmet:
+                self.says(
+                    f"{self.method}: no token of the samples met {len(masks.unmet)} matrices of "
+                    f"experts, which are pruned by magnitude: {some_of(masks.unmet)}"
+                )
             if self.place.is_last:
                 before, after = self.loss(dense[0]), self.loss(pruned[0])
                 self.says(
@@ -236,19 +245,36 @@ class Calibration:
             for name, one in self._weights(layer.name, module).items()
             if name in self.targets.shapes and self._sees_inputs
         }
-        gathered = {name: self._statistics(one) for name, one in multiplying.items()}
+        linear = {name: self._statistics(one) for name, one in multiplying.items()}
+        stacks = {
+            tensor.name: tensor.parameter.detach()
+            for tensor in built.state.owned
+            if tensor.name in self._stacks
+        }
+        experts = {
+            name: ExpertStatistics(METHODS[self.method], name, stack, self._stacks[name])
+            for name, stack in stacks.items()
+        }
+        gathered: dict[str, InputStatistics | ExpertStatistics] = {**linear, **experts}
         unseen = set(multiplying)
         # The replaced forwards hold the statistics, so no variable may keep them alive afterwards.
-        with forwards_in_place(
-            {one: _adding(name, one, gathered[name], unseen) for name, one in multiplying.items()}
+        with (
+            forwards_in_place(
+                {m: _adding(name, m, linear[name], unseen) for name, m in multiplying.items()}
+            ),
+            ExpertProducts(stacks, experts),
         ):
-            for number, inputs in enumerate(flow if multiplying else ()):
+            for number, inputs in enumerate(flow if multiplying or stacks else ()):
                 self._forward(layer.name, module, number, inputs)
+        unmet = {name: one.unmet for name, one in experts.items()}
+        unseen |= {name for name, none in unmet.items() if len(none) == len(stacks[name])}
         if unseen:
             raise ConfigError(
                 f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
                 f"nobody calls that of {min(unseen)}; name it in pruning.exclude"
             )
+        del linear, experts
+        masks.unmet.extend(name for none in unmet.values() for name in none)
         for tensor in built.state.owned:
             if tensor.name in self.targets.shapes:
                 before = built.state.dense_master(tensor.name).to(tensor.parameter.device)
@@ -342,7 +368,7 @@ class Calibration:
         name: str,
         weight: Tensor,
         before: Tensor,
-        statistics: InputStatistics | None,
+        statistics: InputStatistics | ExpertStatistics | None,
         masks: CalibratedMasks,
     ) -> None:
         """Draw the mask of a matrix and put its kept entries into `weight`.
@@ -350,7 +376,7 @@ class Calibration:
         A function of its own, so that all this is freed before the next matrix.
         """
         if self.criterion.sees_inputs or statistics is None:
-            criterion = self.criterion
+            criterion = replace(self.criterion, stacks=self.targets.stacks)
             if statistics is not None:
                 assert isinstance(statistics, WandaStatistics)
                 criterion = criterion.given(inputs=statistics.norms.cpu())
@@ -369,10 +395,16 @@ class Calibration:
         """How many entries of each matrix stay."""
         if self.method not in METHODS:
             return self.targets.kept()
-        return {
-            name: STATISTICS[self.method].kept(shape, self._how_many(name))
-            for name, shape in self.targets.shapes.items()
-        }
+        kept = {}
+        for name in self.targets.shapes:
+            number, shape = self.targets.matrices(name)
+            kept[name] = number * STATISTICS[self.method].kept(shape, self._how_many(name))
+        return kept
+
+    @property
+    def _stacks(self) -> Mapping[str, int]:
+        """The tensors that are a matrix for each expert, if their inputs decide."""
+        return self.targets.stacks if self.method in METHODS else {}
 
     @property
     def _sees_inputs(self) -> bool:

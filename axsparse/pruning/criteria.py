@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from typing import Literal, TypeAlias
@@ -17,7 +17,7 @@ from axsparse.pruning.distribution import n_of_m, parse_pattern
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.masks import Shape, Weight
-from axsparse.samo.selection import Cut, Keys, by_magnitude, by_value, cut_of, select
+from axsparse.samo.selection import Cut, Keys, by_magnitude, by_value, cut_of, largest, select
 
 Score: TypeAlias = Callable[..., Tensor]
 """`score(name, weight)` scores the entries of one tensor, and those of highest score are kept.
@@ -77,6 +77,8 @@ class Criterion:
     """Seeds the generator of the random score."""
     pattern: tuple[int, int] | None = None
     """With (n, m), the n highest of every m consecutive inputs are kept."""
+    stacks: Mapping[str, int] = field(default_factory=dict)
+    """The tensors that are a matrix for each expert (`Targets.stacks`)."""
 
     @property
     def sees_gradients(self) -> bool:
@@ -122,14 +124,17 @@ class Criterion:
 
         `keep` is the number of entries to keep, or the cut down to which they are kept. `within`
         has the flat positions that may be kept; without it all may. Among equal scores, lower
-        positions are kept. A `pattern` decides by itself and ignores `keep`. Raises what `scores`
-        raises.
+        positions are kept. A `pattern` decides by itself and ignores `keep`. Each matrix of a
+        stack keeps its share of the number. Raises what `scores` raises.
         """
         scores, keys = self.scores(name, shape, weight)
         if self.pattern is not None:
             assert within is None, "a pattern is drawn once"
             magnitudes = scores.abs() if keys is by_magnitude else scores
-            return n_of_m(magnitudes.view(shape), *self.pattern).view(-1)
+            inputs = self.stacks.get(name, 1)
+            return n_of_m(magnitudes.view(shape), *self.pattern, inputs).view(-1)
+        if name in self.stacks and isinstance(keep, int):
+            return _mask_of_stack(scores, keys, shape[0], keep, within)
         numel = scores.numel()
         if within is not None:
             scores = scores[within]
@@ -141,6 +146,23 @@ class Criterion:
         mask = torch.zeros(numel, dtype=torch.bool)
         mask[within[selected.mask()]] = True
         return mask
+
+
+def _mask_of_stack(
+    scores: Tensor, keys: Keys, experts: int, keep: int, within: Tensor | None
+) -> Tensor:
+    """The flat mask of a stack of which each matrix keeps its share; the first ones keep one more
+    where `keep` is no multiple."""
+    size = scores.numel() // experts
+    shares = [keep // experts + (expert < keep % experts) for expert in range(experts)]
+    if within is None:
+        parts = zip(scores.split(size), shares, strict=True)
+        return torch.cat([largest(part, share, keys) for part, share in parts])
+    mask = torch.zeros(scores.numel(), dtype=torch.bool)
+    for expert, share in enumerate(shares):
+        own = within[within // size == expert]
+        mask[own[largest(scores[own], share, keys)]] = True
+    return mask
 
 
 def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion:

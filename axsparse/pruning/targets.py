@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -48,6 +48,9 @@ class Targets:
     """The sparsities of tensors that `pruning.layers` names."""
     ticket: Ticket | None = None
     """The ticket whose masks are used from the start, and which names the tensors; None without."""
+    stacks: Mapping[str, int] = field(default_factory=dict)
+    """The tensors that are a matrix for each expert, of which each is pruned by itself, with the
+    dimension of their inputs (`ParameterInfo.expert_inputs`)."""
 
     def kept(self, at: Callable[[float], float] = lambda final: final) -> dict[str, int]:
         """How many entries each tensor keeps; `at` maps a final sparsity to the present one.
@@ -62,7 +65,14 @@ class Targets:
             at(self.sparsity),
             distribution="uniform" if self.distribution == "global" else self.distribution,
             own={name: at(sparsity) for name, sparsity in self.own.items()},
+            stacks=self.stacks,
         )
+
+    def matrices(self, name: str) -> tuple[int, Shape]:
+        """How many matrices a tensor is that are pruned each by itself, and their shape, that of
+        experts as (outputs, inputs)."""
+        shape, inputs = self.shapes[name], self.stacks.get(name, 0)
+        return ParameterInfo(name, tuple(shape), trained=True, expert_inputs=inputs).matrices
 
     @property
     def common(self) -> Sequence[str]:
@@ -88,7 +98,7 @@ def what_is_pruned(config: Config, surveyed: Survey) -> Targets | None:
     ticket = open_ticket(pruning.ticket)
     ticket.check(surveyed.shapes)
     shapes = {name: entry.shape for name, entry in ticket.manifest.tensors.items()}
-    return replace(targets, shapes=shapes, own={}, ticket=ticket)
+    return replace(targets, shapes=shapes, own={}, ticket=ticket, stacks={})
 
 
 def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
@@ -130,13 +140,15 @@ def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
             "convolution, recurrent or attention module; choose all, name matrices in "
             "pruning.layers, or set samo.enabled=false"
         )
+    stacks = {name: matrices[name][0].expert_inputs for name in shapes}
+    stacks = {name: inputs for name, inputs in stacks.items() if inputs}
     sparsity = pruning.sparsity
     if pruning.pattern is not None:
         n, m = parse_pattern(pruning.pattern)
         sparsity = 1 - n / m
         for name, shape in shapes.items():
-            check_pattern(name, shape, n, m)
-    return Targets(shapes, sparsity, pruning.distribution, own)
+            check_pattern(name, shape, n, m, stacks.get(name, 1))
+    return Targets(shapes, sparsity, pruning.distribution, own, stacks=stacks)
 
 
 def left_dense(
@@ -235,7 +247,8 @@ def masks_of_zeros(
     for name, value in values:
         if name in numbers:
             stays = value() != 0
-            crowded = 0 if pattern is None else crowded_groups(stays, *pattern)
+            inputs = targets.stacks.get(name, 1)
+            crowded = 0 if pattern is None else crowded_groups(stays, *pattern, inputs)
             counts[:, numbers[name]] = torch.tensor([int(stays.sum()), crowded])
             del stays
     kept, crowded_in = total(counts.view(-1)).view(2, -1).tolist()

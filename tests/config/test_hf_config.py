@@ -153,5 +153,21 @@ def test_without_transformers_the_extra_is_named(
 
     told = refusal(path, kind=MissingInputError)
 
-    assert told.startswith("model.hf: needs transformers 5 or newer, which is not installed (")
+    assert told.startswith("model.hf: needs transformers 5.20 or newer, which is not installed (")
     assert told.endswith("install it: pip install 'axsparse[hf]'")
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.19.0"])
+def test_an_older_transformers_is_refused_with_its_version(
+    folder: Any, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = folder(LLAMA_2)
+    monkeypatch.setattr(transformers, "__version__", version)
+
+    told = refusal(path, kind=MissingInputError)
+
+    assert told == (
+        f"model.hf: needs transformers 5.20 or newer, and {version} is installed; install it: pip "
+        "install -U 'axsparse[hf]'"
+    )

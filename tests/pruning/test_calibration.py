@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.hf import SMALL_LLAMA, small_llama, write_llama
+from support.exhaustive import by_default
+from support.hf import SMALL_LLAMA, saved_model, small_llama, write_llama
 from support.runs import (
+    VOCABULARY,
     mlp,
     random_init,
     tiny_config,
@@ -18,6 +20,7 @@ from support.runs import (
     train_in_process,
     vector_data,
 )
+from support.sparsegpt import published
 from torch import Tensor, nn
 
 import axsparse as ax
@@ -252,6 +255,148 @@ def test_sparsegpt_changes_the_kept_weights_alike_in_every_layout(
             assert not torch.equal(weight[stays], before[name][stays])
         else:
             assert torch.equal(weight, before[name]), name
+
+
+# -- experts ----------------------------------------------------------------------------------
+
+EXPERTS = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 20},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
+    **{"max_position_embeddings": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def saved_experts(transformers: Any, kind: str, folder: Path) -> Any:
+    """A small mixture of experts; of gpt-oss no token meets the last expert of the first layer."""
+    settings = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind](**EXPERTS)
+    model = saved_model(transformers, settings, folder)
+    if kind == "gpt_oss":
+        with torch.no_grad():
+            model.model.layers[0].mlp.router.bias[3] = -1e4
+        model.save_pretrained(folder)
+    return model
+
+
+def model_of(theirs: Any, folder: Path) -> dict[str, Any]:
+    """The settings of a saved model, as a configuration has them."""
+    sizes = {"vocab_size": VOCABULARY, "sequence_length": 12}
+    return {"name": "hf", "from": str(folder), "hf": theirs.config.to_dict(), **sizes}
+
+
+def products(name: str, module: Any, calls: list[Any]) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """The matrices of a module, (outputs, inputs), each with what it was multiplied with."""
+    if isinstance(module, nn.Linear):
+        return {
+            f"{name}.weight": [
+                (module.weight, torch.cat([call[0].flatten(0, -2) for call in calls]))
+            ]
+        }
+    stacks = [module.gate_up_proj, module.down_proj]
+    ups, downs = [s.transpose(1, 2) if module.is_transposed else s for s in stacks]
+    given, middle = [], []
+    for expert, up in enumerate(ups):
+        met = [hidden[(chosen == expert).any(-1)] for hidden, chosen, _ in calls]
+        given.append((up, torch.cat(met)))
+        y = given[-1][1] @ up.t()
+        bias = module.gate_up_proj_bias[expert] if module.has_bias else 0.0
+        middle.append((downs[expert], module._apply_gate(y + bias)))
+    return {f"{name}.gate_up_proj": given, f"{name}.down_proj": middle}
+
+
+def kept_entries(matrix: Tensor, x: Tensor, method: str, sparsity: float) -> Tensor:
+    """The mask of one matrix by the published methods; what pruning changes is written to it."""
+    if not len(x):
+        x = torch.eye(matrix.shape[1])
+    stays = torch.ones(matrix.shape, dtype=torch.bool)
+    if method == "sparsegpt":
+        stays, changed = published(matrix, [x], sparsity, None)
+        matrix.copy_(changed)
+    else:
+        score = matrix.abs() * (x.square().sum(0).sqrt() if method == "wanda" else 1.0)
+        rows = score if method == "wanda" else score.reshape(1, -1)
+        gone = rows.sort(dim=1, stable=True).indices[:, : int(rows.shape[1] * sparsity)]
+        stays.view_as(rows).scatter_(1, gone, False)
+    matrix.mul_(stays)
+    return stays
+
+
+def masks_of_experts(model: Any, method: str, config: Config, sparsity: float) -> dict[str, Tensor]:
+    """The published methods in plain torch, for every matrix and every expert by itself."""
+    data, masks = token_data(), {}
+    samples = samples_of_step(len(data), SAMPLES, 0, config.seed)
+    for number, layer in enumerate(model.model.layers):
+        pruned = {
+            path: module
+            for path, module in layer.named_modules()
+            if isinstance(module, nn.Linear) or path.endswith("experts")
+        }
+        calls: dict[str, list[Any]] = {path: [] for path in pruned}
+        hooks = [
+            module.register_forward_pre_hook(lambda _, x, into=calls[path]: into.append(x))
+            for path, module in pruned.items()
+        ]
+        for begin in range(0, SAMPLES, 2):
+            model(data.read(samples[begin : begin + 2])[0][0])
+        for hook in hooks:
+            hook.remove()
+        for path, module in pruned.items():
+            for name, each in products(
+                f"model.layers.{number}.{path}", module, calls[path]
+            ).items():
+                own = [kept_entries(matrix, x, method, sparsity) for matrix, x in each]
+                masks[name] = torch.stack(own) if len(own) > 1 else own[0]
+    return masks
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "layout"),
+    by_default(
+        [("mixtral", "wanda", (2, 2)), ("gpt_oss", "sparsegpt", (2, 1))],
+        [
+            (kind, method, layout)
+            for kind in ("mixtral", "gpt_oss")
+            for method in ("wanda", "sparsegpt", "magnitude")
+            for layout in ((1, 1), (2, 1), (1, 2), (2, 2))
+        ],
+    ),
+)
+def test_each_expert_is_pruned_by_the_tokens_that_were_routed_to_it(
+    transformers: Any, kind: str, method: str, layout: tuple[int, int], tmp_path: Path
+) -> None:
+    theirs = saved_experts(transformers, kind, tmp_path)
+    config = tiny_config(model=model_of(theirs, tmp_path), **settings(method=method, sparsity=0.5))
+    model = named_model(made_in_python(config, kind))
+
+    found = kept_of(*layout, model, config)
+    with torch.no_grad():
+        expected = masks_of_experts(theirs, method, config, 0.5)
+
+    assert found.keys() == expected.keys()
+    assert sum(".experts." in name for name in found) == 2 * 2
+    for name, mask in expected.items():
+        ours = found[name]
+        if kind == "gpt_oss" and ".experts." in name:
+            ours = ours.transpose(1, 2)
+        assert torch.equal(ours, mask), name
+
+
+def test_experts_that_no_token_met_are_said_once(
+    transformers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = saved_experts(transformers, "gpt_oss", tmp_path / "start")
+    config = tiny_config(
+        model=model_of(theirs, tmp_path / "start"), **settings(sparsity=0.5)
+    ).model_copy(update={"run_dir": str(tmp_path / "run")})
+    loaded = made_in_python(config, "gpt_oss")
+    datasets = ax.Datasets(token_data(), None)
+
+    ax.run_here(lambda job: ax.build(job, named_model(loaded), lambda: datasets, loaded).close())
+
+    said = [line for line in capsys.readouterr().out.splitlines() if "no token" in line]
+    assert said == [
+        "wanda: no token of the samples met 2 matrices of experts, which are pruned by magnitude: "
+        "model.layers.0.mlp.experts.gate_up_proj[3], model.layers.0.mlp.experts.down_proj[3]"
+    ]
 
 
 def test_sparsegpt_needs_loaded_weights() -> None:

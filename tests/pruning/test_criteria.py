@@ -32,6 +32,31 @@ def test_every_mask_keeps_exactly_its_count(
     assert int(mask.sum()) == numel - round(sparsity * numel)
 
 
+@pytest.mark.parametrize("within", [None, torch.arange(0, 24, 2)])
+def test_each_matrix_of_a_stack_keeps_its_share(within: Tensor | None) -> None:
+    weights = torch.arange(24.0).view(3, 4, 2)  # The last expert has the largest.
+
+    mask = Criterion("magnitude", stacks={"w": 2}).mask("w", (3, 4, 2), lambda: weights, 8, within)
+
+    assert mask.view(3, -1).sum(1).tolist() == [3, 3, 2]
+    step = 1 if within is None else 2
+    expected = torch.zeros(3, 8, dtype=torch.bool)
+    for expert, share in enumerate((3, 3, 2)):
+        last = 7 if step == 1 else 6
+        expected[expert, [last - step * n for n in range(share)]] = True
+    assert torch.equal(mask.view(3, 8), expected)
+
+
+def test_a_pattern_of_a_stack_runs_along_the_inputs_of_each_matrix() -> None:
+    weights = torch.tensor([[[1.0, 4, 3, 2], [8, 5, 6, 7]]])
+
+    for inputs, kept in ((2, [[0, 1, 1, 0], [1, 0, 0, 1]]), (1, [[0, 0, 0, 0], [1, 1, 1, 1]])):
+        pattern = (2, 4) if inputs == 2 else (1, 2)
+        criterion = Criterion("magnitude", pattern=pattern, stacks={"w": inputs})
+        mask = criterion.mask("w", (1, 2, 4), lambda: weights, 0)
+        assert mask.view(2, 4).int().tolist() == kept
+
+
 # -- scores ---------------------------------------------------------------------------------
 
 

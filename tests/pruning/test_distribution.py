@@ -203,6 +203,19 @@ def test_scores_may_lie_in_any_order_of_memory_and_stay_as_they_are() -> None:
     assert torch.equal(score, before)
 
 
+def test_experts_count_as_matrices_by_themselves() -> None:
+    stack, matrix = {"a": (64, 32), "e": (5, 32, 33)}, {"a": (64, 32), "e": (32, 33)}
+
+    uniform = kept_counts(stack, 0.9, distribution="uniform", stacks={"e"})
+    assert uniform["e"] == 5 * kept_counts(matrix, 0.9, distribution="uniform")["e"]
+    # ERK makes a stack as dense as one of its matrices beside the others.
+    kept = kept_counts(stack, 0.9, distribution="erk", stacks={"e"})
+    densities = {name: kept[name] / math.prod(shape) for name, shape in stack.items()}
+    expected = ((32 + 33) / (32 * 33)) / ((64 + 32) / (64 * 32))
+    assert densities["e"] / densities["a"] == pytest.approx(expected, rel=0.01)
+    assert sum(kept.values()) == round(0.1 * (64 * 32 + 5 * 32 * 33))
+
+
 def test_a_pattern_is_two_numbers() -> None:
     assert parse_pattern("2:4") == (2, 4)
     assert parse_pattern("1:16") == (1, 16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -151,6 +151,7 @@ def scored_masks(
     this function together. Only counts travel, no weights.
     """
     kept, common = targets.kept(at), targets.common
+    criterion = replace(criterion, stacks=targets.stacks)
     if not common:
         return ScoredMasks(criterion, kept)
     numel = sum(math.prod(targets.shapes[name]) for name in common)

@@ -43,7 +43,7 @@ from axsparse.data.dataset import TokenDataset
 from axsparse.models.layer import Model, as_tuple
 from axsparse.models.sequential import filled_modules
 from axsparse.models.survey import survey
-from axsparse.models.zoo.hf_models import _mark_what_multiplies
+from axsparse.models.zoo.hf_experts import mark_what_multiplies
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.targets import what_is_pruned
 from axsparse.runtime.errors import AxsparseError, ConfigError
@@ -213,6 +213,83 @@ def greedy(model: Any, prompt: Tensor, count: int) -> list[int]:
     return list(map(int, text[0, prompt.shape[1] :]))
 
 
+# -- routers --------------------------------------------------------------------------------
+
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.4}
+
+
+@pytest.mark.parametrize(
+    "family",
+    by_default(
+        ["mixtral"],
+        ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"],
+    ),
+)
+def test_routers_are_balanced_as_by_transformers_in_every_pipeline(
+    transformers: Any, family: str, tmp_path: Path
+) -> None:
+    theirs = make(transformers, family, tmp_path, **BALANCED)
+    config = settings_of(tmp_path, family)
+    model, data = named_model(made_in_python(config, "tiny")), token_data()
+
+    # One microbatch of 64 tokens, by which a mean and a sum have the same bits.
+    text = torch.randint(VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(5))
+    inputs, targets = text[:, :-1], text[:, 1:].contiguous()
+    modules = filled_modules(model, survey(model).ties, tensors_of(model))
+    flow: tuple[Tensor, ...] = (inputs,)
+    for name, module in modules.items():
+        flow = as_tuple(name, module.train()(*flow))
+    loss = model.loss(*flow, targets) / targets.numel()
+    loss.backward()
+    said = theirs.train()(inputs, labels=targets, shift_labels=targets)
+    said.loss.backward()
+    assert torch.equal(loss, said.loss)
+    assert said.loss > said.aux_loss * 0.4 > 0.1
+    ours = {
+        f"{name}.{key}": parameter.grad
+        for name, module in modules.items()
+        for key, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    routers = [name for name in ours if "router" in name or "mlp.gate.weight" in name]
+    assert len(routers) >= 3
+    for name, parameter in theirs.named_parameters():
+        if name in routers:
+            assert torch.equal(ours[name], parameter.grad), name
+    # Evaluations are of the text alone.
+    flow = (inputs,)
+    with torch.no_grad():
+        for name, module in modules.items():
+            flow = as_tuple(name, module.eval()(*flow))
+        text_alone = model.loss(*flow, targets) / targets.numel()
+    assert text_alone.item() == pytest.approx((loss - 0.4 * said.aux_loss).item(), rel=1e-6)
+
+    [(_, reference)] = train_in_process(1, 1, model, config, data)
+    again = {"pipeline": {"checkpoint_activations": 1, "split_backward": True}}
+    for g_inter, sections in ((2, {}), (3, again)):
+        other = settings_of(tmp_path, family, **sections)
+        for _, trace in train_in_process(g_inter, 1, model, other, data):
+            assert_bitwise(trace, reference)
+    assert reference.losses == pytest.approx(list(hf_losses(theirs, config)), rel=LOSS_RTOL)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "why"),
+    [
+        ("deepseek_v3", {}, "this model has no balancing loss, or another one than here"),
+        ("llama", {}, "this model does not return the outputs of its routers"),
+    ],
+)
+def test_balancing_losses_of_other_models_are_refused(
+    transformers: Any, family: str, changed: dict[str, Any], why: str
+) -> None:
+    changed = {**FAMILIES[family], **changed, "output_router_logits": True}
+
+    told = refusal(other_model(transformers, family, **changed), ConfigError)
+
+    assert told == f"model.hf: output_router_logits is true, but {why}; set it to false"
+
+
 # -- documents ------------------------------------------------------------------------------
 
 
@@ -268,12 +345,17 @@ def test_routers_stay_dense_and_experts_are_pruned(transformers: Any, tmp_path: 
 def test_a_linear_layer_with_an_output_for_each_expert_beside_it_is_a_router() -> None:
     experts = nn.Module()
     experts.stacked = nn.Parameter(torch.zeros(3, 4, 4))
-    block = nn.ModuleDict({"experts": experts, "gate": nn.Linear(4, 3), "other": nn.Linear(4, 4)})
+    block = nn.ModuleDict(
+        {
+            **{"experts": experts, "gate": nn.Linear(4, 3), "other": nn.Linear(4, 4)},
+            "gate_of_shared": nn.Linear(4, 1),
+        }
+    )
 
-    _mark_what_multiplies(block)
+    mark_what_multiplies(block)
 
     marks = {name: getattr(child, "multiplies", None) for name, child in block.items()}
-    assert marks == {"experts": True, "gate": False, "other": None}
+    assert marks == {"experts": True, "gate": False, "other": None, "gate_of_shared": False}
 
 
 def tensors_of(model: Model) -> dict[str, Tensor]:
@@ -497,26 +579,3 @@ def test_settings_beside_weights_have_to_be_those_of_the_model(tmp_path: Path) -
         "model.hf: rms_norm_eps 0.5, but PLACE/config.json has 1e-05; leave it out, or name "
         "another folder"
     )
-
-
-def test_wanda_wants_experts_to_be_excluded(transformers: Any, tmp_path: Path) -> None:
-    make(transformers, "mixtral", tmp_path)
-    pruning = {"method": "wanda", "sparsity": 0.6, "calibration_samples": 8}
-    config = settings_of(tmp_path, "mixtral", pruning=pruning, train={"steps": 1})
-    data = token_data()
-
-    told = refusal(
-        lambda: train_in_process(1, 1, named_model(made_in_python(config, "tiny")), config, data),
-        ConfigError,
-    )
-    assert told == (
-        "pruning.method: wanda scores a matrix by the inputs of a linear layer, and "
-        "model.layers.0.mlp.experts.gate_up_proj is of none; name it in pruning.exclude"
-    )
-    without = settings_of(
-        tmp_path, "mixtral", pruning={**pruning, "exclude": ["*.experts.*"]}, train={"steps": 1}
-    )
-    model = named_model(made_in_python(without, "tiny"))
-    [(_, reference)] = train_in_process(1, 1, model, without, data)
-    for _, trace in train_in_process(3, 1, model, without, data):
-        assert_bitwise(trace, reference)

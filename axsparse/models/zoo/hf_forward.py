@@ -1,0 +1,488 @@
+"""The own forward of a causal language model of transformers, run with stand-ins for its layers.
+
+One such run shows where a model can be cut: which modules come before its layers and behind them,
+and that each layer gets the result of the one before. Later ones make what layers get beside the
+hidden states, for every shape, and what lies before and behind them where no module alone does it.
+Shapes are those of `hf_models`.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axsparse.models.module_buffers import slots
+from axsparse.models.zoo.hf_experts import GATES
+from axsparse.runtime.errors import ConfigError
+
+REMEMBERED = 4
+"""Microbatches whose masks and positions are kept: with documents told apart each has its own."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What the model's forward gives to one layer behind the hidden states."""
+
+
+class _Reached(Exception):  # noqa: N818 - it ends a forward, and is no error
+    """The model's forward has come to its first layer, or behind its last one."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _StandIn(nn.Module):
+    """Stands in the list of layers in the place of one; other attributes are the layer's own."""
+
+    def __init__(self, layer: nn.Module, run: Callable[[Tensor, Arguments], Any]) -> None:
+        super().__init__()
+        vars(self)["_layer"] = layer
+        vars(self)["_run"] = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the hidden states and the other arguments to the function."""
+        if args:
+            return self._run(args[0], (args[1:], kwargs))
+        others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        return self._run(kwargs["hidden_states"], ((), others))
+
+
+@dataclass
+class _Watched:
+    """What one forward of the model between embeddings and head has shown."""
+
+    given: list[tuple[Tensor, Arguments]] = field(default_factory=list)
+    """What each layer was given, in the order of the calls."""
+    returned: list[Tensor] = field(default_factory=list)
+    """What its stand-in returned."""
+    calls: dict[str, list[tuple[int, Any, Any]]] = field(default_factory=dict)
+    """The calls of the other modules, by name: how many layers had been called, the first argument,
+    and the result."""
+    output: Any = None
+
+
+class Forward:
+    """The own forward of a model on the meta device, with stand-ins in the list of its layers.
+
+    ConfigError for a model whose forward is not embeddings, one layer after the other, a norm and a
+    head.
+    """
+
+    def __init__(self, causal: Any) -> None:
+        self._causal = causal
+        self._lock = threading.Lock()
+        self._bodies: dict[tuple[torch.device, torch.dtype], nn.Module] = {}
+        self._remembered: dict[tuple[object, ...], list[Arguments]] = {}
+        self.list_path, self.layers = _only_list(causal)
+        self.owner_path, _, self._list_name = self.list_path.rpartition(".")
+        self.owner: Any = causal.get_submodule(self.owner_path)
+        """The module that has the list of layers, and embeddings and norm beside it."""
+        self._embedding_width = causal.get_input_embeddings().weight.shape[1]
+        self.head_name, head = _head(causal)
+        self.head: Any = head
+        self._returns_tuples, watched = self._watch()
+        self.before, self.after = self._sides(watched)
+        self.width: int = watched.given[0][0].shape[-1]
+        self._output_type = type(watched.output)
+        last = watched.returned[-1]
+        self._embeds_directly = _is_alone(watched, self.before, watched.given[0][0])
+        self._norms_directly = _is_alone(watched, self.after, _hidden(watched.output), last)
+        if not self.after and _hidden(watched.output) is not last:
+            raise unfit("its forward computes with the last layer's result, by no module")
+        self.head_is_plain = self._has_plain_head()
+
+    # -- what it computes -----------------------------------------------------------------
+
+    def embedded(
+        self, modules: Mapping[str, nn.Module], tokens: Tensor, starts: Tensor | None
+    ) -> Tensor:
+        """The hidden states before the first layer."""
+        if self._embeds_directly:
+            [module] = modules.values()
+            hidden: Tensor = module(tokens)
+            return hidden
+        weight = next(p for module in modules.values() for p in module.parameters())
+        if tokens.is_meta:  # Masks look into positions, which have no contents there.
+            shape = (*tokens.shape, self.width)
+            return torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=True)
+
+        def stop(hidden: Tensor, _: Arguments) -> None:
+            raise _Reached(hidden)
+
+        training = next(iter(modules.values())).training
+        body = self._body(weight.device, weight.dtype)
+        view = self._view(body, modules, stop, training=training)
+        try:
+            view(input_ids=tokens, use_cache=False, **_positions(starts, tokens.device))
+        except _Reached as reached:
+            return reached.hidden
+        raise AssertionError("the forward calls no layer")
+
+    def normed(self, modules: Mapping[str, nn.Module], hidden: Tensor) -> Tensor:
+        """The hidden states behind the norm."""
+        if self._norms_directly:
+            [module] = modules.values()
+            normed: Tensor = module(hidden)
+            return normed
+        if hidden.is_meta:
+            return torch.empty_like(hidden, requires_grad=True)
+        training = next(iter(modules.values())).training
+        body = self._body(hidden.device, hidden.dtype)
+        view = self._view(body, modules, self._returning(hidden), training=training)
+        output: Tensor = _hidden(view(inputs_embeds=self._embeds(hidden), use_cache=False))
+        return output
+
+    def outputs(self, head: nn.Module, hidden: Tensor, gates: tuple[Tensor, ...] = ()) -> Any:
+        """What the model's own forward returns for these hidden states; with outputs of routers
+        its loss is the balancing loss alone."""
+        beside = {GATES: gates} if gates else {}
+
+        def body(*_: object, **__: object) -> Any:
+            return self._output_type(last_hidden_state=hidden, **beside)
+
+        # Copies of all modules above the stand-in, so that nothing is changed for others.
+        child: nn.Module = _Function(body)
+        path = self.owner_path.split(".")
+        for depth in range(len(path) - 1, -1, -1):
+            parent = copy.copy(self._causal.get_submodule(".".join(path[:depth])))
+            vars(parent)["_modules"] = {**parent._modules, path[depth]: child}
+            child = parent
+        child._modules[self.head_name] = head
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        asked: dict[str, Any] = {}
+        if gates:
+            asked = {"labels": tokens, f"output_{GATES}": True}
+            vars(child)["_loss_function"] = lambda *_, **__: torch.zeros(())
+        return child(input_ids=tokens, use_cache=False, **asked)
+
+    def arguments(self, hidden: Tensor, starts: Tensor | None = None) -> list[Arguments]:
+        """What the model's forward gives to its layers beside these hidden states."""
+        if hidden.is_meta:
+            # Masks look into positions: they are made on the CPU, of documents half as long.
+            real = torch.zeros(hidden.shape[:2], dtype=hidden.dtype).unsqueeze(-1)
+            halves = None if starts is None else torch.zeros(starts.shape, dtype=starts.dtype)
+            if halves is not None:
+                half = halves.shape[1] // 2
+                halves[:, half:] = half
+            return [_moved(each) for each in self.arguments(real, halves)]
+        content = None if starts is None else bytes(starts.cpu().contiguous().numpy().data)
+        key = (tuple(hidden.shape[:2]), hidden.dtype, hidden.device, content)
+        with self._lock:
+            if key not in self._remembered:
+                while len(self._remembered) >= REMEMBERED:
+                    del self._remembered[next(iter(self._remembered))]
+                self._remembered[key] = self._recorded(hidden, starts)
+            return self._remembered[key]
+
+    def check_separates(self) -> None:
+        """ConfigError for a model whose forward does not tell documents apart by positions."""
+        hidden = torch.zeros(1, 4, 1)
+        try:
+            halves = self._recorded(hidden, torch.tensor([[0, 0, 2, 2]], dtype=torch.int32))
+        except TypeError as reason:
+            raise _unseparated() from reason
+        whole = self._recorded(hidden, torch.zeros(1, 4, dtype=torch.int32))
+        for one, other in zip(halves, whole, strict=True):
+            if not _masks_differ(one, other):
+                raise _unseparated()
+
+    # -- runs with stand-ins ----------------------------------------------------------------
+
+    def _body(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The parent of the layers, whose parameters are zeros without memory, in a type."""
+        key = (device, dtype)
+        if key not in self._bodies:
+            without = copy.copy(self.owner)
+            vars(without)["_modules"] = {**self.owner._modules, self._list_name: None}
+            zeros = {
+                id(p): nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(p.shape))
+                for p in without.parameters()
+            }
+            body = copy.deepcopy(without, {**zeros}).requires_grad_(requires_grad=False)
+            for slot in slots(body):
+                tensor = slot.tensor
+                slot.put(
+                    torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+                )
+            self._bodies[key] = body.eval()
+        return self._bodies[key]
+
+    def _view(
+        self,
+        body: nn.Module,
+        modules: Mapping[str, nn.Module],
+        run: Callable[[Tensor, Arguments], Any],
+        *,
+        training: bool = False,
+    ) -> Any:
+        """The body with these modules and stand-ins; modules without parameters are copies, since
+        some rotary embeddings remember the longest sequence that they have seen."""
+        own = {
+            name: child
+            if child is None or any(True for _ in child.parameters())
+            else copy.deepcopy(child).train(training)
+            for name, child in body._modules.items()
+        }
+        view = copy.copy(body)
+        stand_ins = nn.ModuleList(_StandIn(layer, run) for layer in self.layers)
+        vars(view)["_modules"] = {**own, **modules, self._list_name: stand_ins}
+        view.training = training
+        return view
+
+    def _returning(self, hidden: Tensor) -> Callable[[Tensor, Arguments], Any]:
+        """A stand-in's function that returns these hidden states, as a layer would."""
+        returned = (hidden,) if self._returns_tuples else hidden
+        return lambda _, __: returned
+
+    def _embeds(self, like: Tensor) -> Tensor:
+        """Embeddings of zeros, (B, S, E), without memory."""
+        return like.new_zeros(()).expand(*like.shape[:2], self._embedding_width)
+
+    def _recorded(self, hidden: Tensor, starts: Tensor | None) -> list[Arguments]:
+        given: list[Arguments] = []
+
+        def record(hidden: Tensor, arguments: Arguments) -> Any:
+            given.append(arguments)
+            if len(given) == len(self.layers):
+                raise _Reached(hidden)
+            return (hidden,) if self._returns_tuples else hidden
+
+        with torch.no_grad():
+            view = self._view(self._body(hidden.device, hidden.dtype), {}, record)
+            try:
+                embeds = self._embeds(hidden)
+                view(inputs_embeds=embeds, use_cache=False, **_positions(starts, hidden.device))
+            except _Reached:
+                return given
+        raise AssertionError("the forward calls fewer layers than it has")
+
+    # -- what a run shows --------------------------------------------------------------------
+
+    def _watch(self) -> tuple[bool, _Watched]:
+        """Whether layers return tuples, and what a forward of two tokens has shown.
+
+        ConfigError if the forward is not one layer after the other.
+        """
+        problem = ""
+        for returns_tuples in (False, True):
+            try:
+                watched = self._watched(returns_tuples=returns_tuples)
+            except Exception as reason:
+                told = " ".join(str(reason).split())
+                problem = problem or f"its forward fails without its layers ({told[:200]})"
+                continue
+            found = _not_in_a_row(watched, len(self.layers))
+            if not found:
+                return returns_tuples, watched
+            problem = found if not problem or returns_tuples else problem
+        raise unfit(problem)
+
+    def _watched(self, *, returns_tuples: bool) -> _Watched:
+        watched = _Watched()
+
+        def run(hidden: Tensor, arguments: Arguments) -> Any:
+            watched.given.append((hidden, arguments))
+            watched.returned.append(torch.zeros_like(hidden).requires_grad_())
+            returned = watched.returned[-1]
+            return (returned,) if returns_tuples else returned
+
+        def note(name: str, _: object, args: Sequence[Any], output: Any) -> None:
+            first = args[0] if args else None
+            watched.calls.setdefault(name, []).append((len(watched.given), first, output))
+
+        body = self._body(torch.device("cpu"), torch.float32)
+        with torch.enable_grad():
+            view = self._view(body, {}, run)
+            hooks = [
+                child.register_forward_hook(partial(note, name))
+                for name, child in view._modules.items()
+                if child is not None and name != self._list_name
+            ]
+            try:
+                tokens = torch.zeros(1, 2, dtype=torch.long)
+                watched.output = view(input_ids=tokens, use_cache=False)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        return watched
+
+    def _sides(self, watched: _Watched) -> tuple[list[str], list[str]]:
+        """The names of the modules with parameters that are called before the layers, and of all
+        modules that are called behind them."""
+        sides: dict[str, list[str]] = {"before": [], "after": []}
+        for name, child in self.owner._modules.items():
+            if child is None or name == self._list_name:
+                continue
+            places = {number for number, _, _ in watched.calls.get(name, [])}
+            if places == {len(self.layers)}:
+                sides["after"].append(name)
+            elif not _has_state(child):
+                continue
+            elif places == {0}:
+                sides["before"].append(name)
+            else:
+                raise unfit(f"{name} is called neither before all layers nor behind them")
+        if not sides["before"]:
+            raise unfit("no module with parameters comes before its layers")
+        return sides["before"], sides["after"]
+
+    def _has_plain_head(self) -> bool:
+        """Whether logits are the hidden states times the head's weight, and nothing else."""
+        seen: list[tuple[Tensor, Tensor]] = []
+        head, hidden = self.head_of_zeros(), torch.zeros(1, 2, self.width)
+        hook = head.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+        with torch.no_grad():
+            logits = self.outputs(head, hidden).logits
+        hook.remove()
+        is_linear = type(head).forward is nn.Linear.forward and head.bias is None
+        return (
+            is_linear
+            and len(seen) == 1
+            and seen[0][0].data_ptr() == hidden.data_ptr()
+            and seen[0][0].shape == hidden.shape
+            and seen[0][1] is logits
+        )
+
+    def head_of_zeros(self) -> Any:
+        """The head, its weight zeros without memory."""
+        zeros = torch.zeros((), dtype=torch.float32).expand(self.head.weight.shape)
+        head = copy.copy(self.head)
+        vars(head)["_parameters"] = {
+            name: None
+            if p is None
+            else nn.Parameter(zeros if name == "weight" else torch.zeros(p.shape), False)
+            for name, p in self.head._parameters.items()
+        }
+        return head
+
+
+class _Function(nn.Module):
+    """A function in the place of a module."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        vars(self)["forward"] = run
+
+
+def _only_list(causal: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of layers and its path; ConfigError if there are several, or none."""
+    found: dict[str, nn.ModuleList] = {}
+    for path, module in causal.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            found[path] = module
+    if len(found) != 1:
+        raise unfit(f"it has {len(found)} lists of modules ({', '.join(found) or 'none'}), not one")
+    [(path, layers)] = found.items()
+    return path, layers
+
+
+def _head(causal: Any) -> tuple[str, nn.Module]:
+    head = causal.get_output_embeddings()
+    for name, child in causal.named_children():
+        if child is head:
+            return name, child
+    raise unfit("its output head is not a module beside the body")
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(s.persists for s in slots(module))
+
+
+def _hidden(output: Any) -> Any:
+    return output.last_hidden_state
+
+
+def _positions(starts: Tensor | None, device: torch.device) -> dict[str, Tensor]:
+    """The positions that begin anew with each document, as an argument of the model's forward."""
+    if starts is None:
+        return {}
+    positions = torch.arange(starts.shape[1], device=device)
+    return {"position_ids": positions - starts.to(device)}
+
+
+def _not_in_a_row(watched: _Watched, layers: int) -> str:
+    """Why a forward is not one layer after the other; empty if it is."""
+    if len(watched.given) != layers:
+        return f"its forward calls {len(watched.given)} layers, and it has {layers}"
+    for number, (hidden, _) in enumerate(watched.given[1:]):
+        if hidden is not watched.returned[number]:
+            return f"its forward does more between layers {number} and {number + 1}"
+    for number, (_, (args, kwargs)) in enumerate(watched.given):
+        for value in _leaves((args, kwargs)):
+            if isinstance(value, Tensor) and value.requires_grad and number:
+                return f"layer {number} gets more than one result of the layers before it"
+            if not isinstance(value, (Tensor, bool, int, float, str, type(None))):
+                return f"layer {number} is given a {type(value).__name__}, which others may change"
+    output = _hidden(watched.output)
+    if not isinstance(output, Tensor) or not output.requires_grad:
+        return "its result does not depend on the last layer"
+    used = torch.autograd.grad(output.sum(), watched.returned, allow_unused=True)
+    for number, gradient in enumerate(used[:-1]):
+        if gradient is not None:
+            return f"its result depends on that of layer {number} by another way than the layers"
+    return ""
+
+
+def _is_alone(
+    watched: _Watched, names: Sequence[str], result: Tensor, given: Tensor | None = None
+) -> bool:
+    """Whether one module, called once, makes `result`, of `given` if that matters."""
+    if len(names) != 1 or len(watched.calls[names[0]]) != 1:
+        return False
+    [(_, first, output)] = watched.calls[names[0]]
+    return output is result and (given is None or first is given)
+
+
+def _leaves(value: object) -> list[object]:
+    """All values in tuples, and those of the keyword arguments themselves."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        return [leaf for each in (*value[0], *value[1].values()) for leaf in _leaves(each)]
+    if isinstance(value, tuple):
+        return [leaf for each in value for leaf in _leaves(each)]
+    return [value]
+
+
+def _moved(value: Any) -> Any:
+    """The same arguments on the meta device."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, tuple):
+        return tuple(map(_moved, value))
+    if isinstance(value, dict):
+        return {name: _moved(each) for name, each in value.items()}
+    return value
+
+
+def _masks_differ(one: Arguments, other: Arguments) -> bool:
+    """Whether two layers see other tokens: of four dimensions are masks alone."""
+    masks = [
+        [v for v in _leaves(each) if isinstance(v, Tensor) and v.dim() == 4]
+        for each in (one, other)
+    ]
+    return len(masks[0]) != len(masks[1]) or any(
+        not torch.equal(a, b) for a, b in zip(*masks, strict=True)
+    )
+
+
+def unfit(why: str) -> ConfigError:
+    """The error of a model that cannot be cut."""
+    return ConfigError(
+        f"model.hf: this model cannot be cut into layers: {why}; choose a decoder of embeddings, "
+        "one list of layers, a norm and a head"
+    )
+
+
+def _unseparated() -> ConfigError:
+    return ConfigError(
+        "data.separate_documents: true, but the model's forward does not tell documents apart by "
+        "their positions; choose false"
+    )
