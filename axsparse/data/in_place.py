@@ -154,8 +154,8 @@ def megatron(index: Path, data: Path, where: str) -> InPlace:
             what = f"has documents that do not divide its {sequences} sequences"
             _refuse(where, index, what, mend)
         # A document without sequences at the end begins behind the last one.
-        positions: NDArray[np.int64] = np.append(places, end) // dtype.itemsize
-        return positions[first[:-1]]
+        positions: NDArray[np.int64] = (np.append(places, end) // dtype.itemsize)[first[:-1]]
+        return positions
 
     return InPlace(np.memmap(data, dtype, "r"), documents - 1, begins)
 

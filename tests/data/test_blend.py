@@ -33,7 +33,7 @@ class Epochs:
     def __len__(self) -> int:
         return 3
 
-    def read(self, indices: Any, epochs: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+    def read(self, indices: Any, epochs: Any = None) -> tuple[tuple[Tensor, ...], Tensor]:
         return (torch.from_numpy(1000 + epochs),), torch.zeros(len(indices), 1)
 
     def count_targets(self, targets: Tensor) -> int:
@@ -122,7 +122,7 @@ def test_the_fingerprint_is_of_sources_and_weights() -> None:
 
 def test_targets_that_do_not_count_are_counted_out_whichever_source_has_them() -> None:
     plain = TokenDataset("a", "0", 8, np.arange(8, dtype=np.uint8), 3)
-    marked = TokenDataset("b", "1", 8, np.arange(8, dtype=np.uint8) | 128, 3, mark=128)
+    marked = TokenDataset("b", "1", 8, np.arange(128, 136, dtype=np.uint8), 3, mark=128)
     blend = Blend([plain, marked], [1, 1])
 
     _, targets = blend.read(np.array([2, 0]))
