@@ -182,7 +182,7 @@ def test_evaluations_read_the_validation_parts_of_all_sources_or_one(tmp_path: P
         folders.append(tmp_path / name)
     blend = f"data.blend=[{folders[0]}=1, {folders[1]}=2]"
 
-    def read(*settings: str) -> tuple[Datasets, list[list[int]]]:
+    def read(*settings: str) -> tuple[Datasets, list[int]]:
         data: Any = open_datasets(loaded_of(blend, "train.eval_steps=all", *settings))
         (inputs,), _ = data.validation.read(np.arange(len(data.validation)))
         return data, inputs[:, 0].tolist()

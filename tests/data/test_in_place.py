@@ -95,7 +95,7 @@ def test_joined_arrays_are_read_by_any_positions() -> None:
 
     at = np.array([[9, 0, 3], [2, 2, 4]])
     assert joined[at].tolist() == at.tolist()
-    assert (joined.size, joined.dtype) == (10, np.uint16)
+    assert (joined.size, joined.dtype.name) == (10, "uint16")
 
 
 def test_the_fingerprint_is_of_ids_type_and_documents(tmp_path: Path) -> None:
