@@ -17,7 +17,7 @@ from axsparse.runtime.console import make_console
 
 MEGABYTE = 1_000_000
 DESCRIPTION = """\
-Turn text files, folders of them, or JSONL into memory-mapped tokens for training.
+Turn text files, JSONL, Parquet, Arrow or folders of them into memory-mapped tokens for training.
 
   axsparse data prepare books/ --validation-fraction 0.01 --out data/books
   axsparse data prepare train.txt --validation valid.txt --train-bpe 50257 --out data/words
@@ -27,8 +27,9 @@ A killed run goes on where it was when it is started again with the same argumen
 """
 EPILOG = """\
 how text is read:
-  Files named *.jsonl or *.ndjson hold a record a line, all others are text; .gz, .bz2 or .xz
-  after the name says that a file is compressed. Documents that
+  Files named *.jsonl or *.ndjson hold a record a line, *.parquet and *.arrow a row each, all
+  others are text; .gz, .bz2 or .xz after the name says that a file is compressed. A record has a
+  text, the messages of a chat, or input_ids (and labels). Documents that
   cannot be used (not UTF-8, empty, a huge line, malformed JSON, a missing field) are left
   out, counted and named; they end nothing. A separator follows each document.
 
@@ -136,7 +137,8 @@ def _add_reading(add: Callable[..., object]) -> None:
         "--jsonl-field",
         metavar="NAME",
         default=Reading.jsonl_field,
-        help="key of the text in a JSONL record (default %(default)s)",
+        help="key of the text, chat or ids in a record or row (default %(default)s; without it, "
+        "messages or input_ids)",
     )
     add(
         "--split-documents",

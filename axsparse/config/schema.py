@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
@@ -38,12 +39,21 @@ class DataConfig(Section):
     """What the model is trained on."""
 
     source: Literal["stdlib", "tokens", "digits", "images"] = "stdlib"
-    """`stdlib`: the bytes of the source files of Python's own standard library. `tokens`: the
-    folder `path`, which `axsparse data prepare` made of text files. `digits`: 1,797
+    """`stdlib`: the bytes of the source files of Python's own standard library. `tokens`: token
+    ids at `path`. `digits`: 1,797
     handwritten digits of 8×8 pixels, which come with axsparse. `images`: image folders in
     ImageNet's layout, `path/train/<class>/*` and `path/val/<class>/*`."""
     path: str | None = None
-    """The folder of the data, for `tokens` and `images`."""
+    """images: the folder of the data. tokens: a folder that `axsparse data prepare` wrote, or ids
+    that are read where they lie: Megatron's PATH.bin and PATH.idx, a folder that save_to_disk of
+    `datasets` wrote, or an .arrow file, with a column `input_ids`."""
+    blend: Annotated[tuple[str, ...], FromList] = ()
+    """tokens: in place of `path`, several of them, each with a weight, as in
+    `[data/web=0.7, data/code=0.3]`. Of every 10,000 samples of training each source gives its
+    share, in a shuffled order; each has epochs of its own."""
+    validation: str | None = None
+    """tokens: what evaluations read, a path as `path` is, whose training part is taken. null: the
+    validation part of `path`, or all of those of `blend`."""
     image_size: Few = 224
     """images: height and width of the model's input, in pixels. Training crops and mirrors at
     random; validation takes the middle."""
@@ -62,11 +72,38 @@ class DataConfig(Section):
             "images": "that holds train/<class>/ and val/<class>/",
             "tokens": "that `axsparse data prepare` wrote",
         }.get(self.source)
-        if folder is not None and self.path is None:
+        if folder is not None and self.path is None and not self.blend:
             raise BrokenRule(
                 "path", f"data.source {self.source} needs the folder {folder}; set data.path"
             )
         return self
+
+    @model_validator(mode="after")
+    def _blends_tokens(self) -> DataConfig:
+        if self.source != "tokens" and (self.blend or self.validation is not None):
+            key = "blend" if self.blend else "validation"
+            raise BrokenRule(key, f"is for data.source tokens, not {self.source}; leave it out")
+        if self.blend and self.path is not None:
+            raise BrokenRule("blend", "set beside data.path; leave one of both out")
+        try:
+            names = {path for path, weight in token_sources(self) if path and 0 < weight < inf}
+        except ValueError:
+            names = set()
+        if len(names) < len(self.blend):
+            raise BrokenRule(
+                "blend",
+                f"{list(self.blend)} is no list of different PATH=WEIGHT with weights above 0; "
+                "write one as [data/web=0.7, data/code=0.3]",
+            )
+        return self
+
+
+def token_sources(data: DataConfig) -> list[tuple[str, float]]:
+    """The path and the weight of each source of tokens."""
+    if not data.blend:
+        return [] if data.path is None else [(data.path, 1.0)]
+    parted = (entry.rpartition("=") for entry in data.blend)
+    return [(path, float(weight)) for path, _, weight in parted]
 
 
 class BatchConfig(Section):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.data.dataset import Dataset, PartedDataset, length_of, some_samples, steady_digest
-from axsparse.data.order import epochs_of_step, samples_of_step
+from axsparse.data.order import Share, blended_step, epochs_of_step, samples_of_step
 from axsparse.runtime.communication import shard_bounds
 from axsparse.runtime.errors import DataError
 
@@ -73,6 +73,8 @@ class Batches:
     """Whether the inputs of a `PartedDataset` are read here: true on the first stage."""
     reads_targets: bool = True
     """Whether the targets of a `PartedDataset` are read here: true on the last stage."""
+    shares: tuple[Share, ...] = ()
+    """The sources of the training data, if it is a blend."""
     pinned: bool = False
     """Whether tensors are moved to pinned memory, from which a GPU copies asynchronously."""
 
@@ -92,6 +94,8 @@ class Batches:
     def training(self, step: int) -> Batch:
         """The batch of a training step, a pure function of (seed, step); each epoch is shuffled."""
         size = self.global_batch_size
+        if self.shares:
+            return self._read(step, *blended_step(self.shares, size, step, self.seed))
         samples = samples_of_step(self.num_samples, size, step, self.seed)
         return self._read(step, samples, epochs_of_step(self.num_samples, size, step))
 

@@ -227,9 +227,12 @@ class TokenDataset:
     tokens: Tokens
     """(N,) unsigned integers, all below `vocab_size`."""
     sequence_length: int
-    separator: int | None = None
-    """The id that ends each document. With it, samples have a second input, which says where in
-    the sample the document of each token begins."""
+    separator: int | NDArray[np.int64] | None = None
+    """The id that ends each document, or the places at which documents begin, (D,) and ascending
+    from 0. With it, samples have a second input, which says where in the sample the document of
+    each token begins."""
+    mark: int = 0
+    """The bit that is set in tokens that do not count as targets; 0 if all of them count."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.dtype.kind != "u":
@@ -244,8 +247,8 @@ class TokenDataset:
             )
 
     @property
-    def targets_per_sample(self) -> int:
-        return self.sequence_length
+    def targets_per_sample(self) -> int | None:
+        return None if self.mark else self.sequence_length
 
     def __len__(self) -> int:
         return (self.tokens.size - 1) // self.sequence_length
@@ -257,13 +260,20 @@ class TokenDataset:
         """
         at = indices[:, None] * self.sequence_length + np.arange(self.sequence_length)
         inputs, targets = (self.tokens[where].astype(np.int64) for where in (at, at + 1))
+        if self.mark:
+            inputs &= ~self.mark
+            targets[targets & self.mark != 0] = IGNORED
         read: tuple[Tensor, ...] = (torch.from_numpy(inputs),)
-        if self.separator is not None:
+        if isinstance(self.separator, int):
             read += (torch.from_numpy(document_starts(inputs, self.separator)),)
+        elif self.separator is not None:
+            last = np.searchsorted(self.separator, at, side="right") - 1
+            starts = np.maximum(self.separator[last] - at[:, :1], 0)
+            read += (torch.from_numpy(starts.astype(np.int32)),)
         return read, torch.from_numpy(targets)
 
     def count_targets(self, targets: Tensor) -> int:
-        return targets.numel()
+        return counted(targets)
 
 
 def document_starts(tokens: NDArray[np.int64], separator: int) -> NDArray[np.int32]:

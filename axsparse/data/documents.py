@@ -1,4 +1,4 @@
-"""Files of text as documents, in order, and which of them cannot be used.
+"""Files of text, token ids and chats as documents, in order, and which of them cannot be used.
 
 To add a format, write a `Reader` and name its file endings in `READERS`; to add a compression,
 name its ending in `COMPRESSIONS`. A document that cannot be used is left out as a whole and
@@ -19,9 +19,11 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path, PurePath
-from typing import BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
+from axsparse.data.arrow import columns_of, rows_of
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 Problem = Literal[
@@ -30,7 +32,11 @@ Problem = Literal[
     "huge line",
     "malformed JSON",
     "missing field",
-    "token ids instead of text",
+    "ids beyond the vocabulary",
+    "labels that do not fit the ids",
+    "a chat or labels, and none in the first document",
+    "a chat that the template refuses",
+    "a chat without words of the assistant",
     "unreadable",
 ]
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -40,6 +46,10 @@ PIECE = 1 << 16
 """Characters that are tokenized together; this takes about a hundred times their memory."""
 SLACK = 1 << 13
 """Characters beyond a piece in which a place to cut is searched for."""
+TABLES = (".parquet", ".arrow")
+"""Endings of files whose rows are documents."""
+STATE = "state.json"
+"""Lies beside the Arrow files that save_to_disk of `datasets` writes."""
 WORD_END = re.compile(r"\S(?=[ \t\r\n])")
 """Finds the last letter of a word before white space."""
 
@@ -53,7 +63,9 @@ class Reading:
     separated by blank lines, which belong to none; `lines:N`: every N lines are a document;
     `regex:PATTERN`: a document begins at each line in which the pattern is found."""
     jsonl_field: str = "text"
-    """How JSONL files are divided: each record is a document, and this is the key of its text."""
+    """How JSONL files and tables are divided: each record, or row, is a document, and this is the
+    key of its text, its token ids, or the messages of a chat. Without it, `messages` or `input_ids`
+    are taken. `labels` beside token ids are -100 for tokens that are no targets."""
     max_line: int = 16_000_000
     """The longest line of a usable document, in bytes."""
     include: tuple[str, ...] = ()
@@ -88,6 +100,9 @@ class Stretch(NamedTuple):
     line."""
     problem: Problem | None = None
     """Why the document cannot be used."""
+    content: list[Any] | None = None
+    """Of a document that is no text, its token ids, or the messages of a chat. -1 - id stands for
+    a token that is no target."""
 
 
 Reader = Callable[[BinaryIO, Reading], Iterator[Stretch]]
@@ -124,7 +139,26 @@ def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Stretch]:
             yield _record(number, line, reading.jsonl_field)
 
 
-READERS: dict[str, Reader] = {".jsonl": read_json_lines, ".ndjson": read_json_lines}
+def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> Iterator[Stretch]:
+    """The rows of a file of Arrow or Parquet: each is a document."""
+    wanted = (reading.jsonl_field, *OTHER_FIELDS, LABELS)
+    columns = [name for name in columns_of(file, parquet=parquet) if name in wanted]
+    if not columns:
+        yield Stretch(1, "", problem="missing field")
+    else:
+        for number, row in enumerate(rows_of(file, columns, parquet=parquet), 1):
+            yield _document(number, row, reading.jsonl_field)
+
+
+OTHER_FIELDS = ("messages", "input_ids")
+"""Keys of documents that are no text, for records without the key of a text."""
+LABELS, IGNORED = "labels", -100
+"""Key of the targets beside token ids, and what stands there for a token that is none."""
+READERS: dict[str, Reader] = {
+    **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),
+    ".parquet": partial(read_table, parquet=True),
+    ".arrow": read_table,
+}
 """The reader of each file ending; files of any other ending are text."""
 COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
     ".gz": gzip.open,
@@ -191,17 +225,39 @@ def _record(number: int, line: bytes, field: str) -> Stretch:
         return Stretch(number, "", problem="not UTF-8")
     except (ValueError, RecursionError):
         return Stretch(number, "", problem="malformed JSON")
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        ids = [text, record.get("input_ids")] if isinstance(record, dict) else []
-        are_ids = any(isinstance(one, list) and one and isinstance(one[0], int) for one in ids)
-        problem: Problem = "token ids instead of text" if are_ids else "missing field"
-        return Stretch(number, "", problem=problem)
+    return _document(number, record, field)
+
+
+def _document(number: int, record: object, field: str) -> Stretch:
+    """The document of a record or a row, or why it cannot be used."""
+    values = [record.get(key) for key in (field, *OTHER_FIELDS)] if isinstance(record, dict) else []
+    value = next((value for value in values if value is not None), None)
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        return Stretch(number, "", problem=None if value else "empty", content=value)
+    if isinstance(value, list) and all(isinstance(one, int) for one in value):
+        return _ids(number, value, cast("dict[str, object]", record).get(LABELS))
+    if not isinstance(value, str):
+        return Stretch(number, "", problem="missing field")
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError:  # A lone surrogate such as "\ud800", which JSON can express.
         return Stretch(number, "", problem="not UTF-8")
-    return Stretch(number, text, problem=None if text.strip() else "empty")
+    return Stretch(number, value, problem=None if value.strip() else "empty")
+
+
+def _ids(number: int, ids: list[int], labels: object) -> Stretch:
+    """The document of token ids, of which those whose label is -100 are no targets."""
+    if min(ids) < 0:
+        return Stretch(number, "", problem="ids beyond the vocabulary")
+    if labels is None:
+        return Stretch(number, "", content=ids)
+    if not isinstance(labels, list) or len(labels) != len(ids):
+        return Stretch(number, "", problem="labels that do not fit the ids")
+    if any(label not in (id_, IGNORED) for id_, label in zip(ids, labels, strict=True)):
+        return Stretch(number, "", problem="labels that do not fit the ids")
+    counts = [label != IGNORED for label in labels]
+    content = [id_ if so else -1 - id_ for id_, so in zip(ids, counts, strict=True)]
+    return Stretch(number, "", content=content)
 
 
 # -- files ----------------------------------------------------------------------------------
@@ -264,8 +320,8 @@ def _files(
             continue
         if not path.is_dir():
             raise MissingInputError(
-                f"input: {path} is neither a file nor a folder; name text files, JSONL files or "
-                "folders of them"
+                f"input: {path} is neither a file nor a folder; name files of text, JSONL, Parquet "
+                "or Arrow, or folders of them"
             )
         names = []
         for folder, subfolders, files in os.walk(
@@ -273,6 +329,8 @@ def _files(
         ):
             at = Path(folder)
             subfolders[:] = [n for n in subfolders if n[0] != "." and (at / n).resolve() != out]
+            if STATE in files:  # What save_to_disk of `datasets` wrote describes itself beside it.
+                files = [name for name in files if name.endswith(TABLES)]
             names += [(at / name).relative_to(path) for name in files if name[0] != "."]
         for name in sorted(names, key=PurePath.as_posix):
             if reading.takes(name):
@@ -296,6 +354,9 @@ class Piece(NamedTuple):
     """Whether the document is held out for validation."""
     read: int
     """Bytes of the file that have been read so far."""
+    content: list[Any] | None = None
+    """Of a document that is no text, its token ids, or the messages of a chat. -1 - id stands for
+    a token that is no target."""
 
 
 def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Piece]:
@@ -306,20 +367,23 @@ def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Pie
     changed since it was found.
     """
     rest, held_out, begins, is_empty, read = "", False, True, True, 0
+    unit = "row" if source.path.endswith(TABLES) else "line"
     try:
         with Path(source.path).open("rb") as raw:
             _check_unchanged(raw, source)
-            for line, text, ends, problem in _stretches(raw, source, reading):
-                if begins and ends and problem is None and (not text or text.isspace()):
+            for line, text, ends, problem, content in _stretches(raw, source, reading):
+                is_blank = content is None and (not text or text.isspace())
+                if begins and ends and problem is None and is_blank:
                     continue
-                is_empty, read, place = False, raw.tell(), f"{source.name}, line {line}"
+                is_empty, read, place = False, raw.tell(), f"{source.name}, {unit} {line}"
                 if begins:
-                    held_out = source.validation or falls_to_validation(text, fraction)
+                    told = text if content is None else json.dumps(content, default=str)
+                    held_out = source.validation or falls_to_validation(told, fraction)
                 *cut, rest = pieces(rest + text)
                 for piece in cut:
                     yield Piece(place, piece, False, None, held_out, read)
                 if ends or problem is not None:
-                    yield Piece(place, rest, ends, problem, held_out, read)
+                    yield Piece(place, rest, ends, problem, held_out, read, content)
                     rest = ""
                 begins = ends
             _check_unchanged(raw, source)
@@ -327,7 +391,26 @@ def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Pie
         yield Piece(source.name, "", True, "unreadable", held_out, read)
         return
     if is_empty:
-        yield Piece(f"{source.name}, line 1", "", True, "empty", held_out, read)
+        yield Piece(f"{source.name}, {unit} 1", "", True, "empty", held_out, read)
+
+
+def first_contents(sources: Sequence[Source], reading: Reading) -> Iterator[list[Any]]:
+    """The first documents of files, of those that are no text."""
+    for source in sources:
+        if any(suffix in READERS for suffix in PurePath(source.path).suffixes[-2:]):
+            first = next(documents(source, reading, 0.0), None)
+            if first is not None and first.content is not None:
+                yield first.content
+
+
+def is_chat(content: list[Any] | None) -> bool:
+    """Whether a document has the messages of a chat."""
+    return content is not None and any(isinstance(message, dict) for message in content[:1])
+
+
+def has_marks(content: list[Any] | None) -> bool:
+    """Whether a document has tokens that are no targets, or may have some."""
+    return content is not None and (is_chat(content) or any(id_ < 0 for id_ in content))
 
 
 def _stretches(raw: BinaryIO, source: Source, reading: Reading) -> Iterator[Stretch]:

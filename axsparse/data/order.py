@@ -4,17 +4,34 @@ Epoch e visits every sample once, in an order keyed by (seed, e). Each position 
 computed by itself, so that memory does not grow with the data, and the samples of any step
 can be computed directly. The method is a Feistel network with cycle walking (Black and
 Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+
+In a blend of several sources the positions are divided into blocks, in which every source has as
+many places as its weight says, in an order that is shuffled as well; each source is visited in
+epochs of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 8
 """Rounds of the network. Four suffice to look random among many samples; 10 samples need 8."""
+BLOCK = 10_000
+"""Positions of a block of a blend."""
+
+
+class Share(NamedTuple):
+    """One source of a blend."""
+
+    samples: int
+    """How many samples the source has."""
+    places: int
+    """How many of the `BLOCK` positions of a block are read from it, at least 1."""
 
 
 def samples_of_step(
@@ -24,27 +41,74 @@ def samples_of_step(
 
     A batch may reach into the next epoch, or contain several epochs.
     """
-    first = step * global_batch_size
-    positions = np.arange(first, first + global_batch_size, dtype=np.int64) % num_samples
-    epochs = epochs_of_step(num_samples, global_batch_size, step)
-    samples = np.empty_like(positions)
-    for epoch in np.unique(epochs):
-        chosen = epochs == epoch
-        samples[chosen] = shuffled(positions[chosen], num_samples, seed, int(epoch))
-    return samples
+    return _in_epochs(_positions(global_batch_size, step), num_samples, seed)
 
 
 def epochs_of_step(num_samples: int, global_batch_size: int, step: int) -> NDArray[np.int64]:
     """The epoch of each sample of a step, (global_batch_size,)."""
+    return _positions(global_batch_size, step) // num_samples
+
+
+def blended_step(
+    shares: Sequence[Share], global_batch_size: int, step: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The sample numbers of a step of a blend, and the epoch of its source that each belongs to.
+
+    Both are (global_batch_size,). Samples are numbered through all sources, one after the other.
+    The places of all shares are `BLOCK` together.
+    """
+    positions = _positions(global_batch_size, step)
+    blocks, places = np.divmod(positions, BLOCK)
+    for block in np.unique(blocks):
+        chosen = blocks == block
+        # The 0 tells the order of a block from those of the sources, which are numbered from 1 on.
+        places[chosen] = shuffled(places[chosen], BLOCK, seed, int(block), 0)
+    samples, epochs = np.empty_like(positions), np.empty_like(positions)
+    first_place = first_sample = 0
+    for number, share in enumerate(shares, 1):
+        chosen = (places >= first_place) & (places < first_place + share.places)
+        read = blocks[chosen] * share.places + places[chosen] - first_place
+        samples[chosen] = first_sample + _in_epochs(read, share.samples, seed, number)
+        epochs[chosen] = read // share.samples
+        first_place += share.places
+        first_sample += share.samples
+    return samples, epochs
+
+
+def places_of(weights: Sequence[float]) -> list[int]:
+    """The places of a block that sources of these weights have, by largest remainders."""
+    shares = [weight / sum(weights) * BLOCK for weight in weights]
+    places = [int(share) for share in shares]
+    order = sorted(range(len(shares)), key=lambda number: places[number] - shares[number])
+    for number in order[: BLOCK - sum(places)]:
+        places[number] += 1
+    return places
+
+
+def _positions(global_batch_size: int, step: int) -> NDArray[np.int64]:
     first = step * global_batch_size
-    return np.arange(first, first + global_batch_size, dtype=np.int64) // num_samples
+    return np.arange(first, first + global_batch_size, dtype=np.int64)
+
+
+def _in_epochs(
+    positions: NDArray[np.int64], num_samples: int, seed: int, *source: int
+) -> NDArray[np.int64]:
+    """The samples at these positions of one epoch after the other."""
+    epochs, samples = np.divmod(positions, num_samples)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        samples[chosen] = shuffled(samples[chosen], num_samples, seed, int(epoch), *source)
+    return samples
 
 
 def shuffled(
-    positions: NDArray[np.int64], num_samples: int, seed: int, epoch: int
+    positions: NDArray[np.int64], num_samples: int, seed: int, epoch: int, *source: int
 ) -> NDArray[np.int64]:
-    """The samples at these positions of an epoch: its permutation of [0, num_samples)."""
-    entropy = np.random.SeedSequence(seed, spawn_key=(epoch,))
+    """The samples at these positions of an epoch: its permutation of [0, num_samples).
+
+    `source` is a number that gives a source of a blend another order than the others have.
+    """
+    entropy = np.random.SeedSequence(seed, spawn_key=(epoch, *source))
     keys = entropy.generate_state(ROUNDS, np.uint64).astype(np.uint64)
     # The network permutes all pairs of digits below `side`, hence [0, side²), which is a little
     # larger than [0, num_samples). A value that lands outside is permuted again, until it is

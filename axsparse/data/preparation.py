@@ -17,18 +17,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
+from axsparse.data.chats import ChatTemplate
 from axsparse.data.documents import (
     STRETCH,
     Piece,
+    Problem,
     Reading,
     Source,
     divider,
     documents,
     find_sources,
+    first_contents,
+    has_marks,
+    is_chat,
 )
 from axsparse.data.token_file import (
     FORMAT,
@@ -41,6 +48,7 @@ from axsparse.data.token_file import (
     TokenizerRecord,
     digest_of,
     dtype_for,
+    mark_of,
     read_sidecar,
     sample_digest,
     stored,
@@ -161,12 +169,19 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
             sources, unreadable = find_sources(
                 request.inputs, request.validation, out, request.reading
             )
+            firsts = [*first_contents(sources, request.reading)]
+            template = _template(request) if any(map(is_chat, firsts)) else None
+            if template is not None:
+                settings["chat_template"] = template.digest
+            if any(map(has_marks, firsts)):
+                settings["marked"] = True
             key = _key(settings, sources)
             if (out / SIDECAR).exists():
                 sidecar = _finished(out, key)
                 console.line(f"{out / SIDECAR}: already prepared from these files, and unharmed")
             else:
                 run = _Run(request, sources, out / f"{PARTIAL}{key}", console)
+                run.template, run.marked = template, "marked" in settings
                 files = f"{_count(len(sources), 'file')}, {format_bytes(run.size)}"
                 console.line(f"{files} · {settings['tokenizer']} → {out}")
                 set_threads(threads)
@@ -241,6 +256,16 @@ def _settings(request: Request) -> Settings:
     return settings
 
 
+def _template(request: Request) -> ChatTemplate:
+    """The template of the tokenizer's folder; ConfigError if there is none."""
+    if request.tokenizer is None:
+        raise ConfigError(
+            "--tokenizer: the input holds chats, whose words a template puts together; name a "
+            "Hugging Face folder with a chat template"
+        )
+    return ChatTemplate(request.tokenizer.parent)
+
+
 def _key(settings: Settings, sources: Sequence[Source]) -> str:
     """Digest of the settings and of the paths, sizes and times of the sources.
 
@@ -275,6 +300,11 @@ def _finished(out: Path, key: str) -> Sidecar:
 
 class _Run:
     """The making of one folder of tokens, from sources to tokens.json."""
+
+    template: ChatTemplate | None = None
+    """Makes tokens of chats; there if the sources hold some."""
+    marked = False
+    """Whether tokens may be no targets."""
 
     def __init__(
         self, request: Request, sources: Sequence[Source], folder: Path, console: Console
@@ -319,7 +349,8 @@ class _Run:
             tokenizer=tokenizer.record,
             vocab_size=tokenizer.vocab_size,
             separator=tokenizer.separator,
-            dtype=dtype_for(tokenizer.vocab_size),
+            dtype=dtype_for(tokenizer.vocab_size, marked=self.marked),
+            marked=self.marked,
             train=records["train"],
             validation=records.get("validation"),
             sources=SourceCounts(
@@ -361,7 +392,7 @@ class _Run:
         share = self._request.bpe_sample_bytes / max(1, self.size)
         seen = given = 0
         for piece, _ in self._pieces():
-            if piece.problem is None and not piece.validation:
+            if piece.problem is None and piece.content is None and not piece.validation:
                 if given <= share * seen:
                     yield piece.text
                     given += len(piece.text)
@@ -378,7 +409,8 @@ class _Run:
     def _write(self, tokenizer: Tokenizer, unreadable: Sequence[str]) -> Progress:
         """Write the files of tokens into the folder, going on where an earlier run was."""
         with contextlib.ExitStack() as files:
-            writer = _Writer(self._folder, self._request.splits, tokenizer, files)
+            encoder = _Encoder(tokenizer, self.template, marked=self.marked)
+            writer = _Writer(self._folder, self._request.splits, encoder, files)
             progress = writer.progress
             if progress.pieces:
                 done = _count(sum(progress.documents.values()), "document")
@@ -417,9 +449,69 @@ class _Run:
         for split, tokens in progress.tokens.items():
             count = _count(progress.documents[split], "document")
             console.line(f"{split}: {count}, {format_count(tokens)} tokens")
-        dtype = stored(dtype_for(tokenizer.vocab_size))
-        ids = np.fromfile(token_path(self._request.out, "train"), dtype, BEGINNING).tolist()
+        encoder = _Encoder(tokenizer, self.template, marked=self.marked)
+        ids = np.fromfile(token_path(self._request.out, "train"), encoder.dtype, BEGINNING)
+        ids = (ids & ~encoder.dtype.type(encoder.mark)).tolist()
         console.line(f"train begins with {len(ids)} tokens: {tokenizer.decode(ids)!r}")
+
+
+class _Encoder:
+    """Makes of documents what stands in the files of tokens."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, marked: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self.dtype = stored(dtype_for(tokenizer.vocab_size, marked=marked))
+        self.mark = mark_of(self.dtype) if marked else 0
+        """What is added to the ids of tokens that are no targets."""
+
+    def encode(self, batch: Sequence[Piece]) -> Iterator[tuple[Tokens, Problem | None]]:
+        """The ids of each piece, and why its document cannot be used, if that is so."""
+        encoded = self._tokenizer.encode_batch([piece.text for piece in batch])
+        for piece, ids in zip(batch, encoded, strict=True):
+            if piece.content is None or piece.problem is not None:
+                yield ids, piece.problem
+            elif has_marks(piece.content) and not self.mark:
+                yield self._nothing, "a chat or labels, and none in the first document"
+            elif is_chat(piece.content):
+                yield self._chat(piece.content)
+            else:
+                yield self._ids(np.array(piece.content))
+
+    def end(self, piece: Piece, ids: Tokens) -> Tokens:
+        """What follows the ids of the last piece of a document: the separator, unless ids that are
+        given end with it; no target, where others are none."""
+        separator = self._tokenizer.separator
+        if piece.content is not None and ids.size and int(ids[-1]) & ~self.mark == separator:
+            return self._nothing
+        return np.array([separator | (self.mark if has_marks(piece.content) else 0)], self.dtype)
+
+    @property
+    def _nothing(self) -> Tokens:
+        return np.zeros(0, self.dtype)
+
+    def _ids(self, content: NDArray[Any]) -> tuple[Tokens, Problem | None]:
+        """Ids as they are given; -1 - id is a token that is no target."""
+        if content.dtype.kind != "i":
+            return self._nothing, "ids beyond the vocabulary"
+        counts = content >= 0
+        ids = np.where(counts, content, -1 - content)
+        if ids.max() >= self._tokenizer.vocab_size:
+            return self._nothing, "ids beyond the vocabulary"
+        return np.where(counts, ids, ids | self.mark).astype(self.dtype), None
+
+    def _chat(self, content: list[dict[str, Any]]) -> tuple[Tokens, Problem | None]:
+        if self._template is None:
+            return self._nothing, "a chat or labels, and none in the first document"
+        encoded = self._template.encode(content)
+        if encoded is None:
+            return self._nothing, "a chat that the template refuses"
+        ids, counts = np.array(encoded.ids, np.int64), np.array(encoded.counts, np.bool_)
+        if not counts.any():
+            return self._nothing, "a chat without words of the assistant"
+        return self._ids(np.where(counts, ids, -1 - ids))
 
 
 class _Writer:
@@ -429,13 +521,13 @@ class _Writer:
         self,
         folder: Path,
         splits: Sequence[Split],
-        tokenizer: Tokenizer,
+        encoder: _Encoder,
         files: contextlib.ExitStack,
     ) -> None:
         """Opens the files, which `files` closes, at the progress that was recorded last."""
         self._path = folder / PROGRESS
-        self._tokenizer = tokenizer
-        self._dtype = stored(dtype_for(tokenizer.vocab_size))
+        self._encoder = encoder
+        self._dtype = encoder.dtype
         paths = {split: token_path(folder, split) for split in splits}
         for path in paths.values():
             path.touch()
@@ -456,9 +548,8 @@ class _Writer:
 
     def add(self, batch: Sequence[Piece]) -> None:
         """Encode these pieces and append their tokens."""
-        encoded = self._tokenizer.encode_batch([piece.text for piece in batch])
-        for piece, ids in zip(batch, encoded, strict=True):
-            self._append(piece, ids)
+        for piece, (ids, problem) in zip(batch, self._encoder.encode(batch), strict=True):
+            self._append(piece, ids, problem)
 
     def save(self) -> None:
         """Put the files on the disk, then the record of how far they are."""
@@ -467,13 +558,13 @@ class _Writer:
             os.fsync(file.fileno())
         _write_file(self._path, self.progress.model_dump_json().encode())
 
-    def _append(self, piece: Piece, ids: Tokens) -> None:
+    def _append(self, piece: Piece, ids: Tokens, problem: Problem | None) -> None:
         progress = self.progress
         split: Split = "validation" if piece.validation else "train"
         progress.pieces += 1
         if progress.begin is None:
             progress.begin, progress.problem = progress.tokens[split], None
-        progress.problem = progress.problem or piece.problem
+        progress.problem = progress.problem or problem
         self._files[split].write(ids.astype(self._dtype, copy=False).data)
         progress.tokens[split] += len(ids)
         if not piece.ends:
@@ -482,8 +573,9 @@ class _Writer:
             self._cut(split, progress.begin)
             progress.leave_out(piece.place, progress.problem)
         else:
-            self._files[split].write(np.array(self._tokenizer.separator, self._dtype).tobytes())
-            progress.tokens[split] += 1
+            end = self._encoder.end(piece, ids)
+            self._files[split].write(end.tobytes())
+            progress.tokens[split] += len(end)
             progress.documents[split] += 1
         progress.begin = None
 
@@ -503,7 +595,7 @@ def _batches(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, 
     for piece in pieces:
         batch.append(piece)
         # Many empty documents, such as unusable ones, fill a batch as well.
-        size += 1 + len(piece[0].text)
+        size += 1 + len(piece[0].text) + len(piece[0].content or ())
         if size >= BATCH:
             yield batch
             batch, size = [], 0
@@ -516,12 +608,7 @@ def _refuse_empty(progress: Progress) -> None:
     documents = sum(progress.documents.values())
     if documents == 0:
         first = f"; the first: {progress.examples[0]}" if progress.examples else ""
-        mend = "name UTF-8 text files or JSONL files with --jsonl-field"
-        if "token ids instead of text" in progress.left_out:
-            mend = (
-                "token ids need no preparation: give them to ax.TokenDataset in Python, as "
-                "docs/howto/own-data.md shows, or name the field of the text with --jsonl-field"
-            )
+        mend = "name UTF-8 text files, or JSONL, Parquet or Arrow files with --jsonl-field"
         raise DataError(
             f"input: no document can be used ({progress.reasons or 'there is none'}{first}); {mend}"
         )

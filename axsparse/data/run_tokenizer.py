@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from axsparse.config.schema import token_sources
 from axsparse.data.stdlib import SEPARATOR as STDLIB_SEPARATOR
 from axsparse.data.stdlib import split_name
-from axsparse.data.token_file import TOKENIZER, WHERE, Sidecar, digest_of, read_sidecar
+from axsparse.data.token_file import SIDECAR, TOKENIZER, WHERE, Sidecar, digest_of, read_sidecar
 from axsparse.data.tokenizers import SEPARATOR, ByteTokenizer, Subwords, Tokenizer
 from axsparse.runtime.errors import DataError, reading
 
@@ -27,18 +28,20 @@ GENERATION = "generation_config.json"
 
 
 def run_tokenizer(data: DataConfig) -> tuple[Tokenizer, int]:
-    """The tokenizer, and the token that ends a document in the data.
+    """The tokenizer, and the token that ends a document in the data; of a blend, those of the first
+    source that was prepared.
 
     Raises MissingInputError if the folder of tokens or its tokenizer cannot be read, DataError if
     the tokenizer is not the one that made the tokens, ConfigError without the library for it.
     """
     if data.source == "stdlib":
         return ByteTokenizer(), STDLIB_SEPARATOR
-    assert data.path is not None, "a run on tokens has a path"
-    sidecar = read_sidecar(Path(data.path), WHERE)
+    folders = [Path(path) for path, _ in token_sources(data)]
+    folder = next((path for path in folders if (path / SIDECAR).is_file()), folders[0])
+    sidecar = read_sidecar(folder, WHERE)
     if sidecar.tokenizer.kind == "bytes":
         return ByteTokenizer(), sidecar.separator
-    path, end = _checked(Path(data.path), sidecar)
+    path, end = _checked(folder, sidecar)
     return Subwords(path, sidecar.tokenizer, end), sidecar.separator
 
 

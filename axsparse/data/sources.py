@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.model_config import ImageFamily, of_family
-from axsparse.config.schema import sample_length
-from axsparse.data.dataset import Datasets
+from axsparse.config.model_config import ImageFamily, TextFamily, of_family
+from axsparse.config.schema import sample_length, token_sources
+from axsparse.data.blend import Blend
+from axsparse.data.dataset import Dataset, Datasets, TokenDataset
 from axsparse.data.digits import CLASSES, digits_datasets
 from axsparse.data.images import image_folders
+from axsparse.data.in_place import InPlace, in_place
 from axsparse.data.stdlib import stdlib_dataset
 from axsparse.data.token_file import token_datasets
 from axsparse.runtime.errors import ConfigError
@@ -37,18 +39,67 @@ def open_datasets(loaded: LoadedConfig) -> Datasets:
         )
         _check_classes(loaded, len(training.classes), training.name)
         return Datasets(training, validation)
-    length, separate = sample_length(config), data.separate_documents
     if data.source == "tokens":
-        assert data.path is not None, "check_config asks for it"
-        validate = config.train.eval_steps != 0
-        return Datasets(
-            *token_datasets(Path(data.path), length, validate=validate, separate=separate)
-        )
+        return _token_datasets(loaded)
     assert data.source == "stdlib", f"nobody opens {data.source}"
+    length, separate = sample_length(config), data.separate_documents
     return Datasets(
         stdlib_dataset("train", length, separate=separate),
         stdlib_dataset("validation", length, separate=separate),
     )
+
+
+def _token_datasets(loaded: LoadedConfig) -> Datasets:
+    """The tokens of `data.path`, or of all that `data.blend` names.
+
+    The validation data are those of `data.validation`, else the validation parts of all sources.
+    """
+    data, asks = loaded.config.data, loaded.config.train.eval_steps != 0
+    where = "data.blend" if data.blend else "data.path"
+    # The validation parts that `data.validation` replaces are not opened.
+    validates = asks and data.validation is None
+    weights = dict(token_sources(data))
+    opened = [_tokens_at(loaded, Path(path), where, validate=validates) for path in weights]
+    training: Dataset = opened[0][0]
+    held_out = [held for _, held in opened if held is not None]
+    if data.blend:
+        training = Blend([part for part, _ in opened], [*weights.values()])
+    if not asks:
+        return Datasets(training)
+    if data.validation is not None:
+        at = Path(data.validation)
+        return Datasets(training, _tokens_at(loaded, at, "data.validation", validate=False)[0])
+    if not held_out:
+        raise ConfigError(
+            f"{loaded.where(where)}: {', '.join(weights)} has no validation part, which "
+            "train.eval_steps asks for; prepare it with --validation or --validation-fraction, "
+            "name other tokens in data.validation, or set train.eval_steps=0"
+        )
+    if len(held_out) == 1:
+        return Datasets(training, held_out[0])
+    return Datasets(training, Blend(held_out, [1.0] * len(held_out)))
+
+
+def _tokens_at(
+    loaded: LoadedConfig, path: Path, where: str, *, validate: bool
+) -> tuple[TokenDataset, TokenDataset | None]:
+    """The training and the validation tokens at a path; the latter are None unless `validate`, and
+    if there are none."""
+    length, separate = sample_length(loaded.config), loaded.config.data.separate_documents
+    found = in_place(path, where)
+    if found is None:
+        return token_datasets(path, length, validate=validate, separate=separate, where=where)
+    vocabulary = of_family(loaded.config.model, TextFamily).vocab_size
+
+    def dataset(ids: InPlace, name: str) -> TokenDataset:
+        separator = ids.begins() if separate else None
+        facts = (f"tokens {path.name}{name}", ids.fingerprint, vocabulary)
+        return TokenDataset(*facts, ids.tokens, length, separator)
+
+    training, held_out = found
+    if held_out is None or not validate:
+        return dataset(training, ""), None
+    return dataset(training, " train"), dataset(held_out, " validation")
 
 
 def _check_classes(loaded: LoadedConfig, classes: int, name: str) -> None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from axsparse.runtime.errors import ConfigError, DataError, reading
+from axsparse.runtime.errors import DataError, reading
 
 if TYPE_CHECKING:
     from axsparse.data.dataset import TokenDataset
@@ -89,6 +89,9 @@ class Sidecar(Record):
     separator: NonNegativeInt
     """The id that follows each document."""
     dtype: DtypeName
+    marked: bool = False
+    """Whether the highest bit of an id says that the token is no target: all words of a chat but
+    the assistant's."""
     train: SplitRecord
     validation: SplitRecord | None
     sources: SourceCounts
@@ -109,8 +112,9 @@ def token_path(folder: Path, split: Split) -> Path:
     return folder / f"{split}.tokens"
 
 
-def dtype_for(vocab_size: int) -> DtypeName:
-    """The smallest type that holds every id below `vocab_size`."""
+def dtype_for(vocab_size: int, *, marked: bool = False) -> DtypeName:
+    """The smallest type that holds every id below `vocab_size`, and the mark of marked ids."""
+    vocab_size <<= marked
     return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "uint32"
 
 
@@ -118,6 +122,11 @@ def stored(dtype: DtypeName) -> np.dtype[np.unsignedinteger]:
     """The numpy type of ids in a file: little-endian on every machine."""
     little_endian: np.dtype[np.unsignedinteger] = np.dtype(dtype).newbyteorder("<")
     return little_endian
+
+
+def mark_of(dtype: np.dtype[np.unsignedinteger[Any]]) -> int:
+    """The bit of ids of this type that says that a token is no target."""
+    return 1 << (8 * dtype.itemsize - 1)
 
 
 def digest_of(path: Path) -> str:
@@ -178,47 +187,49 @@ class _Head(BaseModel):
 
 
 def token_datasets(
-    folder: Path, sequence_length: int, *, validate: bool, separate: bool = False
+    folder: Path,
+    sequence_length: int,
+    *,
+    validate: bool,
+    separate: bool = False,
+    where: str = WHERE,
 ) -> tuple[TokenDataset, TokenDataset | None]:
     """The training and the validation part of a folder that `axsparse data prepare` wrote.
 
     The size of each file, and a digest of 4 MiB spread over it, must be those of tokens.json.
-    The validation part is None unless `validate`. `separate`: samples say where documents begin.
+    The validation part is None unless `validate`, and if there is none. `separate`: samples say
+    where documents begin. `where` names the setting in error messages.
 
-    Raises MissingInputError if a file is missing, DataError if it was changed or is too short,
-    ConfigError if `validate` is set and there is no validation part.
+    Raises MissingInputError if a file is missing, DataError if it was changed or is too short.
     """
-    sidecar = read_sidecar(folder, WHERE)
-    separator = sidecar.separator if separate else None
-    training = _open(folder, sidecar, "train", sequence_length, separator)
-    if not validate:
-        return training, None
-    if sidecar.validation is None:
-        raise ConfigError(
-            f"{WHERE}: {folder} has no validation part, which train.eval_steps asks for; prepare "
-            "it with --validation or --validation-fraction, or set train.eval_steps=0"
-        )
-    return training, _open(folder, sidecar, "validation", sequence_length, separator)
+    sidecar = read_sidecar(folder, where)
+
+    def opened(split: Split) -> TokenDataset:
+        return _open(folder, sidecar, split, (sequence_length, separate), where)
+
+    held_out = validate and sidecar.validation is not None
+    return opened("train"), opened("validation") if held_out else None
 
 
 def _open(
-    folder: Path, sidecar: Sidecar, split: Split, sequence_length: int, separator: int | None
+    folder: Path, sidecar: Sidecar, split: Split, shape: tuple[int, bool], where: str
 ) -> TokenDataset:
     from axsparse.data.dataset import TokenDataset  # it needs torch, which a preparation does not
 
+    sequence_length, separate = shape
     path, dtype = token_path(folder, split), stored(sidecar.dtype)
     record = dict(sidecar.splits())[split]
-    with reading(f"{WHERE}: {path}", "copy it again, or prepare the data again"):
+    with reading(f"{where}: {path}", "copy it again, or prepare the data again"):
         size = path.stat().st_size
         expected = record.tokens * dtype.itemsize
         if size != expected:
             raise DataError(
-                f"{WHERE}: {path} has {size} bytes, tokens.json says {expected}; copy it again, or "
+                f"{where}: {path} has {size} bytes, tokens.json says {expected}; copy it again, or "
                 "prepare the data again"
             )
         if sample_digest(path) != record.sample_digest:
             raise DataError(
-                f"{WHERE}: {path} does not have the contents that tokens.json says; copy both "
+                f"{where}: {path} does not have the contents that tokens.json says; copy both "
                 "again, or prepare the data again"
             )
         # A memory map: the ranks of a node share the memory.
@@ -229,5 +240,6 @@ def _open(
         vocab_size=sidecar.vocab_size,
         tokens=tokens,
         sequence_length=sequence_length,
-        separator=separator,
+        separator=sidecar.separator if separate else None,
+        mark=mark_of(dtype) if sidecar.marked else 0,
     )

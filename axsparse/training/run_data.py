@@ -14,6 +14,7 @@ from axsparse.config.load import LoadedConfig
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, whole_number
 from axsparse.data.dataset import Datasets, PartedDataset, length_of
+from axsparse.data.order import Share
 from axsparse.data.torch_dataset import mend_for
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
@@ -95,7 +96,9 @@ def open_data(
         pinned=pinned,
     )
     training = batches(
-        None if datasets is None else datasets.training, num_samples=facts["samples"]
+        None if datasets is None else datasets.training,
+        num_samples=facts["samples"],
+        shares=tuple(Share(*share) for share in facts["shares"]),
     )
     validation = None
     if facts["validation_samples"]:
@@ -149,6 +152,7 @@ def _facts_of(datasets: Datasets) -> dict[str, Any]:
         "fingerprint": training.fingerprint,
         "vocab_size": training.vocab_size or 0,
         "samples": length_of(training, training.name),
+        "shares": getattr(training, "shares", ()),
         "validation_samples": 0 if validation is None else length_of(validation, validation.name),
         "validation_fingerprint": "" if validation is None else validation.fingerprint,
     }

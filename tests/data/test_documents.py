@@ -148,9 +148,9 @@ RECORDS = {
     b'{"id": 1}': ("", "missing field"),
     b'{"text": null}': ("", "missing field"),
     b'["text"]': ("", "missing field"),
-    b'{"input_ids": [5, 6]}': ("", "token ids instead of text"),
-    b'{"text": [5, 6]}': ("", "token ids instead of text"),
     b'{"input_ids": [5], "text": "a"}': ("a", None),
+    b'{"text": ["a"]}': ("", "missing field"),
+    b'{"input_ids": []}': ("", "empty"),
     b'{"text": "x"': ("", "malformed JSON"),
     b"[" * 100_000: ("", "malformed JSON"),
     b'{"text": "\xe9"}': ("", "not UTF-8"),
@@ -170,6 +170,20 @@ def test_each_record_stands_for_itself() -> None:
     assert all(s.ends for s in found)
     (named,) = read_json_lines(io.BytesIO(b'{"text": 1, "b": "x"}'), Reading(jsonl_field="b"))
     assert named.text == "x"
+
+
+def test_a_record_without_a_text_may_have_token_ids_or_messages() -> None:
+    lines = [
+        b'{"input_ids": [5, 6]}',
+        b'{"text": [5, 6], "input_ids": [7]}',
+        b'{"messages": [{"role": "user"}], "input_ids": [5]}',
+    ]
+
+    found = read_json_lines(io.BytesIO(b"\n".join(lines)), Reading())
+
+    assert [(s.text, s.content, s.problem) for s in found] == [
+        ("", content, None) for content in ([5, 6], [5, 6], [{"role": "user"}])
+    ]
 
 
 def test_a_huge_line_is_passed_over_and_the_next_record_is_found(

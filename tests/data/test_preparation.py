@@ -241,7 +241,7 @@ for name in sys.argv[1:]:
             [],
             {},
             DataError,
-            r"input: no document can be used \(there is none\); name UTF-8 text files or JSONL",
+            r"input: no document can be used \(there is none\); name UTF-8 text files, or JSONL,",
         ),
         (
             [b"one document"],
@@ -256,10 +256,10 @@ for name in sys.argv[1:]:
             "none of the 50 documents is left for it; give --validation-fraction 0.1 or more, mark",
         ),
         (
-            [b'{"input_ids": [1, 2]}\n{"input_ids": [3]}'],
-            {"reading": Reading("none", "input_ids")},
+            [b'{"input_ids": [1, 256]}\n{"input_ids": [-1]}\n{"input_ids": [0.5]}'],
+            {},
             DataError,
-            r"2 token ids instead of text; the first: .*; token ids need no preparation: give them",
+            r"2 ids beyond the vocabulary, 1 missing field; the first: \S+, line 1: ids beyond",
         ),
         (
             [b"x"],

@@ -212,7 +212,8 @@ def steps_in(run_dir: Path) -> list[int]:
 # -- whether a run may go on from it --------------------------------------------------------
 
 FREE = (
-    *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path", "data.workers"),
+    *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.workers"),
+    *("data.path", "data.blend", "data.validation"),
     *("train.steps", "train.eval_", "train.log_every", "train.peak_flops"),
     *("train.trace", "train.nvtx", "train.memory_history", "train.compare_replicas_every"),
     *("watchdog.", "observe.", "pruning.calibration_samples"),

@@ -1,0 +1,90 @@
+"""Tables in files of Apache Arrow and Parquet, read by pyarrow, an optional dependency."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from axsparse.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyarrow import NativeFile, RecordBatch
+
+MAGIC = b"ARROW1"
+"""Begins an Arrow file with a table of contents; what `datasets` writes is a stream without one."""
+ROWS = 1024
+"""Rows of a Parquet file that are decoded at a time."""
+
+
+def columns_of(file: BinaryIO, *, parquet: bool) -> list[str]:
+    """The names of the columns. Raises OSError for a file that is no such table."""
+    pyarrow = import_pyarrow()
+    with refusing():
+        if parquet:
+            return list(pyarrow.parquet.ParquetFile(file).schema_arrow.names)
+        return list(_opened(pyarrow, file).schema.names)
+
+
+def rows_of(file: BinaryIO, columns: list[str], *, parquet: bool) -> Iterator[dict[str, Any]]:
+    """The rows of a file as Python values, with bounded memory.
+
+    Raises OSError where the file is damaged.
+    """
+    pyarrow = import_pyarrow()
+    with refusing():
+        if parquet:
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(ROWS, columns=columns)
+        else:
+            batches = (batch.select(columns) for batch in arrow_batches(file))
+    while True:
+        with refusing():
+            batch = next(batches, None)
+            if batch is None:
+                return
+            batch.validate(full=True)
+            rows = batch.to_pylist()
+        yield from rows
+
+
+def arrow_batches(file: BinaryIO | NativeFile) -> Iterator[RecordBatch]:
+    """The parts of an Arrow file, or of a stream."""
+    reader = _opened(import_pyarrow(), file)
+    if hasattr(reader, "num_record_batches"):
+        yield from map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        yield from reader
+
+
+def _opened(pyarrow: Any, file: BinaryIO | NativeFile) -> Any:
+    file.seek(0)
+    begins = file.read(len(MAGIC))
+    file.seek(0)
+    return pyarrow.ipc.open_file(file) if begins == MAGIC else pyarrow.ipc.open_stream(file)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """OSError for what pyarrow raises when a file is damaged."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, NotImplementedError, MemoryError) as reason:
+        raise OSError(0, " ".join(str(reason).split())) from reason
+
+
+def import_pyarrow() -> Any:
+    """The library; raises ConfigError if it is not installed."""
+    # Its pool of memory would keep what is freed, and its signal handlers are not ours to have.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    try:
+        import pyarrow
+        import pyarrow.compute
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(
+            "files of Arrow and Parquet need pyarrow, which is not installed; "
+            "pip install 'axsparse[arrow]'"
+        ) from None
+    return pyarrow

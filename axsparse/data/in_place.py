@@ -1,0 +1,235 @@
+"""Token ids that other programs have written, read where they lie, by memory map.
+
+<path>.bin, <path>.idx     Megatron-LM: ids, and how long each sequence is
+<folder>/*.arrow           `datasets`, as save_to_disk writes it: a column `input_ids`
+<file>.arrow               the same
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from axsparse.data.arrow import arrow_batches, import_pyarrow, refusing
+from axsparse.data.documents import LABELS
+from axsparse.data.token_file import SAMPLED_BLOCKS, SAMPLED_BYTES
+from axsparse.runtime.errors import DataError, MissingInputError, reading
+
+COLUMN = "input_ids"
+HEADER = struct.Struct("<9sQBQQ")
+"""Of an .idx file: magic, version, type of ids, number of sequences, number of documents + 1.
+The length of each sequence (int32) follows, then the byte of the .bin at which it begins (int64),
+then the sequence that each document begins with (int64), then perhaps a byte for each sequence."""
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
+TYPES = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}
+"""Types of ids by their numbers; of signed ones, whose ids are not negative."""
+CHECKED = 1 << 20
+"""Sequences whose lengths and places are compared at a time."""
+
+
+class Joined:
+    """Arrays one after the other, as one flat array that is never made."""
+
+    ndim = 1
+
+    def __init__(self, parts: Sequence[NDArray[Any]]) -> None:
+        """All parts have the same type, and none is empty."""
+        self._parts = parts
+        self._begins = np.cumsum([0, *(part.size for part in parts)])
+        self.dtype = parts[0].dtype
+        self.size = int(self._begins[-1])
+
+    def __getitem__(self, at: NDArray[np.int64]) -> NDArray[Any]:
+        """The entries at these positions, in their shape."""
+        found = np.empty(at.shape, self.dtype)
+        numbers = np.searchsorted(self._begins, at, side="right") - 1
+        for number in np.unique(numbers):
+            here = numbers == number
+            found[here] = self._parts[number][at[here] - self._begins[number]]
+        return found
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """Token ids where they lie."""
+
+    tokens: Any
+    """(N,) unsigned integers: an array, or `Joined` ones."""
+    documents: int
+    """How many documents they are."""
+    begins: Callable[[], NDArray[np.int64]]
+    """Finds the positions at which documents begin, ascending from 0: 8 bytes for each."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of type and numbers, and of 64 blocks of ids, evenly spread."""
+        size, dtype = self.tokens.size, self.tokens.dtype
+        width, facts = dtype.itemsize, f"{size} {dtype.str} {self.documents}"
+        digest = hashlib.blake2b(facts.encode(), digest_size=16)
+        block = min(size, SAMPLED_BYTES // width)
+        for number in range(SAMPLED_BLOCKS):
+            first = (size - block) * number // (SAMPLED_BLOCKS - 1)
+            ids = self.tokens[np.arange(first, first + block)]
+            digest.update(np.ascontiguousarray(ids).data)
+        return digest.hexdigest()
+
+
+def in_place(path: Path, where: str) -> tuple[InPlace, InPlace | None] | None:
+    """Training and validation ids at a path; None if what lies there is none of these formats.
+
+    `where` names the setting in messages. Raises DataError for damaged files, MissingInputError for
+    files that cannot be read, ConfigError for Arrow files without pyarrow.
+    """
+    is_named = path.suffix in (".bin", ".idx")
+    stem = path.with_suffix("") if is_named else path
+    index = Path(f"{stem}.idx")
+    if is_named or index.is_file():
+        return megatron(index, Path(f"{stem}.bin"), where), None
+    if path.suffix == ".arrow" and not path.is_dir():
+        return arrow([path], where), None
+    if (path / "dataset_dict.json").is_file():
+        if not (path / "train").is_dir():
+            _refuse(where, path, "has no split train", "name the folder of one split")
+        held_out = path / "validation"
+        return (
+            arrow(_files(path / "train", where), where),
+            arrow(_files(held_out, where), where) if held_out.is_dir() else None,
+        )
+    if (path / "state.json").is_file():
+        return arrow(_files(path, where), where), None
+    return None
+
+
+# -- Megatron-LM ----------------------------------------------------------------------------
+
+
+def megatron(index: Path, data: Path, where: str) -> InPlace:
+    """The ids of a .bin file, whose sequences are adjacent, as every writer leaves them."""
+    mend = "copy both files again, or make them again"
+    with reading(f"{where}: {index}", mend), index.open("rb") as file:
+        header, size = file.read(HEADER.size), index.stat().st_size
+    with reading(f"{where}: {data}", mend):
+        total = data.stat().st_size
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        _refuse(where, index, "is no index of Megatron's indexed datasets (MMIDIDX)", mend)
+    _, version, code, sequences, documents = HEADER.unpack(header)
+    if version != VERSION:
+        _refuse(where, index, f"has version {version}, and {VERSION} is known", mend)
+    if code not in TYPES:
+        _refuse(where, index, f"has ids of type {code}, which is none of whole numbers", mend)
+    expected = HEADER.size + 12 * sequences + 8 * documents
+    if size not in (expected, expected + sequences):
+        what = f"has {size} bytes; {sequences} sequences and {documents} ends of documents take "
+        _refuse(where, index, f"{what}{expected}", mend)
+    if not sequences or documents < 2 or not total:
+        _refuse(where, index, "has no document", mend)
+    dtype: np.dtype[Any] = np.dtype(TYPES[code])
+    lengths = np.memmap(index, "<i4", "r", HEADER.size, (sequences,))
+    places = np.memmap(index, "<i8", "r", HEADER.size + 4 * sequences, (sequences,))
+    end = 0
+    for first in range(0, sequences, CHECKED):
+        some = lengths[first : first + CHECKED].astype(np.int64)
+        ends = end + np.cumsum(some) * dtype.itemsize
+        wrong = (some < 0) | (places[first : first + CHECKED] != ends - some * dtype.itemsize)
+        if wrong.any():
+            number = first + int(wrong.argmax())
+            what = f"sequence {number} has {lengths[number]} ids from byte {places[number]} on"
+            _refuse(where, index, f"{what}, not after the one before it", mend)
+        end = int(ends[-1])
+    if end != total:
+        _refuse(where, data, f"has {total} bytes, and the sequences of {index.name} {end}", mend)
+
+    def begins() -> NDArray[np.int64]:
+        first = np.fromfile(index, "<i8", documents, offset=HEADER.size + 12 * sequences)
+        if first[0] or first[-1] != sequences or (np.diff(first) < 0).any():
+            what = f"has documents that do not divide its {sequences} sequences"
+            _refuse(where, index, what, mend)
+        # A document without sequences at the end begins behind the last one.
+        positions: NDArray[np.int64] = (np.append(places, end) // dtype.itemsize)[first[:-1]]
+        return positions
+
+    return InPlace(np.memmap(data, dtype, "r"), documents - 1, begins)
+
+
+# -- Arrow ----------------------------------------------------------------------------------
+
+
+def arrow(files: Sequence[Path], where: str) -> InPlace:
+    """The ids of Arrow files, a row a document."""
+    parts: list[NDArray[Any]] = []
+    lengths: list[NDArray[np.int64]] = []
+    for path in files:
+        before = sum(len(some) for some in lengths)
+        with _damaged(where, path):
+            pyarrow = import_pyarrow()
+            for batch in arrow_batches(pyarrow.memory_map(str(path))):
+                if COLUMN not in batch.schema.names:
+                    names = ", ".join(batch.schema.names)
+                    what = f"has no column {COLUMN}, but {names}"
+                    _refuse(where, path, what, "prepare texts by `axsparse data prepare`")
+                if LABELS in batch.schema.names:
+                    what = f"has {LABELS}, which are not read in place"
+                    _refuse(where, path, what, "prepare it by `axsparse data prepare`")
+                rows = batch.column(COLUMN)
+                rows.validate(full=True)
+                is_list = hasattr(rows, "flatten") and hasattr(rows.type, "value_type")
+                ids = rows.flatten() if is_list else rows
+                is_whole = is_list and pyarrow.types.is_integer(ids.type)
+                if not is_whole or rows.null_count or ids.null_count:
+                    row = sum(len(some) for some in lengths) - before + 1
+                    what = f"has {rows.type}, or nulls, as {COLUMN} from row {row} on"
+                    _refuse(where, path, what, "give lists of whole numbers")
+                found = ids.to_numpy(zero_copy_only=True)
+                if found.size:
+                    parts.append(found.view(f"<u{found.dtype.itemsize}"))
+                size = pyarrow.compute.list_value_length(rows)
+                lengths.append(size.to_numpy(zero_copy_only=False).astype(np.int64))
+    types = {part.dtype for part in parts}
+    if len(types) != 1:
+        what = f"has ids of types {', '.join(map(str, types))}" if types else "has no ids"
+        _refuse(where, files[0], what, "give lists of one type of whole numbers")
+    every = np.concatenate(lengths)
+    return InPlace(Joined(parts), len(every), lambda: np.cumsum(every) - every)
+
+
+def _files(folder: Path, where: str) -> list[Path]:
+    """The Arrow files of a split, in their order."""
+    path = folder / "state.json"
+    with reading(f"{where}: {path}", "name a folder that save_to_disk wrote"):
+        text = path.read_bytes()
+    try:
+        state = json.loads(text)
+        names = [folder / Path(file["filename"]).name for file in state["_data_files"]]
+        is_subset = bool(state.get("_indices_data_files"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        _refuse(where, path, "lists no files", "save the data again by save_to_disk")
+    if is_subset or not names:
+        _refuse(where, path, "is a selection of rows", "save it again after flatten_indices()")
+    return names
+
+
+@contextmanager
+def _damaged(where: str, path: Path) -> Iterator[None]:
+    try:
+        with refusing():
+            yield
+    except FileNotFoundError:
+        raise MissingInputError(
+            f"{where}: {path} is not there; copy the folder again, or name another"
+        ) from None
+    except OSError as reason:
+        said = reason.strerror or " ".join(str(reason).split())
+        _refuse(where, path, f"is no readable Arrow file ({said})", "copy it again")
+
+
+def _refuse(where: str, path: Path, what: str, mend: str) -> NoReturn:
+    raise DataError(f"{where}: {path} {what}; {mend}")

@@ -1,0 +1,193 @@
+"""The same documents train alike in every format, and blends of them in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.formats import SEPARATOR, write_jsonl, write_megatron, write_saved, write_table
+from support.preparing import run
+from support.resuming import Ran, ran
+from support.runs import train_in_process
+
+from axsparse.config.load import LoadedConfig, load_config
+from axsparse.data.dataset import Datasets
+from axsparse.data.preparation import Request
+from axsparse.data.sources import open_datasets
+from axsparse.models.zoo.model_registry import named_model
+from axsparse.runtime.errors import DataError
+
+TEXTS = [
+    f"Document {number}: " + f"{number * 7919} and so on. " * (4 + number) for number in range(9)
+]
+IDS = [[*text.encode(), SEPARATOR] for text in TEXTS]
+SETTINGS = (
+    *("model.num_layers=2", "model.hidden_size=16", "model.num_heads=2", "model.vocab_size=256"),
+    *("model.sequence_length=16", "batch.global_batch_size=8", "batch.microbatch_size=2"),
+    *("precision=fp32", "samo.gradient=exact", "pruning.sparsity=0.5", "data.source=tokens"),
+    *("train.steps=4", "train.eval_steps=0", "train.eval_every=0", "train.peak_flops=1e12"),
+    *("optimizer.learning_rate=0.01", "schedule.warmup_steps=1", "checkpoint.every=0"),
+)
+
+
+def prepared(folder: Path, *inputs: Path) -> Path:
+    run(Request(inputs, folder / "out"))
+    return folder / "out"
+
+
+def text(folder: Path) -> Path:
+    (folder / "texts").mkdir()
+    for number, one in enumerate(TEXTS):
+        (folder / "texts" / f"{number}.txt").write_text(one)
+    return prepared(folder, folder / "texts")
+
+
+def records(write: Callable[[Path, list[dict[str, Any]]], Path], name: str, folder: Path) -> Path:
+    """Prepared from records of texts, and of ids, which have to give the same folder."""
+    of_texts, of_ids = folder / "texts", folder / "ids"
+    of_texts.mkdir()
+    of_ids.mkdir()
+    write(of_texts / name, [{"text": one, "number": 1} for one in TEXTS])
+    write(of_ids / name, [{"input_ids": one} for one in IDS])
+    first, second = prepared(of_texts, of_texts / name), prepared(of_ids, of_ids / name)
+    same = [(path / "train.tokens").read_bytes() for path in (first, second)]
+    assert same[0] == same[1]
+    return first
+
+
+def arrow_file(folder: Path) -> Path:
+    return write_table(folder / "ids.arrow", [{"input_ids": one} for one in IDS])
+
+
+FORMATS: dict[str, Callable[[Path], Path]] = {
+    "text": text,
+    "jsonl": partial(records, write_jsonl, "a.jsonl"),
+    "parquet": partial(records, write_table, "a.parquet"),
+    "arrow": partial(records, write_table, "a.arrow"),
+    "arrow in place": arrow_file,
+    "datasets in place": lambda at: write_saved(at / "d", [{"input_ids": one} for one in IDS]),
+    "megatron": lambda at: write_megatron(at / "c", IDS),
+    "megatron int32": lambda at: write_megatron(at / "c", IDS, 4),
+}
+
+
+def loaded_of(*settings: str) -> LoadedConfig:
+    return load_config(None, [*SETTINGS, *settings])
+
+
+def losses(settings: tuple[str, ...], layout: tuple[int, int] = (1, 1)) -> list[float]:
+    """The losses of a run on what the settings name."""
+    loaded = loaded_of(*settings)
+    data = open_datasets(loaded).training
+    model = named_model(loaded)
+    ranks = train_in_process(*layout, model, loaded.config, data)  # type: ignore[arg-type]
+    return ranks[0][1].losses
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses((f"data.path={text(tmp_path_factory.mktemp('text'))}",))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_same_tokens_give_the_same_losses_in_every_format(
+    kind: str, expected: list[float], tmp_path: Path
+) -> None:
+    path = FORMATS[kind](tmp_path)
+
+    assert losses((f"data.path={path}",)) == expected
+    assert len(set(expected)) == 4
+
+
+@pytest.mark.parametrize("kind", ["text", "datasets in place", "megatron"])
+def test_documents_are_told_apart_in_every_format(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="no transformers: pip install 'axsparse[test]'")
+    tiny = "model_type: llama, hidden_size: 8, num_attention_heads: 1, num_hidden_layers: 1"
+    asked = ("model.name=hf", f"model.hf={{{tiny}, vocab_size: 256, max_position_embeddings: 64}}")
+    options = [one for one in SETTINGS if not one.startswith("model.")]
+    path = FORMATS[kind](tmp_path)
+    settings = [*options, *asked, f"data.path={path}", "data.separate_documents=true"]
+
+    data: Any = open_datasets(load_config(None, settings)).training
+    (tokens, starts), _ = data.read(np.arange(len(data)))
+
+    flat = np.concatenate([np.array(one) for one in IDS])
+    length = tokens.shape[1]
+    begins = np.cumsum([0, *map(len, IDS)])
+    at = np.arange(len(data))[:, None] * length + np.arange(length)
+    found = begins[np.searchsorted(begins, at, side="right") - 1]
+    assert tokens.tolist() == flat[at].tolist()
+    assert starts.tolist() == np.maximum(found - at[:, :1], 0).tolist()
+
+
+# -- blends ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blend(tmp_path: Path) -> str:
+    """Three sources of different lengths and formats; the small one is read many times."""
+    first = write_megatron(tmp_path / "first", IDS)
+    second = prepared(tmp_path, write_jsonl(tmp_path / "b.jsonl", [{"text": "b" * 300}]))
+    third = write_megatron(tmp_path / "third", [[7] * 40], 4)
+    return f"data.blend=[{first}=0.5, {second}=0.3, {third}=0.2]"
+
+
+def test_a_blend_is_the_same_in_every_layout(blend: str) -> None:
+    one = losses((blend,))
+
+    for layout in ((2, 1), (1, 2)):
+        assert losses((blend,), layout) == one
+    assert losses((blend, "seed=9")) != one
+
+
+def test_a_blend_goes_on_where_it_was_and_a_changed_source_is_refused(
+    blend: str, tmp_path: Path
+) -> None:
+    loaded = loaded_of(blend, "train.steps=5")
+
+    def go(name: str, layout: tuple[int, int], **options: Any) -> Ran:
+        data: Any = open_datasets(loaded)
+        model = lambda _: named_model(loaded)  # noqa: E731
+        return ran(
+            layout, loaded.config, tmp_path / name, model=model, data=data.training, **options
+        )
+
+    whole = go("whole", (1, 1))
+    go("cut", (2, 1), stop_after=2)
+    rest = go("cut", (1, 2), resume="auto")
+    assert rest.losses == {step: whole.losses[step] for step in (3, 4, 5)}
+
+    file = tmp_path / "third.bin"
+    file.write_bytes(b"\x08" + file.read_bytes()[1:])
+    with pytest.raises(DataError, match=r"data: blend of .* has fingerprint \w+, checkpoint"):
+        go("cut", (1, 1), resume="auto")
+
+
+def test_evaluations_read_the_validation_parts_of_all_sources_or_one(tmp_path: Path) -> None:
+    folders = []
+    for name in ("a", "b"):
+        held_out = write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name * 100}])
+        request = Request(
+            (held_out,),
+            tmp_path / name,
+            validation=(
+                write_jsonl(tmp_path / f"{name}-held.jsonl", [{"text": name.upper() * 50}]),
+            ),
+        )
+        run(request)
+        folders.append(tmp_path / name)
+    blend = f"data.blend=[{folders[0]}=1, {folders[1]}=2]"
+
+    def read(*settings: str) -> tuple[Datasets, list[int]]:
+        data: Any = open_datasets(loaded_of(blend, "train.eval_steps=all", *settings))
+        (inputs,), _ = data.validation.read(np.arange(len(data.validation)))
+        return data, inputs[:, 0].tolist()
+
+    data, begins = read()
+    assert begins == [ord("A")] * 3 + [ord("B")] * 3
+    assert data.training.name == "blend of tokens a train 33.33%, tokens b train 66.67%"
+    assert read(f"data.validation={write_megatron(tmp_path / 'c', IDS)}")[1][0] == IDS[0][0]
