@@ -15,6 +15,7 @@ are those of the run. Fitting block by block is from "A Free Lunch in LLM Compre
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from axsparse.runtime.errors import DataError, writing
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.safetensors import SafetensorsFile, header_of, write_safetensors
+from axsparse.samo.selection import Bits
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
@@ -93,8 +95,8 @@ class Fit:
 
 @dataclass(frozen=True)
 class HealedLayers:
-    """A folder with a file for each layer that is healed, so that a killed run goes on after the
-    last of them."""
+    """A folder with a file for each layer that is pruned, so that a killed run goes on after the
+    last of them, and weights need not stay in memory."""
 
     folder: Path
     fingerprint: str
@@ -102,33 +104,61 @@ class HealedLayers:
     writes: bool
     """Whether this rank writes files: one of the ranks that hold a layer does."""
 
-    def read(self, layer: str) -> dict[str, Tensor] | None:
-        """The tensors of a layer's file; None if there is none that is whole and of this run."""
+    def read(self, layer: str) -> SafetensorsFile | None:
+        """A layer's file; None if there is none that is whole and of this run."""
         try:
             file = SafetensorsFile(self._path(layer))
         except (OSError, DataError):
             return None
-        if file.metadata.get(_FINGERPRINT) != self.fingerprint:
-            return None
-        return {name: file.read(name) for name in file.shapes}
+        return file if file.metadata.get(_FINGERPRINT) == self.fingerprint else None
 
-    def write(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a layer's file; OutputError if that fails."""
+    def write(
+        self, layer: str, tensors: Mapping[str, Tensor], errors: tuple[float, float] | None = None
+    ) -> None:
+        """Write a layer's file, with its errors before and after; OutputError if that fails."""
         if not self.writes:
             return
         headers = {name: header_of(tensor) for name, tensor in tensors.items()}
-        said = {_FINGERPRINT: self.fingerprint}
+        said = {_FINGERPRINT: self.fingerprint, _ERRORS: json.dumps(errors)}
         with writing(f"{self._path(layer)}: what is healed", "free the disk"):
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             with new_path(self._path(layer)) as unfinished:
                 write_safetensors(unfinished, headers, iter(tensors.values()), said)
+
+    def errors(self, layer: str) -> tuple[float, float] | None:
+        """The error of a token of a layer before and after it was fitted; None if it was not."""
+        file = self.read(layer)
+        found = None if file is None else json.loads(file.metadata[_ERRORS])
+        return None if found is None else (found[0], found[1])
+
+    def value(self, layer: str, name: str, value: Tensor) -> Tensor:
+        """The value of a parameter, by its global name, once its layer is pruned.
+
+        `value` is the one from before. Pruned entries are zeros, and none is a negative one.
+        """
+        file = self.read(layer)
+        if file is None:
+            return value
+        if f"{FITTED}{name}" in file.shapes:
+            return file.read(f"{FITTED}{name}")
+        if f"{MASK}{name}" not in file.shapes:
+            return value
+        mask = Bits(file.read(f"{MASK}{name}").numpy(), value.numel()).mask().view(value.shape)
+        if f"{KEPT}{name}" not in file.shapes:
+            return value.masked_fill(~mask, 0)
+        kept_K = file.read(f"{KEPT}{name}")
+        return torch.zeros(value.shape, dtype=kept_K.dtype).masked_scatter_(mask, kept_K)
 
     def _path(self, layer: str) -> Path:
         return self.folder / f"{layer}.safetensors"
 
 
-_FINGERPRINT = "axsparse healed by"
-"""The key of the fingerprint in the metadata of a file."""
+MASK, KEPT, FITTED = "mask ", "kept ", "fitted "
+"""What the names of tensors begin with in the file of a layer, before their global names: masks in
+one bit an entry, the kept weights of matrices that have other ones than before, and the values of
+parameters that are not pruned and were fitted."""
+_FINGERPRINT, _ERRORS = "axsparse healed by", "errors"
+"""The keys of the fingerprint and of the errors in the metadata of a file."""
 
 
 def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:

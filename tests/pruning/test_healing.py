@@ -293,16 +293,35 @@ def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
 
 def test_what_was_healed_with_other_settings_is_passed_over(tmp_path: Path) -> None:
     layers = HealedLayers(tmp_path / "healing", "these", writes=True)
-    layers.write("one", {"kept a": torch.ones(2)})
+    layers.write("one", {"kept a": torch.ones(2)}, (0.5, 0.25))
 
     assert layers.read("other") is None
     assert HealedLayers(tmp_path / "healing", "those", writes=True).read("one") is None
     found = layers.read("one")
     assert found is not None
-    assert torch.equal(found["kept a"], torch.ones(2))
+    assert torch.equal(found.read("kept a"), torch.ones(2))
+    assert layers.errors("one") == (0.5, 0.25)
     whole = (tmp_path / "healing" / "one.safetensors").read_bytes()
     (tmp_path / "healing" / "one.safetensors").write_bytes(whole[:-1])
     assert layers.read("one") is None
+
+
+def test_values_are_those_of_the_file_and_zeros_are_no_negative_ones(tmp_path: Path) -> None:
+    layers = HealedLayers(tmp_path / "healing", "these", writes=True)
+    mask = torch.tensor([160], dtype=torch.uint8)  # of four entries: one, none, one, none
+    layers.write(
+        "one",
+        {"mask a": mask, "mask b": mask, "kept b": torch.tensor([5.0, 6.0]), "fitted c": mask},
+    )
+    before = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
+
+    found = {name: layers.value("one", name, before) for name in "abcd"}
+
+    assert found["a"].flatten().tolist() == [-1, 0, -3, 0]
+    assert not found["a"][:, 1].signbit().any()
+    assert found["b"].tolist() == [[5, 0], [6, 0]]
+    assert torch.equal(found["c"], mask)
+    assert found["d"] is layers.value("other", "a", before) is before
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
