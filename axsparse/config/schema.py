@@ -221,6 +221,9 @@ class PruningConfig(Section):
     the calibration samples, and takes the state of one layer."""
     heal_passes: Count = 4
     """heal: how often all calibration samples are seen."""
+    heal_batch: Count = 1
+    """heal: microbatches of a step. Replicas share those of a step, whose gradients are added as
+    integers, so that every number of replicas heals to the same bits."""
     heal_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """heal: learning rate at first; it falls to 0 linearly."""
     drop_fraction: Fraction = 0.3

@@ -233,7 +233,8 @@ class Calibration:
         """Take what an earlier start has made of a layer; False if it did not come so far."""
         assert self.healed is not None
         file = self.healed.read(built.spec.name)
-        if file is None:
+        agreed = self.fit is None or self.fit.all_agree(file is not None)
+        if file is None or not agreed:
             return False
         for tensor in built.state.owned:
             name, value = tensor.name, tensor.parameter.detach()

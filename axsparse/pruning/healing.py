@@ -16,6 +16,7 @@ are those of the run. Fitting block by block is from "A Free Lunch in LLM Compre
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import DataError, writing
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.safetensors import SafetensorsFile, header_of, write_safetensors
 from axsparse.samo.selection import Bits
+from axsparse.samo.shards import ALONE, Replicas
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
+BITS = 40
+"""Bits of the largest entry of a gradient that is added as integers."""
 TINY = 1e-12
 """The least that the squares of a token's dense outputs count, so that zeros divide nothing."""
 
@@ -43,7 +48,11 @@ class Fit:
     passes: int
     """How often all samples are seen."""
     rate: float
-    """The learning rate at the first microbatch."""
+    """The learning rate at the first step."""
+    batch: int = 1
+    """Microbatches of a step."""
+    replicas: Replicas = ALONE
+    """The ranks that fit the same layer, and share the microbatches."""
 
     def heal(
         self,
@@ -67,16 +76,22 @@ class Fit:
             for name, master in masters.items()
         }
         before = self._error(forward, wanted)
-        steps, step = self.passes * len(wanted), 0
+        batches = [
+            range(first, min(first + self.batch, len(wanted)))
+            for first in range(0, len(wanted), self.batch)
+        ]
+        steps, step = self.passes * len(batches), 0
+
+        def gradients_of(number: int) -> tuple[Tensor | None, ...]:
+            with torch.enable_grad():
+                loss, tokens = relative_error(forward(number), wanted[number])
+                return torch.autograd.grad(loss / tokens, list(trained.values()), allow_unused=True)
+
         for _ in range(self.passes):
-            for number, outputs in enumerate(wanted):
+            for batch in batches:
                 rate = self.rate * (1 - step / steps)
                 step += 1
-                with torch.enable_grad():
-                    loss, tokens = relative_error(forward(number), outputs)
-                    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                        loss / tokens, list(trained.values()), allow_unused=True
-                    )
+                gradients = self._mean(batch, gradients_of, list(trained.values()))
                 for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
                     if gradient is None:
                         continue
@@ -86,11 +101,58 @@ class Fit:
                     parameter.detach().copy_(masters[name])
         return before, self._error(forward, wanted)
 
+    def _mean(
+        self,
+        batch: range,
+        gradients_of: Callable[[int], tuple[Tensor | None, ...]],
+        parameters: Sequence[Tensor],
+    ) -> Sequence[Tensor | None]:
+        """The mean gradients of a step's microbatches, of which this replica computes its share."""
+        if len(batch) == 1:  # which every replica computes
+            return gradients_of(batch[0])
+        found = [gradients_of(number) for number in batch if self._is_own(number)]
+        each = [
+            [given[place] for given in found if given[place] is not None]
+            for place in range(len(parameters))
+        ]
+        largest = torch.zeros(self.replicas.size, len(parameters), dtype=torch.float64)
+        for place, parts in enumerate(each):
+            for part in parts:
+                most = largest[self.replicas.rank, place]
+                most.copy_(torch.maximum(most, part.abs().amax().double().cpu()))
+        self.replicas.exchange(Op.ALL_REDUCE, largest.view(-1))
+        means: list[Tensor] = []
+        for place, parameter in enumerate(parameters):
+            most = float(largest[:, place].amax())
+            # Integers of up to 2**BITS; one of 2**62 is the most that a sum may have.
+            unit = 2.0 ** (math.frexp(most)[1] - BITS) if math.isfinite(most) else math.nan
+            sums = torch.zeros(parameter.numel(), dtype=torch.int64, device=parameter.device)
+            for part in each[place] if math.isfinite(unit) else ():
+                sums += part.reshape(-1).double().div_(unit).round_().long()
+            self.replicas.exchange(Op.ALL_REDUCE, sums)
+            means.append(sums.double().mul_(unit / len(batch)).float().view(parameter.shape))
+        return means
+
+    def _is_own(self, number: int) -> bool:
+        """Whether this replica computes a microbatch."""
+        return number % self.replicas.size == self.replicas.rank
+
     @torch.no_grad()
     def _error(self, forward: Callable[[int], Tensors], wanted: Sequence[Tensors]) -> float:
-        """The mean error of a token over all microbatches."""
-        found = [relative_error(forward(number), outputs) for number, outputs in enumerate(wanted)]
-        return sum(float(loss) for loss, _ in found) / sum(tokens for _, tokens in found)
+        """The mean error of a token over all microbatches, of which replicas compute their own."""
+        found = torch.zeros(len(wanted), 2, dtype=torch.float64)
+        for number, outputs in enumerate(wanted):
+            if self._is_own(number):
+                loss, tokens = relative_error(forward(number), outputs)
+                found[number] = torch.tensor([float(loss), tokens], dtype=torch.float64)
+        self.replicas.exchange(Op.ALL_REDUCE, found.view(-1))
+        return sum(found[:, 0].tolist()) / sum(found[:, 1].tolist())
+
+    def all_agree(self, found: bool) -> bool:
+        """Whether something is so on all replicas, which call this together."""
+        count = torch.tensor([float(found)], dtype=torch.float64)
+        self.replicas.exchange(Op.ALL_REDUCE, count)
+        return count.item() == self.replicas.size
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from axsparse.samo.masks import Masks
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer, own_learning_rate
 from axsparse.samo.optim.update import prepare_loops
 from axsparse.samo.precision import DTYPES
-from axsparse.samo.shards import ALONE, Replicas
+from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, CheckpointMasks, load_layers
 from axsparse.training.checkpoint.manifest import DataEntry
@@ -220,7 +220,7 @@ def prune_layers(
     if data.validation is not None:
         count = min(run.config.pruning.calibration_samples, data.validation.num_samples)
         judged = _alone(data.validation, count).evaluation(0)
-    options = _state_options(run, ALONE, placement)
+    options = _state_options(run, _replicas(run, transport), placement)
     own = [model.layers[number] for number in run.stages[run.place.stage]]
     healed = _healed_layers(run, data, folder)
     says = partial(print, flush=True) if run.place.replica == 0 else lambda _: None
@@ -408,12 +408,7 @@ def _build_state(
     TrainingError on all ranks where a GPU has no room for them.
     """
     place, transport = run.place, placement.transport
-    replicas = Replicas(
-        transport.collective(f"agreements of stage {place.stage}", place.grid.column(place.stage)),
-        transport.backoff,
-        shard=bool(run.config.samo.shard_optimizer),
-    )
-    options = _state_options(run, replicas, placement)
+    options = _state_options(run, _replicas(run, transport), placement)
     stage_layers = [run.model.layers[number] for number in run.stages[place.stage]]
     masks: Masks | None
     if checkpoint is None:
@@ -473,6 +468,16 @@ def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
                         "not from one of your own"
                     )
                 )
+
+
+def _replicas(run: RunSpec, transport: Transport) -> Replicas:
+    """The ranks that hold the same layers as this one."""
+    place = run.place
+    return Replicas(
+        transport.collective(f"agreements of stage {place.stage}", place.grid.column(place.stage)),
+        transport.backoff,
+        shard=bool(run.config.samo.shard_optimizer),
+    )
 
 
 def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> StateOptions:
@@ -552,6 +557,7 @@ def _calibration(
     """The calibration of a run, of which the losses of some samples are known afterwards."""
     pruning = run.config.pruning
     assert run.targets is not None, "a run that prunes nothing draws no masks"
+    fit = Fit(pruning.heal_passes, pruning.heal_rate, pruning.heal_batch, options.replicas)
     return Calibration(
         pruning.method,
         run.targets,
@@ -564,7 +570,7 @@ def _calibration(
         partial(_loss_of, run),
         data.training.first(pruning.calibration_samples),
         judged,
-        fit=Fit(pruning.heal_passes, pruning.heal_rate) if pruning.heal != "none" else None,
+        fit=fit if pruning.heal != "none" else None,
     )
 
 

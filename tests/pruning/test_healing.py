@@ -116,23 +116,28 @@ def _fit(
     config: Config,
 ) -> None:
     pruning, step = config.pruning, 0
-    steps = pruning.heal_passes * len(inputs)
+    pairs = [*zip(inputs, wanted, strict=True)]
+    each = pruning.heal_batch
+    batches = [pairs[at : at + each] for at in range(0, len(pairs), each)]
+    steps = pruning.heal_passes * len(batches)
     adam = torch.optim.Adam(module.parameters(), betas=(0.9, 0.95))
     for _ in range(pruning.heal_passes):
-        for x, y in zip(inputs, wanted, strict=True):
+        for batch in batches:
             adam.param_groups[0]["lr"] = pruning.heal_rate * (1 - step / steps)
             step += 1
             adam.zero_grad()
-            errors = (module(x) - y).square().sum(-1) / y.square().sum(-1)
-            errors.mean().backward()
+            for x, y in batch:
+                errors = (module(x) - y).square().sum(-1) / y.square().sum(-1)
+                (errors.mean() / len(batch)).backward()
             adam.step()
             for name, value in module.named_parameters():
                 if name in masks:
                     value.data.mul_(masks[name])
 
 
-def test_it_is_the_formula(tmp_path: Path) -> None:
-    model, config = trained_model(tmp_path), config_of()
+@pytest.mark.parametrize("batch", [1, 3])
+def test_it_is_the_formula(batch: int, tmp_path: Path) -> None:
+    model, config = trained_model(tmp_path), config_of(pruning={"heal_batch": batch})
 
     ours, expected = started((1, 1), model, config), healed_by_torch(model, config)
 
@@ -149,7 +154,9 @@ def test_every_layout_heals_to_the_same_bits(
     g_inter: int, g_data: int, method: str, precision: str, tmp_path: Path
 ) -> None:
     model = trained_model(tmp_path)
-    config = config_of(pruning={"method": method}, precision=precision)
+    # Five microbatches: two steps of two, which replicas share, and one of one, which they do not.
+    batch = 2 if method == "wanda" else 1
+    config = config_of(pruning={"method": method, "heal_batch": batch}, precision=precision)
 
     found, expected = started((g_inter, g_data), model, config), started((1, 1), model, config)
 
