@@ -18,6 +18,7 @@ from axsparse.cli.parser import (
     refuse_early,
     run_command,
     say,
+    whole,
 )
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.config.validate import check_config
@@ -43,8 +44,12 @@ EPILOG = """\
 ways to heal:
   none     the weights that pruning leaves
   blocks   each layer's kept weights, norms and biases are fitted to what the dense layer put out
-           (pruning.heal_passes, pruning.heal_rate); takes the state of one layer
+           (pruning.heal_passes, pruning.heal_rate)
+  adapters low-rank changes of what is kept, norms and biases are trained for --steps, and merged
   train    the pruned model is trained on for --steps
+
+none and blocks take the state of one layer and the samples' activations, adapters the weights and
+the state of the adapters, train the state of the pruned model.
 
 Settings come from prune_llama.yaml or --config, and --set changes them:
 pruning.calibration_samples, data.sequence_length, precision. OUT.run has the tokens and the run.
@@ -72,8 +77,9 @@ def parser() -> CommandParser:
     )
     add("--sparsity", metavar="S", help="short for --set pruning.sparsity=S (default 0.5)")
     add("--method", choices=("wanda", "sparsegpt", "magnitude"), default="wanda")
-    add("--heal", choices=("blocks", "train", "none"), default="blocks")
-    add("--steps", metavar="N", help="with --heal train: short for --set train.steps=N")
+    add("--heal", choices=("blocks", "adapters", "train", "none"), default="blocks")
+    add("--steps", metavar="N", help="adapters, train: short for --set train.steps=N")
+    add("--rank", metavar="R", type=whole(), default=16, help="of adapters (default 16)")
     add("--out", metavar="FOLDER", type=Path, help="the folder to write")
     add_configuration(add)
     return arguments
@@ -94,7 +100,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             f"prune: {missing[0]} is left out; name it, or add --dry-run to see what a run of a "
             "configuration would prune"
         )
-    if arguments.steps is not None and arguments.heal != "train":
+    if arguments.steps is not None and arguments.heal not in ("train", "adapters"):
         refuse(f"--steps: --heal {arguments.heal} makes no step; choose --heal train")
     settings = [
         f"pruning.method={arguments.method}",
@@ -119,7 +125,8 @@ def main(argv: Sequence[str]) -> NoReturn:
             out=arguments.out,
             config=arguments.config,
             settings=tuple(settings),
-            trains=arguments.heal == "train",
+            heal=arguments.heal,
+            rank=arguments.rank,
         )
         prune_folder(job, order)
 

@@ -258,11 +258,23 @@ class PruningConfig(Section):
     the calibration samples, and takes the state of one layer."""
     heal_passes: Count = 4
     """heal: how often all calibration samples are seen."""
+    heal_batch: Count = 1
+    """heal: microbatches of a step. Replicas share those of a step, whose gradients are added as
+    integers, so that every number of replicas heals to the same bits."""
     heal_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """heal: learning rate at first; it falls to 0 linearly."""
     drop_fraction: Fraction = 0.3
     """set, rigl: fraction of a tensor's kept entries that is replaced at first; falls to 0 at
     `until_step` as a cosine."""
+    grown: Literal["cold", "warm"] = "cold"
+    """set, rigl with adamw or lamb: where the second moment of an entry that grows begins. `cold`:
+    at 0, by which its first steps are several times as long as others, the more the nearer
+    `optimizer.betas` are to 1; `warm`: at the mean of its tensor, by which they grow with the first
+    moment."""
+    rate_power: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    """The learning rate of a pruned tensor is divided by its final density to this power; 1 makes
+    its outputs change as fast as those of a dense one, 0 divides nothing. Those that
+    `optimizer.learning_rates` names have theirs."""
     ticket: str | None = None
     """A ticket file, whose masks are used from the start, under any layout. It replaces method
     and sparsities of this section, except that `set` and `rigl` go on changing its masks."""

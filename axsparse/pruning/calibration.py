@@ -8,11 +8,13 @@ on that of replicas. `input_statistics` has the methods; a score of the user's o
 norms that Wanda gathers (`criteria.Score`).
 
 With a `Fit` the samples also pass through the layers as they were, and each pruned layer is fitted
-to what the dense one puts out, before the next layer is pruned (`healing`).
+to what the dense one puts out, before the next layer is pruned (`healing`). Other samples pass
+behind them by both ways, for the losses before and after.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -22,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from axsparse.data.batches import Microbatch
+from axsparse.data.batches import Batch, Microbatch
 from axsparse.models.layer import Layer, StartValues, as_tuple, on_meta
 from axsparse.models.module_products import forwards_in_place
 from axsparse.models.start_weights import some_of
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.expert_statistics import ExpertProducts, ExpertStatistics
-from axsparse.pruning.healing import Fit, HealedLayers
+from axsparse.pruning.healing import FITTED, KEPT, MASK, Fit, HealedLayers
 from axsparse.pruning.input_statistics import (
     METHODS,
     STATISTICS,
@@ -51,8 +53,6 @@ from axsparse.samo.selection import Bits
 from axsparse.samo.shards import ALONE
 
 Tensors = tuple[Tensor, ...]
-MASK, KEPT, FITTED = "mask ", "kept ", "fitted "
-"""What the names of tensors begin with in the file of a healed layer, before their global names."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Multiplying: TypeAlias = "nn.Linear | Convolution"
 """A module that multiplies its inputs with a weight."""
@@ -76,6 +76,8 @@ class CalibratedMasks:
     """The fp32 values of parameters that are not pruned and were fitted."""
     unmet: list[str] = field(default_factory=list)
     """The matrices of experts that no token of the samples met."""
+    losses: list[float] = field(default_factory=list)
+    """On the last stage: the mean loss of a target before and after, over the judged samples."""
 
     @property
     def changes_weights(self) -> bool:
@@ -121,17 +123,21 @@ class Calibration:
     options: StateOptions
     place: Place
     transport: Transport
-    loss: Callable[[Tensors], float]
-    """Gives the mean loss of a target of the first microbatch, from the outputs of the last layer;
-    called on the last stage."""
+    loss: Callable[[Microbatch, Tensors], float]
+    """Gives the summed loss of a microbatch, from the outputs of the last layer; called on the last
+    stage."""
     samples: Sequence[Microbatch]
     """The calibration samples in microbatches; stages behind the first have them without inputs."""
+    judged: Batch
+    """The samples of which the loss is computed before and after; nothing is made of them else."""
     says: Callable[[str], None] = lambda _: None
     """Shows the user a line about how far the calibration is."""
     fit: Fit | None = None
     """How pruned layers are fitted to the dense ones; None leaves them as they were pruned."""
     healed: HealedLayers | None = None
-    """Where fitted layers are kept for a start that goes on; None keeps none."""
+    """Where layers are kept that are done, for a start that goes on; None keeps none."""
+    forgets: bool = False
+    """Whether what is kept there leaves the memory, since no state is built of it."""
 
     def check(self) -> None:
         """ConfigError for a matrix of this stage whose inputs no linear layer sees, or two see,
@@ -167,19 +173,20 @@ class Calibration:
         masks = CalibratedMasks(self._kept(), self.options.start)
         branch = self.transport.branch()
         link = branch.link(self.place)
-        # The first microbatch also passes through the layers as they were, for the loss before;
-        # all of them do where layers are fitted.
-        again = self.samples if self.fit is not None else self.samples[:1]
-        flow = [self._prepared(each.inputs) for each in (*self.samples, *again)]
+        # What is judged also passes through the layers as they were, and all samples do where
+        # layers are fitted.
+        both = self._passing
+        again = both if self.fit is not None else self.judged.microbatches
+        flow = [self._prepared(each.inputs) for each in (*both, *again)]
         if not self.place.is_first:
             flow = self._received(link, len(flow))
-        pruned, dense = flow[: len(self.samples)], flow[len(self.samples) :]
+        pruned, dense = flow[: len(both)], flow[len(both) :]
         with torch.no_grad():
             progress = Progress(self.says)
             for number, layer in enumerate(self.layers):
                 progress.show(
                     f"{self.method}: stage {self.place.stage}, layer {number + 1} of "
-                    f"{len(self.layers)}, {len(pruned)} microbatches of samples"
+                    f"{len(self.layers)}, {len(self.samples)} microbatches of samples"
                 )
                 self._pass(layer, pruned, dense, masks)
             if masks.unmet:
@@ -188,16 +195,24 @@ class Calibration:
                     f"experts, which are pruned by magnitude: {some_of(masks.unmet)}"
                 )
             if self.place.is_last:
-                before, after = self.loss(dense[0]), self.loss(pruned[0])
-                self.says(
-                    f"{self.method}: loss of the first microbatch {before:.4f} before, "
-                    f"{after:.4f} after"
-                )
+                masks.losses.extend(map(self._mean_loss, (dense, pruned)))
         if not self.place.is_last:
             for number, tensors in enumerate((*pruned, *dense)):
                 link.send(Message(Direction.FORWARD, number, tensors))
         branch.close()  # and its link, once all is sent
         return masks
+
+    @property
+    def _passing(self) -> Sequence[Microbatch]:
+        """What passes through the pruned layers, in order."""
+        return (*self.samples, *self.judged.microbatches)
+
+    def _mean_loss(self, flow: Sequence[Tensors]) -> float:
+        """The mean loss of a target of the judged samples, which are the last of a flow."""
+        judged = self.judged.microbatches
+        outputs = flow[len(flow) - len(judged) :]
+        losses = [self.loss(each, given) for each, given in zip(judged, outputs, strict=True)]
+        return math.fsum(losses) / self.judged.num_targets if self.judged.num_targets else math.nan
 
     def _pass(
         self, layer: Layer, flow: list[Tensors], dense: list[Tensors], masks: CalibratedMasks
@@ -207,35 +222,60 @@ class Calibration:
         options = replace(self.options, masks=None, moments=(), replicas=ALONE)
         [built] = build_layers([layer], self.ties, options)
         module = built.module.eval()
+        first = len(flow) - len(dense)
         for number, inputs in enumerate(dense):
-            dense[number] = self._forward(layer.name, module, number, inputs)
+            dense[number] = self._forward(layer.name, module, first + number, inputs)
         if self.healed is None or not self._take_healed(built, masks):
-            self._draw(built, flow, masks)
+            samples, errors = flow[: len(self.samples)], None
+            self._draw(built, samples, masks)
             if self.fit is not None:
-                self._heal(self.fit, built, flow, dense, masks)
+                errors = self._heal(self.fit, built, samples, dense[: len(samples)], masks)
+            if self.healed is not None:
+                self._keep(self.healed, built, masks, errors)
         for number, inputs in enumerate(flow):
             flow[number] = self._forward(layer.name, module, number, inputs)
+        for tensor in built.state.owned if self.forgets else ():
+            for drawn in (masks.bits, masks.kept_weights, masks.fitted):
+                drawn.pop(tensor.name, None)
 
     def _take_healed(self, built: BuiltLayer, masks: CalibratedMasks) -> bool:
         """Take what an earlier start has made of a layer; False if it did not come so far."""
         assert self.healed is not None
-        found = self.healed.read(built.spec.name)
-        if found is None:
+        file = self.healed.read(built.spec.name)
+        agreed = self.fit is None or self.fit.all_agree(file is not None)
+        if file is None or not agreed:
             return False
         for tensor in built.state.owned:
-            name, shape = tensor.name, tensor.parameter.shape
-            if f"{MASK}{name}" in found:
-                packed = found[f"{MASK}{name}"].numpy()
-                masks.bits[name] = Bits(packed, torch.Size(shape).numel())
-                masks.kept_weights[name] = found[f"{KEPT}{name}"]
-            elif f"{FITTED}{name}" in found:
-                masks.fitted[name] = found[f"{FITTED}{name}"]
-            else:
-                continue
-            value = masks.read(name)
-            assert value is not None
-            tensor.parameter.detach().copy_(value)
+            name, value = tensor.name, tensor.parameter.detach()
+            if f"{MASK}{name}" in file.shapes:
+                packed = file.read(f"{MASK}{name}").numpy()
+                masks.bits[name] = Bits(packed, value.numel())
+                if f"{KEPT}{name}" in file.shapes:
+                    masks.kept_weights[name] = file.read(f"{KEPT}{name}")
+            elif f"{FITTED}{name}" in file.shapes:
+                masks.fitted[name] = file.read(f"{FITTED}{name}")
+            value.copy_(self.healed.value(built.spec.name, name, value.cpu()))
         return True
+
+    def _keep(
+        self,
+        healed: HealedLayers,
+        built: BuiltLayer,
+        masks: CalibratedMasks,
+        errors: tuple[float, float] | None,
+    ) -> None:
+        """Write what was made of a layer, if anything is pruned there."""
+        kept: dict[str, Tensor] = {}
+        for tensor in built.state.owned:
+            name = tensor.name
+            if name in masks.bits:
+                kept[f"{MASK}{name}"] = torch.from_numpy(masks.bits[name].packed)
+            if name in masks.kept_weights:
+                kept[f"{KEPT}{name}"] = masks.kept_weights[name]
+            if name in masks.fitted:
+                kept[f"{FITTED}{name}"] = masks.fitted[name]
+        if kept:
+            healed.write(built.spec.name, kept, errors)
 
     def _draw(self, built: BuiltLayer, flow: Sequence[Tensors], masks: CalibratedMasks) -> None:
         """Draw the masks of one layer and put them into its weights."""
@@ -289,8 +329,9 @@ class Calibration:
         flow: Sequence[Tensors],
         wanted: Sequence[Tensors],
         masks: CalibratedMasks,
-    ) -> None:
-        """Fit a layer of which something is pruned to the outputs that are wanted."""
+    ) -> tuple[float, float] | None:
+        """Fit a layer of which something is pruned to the outputs that are wanted; returns the
+        errors before and after, None if nothing is pruned."""
         name, module = built.spec.name, built.module
         shared = {*self.ties, *self.ties.values()}
         owned = {
@@ -305,7 +346,7 @@ class Calibration:
             if one is not None
         }
         if not pruned:
-            return
+            return None
         masters = {}
         for local, tensor in owned.items():
             values = built.state.dense_master(tensor.name).to(tensor.parameter.device)
@@ -321,18 +362,13 @@ class Calibration:
             lambda number: self._forward(name, module, number, flow[number]),
             wanted,
         )
-        said = {}
         for local, tensor in owned.items():
             if local in pruned:
                 masks.kept_weights[tensor.name] = masters[local][pruned[local]].cpu()
-                said[f"{MASK}{tensor.name}"] = torch.from_numpy(masks.bits[tensor.name].packed)
-                said[f"{KEPT}{tensor.name}"] = masks.kept_weights[tensor.name]
             else:
                 masks.fitted[tensor.name] = masters[local].cpu()
-                said[f"{FITTED}{tensor.name}"] = masks.fitted[tensor.name]
-        if self.healed is not None:
-            self.healed.write(name, said)
         self.says(f"heal: {name}: error of a token {before:.4f} before, {after:.4f} after")
+        return before, after
 
     def _weights(self, layer: str, module: nn.Module) -> dict[str, Multiplying]:
         """The modules within a layer whose inputs decide, by the global names of their weights:
@@ -357,7 +393,7 @@ class Calibration:
         """The outputs of a layer for a microbatch; what it draws is the same in every pass."""
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
-            own = self.samples[number]
+            own = self._passing[number]
             outputs = telling_sample(
                 lambda: _named(name, module, inputs), inputs, own.samples, own.source
             )
@@ -383,7 +419,7 @@ class Calibration:
             shape = tuple(before.shape)
             mask = criterion.mask(name, shape, before.cpu, masks.kept[name])
             mask = mask.view(shape).to(before.device)
-            after = before * mask
+            after = before.masked_fill(~mask, 0)
         else:
             mask, after = statistics.prune(before, self._how_many(name))
         masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())

@@ -15,6 +15,8 @@ are those of the run. Fitting block by block is from "A Free Lunch in LLM Compre
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +24,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import DataError, writing
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.safetensors import SafetensorsFile, header_of, write_safetensors
+from axsparse.samo.selection import Bits
+from axsparse.samo.shards import ALONE, Replicas
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
+BITS = 40
+"""Bits of the largest entry of a gradient that is added as integers."""
 TINY = 1e-12
 """The least that the squares of a token's dense outputs count, so that zeros divide nothing."""
 
@@ -41,7 +48,11 @@ class Fit:
     passes: int
     """How often all samples are seen."""
     rate: float
-    """The learning rate at the first microbatch."""
+    """The learning rate at the first step."""
+    batch: int = 1
+    """Microbatches of a step."""
+    replicas: Replicas = ALONE
+    """The ranks that fit the same layer, and share the microbatches."""
 
     def heal(
         self,
@@ -65,16 +76,22 @@ class Fit:
             for name, master in masters.items()
         }
         before = self._error(forward, wanted)
-        steps, step = self.passes * len(wanted), 0
+        batches = [
+            range(first, min(first + self.batch, len(wanted)))
+            for first in range(0, len(wanted), self.batch)
+        ]
+        steps, step = self.passes * len(batches), 0
+
+        def gradients_of(number: int) -> tuple[Tensor | None, ...]:
+            with torch.enable_grad():
+                loss, tokens = relative_error(forward(number), wanted[number])
+                return torch.autograd.grad(loss / tokens, list(trained.values()), allow_unused=True)
+
         for _ in range(self.passes):
-            for number, outputs in enumerate(wanted):
+            for batch in batches:
                 rate = self.rate * (1 - step / steps)
                 step += 1
-                with torch.enable_grad():
-                    loss, tokens = relative_error(forward(number), outputs)
-                    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                        loss / tokens, list(trained.values()), allow_unused=True
-                    )
+                gradients = self._mean(batch, gradients_of, list(trained.values()))
                 for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
                     if gradient is None:
                         continue
@@ -84,17 +101,64 @@ class Fit:
                     parameter.detach().copy_(masters[name])
         return before, self._error(forward, wanted)
 
+    def _mean(
+        self,
+        batch: range,
+        gradients_of: Callable[[int], tuple[Tensor | None, ...]],
+        parameters: Sequence[Tensor],
+    ) -> Sequence[Tensor | None]:
+        """The mean gradients of a step's microbatches, of which this replica computes its share."""
+        if len(batch) == 1:  # which every replica computes
+            return gradients_of(batch[0])
+        found = [gradients_of(number) for number in batch if self._is_own(number)]
+        each = [
+            [given[place] for given in found if given[place] is not None]
+            for place in range(len(parameters))
+        ]
+        largest = torch.zeros(self.replicas.size, len(parameters), dtype=torch.float64)
+        for place, parts in enumerate(each):
+            for part in parts:
+                most = largest[self.replicas.rank, place]
+                most.copy_(torch.maximum(most, part.abs().amax().double().cpu()))
+        self.replicas.exchange(Op.ALL_REDUCE, largest.view(-1))
+        means: list[Tensor] = []
+        for place, parameter in enumerate(parameters):
+            most = float(largest[:, place].amax())
+            # Integers of up to 2**BITS; one of 2**62 is the most that a sum may have.
+            unit = 2.0 ** (math.frexp(most)[1] - BITS) if math.isfinite(most) else math.nan
+            sums = torch.zeros(parameter.numel(), dtype=torch.int64, device=parameter.device)
+            for part in each[place] if math.isfinite(unit) else ():
+                sums += part.reshape(-1).double().div_(unit).round_().long()
+            self.replicas.exchange(Op.ALL_REDUCE, sums)
+            means.append(sums.double().mul_(unit / len(batch)).float().view(parameter.shape))
+        return means
+
+    def _is_own(self, number: int) -> bool:
+        """Whether this replica computes a microbatch."""
+        return number % self.replicas.size == self.replicas.rank
+
     @torch.no_grad()
     def _error(self, forward: Callable[[int], Tensors], wanted: Sequence[Tensors]) -> float:
-        """The mean error of a token over all microbatches."""
-        found = [relative_error(forward(number), outputs) for number, outputs in enumerate(wanted)]
-        return sum(float(loss) for loss, _ in found) / sum(tokens for _, tokens in found)
+        """The mean error of a token over all microbatches, of which replicas compute their own."""
+        found = torch.zeros(len(wanted), 2, dtype=torch.float64)
+        for number, outputs in enumerate(wanted):
+            if self._is_own(number):
+                loss, tokens = relative_error(forward(number), outputs)
+                found[number] = torch.tensor([float(loss), tokens], dtype=torch.float64)
+        self.replicas.exchange(Op.ALL_REDUCE, found.view(-1))
+        return sum(found[:, 0].tolist()) / sum(found[:, 1].tolist())
+
+    def all_agree(self, found: bool) -> bool:
+        """Whether something is so on all replicas, which call this together."""
+        count = torch.tensor([float(found)], dtype=torch.float64)
+        self.replicas.exchange(Op.ALL_REDUCE, count)
+        return count.item() == self.replicas.size
 
 
 @dataclass(frozen=True)
 class HealedLayers:
-    """A folder with a file for each layer that is healed, so that a killed run goes on after the
-    last of them."""
+    """A folder with a file for each layer that is pruned, so that a killed run goes on after the
+    last of them, and weights need not stay in memory."""
 
     folder: Path
     fingerprint: str
@@ -102,33 +166,61 @@ class HealedLayers:
     writes: bool
     """Whether this rank writes files: one of the ranks that hold a layer does."""
 
-    def read(self, layer: str) -> dict[str, Tensor] | None:
-        """The tensors of a layer's file; None if there is none that is whole and of this run."""
+    def read(self, layer: str) -> SafetensorsFile | None:
+        """A layer's file; None if there is none that is whole and of this run."""
         try:
             file = SafetensorsFile(self._path(layer))
         except (OSError, DataError):
             return None
-        if file.metadata.get(_FINGERPRINT) != self.fingerprint:
-            return None
-        return {name: file.read(name) for name in file.shapes}
+        return file if file.metadata.get(_FINGERPRINT) == self.fingerprint else None
 
-    def write(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a layer's file; OutputError if that fails."""
+    def write(
+        self, layer: str, tensors: Mapping[str, Tensor], errors: tuple[float, float] | None = None
+    ) -> None:
+        """Write a layer's file, with its errors before and after; OutputError if that fails."""
         if not self.writes:
             return
         headers = {name: header_of(tensor) for name, tensor in tensors.items()}
-        said = {_FINGERPRINT: self.fingerprint}
+        said = {_FINGERPRINT: self.fingerprint, _ERRORS: json.dumps(errors)}
         with writing(f"{self._path(layer)}: what is healed", "free the disk"):
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             with new_path(self._path(layer)) as unfinished:
                 write_safetensors(unfinished, headers, iter(tensors.values()), said)
+
+    def errors(self, layer: str) -> tuple[float, float] | None:
+        """The error of a token of a layer before and after it was fitted; None if it was not."""
+        file = self.read(layer)
+        found = None if file is None else json.loads(file.metadata[_ERRORS])
+        return None if found is None else (found[0], found[1])
+
+    def value(self, layer: str, name: str, value: Tensor) -> Tensor:
+        """The value of a parameter, by its global name, once its layer is pruned.
+
+        `value` is the one from before. Pruned entries are zeros, and none is a negative one.
+        """
+        file = self.read(layer)
+        if file is None:
+            return value
+        if f"{FITTED}{name}" in file.shapes:
+            return file.read(f"{FITTED}{name}")
+        if f"{MASK}{name}" not in file.shapes:
+            return value
+        mask = Bits(file.read(f"{MASK}{name}").numpy(), value.numel()).mask().view(value.shape)
+        if f"{KEPT}{name}" not in file.shapes:
+            return value.masked_fill(~mask, 0)
+        kept_K = file.read(f"{KEPT}{name}")
+        return torch.zeros(value.shape, dtype=kept_K.dtype).masked_scatter_(mask, kept_K)
 
     def _path(self, layer: str) -> Path:
         return self.folder / f"{layer}.safetensors"
 
 
-_FINGERPRINT = "axsparse healed by"
-"""The key of the fingerprint in the metadata of a file."""
+MASK, KEPT, FITTED = "mask ", "kept ", "fitted "
+"""What the names of tensors begin with in the file of a layer, before their global names: masks in
+one bit an entry, the kept weights of matrices that have other ones than before, and the values of
+parameters that are not pruned and were fitted."""
+_FINGERPRINT, _ERRORS = "axsparse healed by", "errors"
+"""The keys of the fingerprint and of the errors in the metadata of a file."""
 
 
 def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:

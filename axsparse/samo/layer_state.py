@@ -400,6 +400,15 @@ class LayerState:
         """All values of one moment of a tensor, kept entries only; else like `master`."""
         return self.optimizer_state.whole_moment(self.tensor(name), moment).cpu()
 
+    def fill_moment(self, name: str, moment: str, places_K: Tensor, value: float) -> None:
+        """Set one moment of some kept entries of a tensor, as far as they are held here, to a
+        value; `places_K` are their numbers among the kept ones."""
+        tensor = self.tensor(name)
+        held = tensor.entries_in(self.shares.held)
+        values = self.optimizer_state.moments_of(tensor, held.start, held.stop)[moment]
+        here = places_K[(places_K >= held.start) & (places_K < held.stop)] - held.start
+        values[here.to(values.device)] = value
+
     def _dense(self, tensor: TensorState, values_K: Tensor) -> Tensor:
         """Values of a tensor's kept entries in the parameter's shape, on the host."""
         dense_D = self._zeros(tensor.parameter.numel())

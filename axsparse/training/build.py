@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -19,6 +18,7 @@ from torch import Tensor
 from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config, check_gpu_settings
+from axsparse.data.batches import Batch, Batches, Microbatch
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
@@ -176,6 +176,64 @@ def build(
     if run.on_host and not run.memory_is_tight:
         keep_freed_blocks()
     return _make_trainer(job, parts, directory)
+
+
+@dataclass(frozen=True)
+class PrunedLayers:
+    """What `prune_layers` has made of a model."""
+
+    run: RunSpec
+    healed: HealedLayers
+    """A file for each layer of which something is pruned."""
+    before: float
+    """The mean loss of a validation target of the model as it was; NaN without validation data."""
+    after: float
+    """That of the pruned model."""
+    judged: int
+    """The validation samples that these are of."""
+
+
+@torch.inference_mode(mode=False)
+def prune_layers(
+    job: Job,
+    model: Model,
+    open_datasets: Callable[[], Datasets],
+    loaded: LoadedConfig,
+    folder: Path,
+) -> PrunedLayers:
+    """Prune a model at once, and heal it if `pruning.heal` says so, one layer at a time.
+
+    All ranks call this together. Every stage has one of its layers at a time and the activations
+    of the samples, and what is made of the layer goes into a file in `folder`, where a killed start
+    finds it. The losses are of as many validation samples as there are calibration samples, which
+    pass through the layers by the side. Raises what `build` raises.
+    """
+    _check_settings(job, loaded, model)
+    placement = _place(job, loaded)
+    transport = placement.transport
+    surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
+    inputs = RunInputs(model, surveyed, transport, on_host=placement.gpu is None)
+    run = together(transport, lambda: resolve(loaded, inputs))
+    _prepare_process(job, run, transport)
+    data = open_data(run, loaded, transport, open_datasets)
+    count, judged = 0, Batch(0, (), 0)
+    if data.validation is not None:
+        count = min(run.config.pruning.calibration_samples, data.validation.num_samples)
+        judged = _alone(data.validation, count).evaluation(0)
+    options = _state_options(run, _replicas(run, transport), placement)
+    own = [model.layers[number] for number in run.stages[run.place.stage]]
+    healed = _healed_layers(run, data, folder)
+    says = partial(print, flush=True) if run.place.replica == 0 else lambda _: None
+    calibration = replace(
+        _calibration(run, own, options, transport, data, judged),
+        says=says,
+        healed=healed,
+        forgets=True,
+    )
+    losses = json.dumps(_calibrated(transport, calibration).losses)
+    known = gather_texts(transport.world, transport.backoff, losses)
+    before, after = next(json.loads(text) for text in known if text != "[]")
+    return PrunedLayers(run, healed, before, after, count)
 
 
 # -- settings -----------------------------------------------------------------------------
@@ -350,12 +408,7 @@ def _build_state(
     TrainingError on all ranks where a GPU has no room for them.
     """
     place, transport = run.place, placement.transport
-    replicas = Replicas(
-        transport.collective(f"agreements of stage {place.stage}", place.grid.column(place.stage)),
-        transport.backoff,
-        shard=bool(run.config.samo.shard_optimizer),
-    )
-    options = _state_options(run, replicas, placement)
+    options = _state_options(run, _replicas(run, transport), placement)
     stage_layers = [run.model.layers[number] for number in run.stages[place.stage]]
     masks: Masks | None
     if checkpoint is None:
@@ -378,11 +431,13 @@ def _build_state(
     return built, options
 
 
-def _loss_of_first(run: RunSpec, data: Data, outputs: tuple[Tensor, ...]) -> float:
-    """The loss of each target of the first microbatch of calibration samples."""
-    size = min(run.config.pruning.calibration_samples, run.config.batch.microbatch_size)
-    batch = replace(data.training, global_batch_size=size, replica=0, g_data=1).training(0)
-    [microbatch] = batch.microbatches
+def _alone(batches: Batches, samples: int) -> Batches:
+    """Batches of so many samples, all of which every replica reads."""
+    return replace(batches, global_batch_size=samples, replica=0, g_data=1)
+
+
+def _loss_of(run: RunSpec, microbatch: Microbatch, outputs: tuple[Tensor, ...]) -> float:
+    """The summed loss of a microbatch."""
     targets = microbatch.targets
     assert targets is not None, "the last stage reads targets"
     targets = targets.to(outputs[0].device)
@@ -392,9 +447,7 @@ def _loss_of_first(run: RunSpec, data: Data, outputs: tuple[Tensor, ...]) -> flo
         microbatch.samples,
         microbatch.source,
     )
-    if not batch.num_targets:
-        return math.nan
-    return float(loss) / batch.num_targets
+    return float(loss)
 
 
 def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
@@ -415,6 +468,16 @@ def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
                         "not from one of your own"
                     )
                 )
+
+
+def _replicas(run: RunSpec, transport: Transport) -> Replicas:
+    """The ranks that hold the same layers as this one."""
+    place = run.place
+    return Replicas(
+        transport.collective(f"agreements of stage {place.stage}", place.grid.column(place.stage)),
+        transport.backoff,
+        shard=bool(run.config.samo.shard_optimizer),
+    )
 
 
 def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> StateOptions:
@@ -458,23 +521,18 @@ def _first_masks(
     ties, pruning = run.survey.ties, run.config.pruning
     heals, is_shown = pruning.heal != "none", run_dir is not None and run.place.replica == 0
     if pruning.method in METHODS or run.criterion.sees_inputs or heals:
-        calibration = Calibration(
-            pruning.method,
-            run.targets,
-            run.criterion,
-            own,
-            ties,
-            options,
-            run.place,
-            transport,
-            partial(_loss_of_first, run, data),
-            data.training.first(pruning.calibration_samples),
-            says=partial(print, flush=True) if is_shown else lambda _: None,
-            fit=Fit(pruning.heal_passes, pruning.heal_rate) if heals else None,
-            healed=_healed_layers(run, data, run_dir) if heals else None,
-        )
-        together(transport, calibration.check)
-        return calibration.draw()
+        size = min(pruning.calibration_samples, run.config.batch.microbatch_size)
+        judged = _alone(data.training, size).training(0)
+        calibration = _calibration(run, own, options, transport, data, judged)
+        healed = _healed_layers(run, data, run_dir / HEALED) if heals and run_dir else None
+        says: Callable[[str], None] = partial(print, flush=True) if is_shown else lambda _: None
+        drawn = _calibrated(transport, replace(calibration, says=says, healed=healed))
+        for before, after in [drawn.losses] if drawn.losses else []:
+            says(
+                f"{pruning.method}: loss of the first microbatch {before:.4f} before, "
+                f"{after:.4f} after"
+            )
+        return drawn
     values = (
         value
         for layer in own
@@ -487,10 +545,43 @@ def _first_masks(
     return masks_of_start(run.targets, run.criterion, values, total)
 
 
-def _healed_layers(run: RunSpec, data: Data, run_dir: Path | None) -> HealedLayers | None:
+# Reason: all of it is what a calibration is made of.
+def _calibration(
+    run: RunSpec,
+    own: Sequence[Layer],
+    options: StateOptions,
+    transport: Transport,
+    data: Data,
+    judged: Batch,
+) -> Calibration:
+    """The calibration of a run, of which the losses of some samples are known afterwards."""
+    pruning = run.config.pruning
+    assert run.targets is not None, "a run that prunes nothing draws no masks"
+    fit = Fit(pruning.heal_passes, pruning.heal_rate, pruning.heal_batch, options.replicas)
+    return Calibration(
+        pruning.method,
+        run.targets,
+        run.criterion,
+        own,
+        run.survey.ties,
+        options,
+        run.place,
+        transport,
+        partial(_loss_of, run),
+        data.training.first(pruning.calibration_samples),
+        judged,
+        fit=fit if pruning.heal != "none" else None,
+    )
+
+
+def _calibrated(transport: Transport, calibration: Calibration) -> CalibratedMasks:
+    """What a calibration draws; ConfigError on all ranks where it does not fit the model."""
+    together(transport, calibration.check)
+    return calibration.draw()
+
+
+def _healed_layers(run: RunSpec, data: Data, folder: Path) -> HealedLayers:
     """Where layers are kept that are healed; what decides them is in their fingerprint."""
-    if run_dir is None:
-        return None
     config, start = run.config, run.model.start
     decides = (
         config.pruning.model_dump_json(),
@@ -499,7 +590,7 @@ def _healed_layers(run: RunSpec, data: Data, run_dir: Path | None) -> HealedLaye
         data.fingerprint,
     )
     fingerprint = hashlib.sha256("\n".join(decides).encode()).hexdigest()
-    return HealedLayers(run_dir / HEALED, fingerprint, writes=run.place.replica == 0)
+    return HealedLayers(folder, fingerprint, writes=run.place.replica == 0)
 
 
 def _load(checkpoint: Checkpoint, parts: Parts) -> None:

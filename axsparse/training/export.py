@@ -39,7 +39,7 @@ from axsparse.config.model_config import Family, GptConfig, TextFamily
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.models.start_weights import WHOLE_FILE
-from axsparse.models.survey import survey
+from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.gpt2_files import gpt2_name, turned
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.runtime.errors import (
@@ -54,6 +54,8 @@ from axsparse.runtime.files.safetensors import (
     SUFFIX,
     SafetensorsFile,
     TensorHeader,
+    as_stored,
+    header_of,
     write_safetensors,
 )
 from axsparse.samo.precision import DTYPES, round_to
@@ -127,26 +129,79 @@ def export(
     _refuse_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
     tensors = _of_hf(weights) if is_folder else weights.by_name()
-    headers = {name: header for name, (header, _) in tensors.items()}
-    metadata = {_STEP: str(checkpoint.step)}
+    files: Mapping[str, bytes] | None = None
     notes: Sequence[str] = ()
+    if is_folder:
+        tokenizer, untold = _tokenizer(weights)
+        files, notes = hf_files(weights.config().model, weights.dtype, tokenizer)
+        notes = notes or untold
+    values = weights.read(value for _, value in tensors.values())
+    nbytes = _write(path, tensors, values, files, checkpoint.step, force=force)
+    return ExportSummary(checkpoint, len(tensors), nbytes, notes)
+
+
+def export_folder(
+    config: Config, surveyed: Survey, read: Callable[[str, str], Tensor | None], path: Path
+) -> int:
+    """Write a Hugging Face folder of a model that starts from one, and return its bytes.
+
+    `read(layer, name)` gives the value of a parameter or buffer by its global name, or None for a
+    buffer that no file has; parameters are written in fp32. The other files of the folder are
+    copies. Raises what `export` raises.
+    """
+    tensors: dict[str, tuple[TensorHeader, Value]] = {}
+    for layer in surveyed.layers:
+        entries = [
+            (each.name, torch.empty(each.shape, device="meta"))
+            for each in layer.parameters
+            if each.name not in surveyed.ties
+        ]
+        for name, empty in entries:
+            there, stored = as_in_hf(config.model, name, empty)
+            value = partial(_as_fp32, config.model, name, partial(read, layer.name, name))
+            tensors[there] = TensorHeader(torch.float32, tuple(stored.shape)), value
+        for buffer in (each for each in layer.buffers if each.persists):
+            found = read(layer.name, buffer.name)
+            if found is not None:
+                tensors[buffer.name] = header_of(found), partial(as_stored, found)
+    files, _ = hf_files(config.model, torch.float32, None)
+    values = (value() for _, value in tensors.values())
+    return _write(path.absolute(), tensors, values, files, 0, force=True)
+
+
+def _as_fp32(config: Family, name: str, value: Callable[[], Tensor | None]) -> Tensor:
+    """A parameter as it is stored there, in fp32."""
+    found = value()
+    assert found is not None, f"{name} has no value"
+    return as_in_hf(config, name, found.float())[1]
+
+
+# Reason: where and what is written, and the files of a folder.
+def _write(
+    path: Path,
+    tensors: Tensors,
+    values: Iterator[Tensor],
+    files: Mapping[str, bytes] | None,
+    step: int,
+    *,
+    force: bool,
+) -> int:
+    """Write tensors to `path`, into a folder if there are files beside them, complete or not at
+    all; returns their bytes."""
+    headers = {name: header for name, (header, _) in tensors.items()}
+    is_folder = files is not None
     with _new(path) as unfinished:
         file = unfinished
-        if is_folder:
-            tokenizer, untold = _tokenizer(weights)
-            files, notes = hf_files(weights.config().model, weights.dtype, tokenizer)
-            notes = notes or untold
+        if files is not None:
             unfinished.mkdir()
             for name, content in files.items():
                 write_new(unfinished / name, content)
             file = unfinished / WHOLE_FILE
-        values = weights.read(value for _, value in tensors.values())
-        write_safetensors(file, headers, values, metadata)
+        write_safetensors(file, headers, values, {_STEP: str(step)})
         if is_folder:
             sync_folder(unfinished)
         _refuse_taken(path, is_folder=is_folder, force=force)
-    nbytes = sum(header.nbytes for header in headers.values())
-    return ExportSummary(checkpoint, len(headers), nbytes, notes)
+    return sum(header.nbytes for header in headers.values())
 
 
 def load(
@@ -223,6 +278,10 @@ class Weights:
         if there is not None and (self._trained or not there.dtype.is_floating_point):
             return there.dtype
         return self.dtype
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter of this global name is there and was trained."""
+        return name in self.parameters and name not in self._untrained
 
     def dense(self, name: str) -> Tensor:
         """A parameter in its shape, with zeros at pruned positions."""

@@ -215,7 +215,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         criterion=criterion,
         optimizer=subject.optimizer,
         learning_rate=inputs.learning_rate,
-        groups=parameter_groups(config, survey),
+        groups=parameter_groups(config, survey, targets),
         kept_at_start=kept,
         on_host=inputs.on_host,
         room=_room(config, inputs),
@@ -366,12 +366,19 @@ def _with(config: Config, values: Mapping[str, Any]) -> Config:
     )
 
 
-def parameter_groups(config: Config, survey: Survey) -> dict[str, ParameterGroup]:
+def parameter_groups(
+    config: Config, survey: Survey, targets: Targets | None
+) -> dict[str, ParameterGroup]:
     """The settings that some parameters have of their own; ConfigError for an entry of
     another form, or with a pattern that no parameter matches."""
     settings, names, shapes = config.optimizer, survey.counted, survey.shapes
     rates = _own_values("optimizer.learning_rates", settings.learning_rates, names)
     decays = _own_values("optimizer.weight_decays", settings.weight_decays, names)
+    if targets is not None and config.pruning.rate_power:
+        for name, kept in targets.kept().items():
+            density = kept / math.prod(targets.shapes[name])
+            usual = settings.learning_rate * density**-config.pruning.rate_power
+            rates.setdefault(name, usual)
     groups = {}
     for name in names:
         if name in rates or name in decays:

@@ -27,6 +27,8 @@ from smollm2.gguf_folder import write_folder
 
 SPARSITIES = (50, 60, 70)
 METHODS = ("magnitude", "wanda", "sparsegpt")
+HEALS = ("blocks",)
+"""How pruned models are healed, beside training on."""
 TRAINED_AT = 60
 """The sparsity, in percent, at which pruned models are trained on."""
 CALIBRATION_SAMPLES = 16
@@ -55,10 +57,13 @@ class Case:
     """Entries of the blocks' matrices that are pruned, of a hundred."""
     stages: int = 0
     """Stages on which it was trained on; 0: it was not."""
+    heal: str = "none"
+    """How it was healed, as `axsparse prune --heal` names it; "none" if it was not."""
 
     @property
     def name(self) -> str:
         arm = self.method if self.method == "dense" else f"{self.method}-{self.percent}"
+        arm = arm if self.heal == "none" else f"{arm}-{self.heal}"
         return f"{arm}-{self.stages}x1" if self.stages else arm
 
     @property
@@ -75,6 +80,9 @@ def all_cases() -> Iterator[Case]:
     yield Case(METHODS[-1], at[0], 1)
     yield from (Case(method, percent) for method in METHODS for percent in at[1:])
     yield Case("dense", 0, 2)
+    for percent in at:
+        for heal in HEALS:
+            yield from (Case(method, percent, heal=heal) for method in reversed(METHODS))
 
 
 class Study:
@@ -137,6 +145,7 @@ class Study:
         out = self._models / f"{case.name}.built"
         shutil.rmtree(out, ignore_errors=True)
         settings = [*self._settings(Case("dense", 0)), *_pruning(case.method, case.percent / 100)]
+        settings += [f"pruning.heal={case.heal}"] if case.heal != "none" else []
         said = self._run([sys.executable, "-m", "smollm2.prune", str(out), *settings], case.name)
         if case.method == "dense":
             shutil.rmtree(out)

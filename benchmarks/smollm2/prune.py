@@ -12,6 +12,7 @@ import axsparse as ax
 from axsparse.config.load import load_config
 from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
+from axsparse.runtime.process_memory import peak_memory_bytes
 
 
 def main(job: ax.Job) -> None:
@@ -19,12 +20,18 @@ def main(job: ax.Job) -> None:
     loaded = load_config("prune_llama.yaml", [*settings, f"run_dir={out}-run"])
     began = time.monotonic()
     trainer = ax.build(job, named_model(loaded), partial(open_datasets, loaded), loaded)
-    seconds = time.monotonic() - began
+    seconds, cpu = time.monotonic() - began, time.process_time()
     folder = trainer.save()
     if job.transport.rank == 0:
         ax.export(folder, "hf", out)
         shutil.rmtree(f"{out}-run")
-    print(json.dumps({"seconds": seconds, "state_bytes": trainer.state_bytes().total}), flush=True)
+    found = {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "peak_bytes": peak_memory_bytes(),
+        "state_bytes": trainer.state_bytes().total,
+    }
+    print(json.dumps(found), flush=True)
     trainer.close()
 
 

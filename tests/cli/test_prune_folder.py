@@ -64,20 +64,21 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(dict(model.named_parameters())[gates], found[gates])
     said = (tmp_path / "out" / "README.md").read_text()
+    assert re.search(r"\| 8 validation samples \| dense \| this folder \|", said)
     assert re.search(r"\| perplexity \| \d+\.\d+ \| \d+\.\d+ \|", said)
     assert "50.0 % of the entries are zero (by wanda), healed: blocks" in said
-    assert not (tmp_path / "out.run" / "run" / "healing").exists()
+    assert len(re.findall(r"\| model\.layers\.\d \| \d\.\d{4} \| \d\.\d{4} \|", said)) == 2
     again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", "out"], cwd=tmp_path)
     assert again.returncode == EXIT_CONFIG
     assert "--out: out is there already; remove it" in again.stderr
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("heal", ["none", "blocks", "train"])
+@pytest.mark.parametrize("heal", ["none", "blocks", "train", "adapters"])
 def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_path: Path) -> None:
     del transformers
     write_folder(tmp_path / "model")
-    more = ["--heal", heal, *(["--steps", "2"] if heal == "train" else [])]
+    more = ["--heal", heal, *(["--steps", "2"] if heal in ("train", "adapters") else [])]
     more += ["--set", "schedule.warmup_steps=1", "--set", "samo.gradient=exact"]
 
     alone = pruned(tmp_path, "alone", *more)
@@ -86,6 +87,13 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
     shutil.rmtree(tmp_path / "staged")
     again = pruned(tmp_path, "staged", *more, "--set", "layout.g_inter=1", ranks=2)
 
+    if heal == "adapters":
+        file = open_weights(tmp_path / "alone.run" / "pruned" / "model.safetensors")
+        for name, value in alone.items():
+            assert torch.equal(file.read(name) == 0, value == 0), name
+            assert not value[value == 0].signbit().any(), name
+            is_changed = not torch.equal(file.read(name), value)
+            assert is_changed == ("_proj" in name or "norm" in name), name
     for other in (staged, again):
         assert other.keys() == alone.keys()
         assert all(torch.equal(other[name], value) for name, value in alone.items())
@@ -116,15 +124,19 @@ def test_what_is_left_out_or_missing_is_said_in_a_line(
 
 def test_the_page_says_what_gains_and_what_does_not() -> None:
     order = PruneOrder(
-        Path("model"), (Path("texts"),), (), Path("out"), "quickstart.yaml", (), trains=True
+        Path("model"), (Path("texts"),), (), Path("out"), "quickstart.yaml", (), "train"
     )
-    facts = Facts(2.0, 2.5, 1000, 400, 8000, 9_000_000, 10**9)
+    blocks = {"block7": (0.5, 0.25)}
+    facts = Facts(2.0, 2.5, 1000, 400, 8000, 9_000_000, 10**9, 7, 2.2, blocks)
 
     said = page(order, load_config(None), facts, {"tokens": 61.0})
     patterned = page(order, load_config(None, ["pruning.pattern=2:4"]), facts, {})
 
     assert "60.0 % of the entries are zero (by magnitude), trained on." in said
-    assert "| perplexity | 7.389 | 12.182 |" in said
+    assert "| 7 validation samples | dense | pruned | this folder |" in said
+    assert "| perplexity | 7.389 | 9.025 | 12.182 |" in said
+    assert "| block7 | 0.5000 | 0.2500 |" in said
+    assert "2 bits each | 3.2 kB |" in patterned
     assert "whose state is 9.0 MB a rank here; and 2:4 patterns" in said
     assert "| tokens | 01:01 |" in said
     assert "A rank had at most 1.0 GB of memory." in said

@@ -116,23 +116,28 @@ def _fit(
     config: Config,
 ) -> None:
     pruning, step = config.pruning, 0
-    steps = pruning.heal_passes * len(inputs)
+    pairs = [*zip(inputs, wanted, strict=True)]
+    each = pruning.heal_batch
+    batches = [pairs[at : at + each] for at in range(0, len(pairs), each)]
+    steps = pruning.heal_passes * len(batches)
     adam = torch.optim.Adam(module.parameters(), betas=(0.9, 0.95))
     for _ in range(pruning.heal_passes):
-        for x, y in zip(inputs, wanted, strict=True):
+        for batch in batches:
             adam.param_groups[0]["lr"] = pruning.heal_rate * (1 - step / steps)
             step += 1
             adam.zero_grad()
-            errors = (module(x) - y).square().sum(-1) / y.square().sum(-1)
-            errors.mean().backward()
+            for x, y in batch:
+                errors = (module(x) - y).square().sum(-1) / y.square().sum(-1)
+                (errors.mean() / len(batch)).backward()
             adam.step()
             for name, value in module.named_parameters():
                 if name in masks:
                     value.data.mul_(masks[name])
 
 
-def test_it_is_the_formula(tmp_path: Path) -> None:
-    model, config = trained_model(tmp_path), config_of()
+@pytest.mark.parametrize("batch", [1, 3])
+def test_it_is_the_formula(batch: int, tmp_path: Path) -> None:
+    model, config = trained_model(tmp_path), config_of(pruning={"heal_batch": batch})
 
     ours, expected = started((1, 1), model, config), healed_by_torch(model, config)
 
@@ -149,7 +154,9 @@ def test_every_layout_heals_to_the_same_bits(
     g_inter: int, g_data: int, method: str, precision: str, tmp_path: Path
 ) -> None:
     model = trained_model(tmp_path)
-    config = config_of(pruning={"method": method}, precision=precision)
+    # Five microbatches: two steps of two, which replicas share, and one of one, which they do not.
+    batch = 2 if method == "wanda" else 1
+    config = config_of(pruning={"method": method, "heal_batch": batch}, precision=precision)
 
     found, expected = started((g_inter, g_data), model, config), started((1, 1), model, config)
 
@@ -293,16 +300,35 @@ def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
 
 def test_what_was_healed_with_other_settings_is_passed_over(tmp_path: Path) -> None:
     layers = HealedLayers(tmp_path / "healing", "these", writes=True)
-    layers.write("one", {"kept a": torch.ones(2)})
+    layers.write("one", {"kept a": torch.ones(2)}, (0.5, 0.25))
 
     assert layers.read("other") is None
     assert HealedLayers(tmp_path / "healing", "those", writes=True).read("one") is None
     found = layers.read("one")
     assert found is not None
-    assert torch.equal(found["kept a"], torch.ones(2))
+    assert torch.equal(found.read("kept a"), torch.ones(2))
+    assert layers.errors("one") == (0.5, 0.25)
     whole = (tmp_path / "healing" / "one.safetensors").read_bytes()
     (tmp_path / "healing" / "one.safetensors").write_bytes(whole[:-1])
     assert layers.read("one") is None
+
+
+def test_values_are_those_of_the_file_and_zeros_are_no_negative_ones(tmp_path: Path) -> None:
+    layers = HealedLayers(tmp_path / "healing", "these", writes=True)
+    mask = torch.tensor([160], dtype=torch.uint8)  # of four entries: one, none, one, none
+    layers.write(
+        "one",
+        {"mask a": mask, "mask b": mask, "kept b": torch.tensor([5.0, 6.0]), "fitted c": mask},
+    )
+    before = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
+
+    found = {name: layers.value("one", name, before) for name in "abcd"}
+
+    assert found["a"].flatten().tolist() == [-1, 0, -3, 0]
+    assert not found["a"][:, 1].signbit().any()
+    assert found["b"].tolist() == [[5, 0], [6, 0]]
+    assert torch.equal(found["c"], mask)
+    assert found["d"] is layers.value("other", "a", before) is before
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

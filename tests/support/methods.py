@@ -161,6 +161,7 @@ class Plan:
     """Steps done before the steps that are armed."""
     fraction: float = 0.3
     capacity: int = 1
+    warm: bool = False
 
 
 def best(scores: Tensor, count: int) -> Tensor:
@@ -217,8 +218,11 @@ class MovingOracle(Oracle):
         stay = after.clone()
         after[pruned[best(score[pruned], count)]] = True
         weight.mul_(stay)
-        for value in self._moments(parameter).values():
+        for moment, value in self._moments(parameter).items():
+            usual = value.view(-1)[kept].double().mean()
             value.view(-1).mul_(stay)
+            if self.plan.warm and moment == "exp_avg_sq":
+                value.view(-1)[after & ~stay] = usual.float()
         uses = [name, *(second for second, first in self.ties.items() if first == name)]
         for use in uses:
             self.masks[use] = after.view_as(parameter)
@@ -266,6 +270,7 @@ def moving(
             GradientGrowth(parts.collector, plan.capacity)
             if plan.by == "gradient"
             else RandomGrowth(trainer.config.seed),
+            warm=plan.warm,
         )
 
         def moving_step() -> Verdict:

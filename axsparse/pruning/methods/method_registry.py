@@ -48,6 +48,7 @@ def choose_masking(
             live.ties,
             live.options.replicas,
             GradientGrowth(collector) if pruning.method == "rigl" else RandomGrowth(config.seed),
+            warm=pruning.grown == "warm",
         )
         return DynamicSparsity(
             live, regrowth, interval=pruning.interval, until_step=until, alpha=pruning.drop_fraction

@@ -24,6 +24,9 @@ from axsparse.samo.selection import Candidates, by_magnitude, largest, no_candid
 from axsparse.samo.shards import Replicas
 from axsparse.samo.tensor_state import TensorState
 
+SQUARE = "exp_avg_sq"
+"""The moment that steps are divided by the root of."""
+
 
 class DynamicSparsity:
     """Exchanges kept entries every `interval` steps, after the step's update.
@@ -116,16 +119,20 @@ class Regrowth:
         owners: Mapping[str, str],
         replicas: Replicas,
         growth: RandomGrowth | GradientGrowth,
+        *,
+        warm: bool = False,
     ) -> None:
         """`layers` are in model order, `ties` in an order that all stages share.
 
         `owners` maps the global name of each second use of a weight to the name of the first.
+        `warm` lets the second moment of what grows begin at its tensor's mean, not at 0.
         """
         self._layers = layers
         self._ties = ties
         self._owners = owners
         self._replicas = replicas
         self._growth = growth
+        self._warm = warm
         self.fraction: float | None = None
         """The fraction given to `arm`; None if no `regrow` is due after the next update."""
 
@@ -160,7 +167,7 @@ class Regrowth:
             else:
                 grown = self._strongest(growth, tensor, candidates.pop(tensor.name, None))
             # The number of kept entries stays, and so does the layout of every layer.
-            counts[tensor.name] = _move(layer, tensor, grown)
+            counts[tensor.name] = _move(layer, tensor, grown, warm=self._warm)
         self.fraction = None
         return counts
 
@@ -221,16 +228,21 @@ def moved_entries(kept: int, numel: int, fraction: float) -> int:
     return min(round(fraction * kept), numel - kept)
 
 
-def _move(layer: LayerState, tensor: TensorState, grown: Tensor) -> int:
+def _move(layer: LayerState, tensor: TensorState, grown: Tensor, *, warm: bool) -> int:
     """Keep the entries at `grown` in place of as many of the smallest kept ones; among equal
     ones, those at higher positions go."""
     count = grown.numel()
     if count:
+        warm = warm and SQUARE in layer.optimizer_state.moments_K
+        usual = float(layer.moment(tensor.name, SQUARE).double().mean()) if warm else 0.0
         stays_K = largest(layer.master(tensor.name), tensor.kept - count, by_magnitude)
         mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
         mask_D[tensor.positions()[stays_K]] = True
         mask_D[grown.long()] = True
         layer.remask(tensor.name, mask_D)
+        if warm:
+            places_K = torch.searchsorted(tensor.positions(), grown.long().cpu())
+            layer.fill_moment(tensor.name, SQUARE, places_K, usual)
     return count
 
 

@@ -72,6 +72,7 @@ def oracle_of(config: Config, plan: Plan, g_data: int = 1) -> MovingOracle:
         ((2, 2), "all", Plan("gradient", capacity=EXACT)),
         ((1, 1), "all", CHANCE),
         ((2, 2), "all", CHANCE),
+        ((2, 2), "all", Plan("chance", warm=True)),
     ],
 )
 def test_every_layout_is_bitwise_the_dense_oracle_that_sorts(
@@ -252,3 +253,39 @@ def test_a_skipped_step_puts_a_move_off_until_one_updates(masking: DynamicSparsi
     assert [moves(step, step) for step in range(3)] == [False] * 3
     assert not moves(3, 2), "the step before was skipped"
     assert moves(4, 3)
+
+
+def test_what_grows_warm_has_the_usual_square_also_where_state_is_shared() -> None:
+    squares: list[dict[str, torch.Tensor]] = []
+    for shards in (False, True):
+        config = config_of(samo={"shard_optimizer": shards})
+        found: dict[str, torch.Tensor] = {}
+        for trainer, _ in run(config, Plan("chance", at=(STEPS - 1,), warm=True), (1, 2)):
+            for layer in trainer.parts.layers:
+                held = layer.state.shares.held
+                for tensor in layer.state.owned:
+                    part = tensor.entries_in(held)
+                    values = found.setdefault(tensor.name, torch.zeros(tensor.kept))
+                    values[part.start : part.stop] = layer.state.optimizer_state.moments_of(
+                        tensor, part.start, part.stop
+                    )["exp_avg_sq"]
+        squares.append(found)
+
+    grown = squares[0]["block0.fc1.weight"]
+    assert grown.unique(return_counts=True)[1].max() == round(0.3 * grown.numel())
+    assert all(torch.equal(squares[1][name], value) for name, value in squares[0].items())
+
+
+def test_rates_go_by_density_but_those_that_are_named() -> None:
+    config = config_of(
+        pruning={"sparsity": 0.75, "rate_power": 0.5},
+        optimizer={"learning_rate": 1e-3, "learning_rates": ["block0.fc1.weight=0.5"]},
+    )
+
+    [(trainer, _)] = run(config, CHANCE)
+
+    rates = {name: group.peak for name, group in trainer.parts.run.groups.items()}
+    assert rates.pop("block0.fc1.weight") == 0.5
+    assert rates.keys() >= {"block0.fc2.weight", "block1.attention.qkv.weight"}
+    assert not any("bias" in name or "embed" in name for name in rates)
+    assert list(rates.values()) == pytest.approx([2e-3] * len(rates))

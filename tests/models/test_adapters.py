@@ -1,0 +1,74 @@
+"""Adapters of pruned matrices: what they change, and what stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.runs import mlp, random_init
+from torch import nn
+
+from axsparse.models.adapters import AdaptedLinear, merged, with_adapters
+from axsparse.models.layer import Layer, Model
+from axsparse.models.survey import survey
+from axsparse.runtime.errors import ConfigError
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_stay_and_no_others_appear(dtype: torch.dtype) -> None:
+    weight = torch.tensor([[1.0, 0.0, 2.0], [0.0, -3.0, 4.0]], dtype=dtype)
+    inner, outer = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[-1.0], [0.5]])
+
+    found = merged(weight, inner, outer)
+
+    # The first entry would cancel, and stays.
+    assert found.dtype == dtype
+    assert found.tolist() == [[1.0, 0.0, 1.0], [0.0, -2.5, 4.5]]
+
+
+def test_the_forward_is_that_of_the_merged_matrix_and_matrices_are_frozen() -> None:
+    model = with_adapters(mlp(), ["hidden1.0.weight"], rank=2)
+    module = model.layers[1].build()
+    linear = module.get_submodule("0")
+    assert isinstance(linear, AdaptedLinear)
+    x = torch.randn(5, linear.in_features)
+    plain = nn.functional.linear(x, linear.weight, linear.bias)
+    assert torch.equal(linear(x), plain)  # it begins as it was
+
+    with torch.no_grad():
+        linear.weight[:, ::2] = 0
+        linear.adapter_out.normal_()
+    module(x).sum().backward()
+
+    change = (linear.weight != 0) * (linear.adapter_out @ linear.adapter_in)
+    expected = nn.functional.linear(x, linear.weight + change, linear.bias)
+    torch.testing.assert_close(linear(x), expected)
+    assert linear.adapter_in.grad is not None
+    assert linear.weight.grad is None
+    assert linear.bias.grad is not None
+    assert not any(p.requires_grad for p in model.layers[0].build().parameters() if p.dim() > 1)
+
+
+def test_start_values_are_those_of_the_layer_and_of_the_adapter() -> None:
+    layers = [Layer(one.name, one.build, init=random_init) for one in mlp().layers]
+    model = with_adapters(Model(layers, mlp().loss, name="mlp"), ["hidden0.0.weight"], rank=4)
+    init = model.layers[0].init
+    assert init is not None
+
+    def draw(name: str, *shape: int) -> torch.Tensor:
+        return init(name, shape, torch.Generator().manual_seed(1))
+
+    shapes = {p.name: p.shape for p in survey(model).layers[0].parameters}
+    assert {"hidden0.0.adapter_in", "hidden0.0.adapter_out"} <= shapes.keys()
+    assert torch.equal(draw("0.adapter_out", 8, 4), torch.zeros(8, 4))
+    assert float(draw("0.adapter_in", 4, 1000).std()) == pytest.approx(0.5, abs=0.05)
+    assert torch.equal(
+        draw("0.weight", 8, 4), random_init("0.weight", (8, 4), torch.Generator().manual_seed(1))
+    )
+
+
+def test_other_matrices_than_those_of_linear_layers_are_refused_by_name() -> None:
+    layer = Layer("one", lambda: nn.Sequential(nn.Conv1d(2, 3, 1)))
+    model = with_adapters(Model([layer], mlp().loss), ["one.0.weight"], rank=2)
+
+    with pytest.raises(ConfigError, match=r"one\.0\.weight is the weight of no plain linear layer"):
+        model.layers[0].build()
