@@ -62,12 +62,13 @@ def add(sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bo
         return
     each = CHUNK if sums_K.is_cpu else DEVICE_CHUNK
     for sums, values in zip(sums_K.split(each), values_K.split(each), strict=True):
-        if values.numel():
-            add_parts(sums, values.unsqueeze(0), unit, most, adds=adds)
+        add_parts(sums, values.unsqueeze(0), unit, most, adds=adds)
 
 
 def add_parts(sums_K: Tensor, parts: Tensor, unit: float, most: Tensor, *, adds: bool) -> None:
     """As `add` of each of some parts, `(parts, kept)`, in one operation for all of them."""
+    if not parts.numel():
+        return  # nothing of the tensor is kept
     torch.maximum(most, parts.abs().amax().float(), out=most)
     integers = parts.double().mul_(1 / unit).round_().long()
     if len(parts) > 1:

@@ -204,6 +204,15 @@ def test_several_parts_are_added_as_if_one_by_one(dtype: torch.dtype) -> None:
         assert together == single == parts.abs().max().float()
 
 
+def test_a_tensor_of_which_nothing_is_kept_has_no_sums() -> None:
+    most = torch.zeros(1)
+    for parts in (1, 3):
+        fixed_point.add_parts(
+            torch.empty(0, dtype=torch.int64), torch.empty(parts, 0), UNIT, most, adds=True
+        )
+    assert most.item() == 0.0
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_long_gradient_tells_what_is_not_finite(value: float, dtype: torch.dtype) -> None:
