@@ -167,7 +167,8 @@ class PipelineConfig(Section):
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
     compile: bool = False
     """Let torch.compile fuse the operations of each layer in the first step, which takes minutes
-    for a large model; needs a compiler. Changes rounding and the random numbers of dropout."""
+    for a large model; needs a compiler. Changes rounding and the random numbers of dropout. Not for
+    models of transformers."""
 
     @model_validator(mode="after")
     def _backwards_are_split_or_whole(self) -> PipelineConfig:

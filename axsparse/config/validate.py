@@ -68,6 +68,11 @@ def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:
             f"{loaded.where('model.hf')}: has no model_type; name a folder of Hugging Face "
             "(model.from), or write the settings of a config.json: hf: {model_type: llama, …}"
         )
+    if isinstance(model, HfConfig) and loaded.config.pipeline.compile:
+        raise ConfigError(
+            f"{loaded.where('pipeline.compile')}: true, but torch.compile does not follow the "
+            "forward of transformers, by which layers get their masks and positions; choose false"
+        )
     length = loaded.config.data.sequence_length
     if length != "auto" and length > model.sequence_length:
         raise ConfigError(

@@ -425,7 +425,8 @@ class Calibration:
         masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())
         weight.copy_(after)
         if statistics is not None and statistics.changes_weights:
-            masks.kept_weights[name] = weight[mask].cpu()
+            # Indices of two dimensions take less memory than those of a stack's three.
+            masks.kept_weights[name] = weight.flatten(0, -2)[mask.flatten(0, -2)].cpu()
 
     def _kept(self) -> dict[str, int]:
         """How many entries of each matrix stay."""

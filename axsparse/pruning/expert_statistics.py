@@ -85,6 +85,7 @@ class ExpertStatistics:
             found = statistics.prune(before.contiguous(), how_many)
             for part, result in zip(into, found, strict=True):
                 part.copy_(result)
+            del found, result  # Freed before the next expert needs memory.
         return mask, after
 
 

@@ -215,10 +215,13 @@ def test_the_loss_takes_the_logits_that_it_holds_at_a_time_on_the_last_stage() -
 
 
 SAMPLES = 24
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4}
 
 
-def config(method: str, precision: str, samples: int = SAMPLES, width: int = 96) -> Config:
-    sizes = {"hidden_size": width, "intermediate_size": 264 * width // 96}
+def config(
+    method: str, precision: str, samples: int = SAMPLES, width: int = 96, **others: Any
+) -> Config:
+    sizes = {"hidden_size": width, "intermediate_size": 264 * width // 96, **others}
     return tiny_config(
         model={**SMALL_LLAMA, "hf": {**SMALL_LLAMA["hf"], **sizes}},
         pruning={"method": method, "sparsity": 0.6, "calibration_samples": samples},
@@ -246,13 +249,15 @@ def never(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
 
 
 @pytest.mark.parametrize(
-    ("method", "precision", "width", "least", "score"),
+    ("method", "precision", "width", "least", "score", "others"),
     [
-        ("wanda", "fp32", 96, 0.89, None),
-        ("sparsegpt", "bf16", 96, 0.9, None),
+        ("wanda", "fp32", 96, 0.89, None, {}),
+        ("sparsegpt", "bf16", 96, 0.9, None, {}),
+        pytest.param("wanda", "fp32", 96, 0.8, None, EXPERTS, marks=pytest.mark.exhaustive),
+        pytest.param("sparsegpt", "bf16", 96, 0.8, None, EXPERTS, marks=pytest.mark.exhaustive),
         # Nobody knows what a function of one's own takes: as much as Wanda is planned. The model is
         # so wide that the 2 MB of histograms by which its scores are selected do not count.
-        ("custom", "fp32", 480, 0.7, lambda name, weight, inputs: weight.abs() * inputs),
+        ("custom", "fp32", 480, 0.7, lambda name, weight, inputs: weight.abs() * inputs, {}),
     ],
 )
 def test_drawing_masks_takes_what_torchs_allocator_counts(
@@ -261,9 +266,10 @@ def test_drawing_masks_takes_what_torchs_allocator_counts(
     width: int,
     least: float,
     score: Score | None,
+    others: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = config(method, precision, width=width)
+    asked = config(method, precision, width=width, **others)
     model = named_model(made_in_python(asked, "tiny"))
     # As with weights of a file, nothing is drawn: a layer with an `init` is built without memory.
     layers = [replace(layer, init=never) for layer in model.layers]
