@@ -12,6 +12,8 @@ from axsparse.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from pyarrow import NativeFile, RecordBatch
 
+LABELS = "labels"
+"""The column of targets beside token ids."""
 MAGIC = b"ARROW1"
 """Begins an Arrow file with a table of contents; what `datasets` writes is a stream without one."""
 ROWS = 1024

@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from axsparse.data.arrow import columns_of, rows_of
+from axsparse.data.arrow import LABELS, columns_of, rows_of
+from axsparse.data.in_place import megatron
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 Problem = Literal[
@@ -46,8 +48,8 @@ PIECE = 1 << 16
 """Characters that are tokenized together; this takes about a hundred times their memory."""
 SLACK = 1 << 13
 """Characters beyond a piece in which a place to cut is searched for."""
-TABLES = (".parquet", ".arrow")
-"""Endings of files whose rows are documents."""
+TABLES = (".parquet", ".arrow", ".idx")
+"""Endings of files whose documents have no lines, but rows."""
 STATE = "state.json"
 """Lies beside the Arrow files that save_to_disk of `datasets` writes."""
 WORD_END = re.compile(r"\S(?=[ \t\r\n])")
@@ -150,14 +152,28 @@ def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> It
             yield _document(number, row, reading.jsonl_field)
 
 
+def read_index(file: BinaryIO, _: Reading) -> Iterator[Stretch]:
+    """The documents of Megatron's .bin, by the .idx beside it, which is open."""
+    index = Path(file.name)
+    try:
+        found = megatron(index, index.with_suffix(".bin"), "input")
+        begins = found.begins()
+    except (DataError, MissingInputError) as reason:
+        raise OSError(0, str(reason)) from reason
+    for number, (first, end) in enumerate(pairwise([*begins, found.tokens.size]), 1):
+        ids = found.tokens[first:end].tolist()
+        yield Stretch(number, "", problem=None if ids else "empty", content=ids)
+
+
 OTHER_FIELDS = ("messages", "input_ids")
 """Keys of documents that are no text, for records without the key of a text."""
-LABELS, IGNORED = "labels", -100
-"""Key of the targets beside token ids, and what stands there for a token that is none."""
+IGNORED = -100
+"""The label of a token that is no target."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),
     ".parquet": partial(read_table, parquet=True),
     ".arrow": read_table,
+    ".idx": read_index,
 }
 """The reader of each file ending; files of any other ending are text."""
 COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
@@ -314,7 +330,10 @@ def find_sources(
 def _files(
     paths: Sequence[Path], out: Path, reading: Reading, unreadable: list[str]
 ) -> Iterator[Path]:
-    for path in paths:
+    for given in paths:
+        # Megatron's ids are named by their index, by themselves, or by what both names begin with.
+        index = Path(f"{given.with_suffix('') if given.suffix == '.bin' else given}.idx")
+        path = index if index.is_file() else given
         if path.is_file():
             yield path
             continue
@@ -331,6 +350,8 @@ def _files(
             subfolders[:] = [n for n in subfolders if n[0] != "." and (at / n).resolve() != out]
             if STATE in files:  # What save_to_disk of `datasets` wrote describes itself beside it.
                 files = [name for name in files if name.endswith(TABLES)]
+            indexed = {f"{name[:-4]}.bin" for name in files if name.endswith(".idx")}
+            files = [name for name in files if name not in indexed]
             names += [(at / name).relative_to(path) for name in files if name[0] != "."]
         for name in sorted(names, key=PurePath.as_posix):
             if reading.takes(name):

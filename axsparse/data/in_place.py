@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from axsparse.data.arrow import arrow_batches, import_pyarrow, refusing
-from axsparse.data.documents import LABELS
+from axsparse.data.arrow import LABELS, arrow_batches, import_pyarrow, refusing
 from axsparse.data.token_file import SAMPLED_BLOCKS, SAMPLED_BYTES
 from axsparse.runtime.errors import DataError, MissingInputError, reading
 

@@ -51,7 +51,7 @@ def test_places_are_the_weights_shares(weights: list[float]) -> None:
 
 
 def test_every_block_has_each_source_as_often_as_its_weight_says_in_epochs_of_its_own() -> None:
-    shares = [Share(7000, 6000), Share(50, 4000)]
+    shares = [Share(7000, 6000), Share(500, 4000)]
     read = np.concatenate([blended_step(shares, 1000, step, 3) for step in range(20)], axis=1)
 
     for block in range(2):
@@ -60,7 +60,7 @@ def test_every_block_has_each_source_as_often_as_its_weight_says_in_epochs_of_it
         assert of_second.sum() == 4000
         seen = Counter(zip(samples[of_second].tolist(), epochs[of_second].tolist(), strict=True))
         assert set(seen.values()) == {1}
-        assert {epoch for _, epoch in seen} == set(range(block * 80, block * 80 + 80))
+        assert {epoch for _, epoch in seen} == set(range(block * 8, block * 8 + 8))
         # Sources alternate all along the block.
         assert 360 < of_second[:1000].sum() < 440
     first = read[:, read[0] < 7000]
