@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
@@ -36,7 +36,7 @@ Problem = Literal[
     "missing field",
     "ids beyond the vocabulary",
     "labels that do not fit the ids",
-    "a chat or labels, and none in the first document",
+    "a chat or labels, and none among the first documents",
     "a chat that the template refuses",
     "a chat without words of the assistant",
     "unreadable",
@@ -44,6 +44,8 @@ Problem = Literal[
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 STRETCH = 1 << 23
 """Bytes after which a document of a text file is handed on in stretches."""
+FIRST = 100
+"""Documents of a file that say whether there are chats or labels."""
 PIECE = 1 << 16
 """Characters that are tokenized together; this takes about a hundred times their memory."""
 SLACK = 1 << 13
@@ -252,11 +254,13 @@ def _document(number: int, record: object, field: str) -> Stretch:
         return Stretch(number, "", problem=None if value else "empty", content=value)
     if isinstance(value, list) and all(isinstance(one, int) for one in value):
         return _ids(number, value, cast("dict[str, object]", record).get(LABELS))
-    if not isinstance(value, str):
-        return Stretch(number, "", problem="missing field")
     try:
+        # JSON can express a lone surrogate such as "\ud800"; texts of tables are bytes.
+        value = value.decode() if isinstance(value, bytes) else value
+        if not isinstance(value, str):
+            return Stretch(number, "", problem="missing field")
         value.encode()
-    except UnicodeEncodeError:  # A lone surrogate such as "\ud800", which JSON can express.
+    except UnicodeError:
         return Stretch(number, "", problem="not UTF-8")
     return Stretch(number, value, problem=None if value.strip() else "empty")
 
@@ -416,12 +420,12 @@ def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Pie
 
 
 def first_contents(sources: Sequence[Source], reading: Reading) -> Iterator[list[Any]]:
-    """The first documents of files, of those that are no text."""
+    """What the first documents of files have that is no text."""
     for source in sources:
         if any(suffix in READERS for suffix in PurePath(source.path).suffixes[-2:]):
-            first = next(documents(source, reading, 0.0), None)
-            if first is not None and first.content is not None:
-                yield first.content
+            for piece in islice(documents(source, reading, 0.0), FIRST):
+                if piece.content is not None:
+                    yield piece.content
 
 
 def is_chat(content: list[Any] | None) -> bool:

@@ -150,6 +150,13 @@ def test_weights_that_are_none_are_refused(weights: list[float], message: str) -
         Blend([numbered(0, 4, "a"), numbered(0, 4, "b")], weights)
 
 
+def test_a_source_without_read_is_refused() -> None:
+    parted: Any = type("Photos", (), {"name": "photos"})()
+
+    with pytest.raises(DataError, match="blend: photos has no read; give data sets that are no pa"):
+        Blend([parted], [1.0])
+
+
 def test_sources_that_do_not_read_alike_are_refused() -> None:
     wide = ArrayDataset(torch.zeros(4, 2), torch.zeros(4, 1), "wide")
     blend = Blend([numbered(0, 4, "a"), wide], [1, 1])

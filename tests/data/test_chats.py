@@ -12,7 +12,7 @@ from support.formats import write_jsonl, write_table
 from support.preparing import run
 
 from axsparse.data.chats import ChatTemplate
-from axsparse.data.documents import Reading
+from axsparse.data.documents import FIRST, Reading
 from axsparse.data.preparation import Request
 from axsparse.data.run_tokenizer import byte_tokenizer
 from axsparse.data.token_file import read_sidecar, token_datasets
@@ -162,13 +162,14 @@ def test_chats_need_a_template(kind: str, message: str, tmp_path: Path) -> None:
         run(Request((source,), tmp_path / "out", tokenizer=given))
 
 
-def test_a_chat_among_texts_is_left_out(tmp_path: Path) -> None:
-    rows: list[Any] = [{"text": "a"}, {"messages": CHATS[0]}, {"input_ids": [1], "labels": [-100]}]
+def test_a_chat_after_many_texts_is_left_out(tmp_path: Path) -> None:
+    late: list[Any] = [{"messages": CHATS[0]}, {"input_ids": [1], "labels": [-100]}]
+    rows = [{"text": "a"}] * FIRST + late
     write_jsonl(tmp_path / "mixed.jsonl", rows)
 
     sidecar, _ = run(Request((tmp_path / "mixed.jsonl",), tmp_path / "out"))
 
-    assert sidecar.sources.left_out == {"a chat or labels, and none in the first document": 2}
+    assert sidecar.sources.left_out == {"a chat or labels, and none among the first documents": 2}
     assert (sidecar.marked, sidecar.dtype) == (False, "uint8")
 
 
