@@ -27,7 +27,7 @@ MARKED = (
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
     "{{ m['content'] + '<|im_end|>' + '\n' }}{% endif %}"
 )
-FORGETS = "{{ m['content'] if loop.last else '' }}"
+FORGETS = TURN + "{{ '!' if loop.last and m['role'] == 'assistant' else '' }}"
 REFUSES = "{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + TURN
 TEMPLATES = {"plain": TURN, "marked": MARKED, "forgets": FORGETS, "refuses": REFUSES, "none": None}
 
@@ -144,6 +144,7 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
 def test_a_template_that_rewrites_earlier_turns_needs_marks(tmp_path: Path) -> None:
     template = ChatTemplate(folder_of("forgets", tmp_path))
 
+    assert template.encode(CHATS[0]) is not None
     assert template.encode(CHATS[1]) is None
 
 
