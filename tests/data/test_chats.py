@@ -16,7 +16,7 @@ from axsparse.data.documents import FIRST, Reading
 from axsparse.data.preparation import Request
 from axsparse.data.run_tokenizer import byte_tokenizer
 from axsparse.data.token_file import read_sidecar, token_datasets
-from axsparse.runtime.errors import ConfigError, DataError
+from axsparse.runtime.errors import ConfigError, DataError, OutputError
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parent / "trl_masks.json").read_text())
 CHATS: list[list[dict[str, str]]] = TRL["chats"]
@@ -172,6 +172,18 @@ def test_a_chat_after_many_texts_is_left_out(tmp_path: Path) -> None:
 
     assert sidecar.sources.left_out == {"a chat or labels, and none among the first documents": 2}
     assert (sidecar.marked, sidecar.dtype) == (False, "uint8")
+
+
+def test_another_template_is_another_preparation(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
+    plain, marked = (folder_of(kind, tmp_path) / "tokenizer.json" for kind in ("plain", "marked"))
+    run(Request((source,), tmp_path / "out", tokenizer=plain))
+
+    _, again = run(Request((source,), tmp_path / "out", tokenizer=plain))
+
+    assert "already prepared from these files, and unharmed" in again
+    with pytest.raises(OutputError, match="holds tokens of other files or settings; choose anoth"):
+        run(Request((source,), tmp_path / "out", tokenizer=marked))
 
 
 def test_a_field_that_is_named_may_hold_the_chat(tmp_path: Path) -> None:
