@@ -14,6 +14,7 @@ from axsparse.runtime.version import __version__ as __version__
 if TYPE_CHECKING:
     from axsparse.config.load import configure as configure
     from axsparse.config.schema import Config as Config
+    from axsparse.data.blend import Blend as Blend
     from axsparse.data.dataset import ArrayDataset as ArrayDataset
     from axsparse.data.dataset import Dataset as Dataset
     from axsparse.data.dataset import Datasets as Datasets
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 # The module that defines each public name.
 _HOMES = {
     "ArrayDataset": "axsparse.data.dataset",
+    "Blend": "axsparse.data.blend",
     "Block": "axsparse.samo.optim.optimizer",
     "Config": "axsparse.config.schema",
     "Dataset": "axsparse.data.dataset",

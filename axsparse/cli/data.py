@@ -29,7 +29,7 @@ EPILOG = """\
 how text is read:
   Files named *.jsonl or *.ndjson hold a record a line, *.parquet and *.arrow a row each, all
   others are text; .gz, .bz2 or .xz after the name says that a file is compressed. A record has a
-  text, the messages of a chat, or input_ids (and labels). Documents that
+  text, the messages of a chat, or input_ids (and labels). *.idx is Megatron's. Documents that
   cannot be used (not UTF-8, empty, a huge line, malformed JSON, a missing field) are left
   out, counted and named; they end nothing. A separator follows each document.
 

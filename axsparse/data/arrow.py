@@ -12,6 +12,8 @@ from axsparse.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from pyarrow import NativeFile, RecordBatch
 
+LABELS = "labels"
+"""The column of targets beside token ids."""
 MAGIC = b"ARROW1"
 """Begins an Arrow file with a table of contents; what `datasets` writes is a stream without one."""
 ROWS = 1024
@@ -28,7 +30,7 @@ def columns_of(file: BinaryIO, *, parquet: bool) -> list[str]:
 
 
 def rows_of(file: BinaryIO, columns: list[str], *, parquet: bool) -> Iterator[dict[str, Any]]:
-    """The rows of a file as Python values, with bounded memory.
+    """The rows of a file as Python values, texts as bytes; the memory is that of a row group.
 
     Raises OSError where the file is damaged.
     """
@@ -43,9 +45,18 @@ def rows_of(file: BinaryIO, columns: list[str], *, parquet: bool) -> Iterator[di
             batch = next(batches, None)
             if batch is None:
                 return
-            batch.validate(full=True)
-            rows = batch.to_pylist()
+            # Bytes: one text that is not UTF-8 is no reason to refuse the others.
+            values = [_undecoded(pyarrow, column) for column in batch.columns]
+            for column in values:
+                column.validate(full=True)
+            rows = pyarrow.RecordBatch.from_arrays(values, batch.schema.names).to_pylist()
         yield from rows
+
+
+def _undecoded(pyarrow: Any, column: Any) -> Any:
+    """A column of texts as bytes; any other column as it is."""
+    kinds = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    return column.cast(kinds.get(column.type, column.type))
 
 
 def arrow_batches(file: BinaryIO | NativeFile) -> Iterator[RecordBatch]:
@@ -75,7 +86,7 @@ def refusing() -> Iterator[None]:
 
 def import_pyarrow() -> Any:
     """The library; raises ConfigError if it is not installed."""
-    # Its pool of memory would keep what is freed, and its signal handlers are not ours to have.
+    # Its own pool of memory would keep what is freed.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     try:
         import pyarrow

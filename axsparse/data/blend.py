@@ -35,6 +35,11 @@ class Blend:
                 f"blend: {len(datasets)} data sets have {len(weights)} weights; give one for each"
             )
         names = [dataset.name for dataset in datasets]
+        for name, dataset in zip(names, datasets, strict=True):
+            if not hasattr(dataset, "read"):
+                raise DataError(
+                    f"blend: {name} has no read; give data sets that are no parted ones"
+                )
         for name, weight in zip(names, weights, strict=True):
             if not 0 < weight < float("inf"):
                 raise DataError(f"blend: {name} has weight {weight}; choose one above 0")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +49,7 @@ class ChatTemplate:
                 f"--tokenizer: {folder} has no tokenizer that transformers reads "
                 f"({' '.join(str(reason).split())}); name a folder that save_pretrained wrote"
             ) from None
+        self._tokenizer.model_max_length = sys.maxsize  # Samples are cut later: no warning here.
         template = self._tokenizer.chat_template
         if not isinstance(template, str):
             raise ConfigError(

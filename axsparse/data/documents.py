@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from axsparse.data.arrow import columns_of, rows_of
+from axsparse.data.arrow import LABELS, columns_of, rows_of
+from axsparse.data.in_place import megatron
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 Problem = Literal[
@@ -34,7 +36,7 @@ Problem = Literal[
     "missing field",
     "ids beyond the vocabulary",
     "labels that do not fit the ids",
-    "a chat or labels, and none in the first document",
+    "a chat or labels, and none among the first documents",
     "a chat that the template refuses",
     "a chat without words of the assistant",
     "unreadable",
@@ -42,12 +44,14 @@ Problem = Literal[
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 STRETCH = 1 << 23
 """Bytes after which a document of a text file is handed on in stretches."""
+FIRST = 100
+"""Documents of a file that say whether there are chats or labels."""
 PIECE = 1 << 16
 """Characters that are tokenized together; this takes about a hundred times their memory."""
 SLACK = 1 << 13
 """Characters beyond a piece in which a place to cut is searched for."""
-TABLES = (".parquet", ".arrow")
-"""Endings of files whose rows are documents."""
+TABLES = (".parquet", ".arrow", ".idx")
+"""Endings of files whose documents have no lines, but rows."""
 STATE = "state.json"
 """Lies beside the Arrow files that save_to_disk of `datasets` writes."""
 WORD_END = re.compile(r"\S(?=[ \t\r\n])")
@@ -150,14 +154,28 @@ def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> It
             yield _document(number, row, reading.jsonl_field)
 
 
+def read_index(file: BinaryIO, _: Reading) -> Iterator[Stretch]:
+    """The documents of Megatron's .bin, by the .idx beside it, which is open."""
+    index = Path(file.name)
+    try:
+        found = megatron(index, index.with_suffix(".bin"), "input")
+        begins = found.begins()
+    except (DataError, MissingInputError) as reason:
+        raise OSError(0, str(reason)) from reason
+    for number, (first, end) in enumerate(pairwise([*begins, found.tokens.size]), 1):
+        ids = found.tokens[first:end].tolist()
+        yield Stretch(number, "", problem=None if ids else "empty", content=ids)
+
+
 OTHER_FIELDS = ("messages", "input_ids")
 """Keys of documents that are no text, for records without the key of a text."""
-LABELS, IGNORED = "labels", -100
-"""Key of the targets beside token ids, and what stands there for a token that is none."""
+IGNORED = -100
+"""The label of a token that is no target."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),
     ".parquet": partial(read_table, parquet=True),
     ".arrow": read_table,
+    ".idx": read_index,
 }
 """The reader of each file ending; files of any other ending are text."""
 COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
@@ -236,11 +254,13 @@ def _document(number: int, record: object, field: str) -> Stretch:
         return Stretch(number, "", problem=None if value else "empty", content=value)
     if isinstance(value, list) and all(isinstance(one, int) for one in value):
         return _ids(number, value, cast("dict[str, object]", record).get(LABELS))
-    if not isinstance(value, str):
-        return Stretch(number, "", problem="missing field")
     try:
+        # JSON can express a lone surrogate such as "\ud800"; texts of tables are bytes.
+        value = value.decode() if isinstance(value, bytes) else value
+        if not isinstance(value, str):
+            return Stretch(number, "", problem="missing field")
         value.encode()
-    except UnicodeEncodeError:  # A lone surrogate such as "\ud800", which JSON can express.
+    except UnicodeError:
         return Stretch(number, "", problem="not UTF-8")
     return Stretch(number, value, problem=None if value.strip() else "empty")
 
@@ -314,7 +334,10 @@ def find_sources(
 def _files(
     paths: Sequence[Path], out: Path, reading: Reading, unreadable: list[str]
 ) -> Iterator[Path]:
-    for path in paths:
+    for given in paths:
+        # Megatron's ids are named by their index, by themselves, or by what both names begin with.
+        index = Path(f"{given.with_suffix('') if given.suffix == '.bin' else given}.idx")
+        path = index if index.is_file() else given
         if path.is_file():
             yield path
             continue
@@ -331,6 +354,8 @@ def _files(
             subfolders[:] = [n for n in subfolders if n[0] != "." and (at / n).resolve() != out]
             if STATE in files:  # What save_to_disk of `datasets` wrote describes itself beside it.
                 files = [name for name in files if name.endswith(TABLES)]
+            indexed = {f"{name[:-4]}.bin" for name in files if name.endswith(".idx")}
+            files = [name for name in files if name not in indexed]
             names += [(at / name).relative_to(path) for name in files if name[0] != "."]
         for name in sorted(names, key=PurePath.as_posix):
             if reading.takes(name):
@@ -395,12 +420,12 @@ def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Pie
 
 
 def first_contents(sources: Sequence[Source], reading: Reading) -> Iterator[list[Any]]:
-    """The first documents of files, of those that are no text."""
+    """What the first documents of files have that is no text."""
     for source in sources:
         if any(suffix in READERS for suffix in PurePath(source.path).suffixes[-2:]):
-            first = next(documents(source, reading, 0.0), None)
-            if first is not None and first.content is not None:
-                yield first.content
+            for piece in islice(documents(source, reading, 0.0), FIRST):
+                if piece.content is not None:
+                    yield piece.content
 
 
 def is_chat(content: list[Any] | None) -> bool:

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from axsparse.data.arrow import arrow_batches, import_pyarrow, refusing
-from axsparse.data.documents import LABELS
+from axsparse.data.arrow import LABELS, arrow_batches, import_pyarrow, refusing
 from axsparse.data.token_file import SAMPLED_BLOCKS, SAMPLED_BYTES
 from axsparse.runtime.errors import DataError, MissingInputError, reading
 
@@ -89,6 +88,11 @@ def in_place(path: Path, where: str) -> tuple[InPlace, InPlace | None] | None:
     `where` names the setting in messages. Raises DataError for damaged files, MissingInputError for
     files that cannot be read, ConfigError for Arrow files without pyarrow.
     """
+    with reading(f"{where}: {path}", "make it readable, or name another place"):
+        return _found(path, where)
+
+
+def _found(path: Path, where: str) -> tuple[InPlace, InPlace | None] | None:
     is_named = path.suffix in (".bin", ".idx")
     stem = path.with_suffix("") if is_named else path
     index = Path(f"{stem}.idx")

@@ -474,7 +474,7 @@ class _Encoder:
             if piece.content is None or piece.problem is not None:
                 yield ids, piece.problem
             elif has_marks(piece.content) and not self.mark:
-                yield self._nothing, "a chat or labels, and none in the first document"
+                yield self._nothing, "a chat or labels, and none among the first documents"
             elif is_chat(piece.content):
                 yield self._chat(piece.content)
             else:
@@ -504,7 +504,7 @@ class _Encoder:
 
     def _chat(self, content: list[dict[str, Any]]) -> tuple[Tokens, Problem | None]:
         if self._template is None:
-            return self._nothing, "a chat or labels, and none in the first document"
+            return self._nothing, "a chat or labels, and none among the first documents"
         encoded = self._template.encode(content)
         if encoded is None:
             return self._nothing, "a chat that the template refuses"

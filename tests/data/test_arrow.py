@@ -73,6 +73,21 @@ def test_no_flipped_byte_ends_the_process(ending: str, tmp_path: Path) -> None:
         assert len(pieces_of(path)) <= 13
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string"])
+def test_a_text_that_is_not_utf8_leaves_the_others(kind: str, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[test]'")
+    texts = pyarrow.array([b"one", b"caf\xe9", "drei é".encode()]).cast("large_binary")
+    texts = texts.cast("binary") if kind == "string" else texts
+    table = pyarrow.table({"text": texts.view(kind)})
+    with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
+        stream.write_table(table)
+
+    found = pieces_of(tmp_path / "a.arrow")
+
+    assert [piece.text for piece in found] == ["one", "", "drei é"]
+    assert (found[1].place, found[1].problem) == (f"{tmp_path}/a.arrow, row 2", "not UTF-8")
+
+
 def test_a_table_without_the_column_is_named(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", ROWS)
 

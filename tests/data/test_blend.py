@@ -51,7 +51,7 @@ def test_places_are_the_weights_shares(weights: list[float]) -> None:
 
 
 def test_every_block_has_each_source_as_often_as_its_weight_says_in_epochs_of_its_own() -> None:
-    shares = [Share(7000, 6000), Share(50, 4000)]
+    shares = [Share(7000, 6000), Share(500, 4000)]
     read = np.concatenate([blended_step(shares, 1000, step, 3) for step in range(20)], axis=1)
 
     for block in range(2):
@@ -60,7 +60,7 @@ def test_every_block_has_each_source_as_often_as_its_weight_says_in_epochs_of_it
         assert of_second.sum() == 4000
         seen = Counter(zip(samples[of_second].tolist(), epochs[of_second].tolist(), strict=True))
         assert set(seen.values()) == {1}
-        assert {epoch for _, epoch in seen} == set(range(block * 80, block * 80 + 80))
+        assert {epoch for _, epoch in seen} == set(range(block * 8, block * 8 + 8))
         # Sources alternate all along the block.
         assert 360 < of_second[:1000].sum() < 440
     first = read[:, read[0] < 7000]
@@ -148,6 +148,13 @@ def test_targets_that_do_not_count_are_counted_out_whichever_source_has_them() -
 def test_weights_that_are_none_are_refused(weights: list[float], message: str) -> None:
     with pytest.raises(DataError, match=message):
         Blend([numbered(0, 4, "a"), numbered(0, 4, "b")], weights)
+
+
+def test_a_source_without_read_is_refused() -> None:
+    parted: Any = type("Photos", (), {"name": "photos"})()
+
+    with pytest.raises(DataError, match="blend: photos has no read; give data sets that are no pa"):
+        Blend([parted], [1.0])
 
 
 def test_sources_that_do_not_read_alike_are_refused() -> None:

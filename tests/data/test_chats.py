@@ -12,11 +12,11 @@ from support.formats import write_jsonl, write_table
 from support.preparing import run
 
 from axsparse.data.chats import ChatTemplate
-from axsparse.data.documents import Reading
+from axsparse.data.documents import FIRST, Reading
 from axsparse.data.preparation import Request
 from axsparse.data.run_tokenizer import byte_tokenizer
 from axsparse.data.token_file import read_sidecar, token_datasets
-from axsparse.runtime.errors import ConfigError, DataError
+from axsparse.runtime.errors import ConfigError, DataError, OutputError
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parent / "trl_masks.json").read_text())
 CHATS: list[list[dict[str, str]]] = TRL["chats"]
@@ -27,7 +27,7 @@ MARKED = (
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
     "{{ m['content'] + '<|im_end|>' + '\n' }}{% endif %}"
 )
-FORGETS = "{{ m['content'] if loop.last else '' }}"
+FORGETS = TURN + "{{ '!' if loop.last and m['role'] == 'assistant' else '' }}"
 REFUSES = "{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + TURN
 TEMPLATES = {"plain": TURN, "marked": MARKED, "forgets": FORGETS, "refuses": REFUSES, "none": None}
 
@@ -144,6 +144,7 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
 def test_a_template_that_rewrites_earlier_turns_needs_marks(tmp_path: Path) -> None:
     template = ChatTemplate(folder_of("forgets", tmp_path))
 
+    assert template.encode(CHATS[0]) is not None
     assert template.encode(CHATS[1]) is None
 
 
@@ -162,14 +163,27 @@ def test_chats_need_a_template(kind: str, message: str, tmp_path: Path) -> None:
         run(Request((source,), tmp_path / "out", tokenizer=given))
 
 
-def test_a_chat_among_texts_is_left_out(tmp_path: Path) -> None:
-    rows: list[Any] = [{"text": "a"}, {"messages": CHATS[0]}, {"input_ids": [1], "labels": [-100]}]
+def test_a_chat_after_many_texts_is_left_out(tmp_path: Path) -> None:
+    late: list[Any] = [{"messages": CHATS[0]}, {"input_ids": [1], "labels": [-100]}]
+    rows = [{"text": "a"}] * FIRST + late
     write_jsonl(tmp_path / "mixed.jsonl", rows)
 
     sidecar, _ = run(Request((tmp_path / "mixed.jsonl",), tmp_path / "out"))
 
-    assert sidecar.sources.left_out == {"a chat or labels, and none in the first document": 2}
+    assert sidecar.sources.left_out == {"a chat or labels, and none among the first documents": 2}
     assert (sidecar.marked, sidecar.dtype) == (False, "uint8")
+
+
+def test_another_template_is_another_preparation(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
+    plain, marked = (folder_of(kind, tmp_path) / "tokenizer.json" for kind in ("plain", "marked"))
+    run(Request((source,), tmp_path / "out", tokenizer=plain))
+
+    _, again = run(Request((source,), tmp_path / "out", tokenizer=plain))
+
+    assert "already prepared from these files, and unharmed" in again
+    with pytest.raises(OutputError, match="holds tokens of other files or settings; choose anoth"):
+        run(Request((source,), tmp_path / "out", tokenizer=marked))
 
 
 def test_a_field_that_is_named_may_hold_the_chat(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.formats import write_megatron, write_saved, write_table
+from support.preparing import run
 
 from axsparse.config.load import load_config
 from axsparse.data.in_place import InPlace, Joined, in_place
+from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
 from axsparse.runtime.errors import AxsparseError, DataError, MissingInputError
 
@@ -218,6 +220,25 @@ def test_damage_is_told_in_one_line(kind: str, tmp_path: Path) -> None:
 def test_files_that_are_not_there_are_missing(make: Callable[[Path], Path], tmp_path: Path) -> None:
     with pytest.raises(MissingInputError, match=r"c\.bin cannot be read|d/shadow is not there; c"):
         in_place(make(tmp_path), "data.path")
+
+
+@pytest.mark.parametrize("kind", ["version", "bin cut", "empty bin"])
+def test_damaged_ids_are_unreadable_where_they_are_prepared(kind: str, tmp_path: Path) -> None:
+    source = Path(f"{DAMAGE[kind][0](tmp_path)}.idx")
+
+    with pytest.raises(
+        DataError, match=r"no document can be used \(1 unreadable; the first: \S+idx"
+    ):
+        run(Request((source,), tmp_path / "out"))
+
+
+def test_an_empty_document_is_left_out_by_its_row(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "c", [[1], [], [2]])
+
+    sidecar, _ = run(Request((tmp_path / "c.bin",), tmp_path / "out"))
+
+    assert sidecar.sources.examples == (f"{tmp_path}/c.idx, row 2: empty",)
+    assert (sidecar.train.documents, sidecar.train.tokens) == (2, 4)
 
 
 def test_documents_that_do_not_divide_the_sequences_are_refused_where_they_are_asked_for(

@@ -77,6 +77,8 @@ def test_the_type_is_the_smallest_that_holds_the_vocabulary() -> None:
     sizes = {256: "uint8", 257: "uint16", 65536: "uint16", 65537: "uint32"}
 
     assert {size: dtype_for(size) for size in sizes} == sizes
+    marked = {128: "uint8", 129: "uint16", 2**15: "uint16", 2**15 + 1: "uint32"}
+    assert {size: dtype_for(size, marked=True) for size in marked} == marked
 
 
 def test_a_sample_covers_size_beginning_and_end(tmp_path: Path) -> None:

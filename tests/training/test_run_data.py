@@ -12,7 +12,9 @@ from support.runs import on_ranks, tiny_config, tiny_gpt, token_data
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
+from axsparse.data.blend import Blend
 from axsparse.data.dataset import ArrayDataset, Datasets, TokenDataset
+from axsparse.data.order import blended_step
 from axsparse.models.survey import survey
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
@@ -73,6 +75,20 @@ def test_every_replica_gets_its_own_share() -> None:
         assert [part.first_sample for part in microbatches] == list(
             range(6 * replica, 6 * replica + 6)
         )
+
+
+def test_every_stage_chooses_the_samples_of_a_blend_alike() -> None:
+    blend = Blend([token_data(40), token_data(8)], [0.25, 0.75])
+    config = tiny_config()
+    size = config.batch.global_batch_size
+
+    ranks = opened(3, lambda rank: Datasets(blend), config)
+
+    expected, _ = blended_step(blend.shares, size, 2, config.seed)
+    for data in ranks:
+        assert isinstance(data, Data)
+        microbatches = data.training.training(2).microbatches
+        assert [sample for part in microbatches for sample in part.samples] == expected.tolist()
 
 
 def changed(**values: Any) -> TokenDataset:
