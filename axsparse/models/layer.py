@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.overrides import TorchFunctionMode
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.host_channel import DTYPES
+
+if TYPE_CHECKING:
+    from axsparse.models.tensor_parallel import Split, TensorGroup
 
 Kind = Literal["block", "embedding", "head"]
 """What a layer is: pruning treats blocks, embeddings and heads differently."""
@@ -82,6 +85,11 @@ class Layer:
     generators of torch, Python and numpy seeded by run seed, layer, step and sample, so that its
     numbers do not depend on the layout.
     """
+    tensor: Mapping[str, Split] = field(default_factory=dict, hash=False)
+    """How modules of the layer are cut where several ranks share a stage (`layout.g_tensor`), by
+    the path of the module. What lies between a column and a row split sees some heads or features
+    only, so that it takes their number from the tensor; all else is whole on all ranks.
+    """
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,8 @@ class Model:
     """`loss_logits(samples)` returns how many logits the loss holds at a time in a microbatch of so
     many samples, where it computes them itself; plans count their memory. None: it computes none.
     """
+    cut_loss: Callable[[TensorGroup], LossFunction] | None = None
+    """The loss of outputs of which the last layer has cut some; None if it cuts none."""
     start: StartValues | None = None
     """Start values of parameters and buffers; they take precedence over `Layer.init`."""
     vocab_size: int | None = None

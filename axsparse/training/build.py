@@ -22,6 +22,7 @@ from axsparse.config.validate import check_config, check_gpu_settings
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
+from axsparse.models.tensor_parallel import TensorGroup
 from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.sinks import refuse_missing_packages
 from axsparse.observe.watchdog.watchdog import open_watchdog
@@ -351,11 +352,14 @@ def _build_state(
     """
     place, transport = run.place, placement.transport
     replicas = Replicas(
-        transport.collective(f"agreements of stage {place.stage}", place.grid.column(place.stage)),
+        transport.collective(
+            f"agreements of stage {place.stage}", place.grid.column(place.stage, place.member)
+        ),
         transport.backoff,
         shard=bool(run.config.samo.shard_optimizer),
     )
-    options = _state_options(run, replicas, placement)
+    members = TensorGroup(place, transport, run.chunks) if run.cuts else None
+    options = replace(_state_options(run, replicas, placement), members=members)
     stage_layers = [run.model.layers[number] for number in run.stages[place.stage]]
     masks: Masks | None
     if checkpoint is None:

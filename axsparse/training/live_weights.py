@@ -14,6 +14,8 @@ from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Collective, Op, wait
 from axsparse.runtime.exchange import gather_texts
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.precision import round_to
 from axsparse.training.parts import Parts
 
 
@@ -51,12 +53,16 @@ class LiveWeights:
                 for one in tensors:  # replica 0 waits for the shares of the others
                     one.value()
             return None
-        groups = self._groups()
+        groups = self._groups() if place.member == 0 else {}
         if not place.is_first:
             for one in tensors:
-                self._send(groups[place.stage], bytes_of(one.value()))
+                value = one.value()
+                if place.member == 0:
+                    self._send(groups[place.stage], bytes_of(value))
             return None
         copies = {one.name: one.value().clone() for one in tensors}
+        if place.member:
+            return None
         for stage, group in groups.items():
             for name, dtype, shape in json.loads(texts[place.grid.rank(stage, 0)]):
                 value = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -68,17 +74,20 @@ class LiveWeights:
         """The tensors of this stage, in the same order on all of its replicas."""
         for layer in self._parts.layers:
             prefix, state = layer.spec.name, layer.state
-            masters = set() if trained else {tensor.name for tensor in state.owned}
-            for local, parameter in layer.module.named_parameters():
-                name, dtype = f"{prefix}.{local}", parameter.dtype if trained else torch.float32
+            dtype = self._parts.run.dtype if trained else torch.float32
+            for name, local in layer.names.items():
                 value: Callable[[], Tensor]
                 if name in self._parts.survey.ties:
                     continue
-                if name in masters:
-                    value = partial(state.dense_master, name)
+                if name in state.wholes and (not trained or not local):
+                    value, shape = partial(_master, state, name, dtype), state.wholes[name].shape
                 else:
-                    value = partial(parameter.detach().to, "cpu", dtype)
-                yield _Tensor(name, dtype, tuple(parameter.shape), value)
+                    parameter = layer.module.get_parameter(local)
+                    value, shape = (
+                        partial(parameter.detach().to, "cpu", dtype),
+                        tuple(parameter.shape),
+                    )
+                yield _Tensor(name, dtype, shape, value)
             for slot in slots(layer.module):
                 if slot.persists or caches:
                     now = slot.tensor.detach()
@@ -104,3 +113,8 @@ class LiveWeights:
         if buffer.numel():
             bounds = [0, 0, buffer.numel()]
             wait(group.start(Op.ALL_GATHER, buffer, bounds), self._parts.transport.backoff)
+
+
+def _master(state: LayerState, name: str, dtype: torch.dtype) -> Tensor:
+    """The masters of a tensor in its shape, rounded to a type."""
+    return round_to(state.dense_master(name), dtype)

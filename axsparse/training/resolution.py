@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
 from axsparse.models.survey import LayerInfo, Survey, match, named_value
+from axsparse.models.tensor_parallel import Cut, cuts_of, most_chunks
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     Choice,
@@ -47,6 +48,7 @@ from axsparse.pruning.targets import (
     what_is_pruned,
 )
 from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid, Place
 from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.gradient_norm import LossScale
@@ -127,6 +129,25 @@ class RunSpec:
     """Whether ranks compute on CPUs."""
     room: float = math.inf
     """Bytes that this rank may take beside what its process held at its start."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """How parameters are cut into chunks, by name; empty where layers are whole."""
+
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks parameters are cut; 1 where layers are whole."""
+        return next((cut.chunks for cut in self.cuts.values()), 1)
+
+    @property
+    def counted(self) -> list[str]:
+        """`Survey.counted`, with the name of each chunk in the place of that of a tensor that is
+        cut."""
+        return [
+            name
+            for whole in self.survey.counted
+            for name in (
+                [f"{whole}#{n}" for n in range(self.chunks)] if whole in self.cuts else [whole]
+            )
+        ]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -172,8 +193,8 @@ class RunSpec:
         ).total
 
     def stage_of(self, name: str) -> int:
-        """The stage that holds a parameter."""
-        layer = self.survey.layer_of(name)
+        """The stage that holds a parameter or a chunk of it."""
+        layer = self.survey.layer_of(name.rpartition("#")[0] or name)
         return next(number for number, stage in enumerate(self.stages) if layer in stage)
 
 
@@ -204,6 +225,8 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     )
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
+    cuts = cuts_of_model(loaded, inputs, grid, criterion, subject.optimizer)
+    survey = replace(survey, ties={**survey.ties, **_ties_of_chunks(survey, cuts)})
     trades = _trades(config, grid, inputs, subject, choice)
     run = RunSpec(
         config=_settled(config, grid, choice, trades),
@@ -219,6 +242,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         kept_at_start=kept,
         on_host=inputs.on_host,
         room=_room(config, inputs),
+        cuts=cuts,
     )
     if draws or (targets is not None and config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
@@ -229,7 +253,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     sizes = tuple(len(stage) for stage in stages)
     run = replace(run, config=_with(run.config, {"layout.split": sizes}), stages=stages)
     run = replace(run, config=_with(run.config, {"samo.shard_optimizer": _shards(run)}))
-    if not has_costs(survey):
+    if not has_costs(survey) or grid.g_tensor > 1:
         return run
     slack, reason = run.config.pipeline.slack, None if choice is None else choice.reason
     assert slack != "auto", "the configuration is resolved"
@@ -248,7 +272,7 @@ def _layout(
         check_grid(grid, ranks, num_layers)
         check_split(loaded, grid.g_inter, num_layers)
     else:
-        if has_costs(inputs.survey):
+        if has_costs(inputs.survey) and loaded.config.layout.g_tensor == 1:
             choice = chosen_layout(loaded, subject, cluster, ranks, inputs.found_memory)
         if choice is not None:
             chosen = {"layout.g_inter": choice.row.layout.grid.g_inter}
@@ -275,8 +299,87 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence
         automatic["pipeline.held"] = schedule.held
     written = flat(config.model_dump())
     asked = {key: value for key, value in automatic.items() if written[key] == "auto"}
-    layout = {"layout.g_inter": grid.g_inter, "layout.g_data": grid.g_data}
+    layout = {f"layout.{key}": getattr(grid, key) for key in ("g_inter", "g_data", "g_tensor")}
     return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})
+
+
+def cuts_of_model(
+    loaded: LoadedConfig,
+    inputs: RunInputs,
+    grid: Grid,
+    criterion: Criterion,
+    optimizer: Optimizer,
+) -> dict[str, Cut]:
+    """How parameters are cut into chunks, by global name; empty where layers are whole.
+
+    ConfigError for what does not work with tensors that are cut.
+    """
+    config, members = loaded.config, grid.g_tensor
+    if members == 1 and not config.layout.tensor_exact:
+        return {}
+    where = loaded.where("layout.tensor_exact" if members == 1 else "layout.g_tensor")
+    pruning = config.pruning
+    refused = {
+        f"{members} is no power of two": members & (members - 1),
+        "GPUs are not covered yet": not inputs.on_host,
+        f"model.name {inputs.model.name} names no modules to cut (Layer.tensor)": not any(
+            layer.tensor for layer in inputs.model.layers
+        ),
+        "an optimizer with sums over whole tensors is not covered yet (choose adamw or sgd)": (
+            optimizer.statistics is not None
+        ),
+        f"pruning.method {pruning.method} is not covered yet (choose magnitude, gradual, …)": (
+            pruning.method in ("set", "rigl", "wanda", "sparsegpt") and pruning.ticket is None
+        ),
+        "scores that take inputs are not covered yet": criterion.sees_inputs,
+        "pruning.heal is not covered yet": pruning.heal != "none",
+        "pipeline.compile is not covered": config.pipeline.compile,
+        "layout.memory_per_rank needs plans, which do not cover it yet": (
+            config.layout.memory_per_rank != "auto"
+        ),
+        "models that start from modules of their own are not covered yet": False,
+    }
+    for reason, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(f"{where}: {reason}; or leave layers whole: 1 and tensor_exact false")
+    shapes = {
+        layer.name: {
+            parameter.name.removeprefix(f"{layer.name}."): parameter.shape
+            for parameter in layer.parameters
+        }
+        for layer in inputs.survey.layers
+    }
+    layers = inputs.model.layers
+    chunks = members
+    if config.layout.tensor_exact:
+        chunks = min(most_chunks(layer.tensor, shapes[layer.name]) for layer in layers)
+        if chunks % members:
+            raise ConfigError(
+                f"{where}: {members}, but layout.tensor_exact cuts this model into {chunks} "
+                f"chunks; choose at most {chunks}"
+            )
+    return {
+        f"{layer.name}.{name}": cut
+        for layer in layers
+        for name, cut in cuts_of(
+            layer.name, layer.tensor, shapes[layer.name], chunks, where
+        ).items()
+        if chunks > 1
+    }
+
+
+def _ties_of_chunks(survey: Survey, cuts: Mapping[str, Cut]) -> dict[str, str]:
+    """The ties of the chunks of tied tensors that are cut; ConfigError where one alone is."""
+    ties = {}
+    for second, first in survey.ties.items():
+        if cuts.get(first) != cuts.get(second):
+            raise ConfigError(
+                f"tie {first} = {second}: the two uses are not cut alike (Layer.tensor); cut both "
+                "by vocabulary, or neither"
+            )
+        for number in range(cuts[first].chunks if first in cuts else 0):
+            ties[f"{second}#{number}"] = f"{first}#{number}"
+    return ties
 
 
 def _shards(run: RunSpec) -> bool:

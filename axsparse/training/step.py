@@ -348,8 +348,13 @@ class Step:
         """Check that replicas keep the same entries, and lay out the vector of the agreement."""
         parts, transport = self._parts, self._parts.transport
         _refuse_unequal(masks_digest(parts.layers), parts, UNEQUAL_MASKS)
-        kept = {tensor.name: tensor.kept for layer in parts.layers for tensor in layer.state.owned}
-        names = parts.survey.counted
+        kept = {
+            tensor.name: tensor.kept
+            for layer in parts.layers
+            for tensor in layer.state.owned
+            if parts.place.member == 0 or tensor.chunk_of is not None
+        }
+        names = parts.run.counted
         self._counted = [name for name in names if name in kept]
         return Agreement(transport.world, transport.backoff, parts.place, names, kept)
 
@@ -644,7 +649,8 @@ class SkippedSteps:
             return f"{grid.place(rank)}: the loss is not finite"
         assert verdict.culprit is not None, "a loss or a gradient is not finite"
         stage = parts.run.stage_of(verdict.culprit)
-        column = grid.column(stage)
+        chunk = int(verdict.culprit.rpartition("#")[2]) if "#" in verdict.culprit else 0
+        column = grid.column(stage, chunk * grid.g_tensor // parts.run.chunks)
         # A single replica sums nothing, so that its gradients are looked at only once.
         bad = [rank for rank in column if rank in verdict.bad_ranks or len(column) == 1]
         where = str(grid.place(bad[0])) if bad else f"stage {stage}, summed"
