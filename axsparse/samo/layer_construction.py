@@ -154,6 +154,8 @@ def _construct_layer(
         tensors[name] = TensorState(name, parameter, index, decays=len(shape) >= 2, alias_of=owner)
         states.append(tensors[name])
     states += _chunk_states(layer, ties, tensors, options, (module, values, cuts, chunks))
+    order = {f"{layer.name}.{name}": number for number, name in enumerate(shapes)}
+    states.sort(key=lambda tensor: order[tensor.whole_name])
     state = LayerState(
         layer.name,
         states,
