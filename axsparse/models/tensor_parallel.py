@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from axsparse.models.layer import Layer, Split, SplitKind
 from axsparse.models.losses import CHUNK_LOGITS
 from axsparse.runtime.bounds import IGNORED, refuse_beyond
 from axsparse.runtime.communication import Collective, Op, Transport, Work
@@ -39,20 +40,6 @@ MOST_CHUNKS = 8
 1 become small."""
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Combines two tensors; commutative in every bit."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a module of a layer is cut into chunks; a value of `Layer.tensor`."""
-
-    kind: Literal["column", "row", "vocabulary"]
-    """`column` cuts the outputs of a linear module, `row` its inputs, and `vocabulary` the words of
-    an embedding."""
-    groups: int = 1
-    """A matrix that is made of several, one above the other, such as those of query, key and value,
-    has so many groups, each of which is cut."""
-    unit: int = 1
-    """So many consecutive outputs or inputs stay together, such as those of a head."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +75,29 @@ class Cut:
 
     def _part(self, whole: Tensor, chunk: int) -> Tensor:
         start, stop = self.bounds(chunk)
-        grouped = whole.view(self.shape).unflatten(self.dim, (self.groups, -1))
+        size = self.shape[self.dim] // self.groups
+        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        grouped = whole.view(*before, self.groups, size, *after)
         return grouped.narrow(self.dim + 1, start, stop - start)
+
+
+def as_splits(layer: str, given: Mapping[str, Split | str]) -> dict[str, Split]:
+    """`Layer.tensor` with a `Split` for each kind that is given by its name."""
+    splits = {}
+    for path, one in given.items():
+        split = Split(one) if isinstance(one, str) else one  # type: ignore[arg-type]  # checked
+        if not isinstance(split, Split) or split.kind not in get_args(SplitKind):
+            raise ConfigError(
+                f"layer {layer}: tensor has {one!r} for {path!r}; give one of "
+                f"{', '.join(get_args(SplitKind))}, or a Split"
+            )
+        splits[path] = split
+    return splits
 
 
 def cuts_of(
     layer: str,
-    splits: Mapping[str, Split],
+    splits: Mapping[str, Split | str],
     shapes: Mapping[str, tuple[int, ...]],
     chunks: int,
     key: str = "layout.g_tensor",
@@ -105,7 +108,7 @@ def cuts_of(
     whose size the chunks do not divide; `key` is the setting from which their number follows.
     """
     cuts = {}
-    for path, split in splits.items():
+    for path, split in as_splits(layer, splits).items():
         names = [f"{path}.weight"] + [f"{path}.bias"] * (split.kind == "column")
         found = [name for name in (names if names[0] in shapes else [path]) if name in shapes]
         if not found:
@@ -126,10 +129,12 @@ def cuts_of(
     return cuts
 
 
-def most_chunks(splits: Mapping[str, Split], shapes: Mapping[str, tuple[int, ...]]) -> int:
+def most_chunks(
+    layer: str, splits: Mapping[str, Split | str], shapes: Mapping[str, tuple[int, ...]]
+) -> int:
     """The largest power of two up to `MOST_CHUNKS` that divides all that a layer has cut."""
     chunks = MOST_CHUNKS
-    for path, split in splits.items():
+    for path, split in as_splits(layer, splits).items():
         shape = shapes.get(f"{path}.weight")
         if shape is not None and split.kind != "vocabulary":
             size = shape[int(split.kind == "row")] // (split.groups * split.unit)
@@ -283,6 +288,18 @@ class _LogTotal(torch.autograd.Function):
         return None, *[(part - total).exp_().mul_(outer) for part in parts]
 
 
+def spread(group: TensorGroup, x: Tensor) -> tuple[Tensor, ...]:
+    """The same tensor for each chunk of this member; its gradient is the sum over all chunks."""
+    apply: Callable[..., tuple[Tensor, ...]] = _Spread.apply
+    return apply(group, x)
+
+
+def join(group: TensorGroup, parts: Sequence[Tensor]) -> Tensor:
+    """The sum over all chunks, from the parts of this member."""
+    apply: Callable[..., Tensor] = _Join.apply
+    return apply(group, *parts)
+
+
 # -- modules ----------------------------------------------------------------------------
 
 
@@ -300,11 +317,11 @@ class Column(nn.Module):
 
     def spread(self, x: Tensor) -> tuple[Tensor, ...]:
         """The input of each chunk."""
-        spread: tuple[Tensor, ...] = _Spread.apply(self.group, x)
-        return spread
+        return spread(self.group, x)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = [chunk(part) for chunk, part in zip(self.chunks, self.spread(x), strict=True)]
+        each = zip(self.chunks, self.spread(x), strict=True)
+        parts: list[Tensor] = [chunk(part) for chunk, part in each]
         self.group.drawn = torch.get_rng_state()
         if len(parts) == 1:
             return parts[0]
@@ -325,7 +342,7 @@ class Row(nn.Module):
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The output, from what each chunk gives."""
-        total: Tensor = _Join.apply(self.group, *parts)
+        total = join(self.group, parts)
         return total if self.bias is None else total + self.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -359,8 +376,7 @@ class Vocabulary(nn.Module):
             here = (tokens >= start) & (tokens < stop)
             rows = chunk((tokens - start).clamp(0, stop - start - 1))
             parts.append(rows.masked_fill(~here.unsqueeze(-1), 0))
-        joined: Tensor = _Join.apply(self.group, *parts)
-        return joined
+        return join(self.group, parts)
 
 
 class Chunks(nn.Module):
@@ -394,7 +410,7 @@ def through(
 
 
 def cut_module(
-    layer: str, module: nn.Module, cuts: Mapping[str, Cut], group: TensorGroup
+    layer: Layer, module: nn.Module, cuts: Mapping[str, Cut], group: TensorGroup
 ) -> dict[str, tuple[str, int]]:
     """Cut the modules of a layer whose parameters `cuts` names; the chunks have no contents yet.
 
@@ -405,31 +421,32 @@ def cut_module(
     for name, cut in cuts.items():
         path, _, kind = name.rpartition(".")
         owner = module.get_submodule(path)
+        own = enumerate(group.own)
         if isinstance(owner, (Column, Row)):  # its weight came before its bias
-            found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in enumerate(group.own)}
+            found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
             continue
         if not owner.get_parameter(kind).requires_grad:
             raise ConfigError(
-                f"layer {layer}: {name} is frozen, and is not cut; leave it out of tensor"
+                f"layer {layer.name}: {name} is frozen, and is not cut; leave it out of tensor"
             )
+        if name in layer.tensor:  # no module, but a parameter
+            delattr(owner, kind)
+            setattr(owner, kind, Chunks(cut, group))
+            found |= {f"{name}.chunks.{n}": (name, c) for n, c in own}
+            continue
         new: nn.Module
         if type(owner) is nn.Linear:
             new = (Row if cut.dim else Column)(owner, cut, group)
         elif type(owner) is nn.Embedding and owner.padding_idx is None and not owner.max_norm:
             new = Vocabulary(cut, group)
-        elif path and isinstance(owner, (nn.Linear, nn.Embedding)):
-            raise ConfigError(
-                f"layer {layer}: {path} is {type(owner).__name__}, which is not cut; make it a "
-                "plain nn.Linear or nn.Embedding, or leave it out of tensor"
-            )
         else:
-            delattr(owner, kind)
-            setattr(owner, kind, Chunks(cut, group))
-            found |= {f"{name}.chunks.{n}": (name, c) for n, c in enumerate(group.own)}
-            continue
+            raise ConfigError(
+                f"layer {layer.name}: {path} is {type(owner).__name__}, which is not cut; make it "
+                "a plain nn.Linear or nn.Embedding, or leave it out of tensor"
+            )
         above, _, last = path.rpartition(".")
         setattr(module.get_submodule(above), last, new)
-        found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in enumerate(group.own)}
+        found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
     return found
 
 
@@ -446,9 +463,8 @@ def vocabulary_cross_entropy(
     *weights, targets = weights_and_targets
     flat, rows = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     refuse_beyond(rows, words, f"no word of a vocabulary of {words}", ignored=IGNORED)
-    spread: tuple[Tensor, ...] = _Spread.apply(group, flat)
     totals, hits = [], []
-    for chunk, part, weight in zip(group.own, spread, weights, strict=True):
+    for chunk, part, weight in zip(group.own, spread(group, flat), weights, strict=True):
         start = chunk * words // group.chunks
         if len(rows) * len(weight) > CHUNK_LOGITS and torch.is_grad_enabled():
             options: Any = {"use_reentrant": False, "preserve_rng_state": False}
@@ -457,9 +473,9 @@ def vocabulary_cross_entropy(
             total, hit = _totals(part, weight, rows - start)
         totals.append(total)
         hits.append(hit)
-    log_total: Tensor = _LogTotal.apply(group, *totals)
-    at_target: Tensor = _Join.apply(group, *hits)
-    return torch.where(rows != IGNORED, log_total - at_target, 0).sum()
+    apply: Callable[..., Tensor] = _LogTotal.apply
+    losses = apply(group, *totals) - join(group, hits)
+    return torch.where(rows != IGNORED, losses, 0).sum()
 
 
 def _totals(hidden: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -122,7 +122,7 @@ def _construct_layer(
     chunks: Mapping[str, tuple[str, int]] = {}
     if options.members is not None:
         cuts = cuts_of(layer.name, layer.tensor, shapes, options.members.chunks)
-        chunks = cut_module(layer.name, module, cuts, options.members)
+        chunks = cut_module(layer, module, cuts, options.members)
     states: list[TensorState] = []
     frozen: list[Tensor] = [slot.tensor for slot in slots(module)]
     for local_name, parameter in list(module.named_parameters()):

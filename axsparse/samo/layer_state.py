@@ -411,7 +411,7 @@ class LayerState:
         )
 
     def mask(self, name: str) -> Tensor:
-        """The flat mask of one tensor, bool on the host; members ask for it together as `master`."""
+        """The flat mask of one tensor, bool on the host; asked for as `master`."""
         whole = self.wholes[name]
         masks = []
         for tensor in whole.parts:

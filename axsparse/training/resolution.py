@@ -318,30 +318,32 @@ def cuts_of_model(
     if members == 1 and not config.layout.tensor_exact:
         return {}
     where = loaded.where("layout.tensor_exact" if members == 1 else "layout.g_tensor")
-    pruning = config.pruning
+    layers, pruning = inputs.model.layers, config.pruning
+    draws = pruning.ticket is None and config.samo.enabled
     refused = {
         f"{members} is no power of two": members & (members - 1),
-        "GPUs are not covered yet": not inputs.on_host,
-        f"model.name {inputs.model.name} names no modules to cut (Layer.tensor)": not any(
-            layer.tensor for layer in inputs.model.layers
+        "layers are cut on CPUs only so far": not inputs.on_host,
+        f"model {inputs.model.name} names no modules to cut (Layer.tensor)": not any(
+            layer.tensor for layer in layers
         ),
-        "an optimizer with sums over whole tensors is not covered yet (choose adamw or sgd)": (
+        "this optimizer sums over whole tensors, of which a rank has some chunks": (
             optimizer.statistics is not None
         ),
-        f"pruning.method {pruning.method} is not covered yet (choose magnitude, gradual, …)": (
-            pruning.method in ("set", "rigl", "wanda", "sparsegpt") and pruning.ticket is None
-        ),
-        "scores that take inputs are not covered yet": criterion.sees_inputs,
-        "pruning.heal is not covered yet": pruning.heal != "none",
-        "pipeline.compile is not covered": config.pipeline.compile,
-        "layout.memory_per_rank needs plans, which do not cover it yet": (
+        f"pruning.method {pruning.method} does not cut layers yet": draws
+        and pruning.method in ("set", "rigl", "wanda", "sparsegpt"),
+        "scores that take inputs do not cut layers yet": draws and criterion.sees_inputs,
+        f"pruning.heal {pruning.heal} does not cut layers yet": draws and pruning.heal != "none",
+        "pipeline.compile fuses layers, which are not cut then": config.pipeline.compile,
+        "no plan counts cut layers yet, which layout.memory_per_rank needs": (
             config.layout.memory_per_rank != "auto"
         ),
-        "models that start from modules of their own are not covered yet": False,
     }
     for reason, is_refused in refused.items():
         if is_refused:
-            raise ConfigError(f"{where}: {reason}; or leave layers whole: 1 and tensor_exact false")
+            raise ConfigError(
+                f"{where}: {reason}; choose another value there, or layout.g_tensor 1 without "
+                "layout.tensor_exact"
+            )
     shapes = {
         layer.name: {
             parameter.name.removeprefix(f"{layer.name}."): parameter.shape
@@ -349,10 +351,9 @@ def cuts_of_model(
         }
         for layer in inputs.survey.layers
     }
-    layers = inputs.model.layers
     chunks = members
     if config.layout.tensor_exact:
-        chunks = min(most_chunks(layer.tensor, shapes[layer.name]) for layer in layers)
+        chunks = min(most_chunks(layer.name, layer.tensor, shapes[layer.name]) for layer in layers)
         if chunks % members:
             raise ConfigError(
                 f"{where}: {members}, but layout.tensor_exact cuts this model into {chunks} "

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axsparse.config.model_config import GptConfig
-from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.layer import Layer, Model, Split, Tie
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
 from axsparse.models.tensor_parallel import (
-    Split,
     chunks_of,
     through,
     vocabulary_cross_entropy,
