@@ -125,28 +125,31 @@ def ten_steps(method: str) -> dict[str, Any]:
 
 EVALUATING = {"train": {"eval_every": 1, "eval_steps": 2}}
 DEEP = {"train": {"steps": 3}}
+Case = tuple[tuple[int, int], int, dict[str, Any], dict[str, Any], int | None]
+CASES: list[Case] = [
+    ((1, 1), 2, EVALUATING, {}, None),
+    ((2, 1), 2, {"model": {"dropout": 0.2}}, {"pipeline": {"split_backward": True}}, 1),
+    ((1, 1), 4, {"model": {"tie_embeddings": False}}, {}, None),
+    ((4, 1), 2, DEEP, {"pipeline": {"checkpoint_activations": 1}}, 2),
+    ((2, 1), 4, DEEP, {}, 3),
+    ((2, 1), 2, {"samo": {"enabled": False}}, {}, None),
+    ((1, 2), 2, {"samo": {"gradient": "exact"}}, {"samo": {"shard_optimizer": True}}, None),
+    ((2, 2), 2, {"samo": {"gradient": "exact"}}, {}, 4),
+    ((1, 3), 4, {"samo": {"gradient": "exact"}}, {}, None),
+    ((2, 1), 2, {"precision": "bf16", "optimizer": {"name": "sgd"}}, {}, None),
+    (
+        (2, 1),
+        2,
+        {"pruning": {"include": "all", "distribution": "global"}, "samo": {}},
+        {"samo": {"index": "mask"}},
+        5,
+    ),
+]
+"""Stages and replicas, members, settings, free settings, and an order of arrival."""
 SAME_BITS = [
     *(
         Row(layout, exact(settings), members(number, **free), ONE_RANK, FOUR_HEADS, order)
-        for layout, number, settings, free, order in [
-            ((1, 1), 2, EVALUATING, {}, None),
-            ((2, 1), 2, {"model": {"dropout": 0.2}}, {"pipeline": {"split_backward": True}}, 1),
-            ((1, 1), 4, {"model": {"tie_embeddings": False}}, {}, None),
-            ((4, 1), 2, DEEP, {"pipeline": {"checkpoint_activations": 1}}, 2),
-            ((2, 1), 4, DEEP, {}, 3),
-            ((2, 1), 2, {"samo": {"enabled": False}}, {}, None),
-            ((1, 2), 2, {"samo": {"gradient": "exact"}}, {"samo": {"shard_optimizer": True}}, None),
-            ((2, 2), 2, {"samo": {"gradient": "exact"}}, {}, 4),
-            ((1, 3), 4, {"samo": {"gradient": "exact"}}, {}, None),
-            ((2, 1), 2, {"precision": "bf16", "optimizer": {"name": "sgd"}}, {}, None),
-            (
-                (2, 1),
-                2,
-                {"pruning": {"include": "all", "distribution": "global"}, "samo": {}},
-                {"samo": {"index": "mask"}},
-                5,
-            ),
-        ]
+        for layout, number, settings, free, order in CASES
     ),
     *(
         Row((1 + number % 2, 1), exact(ten_steps(method)), members(2), ONE_RANK, FOUR_HEADS)

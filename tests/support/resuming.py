@@ -33,7 +33,7 @@ from axsparse.training.export import export
 from axsparse.training.placement import Placement
 from axsparse.training.trainer import Trainer
 
-Layout = tuple[int, ...]
+Layout = tuple[int, int]
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Ran:
 
 
 def ran(
-    layout: Layout,
+    layout: Layout | tuple[int, int, int],
     config: Config,
     run_dir: Path,
     *,
