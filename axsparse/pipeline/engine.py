@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,6 +80,9 @@ class Engine:
         self._phases = rank.phases
         self._gpu = rank.gpu
         self._members = rank.members
+        if rank.members is not None:  # messages go on while a member waits for others
+            rank.members.idle = link.push
+            rank.members.timed = partial(rank.phases, "collective")
         self._stage = stage
         self._link = link
         self._schedule = schedule

@@ -117,16 +117,11 @@ def _construct_layer(
     drawn_before = set(options.draws)
     module, values = _skeleton(layer, ties, options)
     _fill_buffers(layer, module, options)
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    cuts: Mapping[str, Cut] = {}
-    chunks: Mapping[str, tuple[str, int]] = {}
-    if options.members is not None:
-        cuts = cuts_of(layer.name, layer.tensor, shapes, options.members.chunks)
-        chunks = cut_module(layer, module, cuts, options.members)
+    chunks = _cut(layer, module, options)
     states: list[TensorState] = []
     frozen: list[Tensor] = [slot.tensor for slot in slots(module)]
     for local_name, parameter in list(module.named_parameters()):
-        if local_name in chunks:
+        if local_name in chunks.places:
             continue
         name = f"{layer.name}.{local_name}"
         owner = tensors.get(ties.get(name, ""))
@@ -153,9 +148,8 @@ def _construct_layer(
             del mask_D
         tensors[name] = TensorState(name, parameter, index, decays=len(shape) >= 2, alias_of=owner)
         states.append(tensors[name])
-    states += _chunk_states(layer, ties, tensors, options, (module, values, cuts, chunks))
-    order = {f"{layer.name}.{name}": number for number, name in enumerate(shapes)}
-    states.sort(key=lambda tensor: order[tensor.whole_name])
+    states += _chunk_states(layer, ties, tensors, options, (module, values, chunks))
+    states.sort(key=lambda tensor: chunks.order.index(tensor.whole_name))
     state = LayerState(
         layer.name,
         states,
@@ -170,8 +164,36 @@ def _construct_layer(
     _draw_again(layer, ties, options, options.draws.keys() - drawn_before)
     # This allocates the moments, and does so only now, when the last fp32 start value is freed.
     state.optimizer_state.reset_moments()
+    return BuiltLayer(layer, module, state, chunks.names)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """What of a layer is cut."""
+
+    names: Mapping[str, str]
+    """`BuiltLayer.names`."""
+    cuts: Mapping[str, Cut]
+    """How parameters are cut, by their names within the uncut layer."""
+    places: Mapping[str, tuple[str, int]]
+    """What `cut_module` returns."""
+
+    @property
+    def order(self) -> list[str]:
+        """The global names of the parameters of the uncut layer."""
+        return list(self.names)
+
+
+def _cut(layer: Layer, module: nn.Module, options: StateOptions) -> _Chunks:
+    """Cut a layer's module, if members share it."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    cuts: Mapping[str, Cut] = {}
+    places: Mapping[str, tuple[str, int]] = {}
+    if options.members is not None:
+        cuts = cuts_of(layer.name, layer.tensor, shapes, options.members.chunks)
+        places = cut_module(layer, module, cuts, options.members)
     names = {f"{layer.name}.{name}": "" if name in cuts else name for name in shapes}
-    return BuiltLayer(layer, module, state, names)
+    return _Chunks(names, cuts, places)
 
 
 def _chunk_states(
@@ -179,21 +201,19 @@ def _chunk_states(
     ties: Mapping[str, str],
     tensors: dict[str, TensorState],
     options: StateOptions,
-    cut: tuple[nn.Module, StartOf, Mapping[str, Cut], Mapping[str, tuple[str, int]]],
+    cut: tuple[nn.Module, StartOf, _Chunks],
 ) -> list[TensorState]:
-    """The chunks of a layer's tensors that are here, entered into `tensors`.
-
-    `cut` has the module, its start values, how tensors are cut, and which chunk each parameter is.
-    """
-    module, values, cuts, chunks = cut
+    """The chunks of a layer's tensors that are here, entered into `tensors`; `cut` has the module,
+    its start values, and what is cut."""
+    module, values, chunks = cut
     wholes: dict[str, tuple[Whole, Tensor | None]] = {}
     states = []
-    for place, (local, number) in chunks.items():
+    for place, (local, number) in chunks.places.items():
         name = f"{layer.name}.{local}"
         owner, masks = tensors.get(ties.get(f"{name}#{number}", "")), options.masks
         if local not in wholes:
-            shape, first, mask_D = cuts[local].shape, ties.get(name, name), None
-            whole = Whole(name, shape, torch.Size(shape).numel(), cuts[local])
+            shape, first, mask_D = chunks.cuts[local].shape, ties.get(name, name), None
+            whole = Whole(name, shape, torch.Size(shape).numel(), chunks.cuts[local])
             if owner is None and masks is not None and first in masks.kept:
                 mask_D = masks.mask(first, shape, partial(values, local))
                 whole.kept = masks.kept[first]

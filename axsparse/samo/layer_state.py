@@ -223,6 +223,7 @@ def _nothing() -> None:
 class LayerState:
     """Gradient, master weights and moments of one layer's trained tensors."""
 
+    # Reason: what a layer's state is, and who else has parts of it.
     def __init__(
         self,
         name: str,

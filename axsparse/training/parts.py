@@ -122,8 +122,6 @@ def assemble(
     collector = GradientCollector(states, sync.ready, phases.compression)
     link = transport.link(place)
     members = options.members
-    if members is not None:
-        members.idle, members.timed = link.push, lambda: phases("collective")
     engine = Engine(
         Rank(place, backoff, phases, placement.gpu, members),
         _stage(run, layers, collector, members),

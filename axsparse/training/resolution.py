@@ -18,7 +18,7 @@ from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
 from axsparse.models.survey import LayerInfo, Survey, match, named_value
-from axsparse.models.tensor_parallel import Cut, cuts_of, most_chunks
+from axsparse.models.tensor_parallel import Cut
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     Choice,
@@ -48,7 +48,6 @@ from axsparse.pruning.targets import (
     what_is_pruned,
 )
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid, Place
 from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.gradient_norm import LossScale
@@ -56,6 +55,7 @@ from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.state_bytes import master_kind, stage_bytes
 from axsparse.training.checkpoint.verification import flat
+from axsparse.training.cutting import cuts_of_model, refuse_uncut, ties_of_chunks
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
 HOLES = 0.3
@@ -225,8 +225,6 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     )
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
-    cuts = cuts_of_model(loaded, inputs, grid, criterion, subject.optimizer)
-    survey = replace(survey, ties={**survey.ties, **_ties_of_chunks(survey, cuts)})
     trades = _trades(config, grid, inputs, subject, choice)
     run = RunSpec(
         config=_settled(config, grid, choice, trades),
@@ -242,8 +240,8 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         kept_at_start=kept,
         on_host=inputs.on_host,
         room=_room(config, inputs),
-        cuts=cuts,
     )
+    run = _cut(loaded, run)
     if draws or (targets is not None and config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
@@ -303,84 +301,13 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence
     return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})
 
 
-def cuts_of_model(
-    loaded: LoadedConfig,
-    inputs: RunInputs,
-    grid: Grid,
-    criterion: Criterion,
-    optimizer: Optimizer,
-) -> dict[str, Cut]:
-    """How parameters are cut into chunks, by global name; empty where layers are whole.
-
-    ConfigError for what does not work with tensors that are cut.
-    """
-    config, members = loaded.config, grid.g_tensor
-    if members == 1 and not config.layout.tensor_exact:
-        return {}
-    where = loaded.where("layout.tensor_exact" if members == 1 else "layout.g_tensor")
-    layers, pruning = inputs.model.layers, config.pruning
-    draws = pruning.ticket is None and config.samo.enabled
-    refused = {
-        f"{members} is no power of two": members & (members - 1),
-        "layers are cut on CPUs only so far": not inputs.on_host,
-        f"model {inputs.model.name} names no modules to cut (Layer.tensor)": not any(
-            layer.tensor for layer in layers
-        ),
-        "this optimizer sums over whole tensors, of which a rank has some chunks": (
-            optimizer.statistics is not None
-        ),
-        f"pruning.method {pruning.method} does not cut layers yet": draws
-        and pruning.method in ("set", "rigl", "wanda", "sparsegpt"),
-        "scores that take inputs do not cut layers yet": draws and criterion.sees_inputs,
-        f"pruning.heal {pruning.heal} does not cut layers yet": draws and pruning.heal != "none",
-        "pipeline.compile fuses layers, which are not cut then": config.pipeline.compile,
-        "no plan counts cut layers yet, which layout.memory_per_rank needs": (
-            config.layout.memory_per_rank != "auto"
-        ),
-    }
-    for reason, is_refused in refused.items():
-        if is_refused:
-            raise ConfigError(
-                f"{where}: {reason}; choose another value there, or layout.g_tensor 1 without "
-                "layout.tensor_exact"
-            )
-    shapes = {
-        layer.name: {
-            parameter.name.removeprefix(f"{layer.name}."): parameter.shape
-            for parameter in layer.parameters
-        }
-        for layer in inputs.survey.layers
-    }
-    chunks = members
-    if config.layout.tensor_exact:
-        chunks = min(most_chunks(layer.name, layer.tensor, shapes[layer.name]) for layer in layers)
-        if chunks % members:
-            raise ConfigError(
-                f"{where}: {members}, but layout.tensor_exact cuts this model into {chunks} "
-                f"chunks; choose at most {chunks}"
-            )
-    return {
-        f"{layer.name}.{name}": cut
-        for layer in layers
-        for name, cut in cuts_of(
-            layer.name, layer.tensor, shapes[layer.name], chunks, where
-        ).items()
-        if chunks > 1
-    }
-
-
-def _ties_of_chunks(survey: Survey, cuts: Mapping[str, Cut]) -> dict[str, str]:
-    """The ties of the chunks of tied tensors that are cut; ConfigError where one alone is."""
-    ties = {}
-    for second, first in survey.ties.items():
-        if cuts.get(first) != cuts.get(second):
-            raise ConfigError(
-                f"tie {first} = {second}: the two uses are not cut alike (Layer.tensor); cut both "
-                "by vocabulary, or neither"
-            )
-        for number in range(cuts[first].chunks if first in cuts else 0):
-            ties[f"{second}#{number}"] = f"{first}#{number}"
-    return ties
+def _cut(loaded: LoadedConfig, run: RunSpec) -> RunSpec:
+    """The run with its layers cut into chunks, if its settings ask for that."""
+    survey = run.survey
+    refuse_uncut(loaded, run.place.grid, run.model, run.criterion, run.optimizer, run.on_host)
+    cuts = cuts_of_model(loaded, run.place.grid, run.model, survey)
+    survey = replace(survey, ties={**survey.ties, **ties_of_chunks(survey, cuts)})
+    return replace(run, cuts=cuts, survey=survey)
 
 
 def _shards(run: RunSpec) -> bool:
