@@ -460,7 +460,10 @@ def _first_masks(
     if run.targets.ticket is not None:
         return run.targets.ticket
     ties, pruning = run.survey.ties, run.config.pruning
-    heals, is_shown = pruning.heal != "none", run_dir is not None and run.place.replica == 0
+    heals, is_shown = (
+        pruning.heal != "none",
+        run_dir is not None and run.place.replica == 0 == run.place.member,
+    )
     if pruning.method in METHODS or run.criterion.sees_inputs or heals:
         calibration = Calibration(
             pruning.method,
@@ -503,7 +506,8 @@ def _healed_layers(run: RunSpec, data: Data, run_dir: Path | None) -> HealedLaye
         data.fingerprint,
     )
     fingerprint = hashlib.sha256("\n".join(decides).encode()).hexdigest()
-    return HealedLayers(run_dir / HEALED, fingerprint, writes=run.place.replica == 0)
+    is_first = run.place.replica == 0 == run.place.member
+    return HealedLayers(run_dir / HEALED, fingerprint, writes=is_first)
 
 
 def _load(checkpoint: Checkpoint, parts: Parts) -> None:

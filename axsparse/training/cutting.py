@@ -8,7 +8,6 @@ from axsparse.config.load import LoadedConfig
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey
 from axsparse.models.tensor_parallel import Cut, cuts_of, most_chunks
-from axsparse.pruning.criteria import Criterion
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.optimizer import Optimizer
@@ -28,7 +27,6 @@ def refuse_uncut(
     loaded: LoadedConfig,
     grid: Grid,
     model: Model,
-    criterion: Criterion,
     optimizer: Optimizer,
     on_host: bool,
 ) -> None:
@@ -48,9 +46,7 @@ def refuse_uncut(
             optimizer.statistics is not None
         ),
         f"pruning.method {pruning.method} does not cut layers yet": draws
-        and pruning.method in ("set", "rigl", "wanda", "sparsegpt"),
-        "scores that take inputs do not cut layers yet": draws and criterion.sees_inputs,
-        f"pruning.heal {pruning.heal} does not cut layers yet": draws and pruning.heal != "none",
+        and pruning.method in ("set", "rigl"),
         "pipeline.compile fuses layers, which are not cut then": config.pipeline.compile,
         "no plan counts cut layers yet, which layout.memory_per_rank needs": (
             config.layout.memory_per_rank != "auto"

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model, Split
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.seeds import keyed_generator
 
 
 class Attention(nn.Module):
@@ -107,6 +108,25 @@ FOUR_HEADS = replace(
     settings={"batch": {"microbatch_size": 4}, "model": {"num_heads": 4}},
 )
 OWN = Subject("own", lambda config: own_model(), vector_data, settings=FOUR_HEADS.settings)
+SHAPES = {
+    f"{layer.name}.{name}": tuple(parameter.shape)
+    for layer in own_model().layers
+    for name, parameter in layer.build().named_parameters()
+}
+
+
+class Loaded:
+    """Start values for every parameter, as if from a file."""
+
+    fingerprint = "loaded"
+
+    def read(self, name: str) -> Tensor | None:
+        shape = SHAPES.get(name)
+        return None if shape is None else random_init(name, shape, keyed_generator(1, name))
+
+
+LOADED = replace(OWN, name="loaded", model=lambda config: replace(own_model(), start=Loaded()))
+BY_SAMPLES = {"calibration_samples": 7, "exclude": ["first.*"]}
 TOLERANCE = (3e-7, 1e-6)
 """Sums over chunks in place of one product: 1.2e-7 and 1e-7 were the most seen over three steps."""
 
@@ -161,6 +181,14 @@ SAME_BITS += [
     Row((1, 1), exact(DEEP), members(2), ONE_RANK, OWN),
     Row((2, 1), exact(DEEP), members(4), ONE_RANK, OWN, order=1),
 ]
+SAME_BITS += [
+    Row((2, 1), exact({"pruning": {**BY_SAMPLES, **pruning}}), members(2), ONE_RANK, LOADED)
+    for pruning in (
+        {"method": "wanda"},
+        {"method": "sparsegpt"},
+        {"method": "magnitude", "heal": "blocks"},
+    )
+]
 USUAL = [SAME_BITS[1]]
 
 
@@ -173,7 +201,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"optimizer": {"name": "lamb"}}, "this optimizer sums over whole tensors"),
     ({"pruning": {"method": "rigl"}}, "pruning.method rigl does not cut layers yet"),
-    ({"pruning": {"method": "wanda"}}, "pruning.method wanda does not cut layers yet"),
+    ({"pruning": {"method": "set"}}, "pruning.method set does not cut layers yet"),
     ({"pipeline": {"compile": True}}, "pipeline.compile fuses layers"),
     ({"layout": {"memory_per_rank": 4.0}}, "no plan counts cut layers yet"),
     ({"own": {"tensor": {}}}, "model custom names no modules to cut"),
