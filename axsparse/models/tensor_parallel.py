@@ -32,6 +32,7 @@ from axsparse.models.losses import CHUNK_LOGITS
 from axsparse.runtime.bounds import IGNORED, refuse_beyond
 from axsparse.runtime.communication import Collective, Op, Transport, Work
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.exchange import sum_by_owner
 from axsparse.runtime.grid import Place
 from axsparse.runtime.seeds import kept_rng
 
@@ -211,6 +212,10 @@ class TensorGroup:
         for chunk in range(self.chunks):
             cut.put(whole, chunk, flat[starts[chunk] : starts[chunk + 1]])
         return whole
+
+    def rows(self, values: Sequence[float]) -> list[list[float]]:
+        """The numbers of every member, on all of them, which call this together."""
+        return sum_by_owner(self._members, self._backoff, values)
 
     def tell(self, first: int, second: int) -> None:
         """Tell the other members two numbers; member 0 calls this."""

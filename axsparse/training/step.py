@@ -35,7 +35,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
 from axsparse.samo.fixed_point import Fit, Units
-from axsparse.samo.masks import masks_digest, weights_digest
+from axsparse.samo.masks import bits_digest, masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
 from axsparse.samo.optim.optimizer import Hyper, LearningRate, learning_rate, own_learning_rate
 from axsparse.samo.optim.update import update
@@ -70,6 +70,8 @@ class Step:
         """The units of exact sums; None where gradients are summed as numbers."""
         if config.samo.gradient == "exact":
             self._units = Units(num_microbatches(config.batch))
+        self._has_gradients = False
+        """Whether gradients were ever computed by this process."""
         self._named: dict[str, set[str]] = {}
         self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
@@ -111,7 +113,11 @@ class Step:
             self._begin_step()
             losses = self._forward_backward(batch)
             self._all_reduce_gradients()
-            verdict = self._agree(losses, notice, self._digest())
+            digest = self._digest()
+            if digest or not self._has_gradients:
+                refuse_partial_gradients(self._parts)
+            self._has_gradients = True
+            verdict = self._agree(losses, notice, digest)
             if self._units is None or not verdict.finite:
                 return verdict
             if self._units.follow(verdict.fits):
@@ -477,6 +483,30 @@ def _refuse_unequal(digest: int, parts: Parts, text: str) -> None:
     for replica, other in enumerate(others, 1):
         if other != first:
             raise TrainingError(text.format(replica=replica, stage=parts.place.stage))
+
+
+def refuse_partial_gradients(parts: Parts) -> None:
+    """ConfigError if members of a stage have other gradients of a parameter that all of them have.
+
+    All members call this together.
+    """
+    members = parts.members
+    if members is None or members.size == 1:
+        return
+    whole = [
+        (layer.state, tensor)
+        for layer in parts.layers
+        for tensor in layer.state.tensors
+        if tensor.chunk_of is None
+    ]
+    rows = members.rows([float(bits_digest(state.sums_of(tensor))) for state, tensor in whole])
+    for (_, tensor), *digests in zip(whole, *rows, strict=True):
+        if len(set(digests)) > 1:
+            raise ConfigError(
+                f"{tensor.name}: its gradient differs between the members of stage "
+                f"{parts.place.stage}, so that it sees some heads or features only; move it in "
+                "front of the column split or behind the row split, or cut neither (Layer.tensor)"
+            )
 
 
 def refuse_drifted_weights(verdict: Verdict, step: int, grid: Grid) -> None:

@@ -22,6 +22,7 @@ from support.cases import (
     parameters,
     steps,
 )
+from support.hf import SMALL_LLAMA, small_llama
 from support.resuming import Ran, ran
 from support.runs import (
     random_init,
@@ -60,7 +61,9 @@ class Attention(nn.Module):
 
 
 class Own(nn.Module):
-    def __init__(self, width: int = 32, size: int = 8, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int = 32, size: int = 8, dropout: float = 0.0, *, norm: bool = False
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.attention = Attention(width, size)
@@ -70,10 +73,11 @@ class Own(nn.Module):
             nn.Linear(48, width),
         )
         self.dropout = nn.Dropout(dropout)
+        self.inner = nn.PReLU() if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
-        hidden = self.dropout(F.silu(self.gate(x)) * self.up(x))
+        hidden = self.inner(self.dropout(F.silu(self.gate(x)) * self.up(x)))
         out: Tensor = x + self.down(hidden)
         return out
 
@@ -87,8 +91,8 @@ def own_model(**settings: Any) -> Model:
         **{"up": "column", "gate": "column", "down": "row"},
     }
     settings = {"tensor": splits} | settings
-    dropout, tensor = settings.pop("dropout", 0.0), settings.pop("tensor")
-    build = partial(Own, dropout=dropout)
+    tensor = settings.pop("tensor")
+    build = partial(Own, **settings)
     return Model(
         [
             Layer("first", partial(nn.Linear, 16, 64), init=random_init),
@@ -126,6 +130,12 @@ class Loaded:
 
 
 LOADED = replace(OWN, name="loaded", model=lambda config: replace(own_model(), start=Loaded()))
+LLAMA = Subject(
+    "llama, grouped heads",
+    lambda config: small_llama(),
+    token_data,
+    settings={"model": SMALL_LLAMA, "batch": {"microbatch_size": 4}},
+)
 BY_SAMPLES = {"calibration_samples": 7, "exclude": ["first.*"]}
 TOLERANCE = (3e-7, 1e-6)
 """Sums over chunks in place of one product: 1.2e-7 and 1e-7 were the most seen over three steps."""
@@ -189,6 +199,7 @@ SAME_BITS += [
         {"method": "magnitude", "heal": "blocks"},
     )
 ]
+SAME_BITS.append(Row((2, 1), exact(DEEP), members(2), ONE_RANK, LLAMA, order=1))
 USUAL = [SAME_BITS[1]]
 
 
@@ -204,10 +215,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pruning": {"method": "set"}}, "pruning.method set does not cut layers yet"),
     ({"pipeline": {"compile": True}}, "pipeline.compile fuses layers"),
     ({"layout": {"memory_per_rank": 4.0}}, "no plan counts cut layers yet"),
+    (
+        {"hf": {"model_type": "qwen3", "head_dim": 8}},
+        "^layout.g_tensor .*: model qwen3 names no modules to cut",
+    ),
     ({"own": {"tensor": {}}}, "model custom names no modules to cut"),
     ({"own": {"tensor": {"nowhere": "row"}}}, "^layer block0: tensor names 'nowhere', which has"),
     ({"own": {"tensor": {"up": "diagonal"}}}, "^layer block0: tensor has 'diagonal' for 'up'; "),
     ({"own": {"tensor": {"norm": "column"}}}, "^layer block0: norm is LayerNorm, which is not cut"),
+    ({"own": {"norm": True}}, "^block.*.inner.weight: its gradient differs between the members of"),
     ({"own": {"dropout": 0.5}}, "random numbers are drawn between a column and a row split"),
 ]
 
@@ -274,9 +290,10 @@ def test_members_leave_equal_files_and_go_on_as_any_other_number_of_members(tmp_
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
 def test_what_is_not_cut_is_refused_in_a_line(settings: dict[str, Any], message: str) -> None:
     given = dict(settings)
-    own, ranks = given.pop("own", None), given.pop("ranks", 2)
+    own, hf, ranks = given.pop("own", None), given.pop("hf", None), given.pop("ranks", 2)
     config = tiny_config(**merged({"layout": {"g_tensor": ranks}}, given))
     model = tiny_gpt(config) if own is None else own_model(**own)
+    model = model if hf is None else small_llama(**hf)
     data = token_data() if own is None else vector_data()
 
     with pytest.raises(ConfigError, match=message):
