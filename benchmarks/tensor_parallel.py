@@ -31,7 +31,7 @@ import axsparse as ax
 from axsparse.data.order import samples_of_step
 from axsparse.runtime.seeds import keyed_generator
 
-BLOCKS, WIDTH, HEAD, TOKENS, WORDS, MICROBATCHES, SEED = 4, 512, 64, 256, 1024, 8, 1
+BLOCKS, WIDTH, HEAD, TOKENS, WORDS, MICROBATCHES, SEED = 4, 512, 64, 256, 1024, 4, 1
 SPLITS: dict[str, ax.Split | str] = {
     **dict.fromkeys(("query", "key", "value"), ax.Split("column", unit=HEAD)),
     "out": ax.Split("row", unit=HEAD),
@@ -66,11 +66,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
         normed = self.norm1(x)
-        heads = [
+        query, key, value = (
             m(normed).view(b, s, -1, HEAD).transpose(1, 2)
             for m in (self.query, self.key, self.value)
-        ]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(b, s, -1))
         result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return result
@@ -123,7 +123,11 @@ def ours(name: str, steps: int, path: str) -> None:
         found: list[tuple[float, float]] = []
         model = ax.Model(layers(), loss=loss)
         trainer = ax.build(job, model, lambda: ax.Datasets(tokens()), config, quiet=True)
-        trainer.train(lambda _, verdict: found.append((time.monotonic(), verdict.loss)) is True)
+
+        def note(_: int, verdict: Any) -> None:
+            found.append((time.monotonic(), verdict.loss))
+
+        trainer.train(note)
         if trainer.parts.place.rank == 0:
             Path(path).write_text(json.dumps(found))
 

@@ -67,7 +67,8 @@ def cuts_of_model(loaded: LoadedConfig, grid: Grid, model: Model, survey: Survey
     """
     if not cuts(loaded, grid):
         return {}
-    where, chunks, found = _where(loaded, grid), grid.g_tensor, {}
+    where, chunks = _where(loaded, grid), grid.g_tensor
+    found: dict[str, Cut] = {}
     shapes = {
         layer.name: {p.name.removeprefix(f"{layer.name}."): p.shape for p in layer.parameters}
         for layer in survey.layers
