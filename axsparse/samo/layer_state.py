@@ -405,6 +405,13 @@ class LayerState:
         """The masters in the parameter's shape, zero at pruned positions; else like `master`."""
         return self._dense_whole(name, self.optimizer_state.whole_master)
 
+    def dense_weight(self, name: str) -> Tensor:
+        """The weights that training computes with, in the parameter's shape, on the host; all
+        members ask for those of a tensor that is cut together."""
+        whole = self.wholes[name]
+        parts = [tensor.parameter.detach().cpu() for tensor in whole.parts]
+        return self._joined(whole, parts).view(whole.shape)
+
     def moment(self, name: str, moment: str) -> Tensor:
         """All values of one moment of a tensor, kept entries only; else like `master`."""
         return self._kept_of_whole(

@@ -14,8 +14,6 @@ from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Collective, Op, wait
 from axsparse.runtime.exchange import gather_texts
-from axsparse.samo.layer_state import LayerState
-from axsparse.samo.precision import round_to
 from axsparse.training.parts import Parts
 
 
@@ -79,8 +77,9 @@ class LiveWeights:
                 value: Callable[[], Tensor]
                 if name in self._parts.survey.ties:
                     continue
-                if name in state.wholes and (not trained or not local):
-                    value, shape = partial(_master, state, name, dtype), state.wholes[name].shape
+                if name in state.wholes:
+                    read = state.dense_weight if trained else state.dense_master
+                    value, shape = partial(read, name), state.wholes[name].shape
                 else:
                     parameter = layer.module.get_parameter(local)
                     value, shape = (
@@ -113,8 +112,3 @@ class LiveWeights:
         if buffer.numel():
             bounds = [0, 0, buffer.numel()]
             wait(group.start(Op.ALL_GATHER, buffer, bounds), self._parts.transport.backoff)
-
-
-def _master(state: LayerState, name: str, dtype: torch.dtype) -> Tensor:
-    """The masters of a tensor in its shape, rounded to a type."""
-    return round_to(state.dense_master(name), dtype)

@@ -499,7 +499,13 @@ def refuse_partial_gradients(parts: Parts) -> None:
         for tensor in layer.state.tensors
         if tensor.chunk_of is None
     ]
-    rows = members.rows([float(bits_digest(state.sums_of(tensor))) for state, tensor in whole])
+    # Of state that replicas share only the sums of this replica's part are complete.
+    parts_K = [
+        state.gradient_of(tensor)[own.start : own.stop]
+        for state, tensor in whole
+        for own in [tensor.entries_in(state.shares.own)]
+    ]
+    rows = members.rows([float(bits_digest(part_K)) for part_K in parts_K])
     for (_, tensor), *digests in zip(whole, *rows, strict=True):
         if len(set(digests)) > 1:
             raise ConfigError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from support.cases import (
     GPT,
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from axsparse.models.layer import Layer, Model, Split
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
+from axsparse.training.trainer import Trainer
 
 
 class Attention(nn.Module):
@@ -201,6 +203,27 @@ SAME_BITS += [
 ]
 SAME_BITS.append(Row((2, 1), exact(DEEP), members(2), ONE_RANK, LLAMA, order=1))
 USUAL = [SAME_BITS[1]]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_trainer_gives_whole_weights(is_trained: bool) -> None:
+    config = tiny_config(
+        **exact({"model": {"num_heads": 4}, "precision": "bf16", "batch": {"microbatch_size": 4}}),
+        samo={"gradient": "exact", "shard_optimizer": True},
+    )
+    found: list[dict[str, Tensor] | None] = []
+
+    def look(trainer: Trainer) -> None:
+        found.append(trainer.state_dict(trained=is_trained))
+
+    for layout in ((1, 1, 1), (2, 2, 2)):
+        model = tiny_gpt(config)
+        train_in_process(*layout[:2], model, config, token_data(), g_tensor=layout[2], before=look)
+
+    one, many = (weights for weights in found if weights is not None)
+    assert one.keys() == many.keys()
+    assert all(torch.equal(weight, many[name]) for name, weight in one.items())
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
