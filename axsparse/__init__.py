@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from axsparse.data.torch_dataset import from_torch as from_torch
     from axsparse.models.layer import Layer as Layer
     from axsparse.models.layer import Model as Model
+    from axsparse.models.layer import Split as Split
     from axsparse.models.layer import Tie as Tie
     from axsparse.models.layer import count_top1 as count_top1
     from axsparse.models.sequential import from_sequential as from_sequential
@@ -58,6 +59,7 @@ _HOMES = {
     "Model": "axsparse.models.layer",
     "Optimizer": "axsparse.samo.optim.optimizer",
     "PartedDataset": "axsparse.data.dataset",
+    "Split": "axsparse.models.layer",
     "Tie": "axsparse.models.layer",
     "TokenDataset": "axsparse.data.dataset",
     "Trainer": "axsparse.training.trainer",

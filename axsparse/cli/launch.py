@@ -150,6 +150,11 @@ def _configuration(words: Sequence[str]) -> LoadedConfig:
 def _plan(arguments: argparse.Namespace, loaded: LoadedConfig) -> Plan:
     """What the supervisor is to do; ConfigError and MissingInputError for what cannot be done."""
     layout, ranks = loaded.config.layout, arguments.ranks
+    if layout.g_tensor > 1 and arguments.restarts:
+        raise ConfigError(
+            f"{loaded.where('layout.g_tensor')}: {layout.g_tensor}, but restarts choose layouts of "
+            "whole layers for the ranks that are left; give --restarts 0"
+        )
     launcher, python = _programs(os.environ)
     hosts, named, probe = _hosts(arguments, launcher)
     if sum(host.slots for host in hosts) < ranks:

@@ -122,13 +122,19 @@ def num_microbatches(batch: BatchConfig, replicas: int = 1) -> int:
 
 
 class LayoutConfig(Section):
-    """How the ranks are arranged: world = g_inter × g_data."""
+    """How the ranks are arranged: world = g_inter × g_tensor × g_data."""
 
     g_inter: Count | Auto = "auto"
     """Pipeline stages; `auto` takes the fewest that fit `memory_per_rank`. Without that limit it
     takes 2 if 2 divides the ranks, else 1, and more only if the host's memory requires it."""
     g_data: Count | Auto = "auto"
-    """Replicas of the pipeline; `auto` takes ranks / g_inter."""
+    """Replicas of the pipeline; `auto` takes ranks / (g_inter × g_tensor)."""
+    g_tensor: Count = 1
+    """Ranks that compute each layer of a stage together, a power of two (docs/howto/tensor.md).
+    With more than one, no plan is made: `g_inter: auto` takes 2 if 2 divides what is left."""
+    tensor_exact: bool = False
+    """Cut layers into chunks whose number depends on the model alone, so that every `g_tensor`,
+    also 1, gives the same bits. A little slower than without where `g_tensor` is small."""
     split: Annotated[tuple[Count, ...] | Auto, FromList] = "auto"
     """Layers of each stage, first to last, embedding and head included; `auto` balances the work
     of the stages, among the splits that fit `memory_per_rank`."""

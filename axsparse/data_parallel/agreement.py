@@ -112,6 +112,8 @@ class Agreement:
         self._backoff = backoff
         self._place = place
         counts = torch.zeros(len(names), dtype=torch.float64)
+        # Replica 0's, in which each tensor is on one rank only: chunks are, and `kept` has what is
+        # whole on several members on the first alone.
         if place.replica == 0:
             for number, name in enumerate(names):
                 counts[number] = kept.get(name, 0)
@@ -148,7 +150,7 @@ class Agreement:
             bad_ranks=_where(vector[self._flags] > 0),
             notice=Notice(*(count > 0 for count in vector[self._notices].tolist())),
             drifted=_first_odd(digests, self._place.grid),
-            digest=int(sum(digests[: self._place.grid.g_inter]) % DIGESTS)
+            digest=int(sum(digests[: _ranks_of_replica(self._place.grid)]) % DIGESTS)
             if any(digests)
             else None,
             fits=self._largest(fits),
@@ -161,7 +163,7 @@ class Agreement:
         vector[self._notices] = torch.tensor(astuple(report.notice)).double()
         vector[self._flags][place.rank] = not report.is_finite
         vector[self._digests][place.rank] = report.digest
-        if place.is_last:
+        if place.is_last and place.member == 0:
             slots = slice(2 * place.replica, 2 * place.replica + 2)
             vector[slots] = torch.tensor(exact_sum(report.losses), dtype=torch.float64)
         for name, partial in report.partials.items():
@@ -193,8 +195,13 @@ class Agreement:
 
 def _first_odd(digests: Sequence[float], grid: Grid) -> int | None:
     """The first rank with another digest than replica 0 of its stage."""
-    odd = (rank for rank, own in enumerate(digests) if own != digests[rank % grid.g_inter])
+    each = _ranks_of_replica(grid)
+    odd = (rank for rank, own in enumerate(digests) if own != digests[rank % each])
     return next(odd, None)
+
+
+def _ranks_of_replica(grid: Grid) -> int:
+    return grid.g_inter * grid.g_tensor
 
 
 def _where(flags: Tensor) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.host_channel import DTYPES
 
+SplitKind = Literal["column", "row", "vocabulary"]
 Kind = Literal["block", "embedding", "head"]
 """What a layer is: pruning treats blocks, embeddings and heads differently."""
 LossFunction = Callable[..., Tensor]
@@ -27,6 +28,20 @@ MetricFunction = Callable[..., Tensor]
 """`metric(*outputs of the last layer, targets)`; see `Model.metrics`."""
 InitFunction = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
 """`init(parameter name, shape, generator)`; see `Layer.init`."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a module of a layer is cut into chunks; a value of `Layer.tensor`."""
+
+    kind: SplitKind
+    """`column` cuts the outputs of a linear module, `row` its inputs, and `vocabulary` the words of
+    an embedding."""
+    groups: int = 1
+    """A matrix that is made of several, one above the other, such as those of query, key and value,
+    has so many groups, each of which is cut."""
+    unit: int = 1
+    """So many consecutive outputs or inputs stay together, such as those of a head."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,12 @@ class Layer:
     """Whether the forward draws random numbers. Of no effect: every forward finds the global
     generators of torch, Python and numpy seeded by run seed, layer, step and sample, so that its
     numbers do not depend on the layout.
+    """
+    tensor: Mapping[str, Split | str] = field(default_factory=dict, hash=False)
+    """How modules of the layer are cut where several ranks share a stage (`layout.g_tensor`), by
+    the path of the module: "column", "row", "vocabulary", or a `Split`. What lies between a column
+    and a row split sees some heads or features only, so that it takes their number from the tensor;
+    all else is whole on all ranks.
     """
 
 
@@ -140,6 +161,9 @@ class Model:
     """`loss_logits(samples)` returns how many logits the loss holds at a time in a microbatch of so
     many samples, where it computes them itself; plans count their memory. None: it computes none.
     """
+    cut_loss: Callable[[Any], LossFunction] | None = None
+    """Makes the loss of outputs of which the last layer has cut some, given the members that have
+    the chunks (`models/tensor_parallel.py`, `TensorGroup`); None if it cuts none."""
     start: StartValues | None = None
     """Start values of parameters and buffers; they take precedence over `Layer.init`."""
     vocab_size: int | None = None

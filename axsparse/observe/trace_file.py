@@ -229,7 +229,7 @@ class TraceRecorder:
         zero, taken, self._taken = self._zero, self._taken, []
         spans = [
             Span(step, replica, stage, phase, name, begin - zero, end - zero)
-            for step, of_step in taken
+            for step, of_step in (taken if self._place.member == 0 else ())
             for phase, name, begin, end in of_step
         ]
         trace = self._folder / TRACES / file_name(self._steps)

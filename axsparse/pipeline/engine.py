@@ -10,13 +10,23 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
+from axsparse.models.tensor_parallel import TensorGroup
 from axsparse.observe.phases import Phases
-from axsparse.pipeline.policy import BACKWARD, FORWARD, Action, ForwardOnly, Kind, Policy
+from axsparse.pipeline.policy import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    Following,
+    ForwardOnly,
+    Kind,
+    Policy,
+)
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.bounds import telling_sample
@@ -47,6 +57,8 @@ class Rank:
     phases: Phases
     gpu: Device | None = None
     """The GPU that the stage computes on; None: the CPU."""
+    members: TensorGroup | None = None
+    """The ranks that compute the stage together; None if this one does so alone."""
 
 
 class Engine:
@@ -67,6 +79,10 @@ class Engine:
         self._backoff = rank.backoff
         self._phases = rank.phases
         self._gpu = rank.gpu
+        self._members = rank.members
+        if rank.members is not None:  # messages go on while a member waits for others
+            rank.members.idle = link.push
+            rank.members.timed = partial(rank.phases, "collective")
         self._stage = stage
         self._link = link
         self._schedule = schedule
@@ -107,6 +123,7 @@ class Engine:
             g_inter=place.grid.g_inter,
             microbatches=len(batch.microbatches),
         )
+        last = Kind.WEIGHT if self._schedule.split_backward else Kind.BACKWARD
         losses: list[Tensor] = []
 
         def run(action: Action) -> None:
@@ -121,7 +138,7 @@ class Engine:
                 with self._phases("compute"):
                     self._stage.weight_gradients(action.microbatch)
 
-        self._execute(policy, run)
+        self._execute(self._followed(policy, len(batch.microbatches), last), run)
         self._finish_sending()
         return losses
 
@@ -153,7 +170,8 @@ class Engine:
 
         self._offset = EVALUATED
         try:
-            self._execute(policy, run, MOST_WAITING)
+            number = len(batch.microbatches)
+            self._execute(self._followed(policy, number, Kind.FORWARD), run, MOST_WAITING)
         finally:
             self._offset = 0
         return found
@@ -168,7 +186,8 @@ class Engine:
         policy, taken = self._policy, self._taken
         if policy is None:
             return []
-        sides = {FORWARD: ("activation", -1), BACKWARD: ("gradient", 1)}
+        apart = self._place.grid.g_tensor
+        sides = {FORWARD: ("activation", -apart), BACKWARD: ("gradient", apart)}
         return [
             f"{kind} {taken[direction]} from rank {self._place.rank + step}"
             for direction, (kind, step) in sides.items()
@@ -196,6 +215,8 @@ class Engine:
             is_congested = self._link.unsent > MOST_UNSENT or self._gpu_is_busy()
             self._tell(policy)
             action = None if is_congested else policy.next()
+            if action is not None and self._members is not None and self._place.member == 0:
+                self._members.tell(action.kind, action.microbatch + self._offset)
             if action is not None:
                 self._phases.action = str(action)
                 run(action)
@@ -206,6 +227,29 @@ class Engine:
             else:
                 self._pause()
         self._policy = None
+
+    def _followed(self, policy: Policy, microbatches: int, last: Kind) -> Policy:
+        """The policy, or on members other than 0 one that follows what member 0 decides."""
+        place, members = self._place, self._members
+        if members is None or place.member == 0:
+            return policy
+
+        def told() -> Action | None:
+            words = members.heard()
+            if words is None:
+                return None
+            kind, number = words[0], words[1] - self._offset
+            if not 0 <= number < EVALUATED:
+                raise self._evaluates_alone()
+            return Action(Kind(kind), number)
+
+        return Following(
+            stage=place.stage,
+            g_inter=place.grid.g_inter,
+            microbatches=microbatches,
+            last=last,
+            told=told,
+        )
 
     @property
     def _waiting(self) -> int:

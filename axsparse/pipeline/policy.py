@@ -6,7 +6,7 @@ training (`pipeline.engine`) and simulations (`pipeline.simulator`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -344,6 +344,48 @@ def _check_order(actions: Sequence[Action]) -> int:
             "every forward needs its backward, and either all or none its weight gradients"
         )
     return forwards
+
+
+class Following:
+    """The policy of a rank that shares its stage with others, of which one decides for all.
+
+    It runs what it is told, in this order, as soon as the input has arrived here as well: that
+    member had the input, so it is on its way.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        g_inter: int,
+        microbatches: int,
+        last: Kind,
+        told: Callable[[], Action | None],
+    ) -> None:
+        """`last` is the kind of the last actions. `told` returns each action that was decided
+        once, in order, and None while there is no other."""
+        self._inputs = Inputs(stage, g_inter, microbatches)
+        self._last = last
+        self._told = told
+        self._due: Action | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._inputs.begun[self._last] == self._inputs.microbatches
+
+    def expects(self, direction: Direction) -> bool:
+        is_used = direction is FORWARD or self._last is not Kind.FORWARD
+        return is_used and self._inputs.expects(direction)
+
+    def arrived(self, direction: Direction, microbatch: int) -> None:
+        self._inputs.arrived(direction, microbatch)
+
+    def next(self) -> Action | None:
+        self._due = self._due or self._told()
+        if self._due is None or not self._inputs.has(self._due.kind):
+            return None
+        begun, self._due = self._inputs.begin(self._due.kind), None
+        return begun
 
 
 class ForwardOnly:

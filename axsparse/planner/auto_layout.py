@@ -145,6 +145,10 @@ def resolve_grid(loaded: LoadedConfig, ranks: int, num_layers: int) -> Grid:
     stage a layer and each layer a stage.
     """
     g_inter, g_data = loaded.config.layout.g_inter, loaded.config.layout.g_data
+    g_tensor, all_ranks = loaded.config.layout.g_tensor, ranks
+    of_tensor = [each for each in divisors(ranks) if each & (each - 1) == 0]
+    check_divides_ranks(loaded, "layout.g_tensor", g_tensor, ranks, of_tensor)
+    ranks //= g_tensor
     stages = [divisor for divisor in divisors(ranks) if divisor <= num_layers]
     if g_inter != "auto":
         if g_inter > num_layers:
@@ -169,13 +173,14 @@ def resolve_grid(loaded: LoadedConfig, ranks: int, num_layers: int) -> Grid:
         g_data = ranks // g_inter
 
     if ranks != g_inter * g_data:
+        tensor = f" × g_tensor {g_tensor}" * (g_tensor > 1)
         raise ConfigError(
-            f"layout: {counted(ranks, 'rank')} ≠ g_inter {g_inter} × g_data {g_data}; "
-            f"start {counted(g_inter * g_data, 'rank')} or set layout.g_inter to "
+            f"layout: {counted(all_ranks, 'rank')} ≠ g_inter {g_inter} × g_data {g_data}{tensor}; "
+            f"start {counted(g_inter * g_data * g_tensor, 'rank')} or set layout.g_inter to "
             f"{one_of(stages, near=g_inter)} and layout.g_data to auto"
         )
     check_split(loaded, g_inter, num_layers)
-    return Grid(g_inter, g_data)
+    return Grid(g_inter, g_data, g_tensor)
 
 
 def _usual_stages(possible: Sequence[int]) -> int:

@@ -93,6 +93,11 @@ class Subject:
     ) -> Plan:
         """The plan; ConfigError if nothing fits, which says how many devices would do."""
         config = self.loaded.config
+        if config.layout.g_tensor > 1:
+            raise ConfigError(
+                f"{self.loaded.where('layout.g_tensor')}: {config.layout.g_tensor}, which no plan "
+                "counts yet; plan with 1"
+            )
         stages, room = self._stages(gpus), self.room(cluster)
         question = replace(
             run_question(self.workload(method), cluster, config, gpus, stages, room),

@@ -219,7 +219,7 @@ class Calibration:
     ) -> None:
         """Draw the masks of one layer, and replace its inputs in `flow` by its outputs, and those
         in `dense` by its outputs with the weights from before."""
-        options = replace(self.options, masks=None, moments=(), replicas=ALONE)
+        options = replace(self.options, masks=None, moments=(), replicas=ALONE, members=None)
         [built] = build_layers([layer], self.ties, options)
         module = built.module.eval()
         first = len(flow) - len(dense)

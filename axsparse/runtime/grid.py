@@ -1,4 +1,4 @@
-"""The grid of ranks, stages times replicas, and each rank's place in it."""
+"""The grid of ranks, stages times members times replicas, and each rank's place in it."""
 
 from __future__ import annotations
 
@@ -9,46 +9,53 @@ from axsparse.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class Grid:
-    """`g_inter` pipeline stages times `g_data` replicas of that pipeline.
+    """`g_inter` pipeline stages times `g_data` replicas of that pipeline; each stage of a replica
+    is computed by `g_tensor` members together.
 
-    `replica = rank // g_inter` and `stage = rank % g_inter`: neighbouring stages
-    have neighbouring ranks, so that launchers place them on one node.
+    `rank = (replica * g_inter + stage) * g_tensor + member`: members of a stage, and then
+    neighbouring stages, have neighbouring ranks, so that launchers place them on one node.
     """
 
     g_inter: int
     g_data: int
+    g_tensor: int = 1
 
     def __post_init__(self) -> None:
-        if self.g_inter < 1 or self.g_data < 1:
+        if self.g_inter < 1 or self.g_data < 1 or self.g_tensor < 1:
+            tensor = f" × g_tensor {self.g_tensor}" * (self.g_tensor != 1)
             raise ConfigError(
-                f"layout: g_inter {self.g_inter} × g_data {self.g_data} is no grid; "
-                "both must be at least 1"
+                f"layout: g_inter {self.g_inter} × g_data {self.g_data}{tensor} is no grid; "
+                f"{'all' if tensor else 'both'} must be at least 1"
             )
 
     @property
     def size(self) -> int:
         """The number of ranks in the grid."""
-        return self.g_inter * self.g_data
+        return self.g_inter * self.g_data * self.g_tensor
 
     def place(self, rank: int) -> Place:
         """The place of a rank from 0 to size − 1."""
         assert 0 <= rank < self.size, f"rank {rank} outside a grid of {self.size}"
-        return Place(grid=self, rank=rank, stage=rank % self.g_inter, replica=rank // self.g_inter)
+        each, member = divmod(rank, self.g_tensor)
+        replica, stage = divmod(each, self.g_inter)
+        return Place(grid=self, rank=rank, stage=stage, replica=replica, member=member)
 
-    def rank(self, stage: int, replica: int) -> int:
-        """The rank that holds a stage of a replica."""
+    def rank(self, stage: int, replica: int, member: int = 0) -> int:
+        """The rank of a member of a stage of a replica."""
         assert 0 <= stage < self.g_inter, f"stage {stage} outside {self.g_inter}"
         assert 0 <= replica < self.g_data, f"replica {replica} outside {self.g_data}"
-        return replica * self.g_inter + stage
+        assert 0 <= member < self.g_tensor, f"member {member} outside {self.g_tensor}"
+        return (replica * self.g_inter + stage) * self.g_tensor + member
 
-    def column(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold the same stage, in replica order."""
-        return tuple(self.rank(stage, replica) for replica in range(self.g_data))
+    def column(self, stage: int, member: int = 0) -> tuple[int, ...]:
+        """The ranks that are the same member of the same stage, in replica order."""
+        return tuple(self.rank(stage, replica, member) for replica in range(self.g_data))
 
     def __str__(self) -> str:
         stages = f"{self.g_inter} stage" + "s" * (self.g_inter > 1)
         replicas = f"{self.g_data} replica" + "s" * (self.g_data > 1)
-        return f"{stages} × {replicas}"
+        members = f" × {self.g_tensor} members" * (self.g_tensor > 1)
+        return f"{stages} × {replicas}{members}"
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Place:
     rank: int
     stage: int
     replica: int
+    member: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -71,4 +79,5 @@ class Place:
         return self.stage == self.grid.g_inter - 1
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (stage {self.stage}, replica {self.replica})"
+        member = f", member {self.member}" * (self.grid.g_tensor > 1)
+        return f"rank {self.rank} (stage {self.stage}, replica {self.replica}{member})"

@@ -88,6 +88,24 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
 
 
 @contextmanager
+def kept_rng() -> Iterator[None]:
+    """Let other threads draw from the global generators and replace them, and go on afterwards as
+    if none had: ranks that are threads of one process wait in it for each other."""
+    of_torch, of_python = _torch_state(), random.getstate()
+    of_numpy = _NUMPY.get_bit_generator()
+    state = of_numpy.state
+    try:
+        yield
+    finally:
+        _NUMPY.set_bit_generator(of_numpy)
+        of_numpy.state = state
+        random.setstate(of_python)
+        torch.set_rng_state(of_torch[0])
+        if len(of_torch) > 1:
+            torch.cuda.set_rng_state(of_torch[1])
+
+
+@contextmanager
 def noted_draws() -> Iterator[set[str]]:
     """Note from which global generators the code within draws, after it: "torch", "Python" or
     "numpy".

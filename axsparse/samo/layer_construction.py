@@ -6,15 +6,17 @@ exists, so building a stage needs memory for its final state and one fp32 parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, StartValues, odd_values, on_meta
 from axsparse.models.module_buffers import slots
+from axsparse.models.tensor_parallel import Cut, TensorGroup, cut_module, cuts_of
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator, preserved_rng, seed_all
@@ -23,8 +25,10 @@ from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.masks import Masks
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, master_kind
-from axsparse.samo.tensor_state import TensorState
+from axsparse.samo.tensor_state import TensorState, Whole
 
+StartOf: TypeAlias = Callable[[str], Tensor]
+"""Makes the fp32 start value of a parameter of a layer, by its name within the layer."""
 DIGESTED = 1 << 14
 """Entries of a start value that are added at a time, in copies of 64 bits."""
 
@@ -36,6 +40,20 @@ class BuiltLayer:
     spec: Layer
     module: nn.Module
     state: LayerState
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The global name of each parameter of the uncut layer, in its order, and the name within the
+    module, where it is not cut; empty where it is."""
+
+    def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank answers for, with global names: all but those that are
+        whole on member 0 as well."""
+        chunks = {id(t.parameter): t.name for t in self.state.tensors if t.chunk_of is not None}
+        is_first = self.state.members is None or self.state.members.rank == 0
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) in chunks:
+                yield chunks[id(parameter)], parameter
+            elif is_first:
+                yield f"{self.spec.name}.{name}", parameter
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,8 @@ class StateOptions:
     """Whether masters are stored as bf16 weight and 16-bit remainder."""
     replicas: Replicas = ALONE
     """The ranks that hold the same layers."""
+    members: TensorGroup | None = None
+    """The ranks that share the layers, which are cut into chunks; None if layers are whole."""
     start: StartValues | None = None
     """The values that the model starts from; None leaves that to its layers."""
     backend: Backend = HOST
@@ -97,9 +117,12 @@ def _construct_layer(
     drawn_before = set(options.draws)
     module, values = _skeleton(layer, ties, options)
     _fill_buffers(layer, module, options)
+    chunks = _cut(layer, module, options)
     states: list[TensorState] = []
     frozen: list[Tensor] = [slot.tensor for slot in slots(module)]
     for local_name, parameter in list(module.named_parameters()):
+        if local_name in chunks.places:
+            continue
         name = f"{layer.name}.{local_name}"
         owner = tensors.get(ties.get(name, ""))
         shape = tuple(parameter.shape)
@@ -125,30 +148,104 @@ def _construct_layer(
             del mask_D
         tensors[name] = TensorState(name, parameter, index, decays=len(shape) >= 2, alias_of=owner)
         states.append(tensors[name])
+    states += _chunk_states(layer, ties, tensors, options, (module, values, chunks))
+    states.sort(key=lambda tensor: chunks.order.index(tensor.whole_name))
     state = LayerState(
         layer.name,
         states,
         options.types,
         frozen=frozen,
         replicas=options.replicas,
+        members=options.members,
         backend=options.backend,
     )
-    for tensor in state.owned:
-        fill(state, tensor, values(tensor.name.removeprefix(f"{layer.name}.")))
+    for whole in state.wholes.values():
+        fill(state, whole, values(whole.name.removeprefix(f"{layer.name}.")))
     _draw_again(layer, ties, options, options.draws.keys() - drawn_before)
     # This allocates the moments, and does so only now, when the last fp32 start value is freed.
     state.optimizer_state.reset_moments()
-    return BuiltLayer(layer, module, state)
+    return BuiltLayer(layer, module, state, chunks.names)
 
 
-def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
+@dataclass(frozen=True)
+class _Chunks:
+    """What of a layer is cut."""
+
+    names: Mapping[str, str]
+    """`BuiltLayer.names`."""
+    cuts: Mapping[str, Cut]
+    """How parameters are cut, by their names within the uncut layer."""
+    places: Mapping[str, tuple[str, int]]
+    """What `cut_module` returns."""
+
+    @property
+    def order(self) -> list[str]:
+        """The global names of the parameters of the uncut layer."""
+        return list(self.names)
+
+
+def _cut(layer: Layer, module: nn.Module, options: StateOptions) -> _Chunks:
+    """Cut a layer's module, if members share it."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    cuts: Mapping[str, Cut] = {}
+    places: Mapping[str, tuple[str, int]] = {}
+    if options.members is not None:
+        cuts = cuts_of(layer.name, layer.tensor, shapes, options.members.chunks)
+        places = cut_module(layer, module, cuts, options.members)
+    names = {f"{layer.name}.{name}": "" if name in cuts else name for name in shapes}
+    return _Chunks(names, cuts, places)
+
+
+def _chunk_states(
+    layer: Layer,
+    ties: Mapping[str, str],
+    tensors: dict[str, TensorState],
+    options: StateOptions,
+    cut: tuple[nn.Module, StartOf, _Chunks],
+) -> list[TensorState]:
+    """The chunks of a layer's tensors that are here, entered into `tensors`; `cut` has the module,
+    its start values, and what is cut."""
+    module, values, chunks = cut
+    wholes: dict[str, tuple[Whole, Tensor | None]] = {}
+    states = []
+    for place, (local, number) in chunks.places.items():
+        name = f"{layer.name}.{local}"
+        owner, masks = tensors.get(ties.get(f"{name}#{number}", "")), options.masks
+        if local not in wholes:
+            shape, first, mask_D = chunks.cuts[local].shape, ties.get(name, name), None
+            whole = Whole(name, shape, torch.Size(shape).numel(), chunks.cuts[local])
+            if owner is None and masks is not None and first in masks.kept:
+                mask_D = masks.mask(first, shape, partial(values, local))
+                whole.kept = masks.kept[first]
+            wholes = {local: (whole, mask_D)}  # and no longer that of the tensor before
+        whole, mask_D = wholes[local]
+        parameter = module.get_parameter(place)
+        numel, decays = parameter.numel(), len(whole.shape) >= 2
+        index = options.backend.full_index(numel)
+        state = TensorState(
+            f"{name}#{number}", parameter, index, decays, owner, chunk_of=whole, chunk=number
+        )
+        if mask_D is not None:
+            state.own_index = options.backend.index(whole.part(state, mask_D), options.index)
+        storage = torch.zeros(parameter.shape, dtype=options.dtype, device=options.backend.device)
+        _put_storage(parameter, storage if owner is None else owner.parameter.detach())
+        whole.parts.append(state)
+        tensors[state.name] = state
+        states.append(state)
+    return states
+
+
+def fill(state: LayerState, whole: Whole, value: Tensor) -> None:
     """Set the kept weights of a tensor from dense fp32 values.
 
     A function of its own, so that `value` is freed before the caller makes the next one.
     """
     value_D = value.view(-1).to(state.backend.device)
-    for start, stop in tensor.blocks():
-        state.optimizer_state.write_master(tensor, start, tensor.index.gather(value_D, start, stop))
+    for tensor in whole.parts:
+        part_D = whole.part(tensor, value_D)
+        for start, stop in tensor.blocks():
+            kept_K = tensor.index.gather(part_D, start, stop)
+            state.optimizer_state.write_master(tensor, start, kept_K)
 
 
 def start_values(

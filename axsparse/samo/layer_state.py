@@ -27,13 +27,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from axsparse.models.tensor_parallel import TensorGroup
 from axsparse.runtime.communication import Collective, Op
 from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.kernels import add_exact, finish_exact
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes
-from axsparse.samo.tensor_state import Relocation, Shares, TensorState
+from axsparse.samo.tensor_state import Relocation, Shares, TensorState, Whole
 
 _DTYPES = {"fp32": torch.float32, "remainder": torch.int16}
 
@@ -222,6 +223,7 @@ def _nothing() -> None:
 class LayerState:
     """Gradient, master weights and moments of one layer's trained tensors."""
 
+    # Reason: what a layer's state is, and who else has parts of it.
     def __init__(
         self,
         name: str,
@@ -230,14 +232,17 @@ class LayerState:
         *,
         frozen: Sequence[Tensor] = (),
         replicas: Replicas = ALONE,
+        members: TensorGroup | None = None,
         backend: Backend = HOST,
     ) -> None:
         """Allocate the buffers; `optimizer_state.write_master` fills them.
 
         `frozen` are the layer's untrained parameters and its buffers, which are counted as they
-        are. `backend` is where all of the state is, the parameters of `tensors` included.
+        are. `members` share the tensors that are cut. `backend` is where all of the state is, the
+        parameters of `tensors` included.
         """
         self.name = name
+        self.members = members
         self.frozen = tuple(frozen)
         self.backend = backend
         self._index_kind = types.index
@@ -247,6 +252,12 @@ class LayerState:
         self.owned = self.shares.owned
         """The tensors that have a master of their own: all but aliases."""
         self._by_name = {tensor.name: tensor for tensor in self.tensors}
+        self.wholes: dict[str, Whole] = {}
+        """All owned tensors by the name of the whole tensor."""
+        for tensor in self.owned:
+            shape = tuple(tensor.parameter.shape)
+            whole = tensor.chunk_of or Whole(tensor.name, shape, tensor.kept, None, [tensor])
+            self.wholes[whole.name] = whole
         self._lay_gradient(self._zeros(self.shares.total, types.gradient))
         self.most = self._zeros(len(self.tensors) if self.is_exact else 0)
         """Of each tensor, the largest absolute value that sums of integers took in this step."""
@@ -375,30 +386,74 @@ class LayerState:
             owned = self.gradient[: self.shares.bounds[-1]]
             self.shares.replicas.exchange(Op.ALL_GATHER, owned, self.shares.bounds)
 
-    # -- one tensor by its name, for pruning and checkpoints ------------------------------
+    # -- one whole tensor by its name, for pruning and checkpoints -------------------------
 
     def dense_gradient(self, name: str) -> Tensor:
-        """This replica's gradient in the parameter's shape, fp32 on the host; 0 where pruned."""
-        tensor = self.tensor(name)
-        return self._dense(tensor, self.gradient_of(tensor).float())
+        """This replica's gradient in the parameter's shape, fp32 on the host; 0 where pruned. All
+        members ask for that of a tensor that is cut together."""
+        return self._dense_whole(name, lambda tensor: self.gradient_of(tensor).float())
 
     def master(self, name: str) -> Tensor:
         """All fp32 master weights of one tensor, kept entries only, on the host; may be a view.
 
-        All replicas ask for it together where the state is sharded.
+        All replicas ask for it together where the state is sharded, and all members where the
+        tensor is cut.
         """
-        return self.optimizer_state.whole_master(self.tensor(name)).cpu()
+        return self._kept_of_whole(name, self.optimizer_state.whole_master)
 
     def dense_master(self, name: str) -> Tensor:
         """The masters in the parameter's shape, zero at pruned positions; else like `master`."""
-        tensor = self.tensor(name)
-        if tensor.kept == tensor.parameter.numel():
-            return self.master(name).view(tensor.parameter.shape)
-        return self._dense(tensor, self.optimizer_state.whole_master(tensor))
+        return self._dense_whole(name, self.optimizer_state.whole_master)
+
+    def dense_weight(self, name: str) -> Tensor:
+        """The weights that training computes with, in the parameter's shape, on the host; all
+        members ask for those of a tensor that is cut together."""
+        whole = self.wholes[name]
+        parts = [tensor.parameter.detach().cpu() for tensor in whole.parts]
+        return self._joined(whole, parts).view(whole.shape)
 
     def moment(self, name: str, moment: str) -> Tensor:
         """All values of one moment of a tensor, kept entries only; else like `master`."""
-        return self.optimizer_state.whole_moment(self.tensor(name), moment).cpu()
+        return self._kept_of_whole(
+            name, lambda tensor: self.optimizer_state.whole_moment(tensor, moment)
+        )
+
+    def mask(self, name: str) -> Tensor:
+        """The flat mask of one tensor, bool on the host; asked for as `master`."""
+        whole = self.wholes[name]
+        masks = []
+        for tensor in whole.parts:
+            mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
+            mask_D[tensor.positions()] = True
+            masks.append(mask_D)
+        return self._joined(whole, masks).view(-1)
+
+    def _dense_whole(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
+        """A tensor in its shape, on the host, from the kept values of each part."""
+        whole = self.wholes[name]
+        dense = [
+            values_K.cpu()
+            if tensor.kept == tensor.parameter.numel()
+            else self._dense(tensor, values_K)
+            for tensor in whole.parts
+            for values_K in [values(tensor)]
+        ]
+        return self._joined(whole, dense).view(whole.shape)
+
+    def _kept_of_whole(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
+        """The kept entries of a tensor, on the host, from those of each part."""
+        whole = self.wholes[name]
+        if whole.cut is None:
+            return values(whole.parts[0]).cpu()
+        dense_D = self._dense_whole(name, values).view(-1)
+        return dense_D if whole.kept == whole.numel else dense_D[self.mask(name)]
+
+    def _joined(self, whole: Whole, parts: Sequence[Tensor]) -> Tensor:
+        """A whole tensor, from its parts here and those of other members."""
+        if whole.cut is None:
+            return parts[0]
+        assert self.members is not None, f"{whole.name} is cut"
+        return self.members.gathered(whole.cut, parts)
 
     def fill_moment(self, name: str, moment: str, places_K: Tensor, value: float) -> None:
         """Set one moment of some kept entries of a tensor, as far as they are held here, to a
@@ -460,9 +515,13 @@ class LayerState:
         and the whole of the old one where it is sharded. Called between two steps, by all
         replicas together; then call `refit` on a layer with an alias of this tensor.
         """
-        changed = self.tensor(name)
-        assert changed.alias_of is None, "an alias follows the tensor that owns its weight"
-        numel = changed.parameter.numel()
+        whole = self.wholes[name]
+        for tensor in whole.parts:
+            self._remask(tensor, whole.part(tensor, mask_D))
+        whole.kept = int(mask_D.count_nonzero())
+
+    def _remask(self, changed: TensorState, mask_D: Tensor) -> None:
+        name, numel = changed.name, changed.parameter.numel()
         assert mask_D.shape == (numel,), f"{name}: a mask of {mask_D.shape} for {numel} entries"
         new_index = self.backend.index(mask_D, self._index_kind)
         new_positions = new_index.positions()

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from axsparse.runtime.canonical_form import bytes_of
-from axsparse.samo.tensor_state import TensorState
+from axsparse.samo.tensor_state import Whole
 
 if TYPE_CHECKING:
     from axsparse.samo.layer_construction import BuiltLayer
+    from axsparse.samo.layer_state import LayerState
 
 DIGESTS = 1 << 52
 """How many different digests of weights there are: fp64 holds each of them exactly."""
@@ -72,24 +73,29 @@ def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks:
     """
     layers = list(layers)
     for layer in layers:
-        for tensor in layer.state.owned:
-            owner = ties.get(tensor.name, tensor.name)
+        for name, whole in layer.state.wholes.items():
+            owner = ties.get(name, name)
             if owner in masks.kept:
                 mask_D = masks.mask(
                     owner,
-                    tuple(tensor.parameter.shape),
-                    partial(layer.state.dense_master, tensor.name),
-                    within=kept_positions(tensor),
+                    whole.shape,
+                    partial(layer.state.dense_master, name),
+                    within=kept_positions(layer.state, whole),
                 )
-                layer.state.remask(tensor.name, mask_D)
+                layer.state.remask(name, mask_D)
     for layer in layers:
         if any(tensor.alias_of is not None for tensor in layer.state.tensors):
             layer.state.refit()
 
 
-def kept_positions(tensor: TensorState) -> Tensor | None:
-    """Flat positions of the kept entries of a pruned tensor; None if the tensor is dense."""
-    return None if tensor.kept == tensor.parameter.numel() else tensor.positions()
+def kept_positions(state: LayerState, whole: Whole) -> Tensor | None:
+    """Flat positions of the kept entries of a pruned tensor; None if the tensor is dense. All
+    members ask for those of a tensor that is cut together."""
+    if whole.kept == whole.numel:
+        return None
+    return (
+        whole.parts[0].positions() if whole.cut is None else state.mask(whole.name).nonzero()[:, 0]
+    )
 
 
 def masks_digest(layers: Iterable[BuiltLayer]) -> int:
@@ -103,6 +109,12 @@ def masks_digest(layers: Iterable[BuiltLayer]) -> int:
     return int.from_bytes(digest.digest(), "big") >> 12
 
 
+def bits_digest(values: Tensor) -> int:
+    """A 52-bit hash (exact as a float) of the bits of a tensor."""
+    raw = bytes_of(values.detach().cpu().contiguous()).numpy()
+    return int.from_bytes(hashlib.blake2b(raw.tobytes(), digest_size=8).digest(), "big") >> 12
+
+
 def weights_digest(layers: Iterable[BuiltLayer]) -> int:
     """A 52-bit hash (exact as a float) of sums of the weights' bits; waits for a GPU once.
 
@@ -110,9 +122,9 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
     to that of the model.
     """
     sums = {
-        f"{layer.spec.name}.{name}": _sums_of_bits(weight.detach())
+        name: _sums_of_bits(weight.detach())
         for layer in layers
-        for name, weight in layer.module.named_parameters()
+        for name, weight in layer.counted_parameters()
     }
     lengths = [len(one) for one in sums.values()]
     found = torch.cat(list(sums.values())).cpu().split(lengths) if sums else ()

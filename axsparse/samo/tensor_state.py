@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from axsparse.models.tensor_parallel import Cut
 from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import Index
 from axsparse.samo.shards import BLOCK, Replicas, share_bounds
@@ -28,7 +29,7 @@ class TensorState:
     """
 
     name: str
-    """Global parameter name."""
+    """Global parameter name; of a chunk that of the whole parameter, "#", and its number."""
     parameter: nn.Parameter
     """Dense, in the training precision; zero at pruned positions."""
     own_index: Index
@@ -50,6 +51,10 @@ class TensorState:
     """Gradients of microbatches that are still to be added to sums of integers."""
     is_summed: bool = False
     """Whether this step's sums of integers have something in them."""
+    chunk_of: Whole | None = None
+    """The tensor of which this is a chunk; None if it is whole."""
+    chunk: int = 0
+    """The number of the chunk."""
 
     @property
     def index(self) -> Index:
@@ -81,6 +86,35 @@ class TensorState:
         stop = self.kept if stop is None else stop
         first = min(max(part.start - self.offset, start), stop)
         return range(first, max(first, min(part.stop - self.offset, stop)))
+
+    @property
+    def whole_name(self) -> str:
+        """The global name of the whole parameter."""
+        return self.name if self.chunk_of is None else self.chunk_of.name
+
+
+@dataclass(eq=False)
+class Whole:
+    """A trained tensor as masks and files know it, whose chunks ranks of a group may share."""
+
+    name: str
+    """Global parameter name."""
+    shape: tuple[int, ...]
+    kept: int
+    """Kept entries of all chunks, those of other ranks included."""
+    cut: Cut | None = None
+    """Where the chunks lie; None for a tensor that is not cut."""
+    parts: list[TensorState] = field(default_factory=list)
+    """The chunks that are here, in order; the tensor itself if it is not cut."""
+
+    @property
+    def numel(self) -> int:
+        """Entries before pruning."""
+        return torch.Size(self.shape).numel()
+
+    def part(self, tensor: TensorState, values: Tensor) -> Tensor:
+        """The values of one of the parts, flat, from those of the whole tensor."""
+        return (values if self.cut is None else self.cut.take(values, tensor.chunk)).view(-1)
 
 
 class Shares:

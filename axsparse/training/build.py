@@ -22,6 +22,7 @@ from axsparse.data.batches import Batch, Batches, Microbatch
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
+from axsparse.models.tensor_parallel import TensorGroup
 from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.sinks import refuse_missing_packages
 from axsparse.observe.watchdog.watchdog import open_watchdog
@@ -214,6 +215,7 @@ def prune_layers(
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
     inputs = RunInputs(model, surveyed, transport, on_host=placement.gpu is None)
     run = together(transport, lambda: resolve(loaded, inputs))
+    together(transport, partial(_refuse_members, run))
     _prepare_process(job, run, transport)
     data = open_data(run, loaded, transport, open_datasets)
     count, judged = 0, Batch(0, (), 0)
@@ -234,6 +236,14 @@ def prune_layers(
     known = gather_texts(transport.world, transport.backoff, losses)
     before, after = next(json.loads(text) for text in known if text != "[]")
     return PrunedLayers(run, healed, before, after, count)
+
+
+def _refuse_members(run: RunSpec) -> None:
+    if run.place.grid.g_tensor > 1:
+        raise ConfigError(
+            f"layout.g_tensor: {run.place.grid.g_tensor}, but layers are pruned one by one and "
+            "whole, so that members have nothing to share; leave it out, or take stages"
+        )
 
 
 # -- settings -----------------------------------------------------------------------------
@@ -408,7 +418,8 @@ def _build_state(
     TrainingError on all ranks where a GPU has no room for them.
     """
     place, transport = run.place, placement.transport
-    options = _state_options(run, _replicas(run, transport), placement)
+    members = TensorGroup(place, transport, run.chunks) if run.cuts else None
+    options = replace(_state_options(run, _replicas(run, transport), placement), members=members)
     stage_layers = [run.model.layers[number] for number in run.stages[place.stage]]
     masks: Masks | None
     if checkpoint is None:
@@ -474,7 +485,9 @@ def _replicas(run: RunSpec, transport: Transport) -> Replicas:
     """The ranks that hold the same layers as this one."""
     place = run.place
     return Replicas(
-        transport.collective(f"agreements of stage {place.stage}", place.grid.column(place.stage)),
+        transport.collective(
+            f"agreements of stage {place.stage}", place.grid.column(place.stage, place.member)
+        ),
         transport.backoff,
         shard=bool(run.config.samo.shard_optimizer),
     )
@@ -519,7 +532,10 @@ def _first_masks(
     if run.targets.ticket is not None:
         return run.targets.ticket
     ties, pruning = run.survey.ties, run.config.pruning
-    heals, is_shown = pruning.heal != "none", run_dir is not None and run.place.replica == 0
+    heals, is_shown = (
+        pruning.heal != "none",
+        run_dir is not None and run.place.replica == 0 == run.place.member,
+    )
     if pruning.method in METHODS or run.criterion.sees_inputs or heals:
         size = min(pruning.calibration_samples, run.config.batch.microbatch_size)
         judged = _alone(data.training, size).training(0)
@@ -590,7 +606,8 @@ def _healed_layers(run: RunSpec, data: Data, folder: Path) -> HealedLayers:
         data.fingerprint,
     )
     fingerprint = hashlib.sha256("\n".join(decides).encode()).hexdigest()
-    return HealedLayers(folder, fingerprint, writes=run.place.replica == 0)
+    is_first = run.place.replica == 0 == run.place.member
+    return HealedLayers(folder, fingerprint, writes=is_first)
 
 
 def _load(checkpoint: Checkpoint, parts: Parts) -> None:

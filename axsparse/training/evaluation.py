@@ -59,9 +59,11 @@ def evaluate(
         for step in range(asked):
             batch = prefetcher.get(step)
             for loss, *counted in (row.tolist() for row in to_host(engine.evaluate(batch))):
+                if place.member:  # all members of the last stage have the same
+                    continue
                 losses.append(loss)
                 counts = [total + count for total, count in zip(counts, counted, strict=True)]
-            if place.is_last:
+            if place.is_last and place.member == 0:
                 targets += batch.num_targets
             after_batch(step + 1, asked)
     rows = sum_by_owner(transport.world, transport.backoff, [*exact_sum(losses), targets, *counts])

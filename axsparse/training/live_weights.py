@@ -51,12 +51,16 @@ class LiveWeights:
                 for one in tensors:  # replica 0 waits for the shares of the others
                     one.value()
             return None
-        groups = self._groups()
+        groups = self._groups() if place.member == 0 else {}
         if not place.is_first:
             for one in tensors:
-                self._send(groups[place.stage], bytes_of(one.value()))
+                value = one.value()
+                if place.member == 0:
+                    self._send(groups[place.stage], bytes_of(value))
             return None
         copies = {one.name: one.value().clone() for one in tensors}
+        if place.member:
+            return None
         for stage, group in groups.items():
             for name, dtype, shape in json.loads(texts[place.grid.rank(stage, 0)]):
                 value = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -68,17 +72,21 @@ class LiveWeights:
         """The tensors of this stage, in the same order on all of its replicas."""
         for layer in self._parts.layers:
             prefix, state = layer.spec.name, layer.state
-            masters = set() if trained else {tensor.name for tensor in state.owned}
-            for local, parameter in layer.module.named_parameters():
-                name, dtype = f"{prefix}.{local}", parameter.dtype if trained else torch.float32
+            dtype = self._parts.run.dtype if trained else torch.float32
+            for name, local in layer.names.items():
                 value: Callable[[], Tensor]
                 if name in self._parts.survey.ties:
                     continue
-                if name in masters:
-                    value = partial(state.dense_master, name)
+                if name in state.wholes:
+                    read = state.dense_weight if trained else state.dense_master
+                    value, shape = partial(read, name), state.wholes[name].shape
                 else:
-                    value = partial(parameter.detach().to, "cpu", dtype)
-                yield _Tensor(name, dtype, tuple(parameter.shape), value)
+                    parameter = layer.module.get_parameter(local)
+                    value, shape = (
+                        partial(parameter.detach().to, "cpu", dtype),
+                        tuple(parameter.shape),
+                    )
+                yield _Tensor(name, dtype, shape, value)
             for slot in slots(layer.module):
                 if slot.persists or caches:
                     now = slot.tensor.detach()

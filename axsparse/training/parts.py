@@ -12,6 +12,7 @@ from axsparse.config.schema import num_microbatches
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.survey import Survey
+from axsparse.models.tensor_parallel import TensorGroup
 from axsparse.observe.gpu_phases import DevicePhases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
@@ -52,6 +53,8 @@ class Parts:
     layers: Sequence[BuiltLayer]
     engine: Engine
     link: Link
+    members: TensorGroup | None
+    """The ranks that compute this stage together, where layers are cut into chunks."""
     collector: GradientCollector
     sync: GradientSync
     weights: WeightGather
@@ -110,7 +113,7 @@ def assemble(
     recorder = make_recorder(run, layers, data, placement, run_dir)
     phases = Phases() if placement.gpu is None else DevicePhases(placement.gpu)
     states, backoff = [layer.state for layer in layers], transport.backoff
-    column = place.grid.column(place.stage)
+    column = place.grid.column(place.stage, place.member)
     gradients = transport.collective(f"gradients of stage {place.stage}", column)
     ties = _stage_ties(run, layers, transport)
     sync = GradientSync(
@@ -118,9 +121,10 @@ def assemble(
     )
     collector = GradientCollector(states, sync.ready, phases.compression)
     link = transport.link(place)
+    members = options.members
     engine = Engine(
-        Rank(place, backoff, phases, placement.gpu),
-        _stage(run, layers, collector),
+        Rank(place, backoff, phases, placement.gpu, members),
+        _stage(run, layers, collector, members),
         link,
         schedule=_schedule(run),
         while_idle=sync.advance,
@@ -138,6 +142,7 @@ def assemble(
         layers=layers,
         engine=engine,
         link=link,
+        members=members,
         collector=collector,
         sync=sync,
         weights=WeightGather(gradients, backoff, phases),
@@ -175,10 +180,18 @@ def _live_masks(
     return LiveMasks(layers, ties, run.targets, pattern, options, run.place, transport)
 
 
-def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector) -> Stage:
+def _stage(
+    run: RunSpec,
+    layers: list[BuiltLayer],
+    collector: GradientCollector,
+    members: TensorGroup | None,
+) -> Stage:
     """The computation of this rank's layers; the loss belongs to the last stage."""
     place, config, model = run.place, run.config, run.model
     pipeline = config.pipeline
+    loss = model.loss
+    if members is not None and model.cut_loss is not None:
+        loss = model.cut_loss(members)
     if pipeline.checkpoint_activations:
         _refuse_rrelu(layers)
     return Stage(
@@ -191,7 +204,7 @@ def _stage(run: RunSpec, layers: list[BuiltLayer], collector: GradientCollector)
             )
             for number, layer in enumerate(layers)
         ],
-        loss=model.loss if place.is_last else None,
+        loss=loss if place.is_last else None,
         metrics=model.metrics if place.is_last else {},
         input_dtype=run.dtype if place.is_first else None,
         seed=config.seed,
@@ -252,7 +265,7 @@ def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport
             continue
         stages = (run.stage_of(first), run.stage_of(second))
         if stages[0] != stages[1] and stages not in pairs:
-            ranks = [place.grid.rank(stage, place.replica) for stage in stages]
+            ranks = [place.grid.rank(stage, place.replica, place.member) for stage in stages]
             pairs[stages] = transport.collective(f"tie {first}", ranks)
         stage_ties.append(StageTie(uses, pairs.get(stages)))
     return stage_ties

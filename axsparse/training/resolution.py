@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
 from axsparse.models.survey import LayerInfo, Survey, match, named_value
+from axsparse.models.tensor_parallel import Cut
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     Choice,
@@ -54,6 +55,7 @@ from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.state_bytes import master_kind, stage_bytes
 from axsparse.training.checkpoint.verification import flat
+from axsparse.training.cutting import cuts_of_model, refuse_uncut, ties_of_chunks
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
 HOLES = 0.3
@@ -127,6 +129,25 @@ class RunSpec:
     """Whether ranks compute on CPUs."""
     room: float = math.inf
     """Bytes that this rank may take beside what its process held at its start."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """How parameters are cut into chunks, by name; empty where layers are whole."""
+
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks parameters are cut; 1 where layers are whole."""
+        return next((cut.chunks for cut in self.cuts.values()), 1)
+
+    @property
+    def counted(self) -> list[str]:
+        """`Survey.counted`, with the name of each chunk in the place of that of a tensor that is
+        cut."""
+        return [
+            name
+            for whole in self.survey.counted
+            for name in (
+                [f"{whole}#{n}" for n in range(self.chunks)] if whole in self.cuts else [whole]
+            )
+        ]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -172,8 +193,8 @@ class RunSpec:
         ).total
 
     def stage_of(self, name: str) -> int:
-        """The stage that holds a parameter."""
-        layer = self.survey.layer_of(name)
+        """The stage that holds a parameter or a chunk of it."""
+        layer = self.survey.layer_of(name.rpartition("#")[0] or name)
         return next(number for number, stage in enumerate(self.stages) if layer in stage)
 
 
@@ -220,6 +241,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         on_host=inputs.on_host,
         room=_room(config, inputs),
     )
+    run = _cut(loaded, run)
     if draws or (targets is not None and config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
@@ -229,7 +251,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     sizes = tuple(len(stage) for stage in stages)
     run = replace(run, config=_with(run.config, {"layout.split": sizes}), stages=stages)
     run = replace(run, config=_with(run.config, {"samo.shard_optimizer": _shards(run)}))
-    if not has_costs(survey):
+    if not has_costs(survey) or grid.g_tensor > 1:
         return run
     slack, reason = run.config.pipeline.slack, None if choice is None else choice.reason
     assert slack != "auto", "the configuration is resolved"
@@ -248,7 +270,7 @@ def _layout(
         check_grid(grid, ranks, num_layers)
         check_split(loaded, grid.g_inter, num_layers)
     else:
-        if has_costs(inputs.survey):
+        if has_costs(inputs.survey) and loaded.config.layout.g_tensor == 1:
             choice = chosen_layout(loaded, subject, cluster, ranks, inputs.found_memory)
         if choice is not None:
             chosen = {"layout.g_inter": choice.row.layout.grid.g_inter}
@@ -275,8 +297,17 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence
         automatic["pipeline.held"] = schedule.held
     written = flat(config.model_dump())
     asked = {key: value for key, value in automatic.items() if written[key] == "auto"}
-    layout = {"layout.g_inter": grid.g_inter, "layout.g_data": grid.g_data}
+    layout = {f"layout.{key}": getattr(grid, key) for key in ("g_inter", "g_data", "g_tensor")}
     return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})
+
+
+def _cut(loaded: LoadedConfig, run: RunSpec) -> RunSpec:
+    """The run with its layers cut into chunks, if its settings ask for that."""
+    survey = run.survey
+    refuse_uncut(loaded, run.place.grid, run.model, run.optimizer, run.on_host)
+    cuts = cuts_of_model(loaded, run.place.grid, run.model, survey)
+    survey = replace(survey, ties={**survey.ties, **ties_of_chunks(survey, cuts)})
+    return replace(run, cuts=cuts, survey=survey)
 
 
 def _shards(run: RunSpec) -> bool:

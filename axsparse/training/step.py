@@ -35,7 +35,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
 from axsparse.samo.fixed_point import Fit, Units
-from axsparse.samo.masks import masks_digest, weights_digest
+from axsparse.samo.masks import bits_digest, masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
 from axsparse.samo.optim.optimizer import Hyper, LearningRate, learning_rate, own_learning_rate
 from axsparse.samo.optim.update import update
@@ -70,6 +70,8 @@ class Step:
         """The units of exact sums; None where gradients are summed as numbers."""
         if config.samo.gradient == "exact":
             self._units = Units(num_microbatches(config.batch))
+        self._has_gradients = False
+        """Whether gradients were ever computed by this process."""
         self._named: dict[str, set[str]] = {}
         self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
@@ -111,7 +113,11 @@ class Step:
             self._begin_step()
             losses = self._forward_backward(batch)
             self._all_reduce_gradients()
-            verdict = self._agree(losses, notice, self._digest())
+            digest = self._digest()
+            if digest or not self._has_gradients:
+                refuse_partial_gradients(self._parts)
+            self._has_gradients = True
+            verdict = self._agree(losses, notice, digest)
             if self._units is None or not verdict.finite:
                 return verdict
             if self._units.follow(verdict.fits):
@@ -348,8 +354,13 @@ class Step:
         """Check that replicas keep the same entries, and lay out the vector of the agreement."""
         parts, transport = self._parts, self._parts.transport
         _refuse_unequal(masks_digest(parts.layers), parts, UNEQUAL_MASKS)
-        kept = {tensor.name: tensor.kept for layer in parts.layers for tensor in layer.state.owned}
-        names = parts.survey.counted
+        kept = {
+            tensor.name: tensor.kept
+            for layer in parts.layers
+            for tensor in layer.state.owned
+            if parts.place.member == 0 or tensor.chunk_of is not None
+        }
+        names = parts.run.counted
         self._counted = [name for name in names if name in kept]
         return Agreement(transport.world, transport.backoff, parts.place, names, kept)
 
@@ -472,6 +483,36 @@ def _refuse_unequal(digest: int, parts: Parts, text: str) -> None:
     for replica, other in enumerate(others, 1):
         if other != first:
             raise TrainingError(text.format(replica=replica, stage=parts.place.stage))
+
+
+def refuse_partial_gradients(parts: Parts) -> None:
+    """ConfigError if members of a stage have other gradients of a parameter that all of them have.
+
+    All members call this together.
+    """
+    members = parts.members
+    if members is None or members.size == 1:
+        return
+    whole = [
+        (layer.state, tensor)
+        for layer in parts.layers
+        for tensor in layer.state.tensors
+        if tensor.chunk_of is None
+    ]
+    # Of state that replicas share only the sums of this replica's part are complete.
+    parts_K = [
+        state.gradient_of(tensor)[own.start : own.stop]
+        for state, tensor in whole
+        for own in [tensor.entries_in(state.shares.own)]
+    ]
+    rows = members.rows([float(bits_digest(part_K)) for part_K in parts_K])
+    for (_, tensor), *digests in zip(whole, *rows, strict=True):
+        if len(set(digests)) > 1:
+            raise ConfigError(
+                f"{tensor.name}: its gradient differs between the members of stage "
+                f"{parts.place.stage}, so that it sees some heads or features only; move it in "
+                "front of the column split or behind the row split, or cut neither (Layer.tensor)"
+            )
 
 
 def refuse_drifted_weights(verdict: Verdict, step: int, grid: Grid) -> None:
@@ -644,7 +685,8 @@ class SkippedSteps:
             return f"{grid.place(rank)}: the loss is not finite"
         assert verdict.culprit is not None, "a loss or a gradient is not finite"
         stage = parts.run.stage_of(verdict.culprit)
-        column = grid.column(stage)
+        chunk = int(verdict.culprit.rpartition("#")[2]) if "#" in verdict.culprit else 0
+        column = grid.column(stage, chunk * grid.g_tensor // parts.run.chunks)
         # A single replica sums nothing, so that its gradients are looked at only once.
         bad = [rank for rank in column if rank in verdict.bad_ranks or len(column) == 1]
         where = str(grid.place(bad[0])) if bad else f"stage {stage}, summed"

@@ -424,9 +424,11 @@ class Trainer:
             self.save_ticket(self.parts.run_dir / TICKET_FILE)
 
     def _bytes_sent(self) -> tuple[int, int]:
-        """Bytes that were sent so far to other replicas, and to other stages."""
-        sync = self.parts.sync
-        return sync.gradient_bytes_sent, self.parts.link.bytes_sent + sync.tie_bytes_sent
+        """Bytes that were sent so far to other replicas, and to other stages and members."""
+        sync, members = self.parts.sync, self.parts.members
+        of_members = 0 if members is None else members.bytes_sent
+        others = self.parts.link.bytes_sent + sync.tie_bytes_sent + of_members
+        return sync.gradient_bytes_sent, others
 
     def _progress(self) -> Progress:
         progress = self._step.progress(

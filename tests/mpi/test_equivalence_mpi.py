@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 from mpi4py import MPI
-from support.cases import GPT, ONE_STAGE, PRUNING, WIDE, Row, batch, hold, reference, steps
+from support.cases import (
+    GPT,
+    ONE_RANK,
+    ONE_STAGE,
+    PRUNING,
+    WIDE,
+    Row,
+    batch,
+    hold,
+    reference,
+    steps,
+)
 from support.on_mpi import by_first_rank, on_mpi
 from support.runs import tiny_config, train_here
 
@@ -51,6 +62,17 @@ ROWS = [
         )
         for layout in LAYOUTS
     ),
+    # Members that share the layers of a stage: all ranks, or half of them.
+    *(
+        Row(
+            (SIZE // members, 1),
+            {**steps(2), "layout": {"tensor_exact": True}, "model": {"num_heads": 4}},
+            {"layout": {"g_tensor": members}},
+            ONE_RANK,
+            FEW,
+        )
+        for members in {SIZE, SIZE // 2} - {1}
+    ),
     # Masks by samples that travelled.
     Row(
         (SIZE, 1),
@@ -72,7 +94,11 @@ def test_a_run_on_mpi_is_what_its_judge_says(row: Row) -> None:
     with on_mpi() as transport:
         rank = transport.rank
         _, trace = train_here(
-            transport, Grid(*row.layout), subject.model(config), config, subject.data()
+            transport,
+            Grid(*row.layout, row.g_tensor),
+            subject.model(config),
+            config,
+            subject.data(),
         )
 
     hold(row, rank, trace, references)

@@ -116,6 +116,7 @@ class Row:
     """One run and its judge."""
 
     layout: Layout
+    """Stages and replicas; each stage has `layout.g_tensor` members."""
     settings: Settings = field(default_factory=dict)
     free: Settings = field(default_factory=dict)
     judge: Judge = TORCH
@@ -138,9 +139,15 @@ class Row:
 
     def __str__(self) -> str:
         g_inter, g_data = self.layout
+        members = f"x{self.g_tensor}" * (self.g_tensor > 1)
         said = " ".join(_words(section) for section in (self.settings, self.free) if section)
         drawn = "" if self.order is None else f" order {self.order}"
-        return f"{self.subject.name} {g_inter}x{g_data} {said}{drawn} = {self.judge}"
+        return f"{self.subject.name} {g_inter}x{g_data}{members} {said}{drawn} = {self.judge}"
+
+    @property
+    def g_tensor(self) -> int:
+        """The members of each stage, which are a free setting."""
+        return self.config().layout.g_tensor
 
 
 def _words(sections: Settings) -> str:
@@ -232,7 +239,7 @@ def judge(row: Row, **others: Any) -> Ranks:
     references = reference(row)
     for rank, (_, trace) in enumerate(ranks):
         hold(row, rank, trace, references)
-        for name, weight in ranks[rank % row.layout[0]][1].weights.items():
+        for name, weight in ranks[rank % (row.layout[0] * row.g_tensor)][1].weights.items():
             assert torch.equal(trace.weights[name], weight), f"replicas differ in {name}"
     return ranks
 
@@ -250,7 +257,7 @@ def hold(row: Row, rank: int, ours: Trace, references: Sequence[Trace]) -> None:
     if row.judge == SAME_LAYOUT:
         expected = references[rank]
     elif row.judge == ONE_STAGE:
-        expected = references[rank // row.layout[0]]
+        expected = references[rank // (row.layout[0] * row.g_tensor)]
     else:
         [expected] = references
     if row.tolerance is None:
@@ -307,7 +314,8 @@ def _reference(subject: Subject, by: Judge, layout: Layout, config_text: str) ->
 def _train(subject: Subject, layout: Layout, config: Config, **others: Any) -> Ranks:
     if config.train.eval_steps:
         others["validation"] = (subject.validation or subject.data)()
-    return train_in_process(*layout, subject.model(config), config, subject.data(), **others)
+    given = (*layout, subject.model(config), config, subject.data())
+    return train_in_process(*given, g_tensor=config.layout.g_tensor, **others)
 
 
 class Annealed(MovingOracle):

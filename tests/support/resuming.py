@@ -52,7 +52,7 @@ class Ran:
 
 
 def ran(
-    layout: Layout,
+    layout: Layout | tuple[int, int, int],
     config: Config,
     run_dir: Path,
     *,
@@ -67,7 +67,7 @@ def ran(
 ) -> Ran:
     """Train, until a signal after a step if one is given; `look` sees each trainer at the start,
     `placement` says where else than on the CPU, `own` is for `build`."""
-    world: LocalWorld[None] = LocalWorld(layout[0] * layout[1])
+    world: LocalWorld[None] = LocalWorld(Grid(*layout).size)
     found, failures = Ran(), list[AxsparseError]()
     config = config.model_copy(update={"run_dir": str(run_dir)})
     source = LoadedConfig(config, "tiny", {"run_dir": "--run-dir"})
@@ -124,19 +124,18 @@ def note_state(found: Ran, trainer: Trainer) -> None:
     """Add the state of one rank to that of the others."""
     found.progress = trainer._progress()
     for layer in trainer.parts.layers:
-        for tensor in layer.state.owned:
+        state = layer.state
+        for name, whole in state.wholes.items():
             values = {
-                "weight": tensor.parameter.detach().cpu(),
-                "kept": tensor.positions(),
-                "master": layer.state.master(tensor.name),
-                **{
-                    m: layer.state.moment(tensor.name, m)
-                    for m in layer.state.optimizer_state.moments_K
-                },
+                "kept": state.mask(name).nonzero()[:, 0],
+                "master": state.master(name),
+                **{m: state.moment(name, m) for m in state.optimizer_state.moments_K},
             }
+            if whole.cut is None:
+                values["weight"] = whole.parts[0].parameter.detach().cpu()
             for kind, value in values.items():
-                before = found.state.setdefault(f"{kind}/{tensor.name}", value.clone())
-                assert torch.equal(before, value), f"replicas differ in {kind} of {tensor.name}"
+                before = found.state.setdefault(f"{kind}/{name}", value.clone())
+                assert torch.equal(before, value), f"replicas differ in {kind} of {name}"
         if trainer.parts.place.replica == 0:
             for slot in slots(layer.module):
                 found.buffers[f"{layer.spec.name}.{slot.name}"] = slot.tensor.clone().cpu()

@@ -30,6 +30,7 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.seeds import keyed_generator
+from axsparse.samo.precision import DTYPES, round_to
 from axsparse.training.build import build
 from axsparse.training.placement import Placement
 from axsparse.training.trainer import Trainer
@@ -149,15 +150,20 @@ def train_here(
 
     trainer.train(on_step=note)
     for layer in trainer.parts.layers:
-        for tensor in layer.state.owned:
-            trace.weights[tensor.name] = tensor.parameter.detach().clone().cpu()
-            trace.masters[tensor.name] = layer.state.master(tensor.name).clone()
-            trace.kept[tensor.name] = tensor.positions()
-            trace.moments[tensor.name] = {}
-            for name in layer.state.optimizer_state.moments_K:
-                dense = torch.zeros(tensor.parameter.numel())
-                dense[tensor.positions()] = layer.state.moment(tensor.name, name)
-                trace.moments[tensor.name][name] = dense.view_as(tensor.parameter)
+        state = layer.state
+        for name, whole in state.wholes.items():
+            trace.weights[name] = (
+                whole.parts[0].parameter.detach().clone().cpu()
+                if whole.cut is None
+                else round_to(state.dense_master(name), DTYPES[config.precision])
+            )
+            trace.masters[name] = state.master(name).clone()
+            trace.kept[name] = state.mask(name).nonzero()[:, 0]
+            trace.moments[name] = {}
+            for moment in state.optimizer_state.moments_K:
+                dense = torch.zeros(whole.numel)
+                dense[trace.kept[name]] = state.moment(name, moment)
+                trace.moments[name][moment] = dense.view(whole.shape)
         for name, buffer in layer.module.named_buffers():
             trace.buffers[f"{layer.spec.name}.{name}"] = buffer.detach().clone().cpu()
     trace.evaluation = trainer.last_evaluation
@@ -171,6 +177,7 @@ def train_in_process(
     config: Config,
     data: Dataset,
     *,
+    g_tensor: int = 1,
     order: int | None = None,
     validation: Dataset | None = None,
     before: Callable[[Trainer], None] = lambda trainer: None,
@@ -178,8 +185,8 @@ def train_in_process(
     **own: Any,
 ) -> list[tuple[Trainer, Trace]]:
     """The same on all ranks of a world in this process; `order` draws an arrival order."""
-    world: LocalWorld[tuple[Trainer, Trace]] = LocalWorld(g_inter * g_data, seed=order)
-    grid = Grid(g_inter, g_data)
+    grid = Grid(g_inter, g_data, g_tensor)
+    world: LocalWorld[tuple[Trainer, Trace]] = LocalWorld(grid.size, seed=order)
     return world.run(
         lambda rank: train_here(
             LocalTransport(world, rank),

@@ -16,8 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axsparse.config.model_config import GptConfig
-from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.layer import Layer, Model, Split, Tie
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
+from axsparse.models.tensor_parallel import (
+    chunks_of,
+    through,
+    vocabulary_cross_entropy,
+)
 
 INIT_STD = 0.02
 """Standard deviation of the initial matrices (Radford et al. 2019)."""
@@ -34,8 +39,8 @@ class Head(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm(x), self.weight
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.norm(x), *chunks_of(self.weight)
 
 
 def init_parameter(
@@ -74,17 +79,20 @@ class Attention(nn.Module):
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.head_size = config.hidden_size // config.num_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        b, s, h = x.shape
-        qkv: Tensor = self.qkv(x).view(b, s, 3, self.num_heads, h // self.num_heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        return through(self.qkv, self._mix, self.proj, x)
+
+    def _mix(self, qkv: Tensor) -> Tensor:
+        """Attention of the heads that are in `qkv`."""
+        b, s, _ = qkv.shape
+        each = qkv.view(b, s, 3, -1, self.head_size)
+        query, key, value = each.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        projected: Tensor = self.proj(mixed.transpose(1, 2).reshape(b, s, h))
-        return projected
+        return mixed.transpose(1, 2).reshape(b, s, -1)
 
 
 class Block(nn.Module):
@@ -102,8 +110,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))
-        hidden = F.gelu(self.fc1(self.norm2(x)), approximate="tanh")
-        out: Tensor = x + self.dropout(self.fc2(hidden))
+        gelu = partial(F.gelu, approximate="tanh")
+        out: Tensor = x + self.dropout(through(self.fc1, gelu, self.fc2, self.norm2(x)))
         return out
 
 
@@ -117,12 +125,26 @@ def gpt(config: GptConfig, sequence_length: int) -> Model:
     `sequence_length` is that of the data; only the layers' costs depend on it.
     """
     s, init = sequence_length, partial(init_parameter, config.num_layers, RESIDUAL)
+    size = config.hidden_size // config.num_heads
+    splits = {
+        "attention.qkv": Split("column", groups=3, unit=size),
+        "attention.proj": Split("row", unit=size),
+        "fc1": Split("column"),
+        "fc2": Split("row"),
+    }
     blocks = [
-        Layer(f"block{i}", partial(Block, config), init=init) for i in range(config.num_layers)
+        Layer(f"block{i}", partial(Block, config), init=init, tensor=splits)
+        for i in range(config.num_layers)
     ]
     return Model(
         layers=[
-            Layer("embed", partial(Embedding, config), kind="embedding", init=init),
+            Layer(
+                "embed",
+                partial(Embedding, config),
+                kind="embedding",
+                init=init,
+                tensor={"token": Split("vocabulary")},
+            ),
             *blocks,
             Layer(
                 "head",
@@ -130,9 +152,11 @@ def gpt(config: GptConfig, sequence_length: int) -> Model:
                 kind="head",
                 init=init,
                 flops=2 * s * config.hidden_size * config.vocab_size,  # The loss computes it.
+                tensor={"weight": Split("vocabulary")},
             ),
         ],
         loss=linear_cross_entropy,
+        cut_loss=lambda group: partial(vocabulary_cross_entropy, group, config.vocab_size),
         loss_logits=lambda samples: logits_at_a_time(samples * s, config.vocab_size),
         example=lambda samples: (torch.zeros(samples, s, dtype=torch.long, device="meta"),),
         ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],

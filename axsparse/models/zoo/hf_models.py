@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,17 @@ from axsparse.config.hf_config import (
     refuse_other_settings,
 )
 from axsparse.config.model_config import HfConfig
-from axsparse.models.layer import InitFunction, Kind, Layer, LossFunction, Model, Tie, on_meta
+from axsparse.models.layer import (
+    InitFunction,
+    Kind,
+    Layer,
+    LossFunction,
+    Model,
+    Split,
+    SplitKind,
+    Tie,
+    on_meta,
+)
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
 from axsparse.models.module_buffers import slots
 from axsparse.models.start_weights import open_weights, start_from
@@ -47,6 +58,9 @@ from axsparse.models.zoo.hf_experts import (
 from axsparse.models.zoo.hf_file import HfFile
 from axsparse.models.zoo.hf_forward import Forward, unfit
 from axsparse.runtime.errors import ConfigError
+
+PLANNED: Mapping[str, SplitKind] = {"colwise": "column", "rowwise": "row"}
+"""How we cut a linear module, by the name that a plan of transformers has for it."""
 
 
 def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) -> Model:
@@ -78,6 +92,7 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
                 kind=part.kind,
                 init=tied if has_tied and part.kind != "block" else loaded,
                 flops=2 * s * cut.forward.width * vocabulary if part is cut.parts[-1] else None,
+                tensor=cut.splits(part) if part.kind == "block" else {},
             )
         )
     loss: LossFunction = linear_cross_entropy if cut.head_is_plain else summed_cross_entropy
@@ -206,6 +221,23 @@ class Cut:
             for name, module in modules.items():
                 self._start(f"{part.name}.{name}", module)
         return PartModule(part, modules)
+
+    def splits(self, part: Part) -> dict[str, Split | str]:
+        """How a layer is cut where several ranks share it, by transformers' own plan; empty for a
+        plan that does more than to cut outputs and inputs of linear modules."""
+        plan = getattr(self.causal.config, "base_model_tp_plan", None) or {}
+        base, found = f"{self.causal.base_model_prefix}.", dict[str, Split | str]()
+        [layer] = part.modules.values()
+        for path, module in layer.named_modules():
+            full = f"{part.name}.{path}".removeprefix(base)
+            kinds = [kind for pattern, kind in plan.items() if fnmatchcase(full, pattern)]
+            if not kinds:
+                continue
+            if kinds[0] not in PLANNED or type(module) is not nn.Linear:
+                return {}
+            parent = layer.get_submodule(path.rpartition(".")[0])
+            found[path] = Split(PLANNED[kinds[0]], unit=getattr(parent, "head_dim", 1))
+        return found
 
     def _start(self, name: str, module: nn.Module) -> None:
         """Give the tensors of a module that are on the meta device their start values."""

@@ -191,7 +191,7 @@ class EarlyBirdSearch:
         if standing.last_look is None:
             return
         for owner, _, tensor in self._live.counted():
-            mask, numel = read(KIND, owner), tensor.parameter.numel()
+            mask, numel = read(KIND, owner), tensor.numel
             if mask.shape != (-(-numel // 8),):
                 raise DataError(
                     f"checkpoint: the early-bird mask of {owner} has {mask.numel()} bytes, which "

@@ -25,7 +25,7 @@ from axsparse.pruning.methods.masking import (
 from axsparse.runtime.errors import DataError
 from axsparse.samo.layer_construction import fill, start_values
 from axsparse.samo.layer_state import LayerState
-from axsparse.samo.tensor_state import TensorState
+from axsparse.samo.tensor_state import Whole
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Rewinding:
         if now.step == self._step != 0:
             self._has_saved = True
             for state, tensor in self._tensors():
-                assert tensor.kept == tensor.parameter.numel(), f"{tensor.name} is pruned already"
+                assert tensor.kept == tensor.numel, f"{tensor.name} is pruned already"
                 self._saved[tensor.name] = state.master(tensor.name).clone()
         change = self._method.before_step(now)
         if change is None or not change.changed:
@@ -188,7 +188,7 @@ class Rewinding:
         for _, tensor in self._tensors() if standing.holds_weights else ():
             # A weight with two uses is saved under the name of the first.
             values = read(KIND, self._live.ties.get(tensor.name, tensor.name))
-            numel = tensor.parameter.numel()
+            numel = tensor.numel
             if values.shape != (numel,):
                 raise DataError(
                     f"checkpoint: the weights of {tensor.name} to rewind to are "
@@ -196,15 +196,16 @@ class Rewinding:
                 )
             self._saved[tensor.name] = values
 
-    def _tensors(self) -> list[tuple[LayerState, TensorState]]:
-        return [(layer.state, one) for layer in self._live.layers for one in layer.state.owned]
+    def _tensors(self) -> list[tuple[LayerState, Whole]]:
+        layers = self._live.layers
+        return [(layer.state, one) for layer in layers for one in layer.state.wholes.values()]
 
     def _rewind(self) -> None:
         """Set all weights back and all moments to zero; pruned entries stay pruned."""
         live = self._live
         for layer in live.layers:
             values = start_values(layer.spec, live.ties, live.options) if self._step == 0 else {}
-            for tensor in layer.state.owned:
+            for tensor in layer.state.wholes.values():
                 value = values[tensor.name]() if self._step == 0 else self._saved[tensor.name]
                 fill(layer.state, tensor, value)
             layer.state.optimizer_state.reset_moments()

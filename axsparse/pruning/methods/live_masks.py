@@ -18,7 +18,7 @@ from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Masks, Shape, Weight, kept_positions, prune_in_place
 from axsparse.samo.selection import Cut, Keys, equal_to, find_cut, histogram, select
-from axsparse.samo.tensor_state import TensorState
+from axsparse.samo.tensor_state import Whole
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class LiveMasks:
     place: Place
     transport: Transport
 
-    def pruned(self) -> Iterator[tuple[str, LayerState, TensorState]]:
+    def pruned(self) -> Iterator[tuple[str, LayerState, Whole]]:
         """The tensors of this rank to prune, each with the name of its weight's first use.
 
         A weight whose two uses are on two stages appears on both.
         """
         for layer in self.layers:
-            for tensor in layer.state.owned:
-                owner = self.ties.get(tensor.name, tensor.name)
+            for name, whole in layer.state.wholes.items():
+                owner = self.ties.get(name, name)
                 if owner in self.targets.shapes:
-                    yield owner, layer.state, tensor
+                    yield owner, layer.state, whole
 
-    def counted(self) -> Iterator[tuple[str, LayerState, TensorState]]:
+    def counted(self) -> Iterator[tuple[str, LayerState, Whole]]:
         """The pruned tensors whose weight has its first use here; each weight counts once."""
         yield from (own for own in self.pruned() if own[0] == own[2].name)
 
@@ -62,7 +62,7 @@ class LiveMasks:
                 owner,
                 self.targets.shapes[owner],
                 partial(state.dense_master, tensor.name),
-                partial(kept_positions, tensor),
+                partial(kept_positions, state, tensor),
             )
             for owner, state, tensor in self.counted()
         )
@@ -75,7 +75,7 @@ class LiveMasks:
     def figures(self) -> dict[str, float]:
         """The present sparsity of all pruned tensors of the model; all ranks call this together."""
         here = [tensor for _, _, tensor in self.counted()]
-        counts = [sum(t.kept for t in here), sum(t.parameter.numel() for t in here)]
+        counts = [sum(t.kept for t in here), sum(t.numel for t in here)]
         kept, numel = self.total(torch.tensor(counts)).tolist()
         return {"sparsity": 1 - kept / numel}
 
@@ -83,9 +83,11 @@ class LiveMasks:
 def stage_total(place: Place, transport: Transport, counts: Tensor) -> Tensor:
     """A vector of whole numbers, summed over the stages of one replica.
 
-    All ranks call this together; the numbers of replicas other than the first do not count.
+    All ranks call this together; the numbers of other replicas and members than the first do not
+    count.
     """
-    sums = counts.double() if place.replica == 0 else torch.zeros_like(counts).double()
+    counts_here = place.replica == 0 == place.member
+    sums = counts.double() if counts_here else torch.zeros_like(counts).double()
     wait(transport.world.start(Op.ALL_REDUCE, sums), transport.backoff)
     return sums.long()
 

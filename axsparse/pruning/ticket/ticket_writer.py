@@ -28,7 +28,6 @@ from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.runtime.grid import Place
-from axsparse.samo.tensor_state import TensorState
 
 
 def write_ticket(
@@ -50,7 +49,8 @@ def write_ticket(
     """
     path = Path(path).absolute()
     here = masks if place.replica == 0 else {}
-    owners, manifest = _collect_manifest(origin, here, transport)
+    is_first = place.member == 0
+    owners, manifest = _collect_manifest(origin, here, transport, is_first=is_first)
 
     def write() -> None:
         bits = _bits(manifest, here, owners, transport)
@@ -74,13 +74,19 @@ def write_ticket(
 
 
 def _collect_manifest(
-    origin: TicketOrigin, here: Mapping[str, Callable[[], Tensor]], transport: Transport
+    origin: TicketOrigin,
+    here: Mapping[str, Callable[[], Tensor]],
+    transport: Transport,
+    *,
+    is_first: bool,
 ) -> tuple[dict[str, int], TicketManifest]:
-    """The rank that has each tensor, and the manifest, which is written before the bits."""
+    """The rank that sends each tensor, and the manifest, which is written before the bits; of the
+    members of a group only the first sends."""
     own = {}
     for name, mask in here.items():
         packed = pack(mask())
-        own[name] = (count_kept(packed), hash_of(packed.numpy().data))
+        if is_first:
+            own[name] = (count_kept(packed), hash_of(packed.numpy().data))
         del packed  # frees it before the next mask is made
     owners: dict[str, int] = {}
     summaries = {}
@@ -117,11 +123,5 @@ def save_live(live: LiveMasks, surveyed: Survey, path: Path, algorithm: str, ste
     All ranks call this together. Raises OutputError on all ranks alike.
     """
     origin = TicketOrigin(algorithm, step, live.options.seed, surveyed.shapes)
-    masks = {name: partial(_mask, tensor) for name, _, tensor in live.counted()}
+    masks = {name: partial(state.mask, name) for name, state, _ in live.counted()}
     write_ticket(path, origin, masks, transport=live.transport, place=live.place)
-
-
-def _mask(tensor: TensorState) -> Tensor:
-    mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
-    mask_D[tensor.positions()] = True
-    return mask_D

@@ -89,7 +89,7 @@ class _Step:
 
     def hyper_of(self, tensor: TensorState) -> Hyper:
         usual = self.hyper if tensor.decays else self.undecayed
-        return self.own.get(tensor.name, usual)
+        return self.own.get(tensor.whole_name, usual)
 
     def update_moments(self, block: Block, hyper: Hyper) -> None:
         change: Callable[..., object] = self.optimizer.update_moments

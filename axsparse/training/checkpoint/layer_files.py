@@ -39,11 +39,11 @@ from axsparse.runtime.files.safetensors import (
     header_of,
 )
 from axsparse.samo.index.base import host_positions
-from axsparse.samo.layer_construction import BuiltLayer
+from axsparse.samo.layer_construction import BuiltLayer, fill
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits
-from axsparse.samo.tensor_state import TensorState
+from axsparse.samo.tensor_state import Whole
 from axsparse.training.checkpoint.manifest import LayerEntry, ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint
 
@@ -60,6 +60,8 @@ class TensorCopy:
     """Returns the present contents; they may be a view of memory that training changes."""
     is_gathered: bool = False
     """Whether all replicas of the stage must ask for the value together."""
+    is_cut: bool = False
+    """Whether all members of the replica must ask for the value together."""
     is_fixed: bool = False
     """Whether training never changes the value, so that it can be read while training goes on."""
 
@@ -86,18 +88,18 @@ def contents_of(
     state = layer.state
     of_layer: dict[str, TensorCopy] = {}
     parameters: dict[str, ParameterEntry] = {}
-    trained = {tensor.name: tensor for tensor in state.owned}
-    for local, parameter in layer.module.named_parameters():
-        name = f"{layer.spec.name}.{local}"
+    trained = state.wholes
+    for name, local in layer.names.items():
         if name in ties:
             continue
-        kept = parameter.numel()
         if name in trained:
-            kept = trained[name].kept
+            shape, kept = trained[name].shape, trained[name].kept
             of_layer.update(_trained_tensor(state, trained[name]))
         else:
+            parameter = layer.module.get_parameter(local)
+            shape, kept = tuple(parameter.shape), parameter.numel()
             of_layer[f"{VALUE}/{name}"] = _plain_tensor(parameter.detach())
-        parameters[name] = ParameterEntry(shape=tuple(parameter.shape), kept=kept)
+        parameters[name] = ParameterEntry(shape=shape, kept=kept)
     for slot in slots(layer.module):
         if slot.persists:
             # The slot is read when the value is asked for: it has the first replica's tensor then.
@@ -126,11 +128,11 @@ def contents_of(
     )
 
 
-def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[str, TensorCopy]]:
+def _trained_tensor(state: LayerState, whole: Whole) -> Iterator[tuple[str, TensorCopy]]:
     """The mask, master and moments of a trained tensor, each by its name in the file."""
-    name, numel, kept = tensor.name, tensor.parameter.numel(), tensor.kept
-    index = tensor.index
+    name, numel, kept, is_cut = whole.name, whole.numel, whole.kept, whole.cut is not None
     if kept < numel:
+        index = whole.parts[0].index
 
         def packed() -> Tensor:
             mask_D = torch.zeros(numel, dtype=torch.bool)
@@ -139,11 +141,19 @@ def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[st
             return pack(mask_D)
 
         header = TensorHeader(torch.uint8, (-(-numel // 8),))
-        yield f"{MASK}/{name}", TensorCopy(header, packed, is_fixed=True)
-    values, is_sharded = TensorHeader(torch.float32, (kept,)), state.shares.is_sharded
-    yield f"{MASTER}/{name}", TensorCopy(values, lambda: state.master(name), is_sharded)
+        if is_cut:
+            yield f"{MASK}/{name}", TensorCopy(header, lambda: pack(state.mask(name)), is_cut=True)
+        else:
+            yield f"{MASK}/{name}", TensorCopy(header, packed, is_fixed=True)
+    values = partial(
+        TensorCopy,
+        TensorHeader(torch.float32, (kept,)),
+        is_gathered=state.shares.is_sharded,
+        is_cut=is_cut,
+    )
+    yield f"{MASTER}/{name}", values(lambda: state.master(name))
     for kind in state.optimizer_state.moments_K:
-        yield f"{kind}/{name}", TensorCopy(values, partial(state.moment, name, kind), is_sharded)
+        yield f"{kind}/{name}", values(partial(state.moment, name, kind))
 
 
 def _plain_tensor(tensor: Tensor) -> TensorCopy:
@@ -201,15 +211,15 @@ def load_layers(
     """
     files = CheckpointFiles(checkpoint)
     for layer in layers:
-        trained = {tensor.name: tensor for tensor in layer.state.tensors}
-        for local, parameter in layer.module.named_parameters():
-            name = f"{layer.spec.name}.{local}"
+        aliases = {t.whole_name for t in layer.state.tensors if t.alias_of is not None}
+        for name, local in layer.names.items():
             saved = ties.get(name, name)
-            if name not in trained:
+            if name in layer.state.wholes:
+                _load_tensor(files, saved, layer.state, layer.state.wholes[name])
+            elif name not in aliases:
+                parameter = layer.module.get_parameter(local)
                 header = TensorHeader(parameter.dtype, tuple(parameter.shape))
                 parameter.detach().copy_(files.read(VALUE, saved, header))
-            elif trained[name].alias_of is None:
-                _load_tensor(files, saved, layer.state, trained[name])
         for slot in slots(layer.module):
             if slot.persists:
                 name = f"{layer.spec.name}.{slot.name}"
@@ -218,25 +228,50 @@ def load_layers(
                 slot.put(canonical(read.to(slot.tensor.device)))
 
 
-def _load_tensor(
-    files: CheckpointFiles, saved: str, state: LayerState, tensor: TensorState
-) -> None:
+def _load_tensor(files: CheckpointFiles, saved: str, state: LayerState, whole: Whole) -> None:
     """Read the masters, which also sets the dense weight, and the moments that this rank holds."""
     optimizer_state = state.optimizer_state
-    header = TensorHeader(torch.float32, (tensor.kept,))
+    header = TensorHeader(torch.float32, (whole.kept,))
+    if whole.cut is not None:
+        _load_chunks(files, saved, state, whole)
+        return
+    [tensor] = whole.parts
     master = files.entries(MASTER, saved, header)
     for start in range(0, tensor.kept, PIECE):
         stop = min(start + PIECE, tensor.kept)
         values_K = master(start, stop).to(state.backend.device)
         optimizer_state.write_master(tensor, start, values_K)
     for kind in optimizer_state.moments_K:
-        values = files.entries(kind, saved, header, "go on with the optimizer that it has")
+        values = files.entries(kind, saved, header, OWN_OPTIMIZER)
         for start, stop in state.shares.blocks(tensor, state.shares.held):
             optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values(start, stop))
 
 
+def _load_chunks(files: CheckpointFiles, saved: str, state: LayerState, whole: Whole) -> None:
+    """As `_load_tensor`, of the chunks that are here: the tensor is read whole, and cut."""
+    header, mask_D = TensorHeader(torch.float32, (whole.kept,)), None
+    if whole.kept < whole.numel:
+        packed = files.read(MASK, saved, TensorHeader(torch.uint8, (-(-whole.numel // 8),)))
+        mask_D = Bits(packed.numpy(), whole.numel).mask()
+    for kind in (MASTER, *state.optimizer_state.moments_K):
+        mend = ANOTHER if kind == MASTER else OWN_OPTIMIZER
+        dense_D = files.entries(kind, saved, header, mend)(0, whole.kept)
+        if mask_D is not None:
+            dense_D = torch.zeros(whole.numel).masked_scatter_(mask_D, dense_D)
+        if kind == MASTER:
+            fill(state, whole, dense_D)
+            continue
+        for tensor in whole.parts:
+            part_D = whole.part(tensor, dense_D).to(state.backend.device)
+            for start, stop in state.shares.blocks(tensor, state.shares.held):
+                values_K = tensor.index.gather(part_D, start, stop)
+                state.optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values_K)
+
+
 ANOTHER = "resume from another one"
 """What helps where a checkpoint is damaged."""
+OWN_OPTIMIZER = "go on with the optimizer that it has"
+"""What helps where a checkpoint lacks a moment."""
 
 
 class CheckpointFiles:

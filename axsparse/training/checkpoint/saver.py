@@ -140,7 +140,9 @@ class Saver:
         method = self._parts.masking
         masking = MaskingState(MethodState()) if method is None else method.state()
         layers = self._dealt_layers(masking)
-        dealt = [layer for layer, is_own in layers if is_own]
+        # Of the members that share a stage of a replica the first one writes.
+        is_first = self._parts.place.member == 0
+        dealt = [layer for layer, is_own in layers if is_own and is_first]
         step = progress.step
 
         def make_folder() -> None:
@@ -163,8 +165,8 @@ class Saver:
         )
         self.last_step = step
         with self._parts.statistics.of_first_replica():
-            for tensor, is_own in _to_copy(layers):
-                if is_own:
+            for tensor, is_own in _to_copy(layers, is_first=is_first):
+                if is_own and is_first:
                     queue.put(tensor.value().clone())
                 else:
                     tensor.value()
@@ -331,16 +333,20 @@ def _is_in(path: Path, folder: Path) -> bool:
     return path.resolve().parent == folder.resolve()
 
 
-def _to_copy(layers: Sequence[tuple[LayerContents, bool]]) -> Iterator[tuple[TensorCopy, bool]]:
-    """The tensors whose values this rank asks for, and whether it writes them.
+def _to_copy(
+    layers: Sequence[tuple[LayerContents, bool]], *, is_first: bool
+) -> Iterator[tuple[TensorCopy, bool]]:
+    """The tensors whose values this rank asks for, and whether its replica writes them.
 
-    It asks for the tensors that it writes, and for every tensor that all replicas gather together,
-    also where another replica writes it; the order is the same on all replicas.
+    It asks for the tensors that it writes, and for every tensor that all replicas, or all members
+    of the one that writes, gather together; the order is the same on all of them. `is_first` says
+    whether this rank is the member that writes.
     """
     for layer, is_own in layers:
         for file in layer.files.values():
             for tensor in file.values():
-                if tensor.is_gathered or (is_own and not tensor.is_fixed):
+                writes = is_own and is_first and not tensor.is_fixed
+                if tensor.is_gathered or writes or (is_own and tensor.is_cut):
                     yield tensor, is_own
 
 

@@ -1,0 +1,491 @@
+"""Layers that the ranks of a group compute together: each holds some chunks of their matrices.
+
+A linear module that `Layer.tensor` names is cut into C chunks, each a plain `nn.Linear`. The T
+members of a group hold C / T consecutive chunks each. A column split cuts outputs, and a row split
+cuts inputs, so that
+
+    y = Σ_c row_c(between(column_c(x))) + bias
+
+where x and y are alike on all members. The sum, and that of the gradients of x, runs in one binary
+tree over the C chunks: first those of a member, then those of two members, of four, and so on. So
+neither the shapes of the products nor the order of the additions depends on T, if C does not.
+
+Shapes: B sequences of a microbatch, S tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from axsparse.models.layer import Layer, Split, SplitKind
+from axsparse.models.losses import CHUNK_LOGITS
+from axsparse.runtime.bounds import IGNORED, refuse_beyond
+from axsparse.runtime.communication import Collective, Op, Transport, Work
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.exchange import sum_by_owner
+from axsparse.runtime.grid import Place
+from axsparse.runtime.seeds import kept_rng
+
+MOST_CHUNKS = 8
+"""Chunks under `layout.tensor_exact`: the highest degree, and not so many that products of degree
+1 become small."""
+Combine = Callable[[Tensor, Tensor], Tensor]
+"""Combines two tensors; commutative in every bit."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the chunks of one tensor lie in the whole tensor."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    dim: int
+    """The dimension that is cut."""
+    groups: int
+    chunks: int
+
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        """Where a chunk begins and ends in each group."""
+        size = self.shape[self.dim] // self.groups
+        return chunk * size // self.chunks, (chunk + 1) * size // self.chunks
+
+    def shape_of(self, chunk: int) -> tuple[int, ...]:
+        """The shape of a chunk."""
+        start, stop = self.bounds(chunk)
+        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        return (*before, self.groups * (stop - start), *after)
+
+    def take(self, whole: Tensor, chunk: int) -> Tensor:
+        """A chunk of the whole tensor, contiguous."""
+        return self._part(whole, chunk).flatten(self.dim, self.dim + 1).contiguous()
+
+    def put(self, whole: Tensor, chunk: int, values: Tensor) -> None:
+        """Write a chunk into the whole tensor; `values` may be flat."""
+        part = self._part(whole, chunk)
+        part.copy_(values.view(part.shape))
+
+    def _part(self, whole: Tensor, chunk: int) -> Tensor:
+        start, stop = self.bounds(chunk)
+        size = self.shape[self.dim] // self.groups
+        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        grouped = whole.view(*before, self.groups, size, *after)
+        return grouped.narrow(self.dim + 1, start, stop - start)
+
+
+def as_splits(layer: str, given: Mapping[str, Split | str]) -> dict[str, Split]:
+    """`Layer.tensor` with a `Split` for each kind that is given by its name."""
+    splits = {}
+    for path, one in given.items():
+        split = Split(one) if isinstance(one, str) else one  # type: ignore[arg-type]  # checked
+        if not isinstance(split, Split) or split.kind not in get_args(SplitKind):
+            raise ConfigError(
+                f"layer {layer}: tensor has {one!r} for {path!r}; give one of "
+                f"{', '.join(get_args(SplitKind))}, or a Split"
+            )
+        splits[path] = split
+    return splits
+
+
+def cuts_of(
+    layer: str,
+    splits: Mapping[str, Split | str],
+    shapes: Mapping[str, tuple[int, ...]],
+    chunks: int,
+    key: str = "layout.g_tensor",
+) -> dict[str, Cut]:
+    """How each parameter of a layer is cut, by its name within the layer; only those that are.
+
+    `shapes` has the layer's parameters. ConfigError for a module that the layer does not have or
+    whose size the chunks do not divide; `key` is the setting from which their number follows.
+    """
+    cuts = {}
+    for path, split in as_splits(layer, splits).items():
+        names = [f"{path}.weight"] + [f"{path}.bias"] * (split.kind == "column")
+        found = [name for name in (names if names[0] in shapes else [path]) if name in shapes]
+        if not found:
+            nearest = ", ".join(get_close_matches(path, [*shapes], n=2, cutoff=0))
+            raise ConfigError(
+                f"layer {layer}: tensor names {path!r}, which has no weight; nearest: {nearest}"
+            )
+        for name in found:
+            cut = Cut(shapes[name], int(split.kind == "row"), split.groups, chunks)
+            each = split.groups * split.unit
+            size = cut.shape[cut.dim]
+            if split.kind != "vocabulary" and size % (each * chunks):
+                raise ConfigError(
+                    f"{key}: {chunks} chunks do not divide the {size // each} heads or features "
+                    f"of {layer}.{name}; choose a power of two that does"
+                )
+            cuts[name] = cut
+    return cuts
+
+
+def most_chunks(
+    layer: str, splits: Mapping[str, Split | str], shapes: Mapping[str, tuple[int, ...]]
+) -> int:
+    """The largest power of two up to `MOST_CHUNKS` that divides all that a layer has cut."""
+    chunks = MOST_CHUNKS
+    for path, split in as_splits(layer, splits).items():
+        shape = shapes.get(f"{path}.weight")
+        if shape is not None and split.kind != "vocabulary":
+            size = shape[int(split.kind == "row")] // (split.groups * split.unit)
+            while size % chunks:
+                chunks //= 2
+    return chunks
+
+
+# -- the members of a group -------------------------------------------------------------
+
+
+class TensorGroup:
+    """The ranks that compute the layers of one stage of one replica together, as one of them."""
+
+    def __init__(self, place: Place, transport: Transport, chunks: int) -> None:
+        """All ranks call this together; `chunks` is a multiple of the members, and a power of
+        two."""
+        grid = place.grid
+        self.rank, self.size, self.chunks = place.member, grid.g_tensor, chunks
+        each = chunks // self.size
+        self.own = range(self.rank * each, (self.rank + 1) * each)
+        """The chunks of this member."""
+        self.idle: Callable[[], object] = _nothing
+        """Called while this member waits for others, so that its messages go on."""
+        self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around the waiting."""
+        self.drawn: Tensor | None = None
+        """The state of torch's generator behind the last column split, while it is compared."""
+        self._backoff = transport.backoff
+        self._keeping = kept_rng if transport.name == "local" else nullcontext
+        ranks = [grid.rank(place.stage, place.replica, member) for member in range(self.size)]
+        self._members = transport.collective("members", ranks)
+        self._pairs: list[Collective] = []
+        level = 1
+        while level < self.size:
+            pair = sorted((self.rank, self.rank ^ level))
+            self._pairs.append(transport.collective(f"pair {level}", [ranks[m] for m in pair]))
+            level *= 2
+        self._telling: list[Work] = []
+        self._hearing: tuple[Tensor, Work] | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent to other members since the start."""
+        return sum(group.bytes_sent for group in (self._members, *self._pairs))
+
+    def fold(self, parts: Sequence[Tensor], combine: Combine = torch.add) -> Tensor:
+        """All chunks' tensors combined, from those of this member, in the order of its chunks; the
+        same bits on all members, which call this together."""
+        parts = list(parts)
+        while len(parts) > 1:
+            parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        [result] = parts
+        for pair in self._pairs:
+            both = result.new_empty(2, result.numel())
+            both[pair.rank] = result.reshape(-1)
+            self._wait(pair.start(Op.ALL_GATHER, both.view(-1)))
+            result = combine(both[0], both[1]).view(result.shape)
+        return result
+
+    def gathered(self, cut: Cut, parts: Sequence[Tensor]) -> Tensor:
+        """The whole of a tensor, from this member's chunks in order, which may be flat; all members
+        call this together."""
+        sizes = [torch.Size(cut.shape_of(chunk)).numel() for chunk in range(self.chunks)]
+        starts = [sum(sizes[:chunk]) for chunk in range(self.chunks + 1)]
+        flat = parts[0].new_empty(starts[-1])
+        flat[starts[self.own.start] : starts[self.own.stop]] = torch.cat(
+            [part.reshape(-1) for part in parts]
+        )
+        if self.size > 1:
+            each = len(self.own)
+            self._wait(self._members.start(Op.ALL_GATHER, flat, starts[::each]))
+        whole = flat.new_empty(cut.shape)
+        for chunk in range(self.chunks):
+            cut.put(whole, chunk, flat[starts[chunk] : starts[chunk + 1]])
+        return whole
+
+    def rows(self, values: Sequence[float]) -> list[list[float]]:
+        """The numbers of every member, on all of them, which call this together."""
+        return sum_by_owner(self._members, self._backoff, values)
+
+    def tell(self, first: int, second: int) -> None:
+        """Tell the other members two numbers; member 0 calls this."""
+        self._telling = [work for work in self._telling if not work.poll()]
+        if self.size > 1:
+            self._telling.append(self._members.start(Op.BROADCAST, torch.tensor([first, second])))
+
+    def heard(self) -> tuple[int, int] | None:
+        """The next two numbers that member 0 tells, or None if they have not come yet."""
+        if self._hearing is None:
+            words = torch.zeros(2, dtype=torch.int64)
+            self._hearing = words, self._members.start(Op.BROADCAST, words)
+        words, work = self._hearing
+        if not work.poll():
+            return None
+        self._hearing = None
+        first, second = words.tolist()
+        return first, second
+
+    def _wait(self, work: Work) -> None:
+        if work.poll():
+            return
+        with self.timed(), self._keeping():
+            self._backoff.reset()
+            while not work.poll():
+                self.idle()
+                self._backoff.pause()
+
+
+def _nothing() -> None:
+    """What a member does while it waits, before there is a pipeline."""
+
+
+class _Spread(torch.autograd.Function):
+    """The same tensor for each chunk; backward, the sum of the gradients over all chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, x: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(x.view_as(x) for _ in group.own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.group.fold(outer)
+
+
+class _Join(torch.autograd.Function):
+    """The sum over all chunks; backward, the gradient of the sum for each chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, *parts: Tensor) -> Tensor:
+        ctx.count = len(parts)
+        return group.fold(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *[outer] * ctx.count
+
+
+class _LogTotal(torch.autograd.Function):
+    """log Σ_c exp z_c over all chunks; backward, ∂z_c = exp(z_c − total)."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, *parts: Tensor) -> Tensor:
+        total = group.fold(parts, torch.logaddexp)
+        ctx.save_for_backward(total, *parts)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        total, *parts = ctx.saved_tensors
+        return None, *[(part - total).exp_().mul_(outer) for part in parts]
+
+
+def spread(group: TensorGroup, x: Tensor) -> tuple[Tensor, ...]:
+    """The same tensor for each chunk of this member; its gradient is the sum over all chunks."""
+    apply: Callable[..., tuple[Tensor, ...]] = _Spread.apply
+    return apply(group, x)
+
+
+def join(group: TensorGroup, parts: Sequence[Tensor]) -> Tensor:
+    """The sum over all chunks, from the parts of this member."""
+    apply: Callable[..., Tensor] = _Join.apply
+    return apply(group, *parts)
+
+
+# -- modules ----------------------------------------------------------------------------
+
+
+class Column(nn.Module):
+    """A linear module whose outputs are cut: (…, I) to (…, O · own chunks / chunks)."""
+
+    def __init__(self, linear: nn.Linear, cut: Cut, group: TensorGroup) -> None:
+        super().__init__()
+        self.group, self.groups = group, cut.groups
+        has_bias = linear.bias is not None
+        self.chunks = nn.ModuleList(
+            nn.Linear(linear.in_features, cut.shape_of(chunk)[0], bias=has_bias, device="meta")
+            for chunk in group.own
+        )
+
+    def spread(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The input of each chunk."""
+        return spread(self.group, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = zip(self.chunks, self.spread(x), strict=True)
+        parts: list[Tensor] = [chunk(part) for chunk, part in each]
+        self.group.drawn = torch.get_rng_state()
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([p.unflatten(-1, (self.groups, -1)) for p in parts], -1).flatten(-2)
+
+
+class Row(nn.Module):
+    """A linear module whose inputs are cut: (…, I · own chunks / chunks) to (…, O)."""
+
+    def __init__(self, linear: nn.Linear, cut: Cut, group: TensorGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.bias = linear.bias
+        self.chunks = nn.ModuleList(
+            nn.Linear(cut.shape_of(chunk)[1], linear.out_features, bias=False, device="meta")
+            for chunk in group.own
+        )
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The output, from what each chunk gives."""
+        total = join(self.group, parts)
+        return total if self.bias is None else total + self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn, self.group.drawn = self.group.drawn, None
+        if drawn is not None and not torch.equal(drawn, torch.get_rng_state()):
+            raise ConfigError(
+                "layout.g_tensor: random numbers are drawn between a column and a row split, and "
+                "would differ with the degree; move the dropout behind the row split"
+            )
+        parts = x.split(x.shape[-1] // len(self.chunks), -1)
+        return self.join(
+            [chunk(p.contiguous()) for chunk, p in zip(self.chunks, parts, strict=True)]
+        )
+
+
+class Vocabulary(nn.Module):
+    """An embedding whose words are cut: (B, S) integers to (B, S, H)."""
+
+    def __init__(self, cut: Cut, group: TensorGroup) -> None:
+        super().__init__()
+        self.group, self.words = group, cut.shape[0]
+        self.bounds = [cut.bounds(chunk) for chunk in group.own]
+        self.chunks = nn.ModuleList(
+            nn.Embedding(stop - start, cut.shape[1], device="meta") for start, stop in self.bounds
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        refuse_beyond(tokens, self.words, f"no word of a vocabulary of {self.words}")
+        parts = []
+        for chunk, (start, stop) in zip(self.chunks, self.bounds, strict=True):
+            here = (tokens >= start) & (tokens < stop)
+            rows = chunk((tokens - start).clamp(0, stop - start - 1))
+            parts.append(rows.masked_fill(~here.unsqueeze(-1), 0))
+        return join(self.group, parts)
+
+
+class Chunks(nn.Module):
+    """The chunks of a parameter that the layer hands to the loss."""
+
+    def __init__(self, cut: Cut, group: TensorGroup) -> None:
+        super().__init__()
+        self.chunks = nn.ParameterList(
+            nn.Parameter(torch.empty(cut.shape_of(chunk), device="meta")) for chunk in group.own
+        )
+
+
+def chunks_of(weight: nn.Parameter | Chunks) -> tuple[nn.Parameter, ...]:
+    """The chunks of a weight that are here: the weight itself, where it is not cut."""
+    return tuple(weight.chunks) if isinstance(weight, Chunks) else (weight,)
+
+
+def through(
+    column: nn.Module, between: Callable[[Tensor], Tensor], row: nn.Module, x: Tensor
+) -> Tensor:
+    """row(between(column(x))), chunk by chunk where the two modules are cut.
+
+    `between` computes every output of `column`, or every head, by itself.
+    """
+    if not isinstance(column, Column):
+        whole: Tensor = row(between(column(x)))
+        return whole
+    assert isinstance(row, Row), "both are cut, or neither"
+    each = zip(column.chunks, row.chunks, column.spread(x), strict=True)
+    return row.join([second(between(first(part))) for first, second, part in each])
+
+
+def cut_module(
+    layer: Layer, module: nn.Module, cuts: Mapping[str, Cut], group: TensorGroup
+) -> dict[str, tuple[str, int]]:
+    """Cut the modules of a layer whose parameters `cuts` names; the chunks have no contents yet.
+
+    Returns, by the name of each chunk's parameter within the layer, the name of the whole parameter
+    and the number of the chunk. ConfigError for a module that cannot be cut.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    for name, cut in cuts.items():
+        path, _, kind = name.rpartition(".")
+        owner = module.get_submodule(path)
+        own = enumerate(group.own)
+        if isinstance(owner, (Column, Row)):  # its weight came before its bias
+            found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
+            continue
+        if not owner.get_parameter(kind).requires_grad:
+            raise ConfigError(
+                f"layer {layer.name}: {name} is frozen, and is not cut; leave it out of tensor"
+            )
+        if name in layer.tensor:  # no module, but a parameter
+            delattr(owner, kind)
+            setattr(owner, kind, Chunks(cut, group))
+            found |= {f"{name}.chunks.{n}": (name, c) for n, c in own}
+            continue
+        new: nn.Module
+        if type(owner) is nn.Linear:
+            new = (Row if cut.dim else Column)(owner, cut, group)
+        elif type(owner) is nn.Embedding and owner.padding_idx is None and not owner.max_norm:
+            new = Vocabulary(cut, group)
+        else:
+            raise ConfigError(
+                f"layer {layer.name}: {path} is {type(owner).__name__}, which is not cut; make it "
+                "a plain nn.Linear or nn.Embedding, or leave it out of tensor"
+            )
+        above, _, last = path.rpartition(".")
+        setattr(module.get_submodule(above), last, new)
+        found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
+    return found
+
+
+# -- the loss of a cut vocabulary -------------------------------------------------------
+
+
+def vocabulary_cross_entropy(
+    group: TensorGroup, words: int, hidden: Tensor, *weights_and_targets: Tensor
+) -> Tensor:
+    """`losses.linear_cross_entropy` with this member's chunks of the weight, of `words` rows.
+
+    loss = Σ_t log Σ_c exp(log Σ_{v in c} exp z[t, v]) − Σ_c z[t, y[t]]
+    """
+    *weights, targets = weights_and_targets
+    flat, rows = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    refuse_beyond(rows, words, f"no word of a vocabulary of {words}", ignored=IGNORED)
+    totals, hits = [], []
+    for chunk, part, weight in zip(group.own, spread(group, flat), weights, strict=True):
+        start = chunk * words // group.chunks
+        if len(rows) * len(weight) > CHUNK_LOGITS and torch.is_grad_enabled():
+            options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+            total, hit = checkpoint(_totals, part, weight, rows - start, **options)
+        else:
+            total, hit = _totals(part, weight, rows - start)
+        totals.append(total)
+        hits.append(hit)
+    apply: Callable[..., Tensor] = _LogTotal.apply
+    losses = apply(group, *totals) - join(group, hits)
+    return torch.where(rows != IGNORED, losses, 0).sum()
+
+
+def _totals(hidden: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """log Σ_v exp z[t, v] over the words of a chunk, and z at the target if it is one of them."""
+    logits = F.linear(hidden, weight).float()
+    here = (rows >= 0) & (rows < len(weight))
+    columns = rows.clamp(0, len(weight) - 1).unsqueeze(1)
+    return logits.logsumexp(1), here * logits.gather(1, columns).squeeze(1)
