@@ -248,7 +248,7 @@ def never(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
 @pytest.mark.parametrize(
     ("method", "precision", "width", "least", "score"),
     [
-        ("wanda", "fp32", 96, 0.89, None),
+        ("wanda", "fp32", 96, 0.85, None),
         ("sparsegpt", "bf16", 96, 0.9, None),
         # Nobody knows what a function of one's own takes: as much as Wanda is planned. The model is
         # so wide that the 2 MB of histograms by which its scores are selected do not count.
