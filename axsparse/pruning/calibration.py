@@ -350,8 +350,8 @@ class Calibration:
         masters = {}
         for local, tensor in owned.items():
             values = built.state.dense_master(tensor.name).to(tensor.parameter.device)
-            # A copy: masters may be the weights themselves.
-            masters[local] = values * pruned[local] if local in pruned else values.clone()
+            # The layer's own masters where they are no copy: nobody needs these afterwards.
+            masters[local] = values.mul_(pruned[local]) if local in pruned else values
             kept = masks.kept_weights.get(tensor.name)
             if kept is not None:  # the method has changed it
                 masters[local][pruned[local]] = kept.to(values)
@@ -366,7 +366,7 @@ class Calibration:
             if local in pruned:
                 masks.kept_weights[tensor.name] = masters[local][pruned[local]].cpu()
             else:
-                masks.fitted[tensor.name] = masters[local].cpu()
+                masks.fitted[tensor.name] = masters[local].cpu().clone()
         self.says(f"heal: {name}: error of a token {before:.4f} before, {after:.4f} after")
         return before, after
 

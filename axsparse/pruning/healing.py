@@ -111,20 +111,22 @@ class Fit:
         if len(batch) == 1:  # which every replica computes
             return gradients_of(batch[0])
         found = [gradients_of(number) for number in batch if self._is_own(number)]
-        each = [
-            [given[place] for given in found if given[place] is not None]
-            for place in range(len(parameters))
-        ]
+        # Of each parameter, the gradients of the microbatches that use it.
+        each: list[list[Tensor]] = [[] for _ in parameters]
+        for given in found:
+            for parts, part in zip(each, given, strict=True):
+                if part is not None:
+                    parts.append(part)
         largest = torch.zeros(self.replicas.size, len(parameters), dtype=torch.float64)
         for place, parts in enumerate(each):
-            for part in parts:
-                most = largest[self.replicas.rank, place]
-                most.copy_(torch.maximum(most, part.abs().amax().double().cpu()))
+            if parts:
+                ends = torch.stack([part.abs().amax().double().cpu() for part in parts])
+                largest[self.replicas.rank, place] = ends.amax()  # NaN if one is NaN
         self.replicas.exchange(Op.ALL_REDUCE, largest.view(-1))
         means: list[Tensor] = []
         for place, parameter in enumerate(parameters):
             most = float(largest[:, place].amax())
-            # Integers of up to 2**BITS; one of 2**62 is the most that a sum may have.
+            # Each part has integers of up to 2**BITS, and a sum may have up to 2**63.
             unit = 2.0 ** (math.frexp(most)[1] - BITS) if math.isfinite(most) else math.nan
             sums = torch.zeros(parameter.numel(), dtype=torch.int64, device=parameter.device)
             for part in each[place] if math.isfinite(unit) else ():
@@ -146,13 +148,15 @@ class Fit:
                 loss, tokens = relative_error(forward(number), outputs)
                 found[number] = torch.tensor([float(loss), tokens], dtype=torch.float64)
         self.replicas.exchange(Op.ALL_REDUCE, found.view(-1))
-        return sum(found[:, 0].tolist()) / sum(found[:, 1].tolist())
+        losses: list[float] = found[:, 0].tolist()
+        counts: list[float] = found[:, 1].tolist()
+        return sum(losses) / sum(counts)
 
     def all_agree(self, found: bool) -> bool:
         """Whether something is so on all replicas, which call this together."""
         count = torch.tensor([float(found)], dtype=torch.float64)
         self.replicas.exchange(Op.ALL_REDUCE, count)
-        return count.item() == self.replicas.size
+        return int(count) == self.replicas.size
 
 
 @dataclass(frozen=True)

@@ -60,17 +60,19 @@ def write_report(records: Records, out: Path, name: str) -> None:
 def table(records: Records) -> Iterator[str]:
     """Perplexities and bytes, a line a case that is done."""
     dense = records.get(Case("dense", 0), {}).get("state_bytes")
-    yield "| pruned by | % | trained on | English | code | GPL-3 | state | of dense |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| pruned by | % | healed | English | code | GPL-3 | CPU | peak | state | of dense |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for case, found in records.items():
         if "perplexity" not in found:
             continue
-        steps = f"{len(found['losses'])} steps, {case.stages}×1" if case.stages else "no"
+        steps = f"{len(found['losses'])} steps, {case.stages}×1" if case.stages else case.heal
+        used = f"{found['cpu_seconds']:,.0f} s" if "cpu_seconds" in found else ""
+        peak = f"{found['peak_bytes'] / 1e9:.2f} GB" if "peak_bytes" in found else ""
         values = [_rounded(found["perplexity"].get(text)) for text in TEXTS]
         size = records.get(case.untrained, {}).get("state_bytes")
         share = f"{size / dense:.3f}" if size and dense else ""
         gigabytes = f"{size / 1e9:.3f} GB" if size else ""
-        cells = (case.method, str(case.percent), steps, *values, gigabytes, share)
+        cells = (case.method, str(case.percent), steps, *values, used, peak, gigabytes, share)
         yield f"| {' | '.join(cells)} |"
 
 

@@ -27,7 +27,7 @@ from smollm2.gguf_folder import write_folder
 
 SPARSITIES = (50, 60, 70)
 METHODS = ("magnitude", "wanda", "sparsegpt")
-HEALS = ("blocks",)
+HEALS = ("blocks", "adapters")
 """How pruned models are healed, beside training on."""
 TRAINED_AT = 60
 """The sparsity, in percent, at which pruned models are trained on."""
@@ -68,6 +68,7 @@ class Case:
 
     @property
     def untrained(self) -> Case:
+        """The case that was pruned alike, and neither healed nor trained on."""
         return Case(self.method, self.percent)
 
 
@@ -127,6 +128,8 @@ class Study:
         found: dict[str, Any] = asdict(case)
         if case.stages:
             found |= self._train_on(case)
+        elif case.heal != "none":
+            found |= self._heal(case)
         else:
             found |= self._prune(case)
         found |= self._judged(case)
@@ -145,7 +148,6 @@ class Study:
         out = self._models / f"{case.name}.built"
         shutil.rmtree(out, ignore_errors=True)
         settings = [*self._settings(Case("dense", 0)), *_pruning(case.method, case.percent / 100)]
-        settings += [f"pruning.heal={case.heal}"] if case.heal != "none" else []
         said = self._run([sys.executable, "-m", "smollm2.prune", str(out), *settings], case.name)
         if case.method == "dense":
             shutil.rmtree(out)
@@ -153,6 +155,41 @@ class Study:
             shutil.rmtree(self._model(case), ignore_errors=True)
             out.rename(self._model(case))
         return json.loads(said.splitlines()[-1])  # type: ignore[no-any-return]
+
+    def _heal(self, case: Case) -> dict[str, Any]:
+        """Prune and heal by `axsparse prune`, on the documents to train on."""
+        texts, out = self.work / "texts", self._model(case)
+        shutil.rmtree(out, ignore_errors=True)
+        parts = {
+            kind: [str(texts / f"{domain}.{kind}.jsonl") for domain in DOMAINS]
+            for kind in ("train", "held_out")
+        }
+        settings = [*COMMON, *(TRAINING if case.heal == "adapters" else ())]
+        command = [
+            *(sys.executable, "-m", "axsparse", "prune"),
+            *("--from", str(self._model(Case("dense", 0)))),
+            *("--data", *parts["train"], "--validation", *parts["held_out"]),
+            *("--method", case.method, "--sparsity", str(case.percent / 100), "--heal", case.heal),
+            *(("--steps", str(STEPS)) if case.heal == "adapters" else ()),
+            *(part for setting in settings for part in ("--set", setting)),
+            *("--out", str(out)),
+        ]
+        began = time.monotonic()
+        with (self.work / f"{case.name}.log").open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(  # noqa: S603 - a command of this file
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise RuntimeError(f"{case.name}: see {log.name}")
+        return {
+            "seconds": time.monotonic() - began,
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            "peak_bytes": usage.ru_maxrss * 1024,
+        }
 
     def _train_on(self, case: Case) -> dict[str, Any]:
         """Train with the mask that the pruned folder has as zeros."""

@@ -80,9 +80,11 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
     write_folder(tmp_path / "model")
     more = ["--heal", heal, *(["--steps", "2"] if heal in ("train", "adapters") else [])]
     more += ["--set", "schedule.warmup_steps=1", "--set", "samo.gradient=exact"]
+    more += ["--set", "batch.microbatch_size=2", "--set", "pruning.heal_batch=2"]
 
     alone = pruned(tmp_path, "alone", *more)
     staged = pruned(tmp_path, "staged", *more, "--set", "layout.g_inter=2", ranks=2)
+    replicas = pruned(tmp_path, "replicas", *more, "--set", "layout.g_inter=1", ranks=2)
     # What has been done is found done: of the run, only the folder is written again.
     shutil.rmtree(tmp_path / "staged")
     again = pruned(tmp_path, "staged", *more, "--set", "layout.g_inter=1", ranks=2)
@@ -94,7 +96,7 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
             assert not value[value == 0].signbit().any(), name
             is_changed = not torch.equal(file.read(name), value)
             assert is_changed == ("_proj" in name or "norm" in name), name
-    for other in (staged, again):
+    for other in (staged, replicas, again):
         assert other.keys() == alone.keys()
         assert all(torch.equal(other[name], value) for name, value in alone.items())
 

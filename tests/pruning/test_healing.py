@@ -25,6 +25,7 @@ from axsparse.data.dataset import Datasets
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.start_weights import open_weights, start_from
+from axsparse.pruning import healing
 from axsparse.pruning.healing import Fit, HealedLayers, relative_error
 from axsparse.runtime.errors import ConfigError, OutputError
 
@@ -162,6 +163,27 @@ def test_every_layout_heals_to_the_same_bits(
 
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_replicas_share_the_microbatches_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = trained_model(tmp_path), config_of(pruning={"heal_batch": 2})
+    computed: list[bool] = []
+
+    def noting(outputs: Any, wanted: Any) -> tuple[Tensor, int]:
+        computed.append(torch.is_grad_enabled())
+        return relative_error(outputs, wanted)
+
+    monkeypatch.setattr(healing, "relative_error", noting)
+    counts = []
+    for layout in ((1, 1), (1, 2)):
+        computed.clear()
+        started(layout, model, config)
+        counts.append((computed.count(True), computed.count(False)))
+
+    # Three layers, three passes, five microbatches, of which the last is a step of its own.
+    assert counts == [(3 * 3 * 5, 3 * 2 * 5), (3 * 3 * 6, 3 * 2 * 5)]
 
 
 @pytest.mark.parametrize("method", METHODS)
