@@ -446,6 +446,9 @@ def page(order: PruneOrder, loaded: LoadedConfig, facts: Facts, seconds: dict[st
         "",
         f"A rank had at most {format_bytes(facts.peak_bytes)} of memory.",
         "",
+        f"To judge it by others: `lm_eval --model hf --model_args pretrained={order.out.name} "
+        "--tasks TASKS` (`pip install 'axsparse[eval]'`).",
+        "",
     ]
     if facts.blocks:
         lines += [

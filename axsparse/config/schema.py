@@ -279,9 +279,9 @@ class PruningConfig(Section):
     `optimizer.betas` are to 1; `warm`: at the mean of its tensor, by which they grow with the first
     moment."""
     rate_power: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
-    """The learning rate of a pruned tensor is divided by its final density to this power; 1 makes
-    its outputs change as fast as those of a dense one, 0 divides nothing. Those that
-    `optimizer.learning_rates` names have theirs."""
+    """The learning rate of a pruned tensor is divided by its final density to this power: 1 as in
+    SMET (arXiv 2606.00888), 0 divides nothing. Those that `optimizer.learning_rates` names have
+    theirs."""
     ticket: str | None = None
     """A ticket file, whose masks are used from the start, under any layout. It replaces method
     and sparsities of this section, except that `set` and `rigl` go on changing its masks."""
