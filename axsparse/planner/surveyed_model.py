@@ -67,9 +67,9 @@ def calibration_memory(
     masks, layer by layer, before it has any state; `kept` and `stored` are those of its state.
 
     A layer stands there dense and without moments. It has the activations of all samples, the
-    statistics of all of its matrices, and works on one of these at a time. One microbatch is there
-    twice, since it also passes through the layers as they were before. `on_host`: the memory that
-    is planned is the host's, where masks lie until state is built.
+    statistics of all of its matrices, and works on one of these at a time. One more microbatch,
+    which is judged, is there twice: it also passes through the layers as they were. `on_host`: the
+    memory that is planned is the host's, where masks lie until state is built.
     """
     pruning, dense = config.pruning, replace(stored, moments=0, replicas=1)
     method, heals = STATISTICS.get(pruning.method), pruning.heal != "none"
@@ -96,7 +96,7 @@ def calibration_memory(
                 # What keeps the weights that it has changed.
                 most = max(most, 5 * matrix.numel + CHOSEN_BYTES * kept[matrix.name])
             working = max(working, most)
-        twice = max(costs.inputs, costs.outputs)
+        twice = 2 * max(costs.inputs, costs.outputs)
         moments.append((there + statistics + working, twice))
         # The samples pass while statistics are gathered, and once more when they are gone.
         moments.append((there + statistics, twice + costs.saved + costs.outputs))

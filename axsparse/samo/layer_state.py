@@ -391,7 +391,8 @@ class LayerState:
     def dense_gradient(self, name: str) -> Tensor:
         """This replica's gradient in the parameter's shape, fp32 on the host; 0 where pruned. All
         members ask for that of a tensor that is cut together."""
-        return self._dense_whole(name, lambda tensor: self.gradient_of(tensor).float())
+        # A copy: a score of the user's own may change what it is given.
+        return self._dense_whole(name, lambda tensor: self.gradient_of(tensor).float().clone())
 
     def master(self, name: str) -> Tensor:
         """All fp32 master weights of one tensor, kept entries only, on the host; may be a view.
