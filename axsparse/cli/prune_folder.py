@@ -450,11 +450,16 @@ def page(order: PruneOrder, loaded: LoadedConfig, facts: Facts, seconds: dict[st
         "--tasks TASKS` (`pip install 'axsparse[eval]'`).",
         "",
     ]
-    if facts.blocks:
-        lines += [
-            "| layer | error of a token before healing | after |",
-            "|---|---|---|",
-            *(f"| {name} | {one:.4f} | {two:.4f} |" for name, (one, two) in facts.blocks.items()),
-            "",
-        ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_errors(facts.blocks)])
+
+
+def _errors(blocks: Mapping[str, tuple[float, float]]) -> list[str]:
+    """The table of errors of layers that were fitted, if any was."""
+    if not blocks:
+        return []
+    return [
+        "| layer | error of a token before healing | after |",
+        "|---|---|---|",
+        *(f"| {name} | {before:.4f} | {after:.4f} |" for name, (before, after) in blocks.items()),
+        "",
+    ]

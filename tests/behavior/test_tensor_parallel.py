@@ -64,7 +64,13 @@ class Attention(nn.Module):
 
 class Own(nn.Module):
     def __init__(
-        self, width: int = 32, size: int = 8, dropout: float = 0.0, *, norm: bool = False
+        self,
+        width: int = 32,
+        size: int = 8,
+        dropout: float = 0.0,
+        *,
+        norm: bool = False,
+        frozen: bool = False,
     ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -76,6 +82,7 @@ class Own(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
         self.inner = nn.PReLU() if norm else nn.Identity()
+        self.up.weight.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
@@ -247,6 +254,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"own": {"tensor": {"up": "diagonal"}}}, "^layer block0: tensor has 'diagonal' for 'up'; "),
     ({"own": {"tensor": {"norm": "column"}}}, "^layer block0: norm is LayerNorm, which is not cut"),
     ({"own": {"norm": True}}, "^block.*.inner.weight: its gradient differs between the members of"),
+    ({"own": {"frozen": True}}, "^layer block0: up.weight is frozen, and is not cut; leave it out"),
     ({"own": {"dropout": 0.5}}, "random numbers are drawn between a column and a row split"),
 ]
 

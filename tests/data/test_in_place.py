@@ -222,6 +222,13 @@ def test_files_that_are_not_there_are_missing(make: Callable[[Path], Path], tmp_
         in_place(make(tmp_path), "data.path")
 
 
+def test_what_the_system_does_not_open_is_told_with_a_mend() -> None:
+    with pytest.raises(
+        MissingInputError, match=r"cannot be read \(.*\); make it readable, or name another place"
+    ):
+        in_place(Path("x" * 300), "data.path")
+
+
 @pytest.mark.parametrize("kind", ["version", "bin cut", "empty bin"])
 def test_damaged_ids_are_unreadable_where_they_are_prepared(kind: str, tmp_path: Path) -> None:
     source = Path(f"{DAMAGE[kind][0](tmp_path)}.idx")

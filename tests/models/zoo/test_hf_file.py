@@ -41,3 +41,19 @@ def test_names_without_the_prefix_of_the_model_get_it(transformers: Any) -> None
 def test_two_tensors_of_one_name_are_refused(transformers: Any) -> None:
     with pytest.raises(DataError, match=r"and another tensor are both model\.norm\.weight; get it"):
         HfFile(Given("norm.weight", "model.norm.weight"), causal(transformers))
+
+
+def test_tensors_that_make_no_tensor_of_the_model_are_refused(transformers: Any) -> None:
+    """The matrices of an expert with one of another shape."""
+    config = transformers.MixtralConfig(
+        **{"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
+        **{"num_local_experts": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
+    )
+    with torch.device("meta"):
+        mixtral = transformers.MixtralForCausalLM(config)
+    experts = "model.layers.0.block_sparse_moe.experts"
+    given = Given(*(f"{experts}.{number}.w2.weight" for number in range(2)))
+    given.shapes[f"{experts}.1.w2.weight"] = (3, 2)
+
+    with pytest.raises(DataError, match=r"and others do not make \S*experts.down_proj .*; get it"):
+        HfFile(given, mixtral).read("model.layers.0.mlp.experts.down_proj")
