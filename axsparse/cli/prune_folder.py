@@ -145,13 +145,15 @@ def _judging(config: Config) -> str:
 
 
 def _goes_by_layers(config: Config) -> bool:
-    """Whether each layer is pruned by itself; otherwise masks need all of them, or change later."""
+    """Whether each layer is pruned by itself; otherwise masks need all of them, or change later, or
+    members share every layer."""
     pruning = config.pruning
     return (
         pruning.method in ONE_BY_ONE
         and pruning.distribution != "global"
         and pruning.ticket is None
         and pruning.at_step == 0
+        and config.layout.g_tensor == 1
     )
 
 

@@ -419,7 +419,7 @@ class Calibration:
             shape = tuple(before.shape)
             mask = criterion.mask(name, shape, before.cpu, masks.kept[name])
             mask = mask.view(shape).to(before.device)
-            after = torch.where(mask, before, 0)
+            after = before * mask
         else:
             mask, after = statistics.prune(before, self._how_many(name))
         masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())

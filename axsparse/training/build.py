@@ -215,7 +215,6 @@ def prune_layers(
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
     inputs = RunInputs(model, surveyed, transport, on_host=placement.gpu is None)
     run = together(transport, lambda: resolve(loaded, inputs))
-    together(transport, partial(_refuse_members, run))
     _prepare_process(job, run, transport)
     data = open_data(run, loaded, transport, open_datasets)
     count, judged = 0, Batch(0, (), 0)
@@ -236,14 +235,6 @@ def prune_layers(
     known = gather_texts(transport.world, transport.backoff, losses)
     before, after = next(json.loads(text) for text in known if text != "[]")
     return PrunedLayers(run, healed, before, after, count)
-
-
-def _refuse_members(run: RunSpec) -> None:
-    if run.place.grid.g_tensor > 1:
-        raise ConfigError(
-            f"layout.g_tensor: {run.place.grid.g_tensor}, but layers are pruned one by one and "
-            "whole, so that members have nothing to share; leave it out, or take stages"
-        )
 
 
 # -- settings -----------------------------------------------------------------------------

@@ -280,25 +280,24 @@ def test_mistakes_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_jsrun_cannot_leave_out_hosts(
-    tmp_path: Path, axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("launcher", "hosts", "said"),
+    [
+        ("jsrun", "a:2", "--hosts: jsrun cannot leave out hosts; take mpirun, or leave it"),
+        ("srun", "a:2,b:1", "--hosts: a:2 and others differ, and srun starts as many ranks on"),
+    ],
+)
+def test_hosts_that_a_launcher_cannot_take_are_refused(
+    launcher: str,
+    hosts: str,
+    said: str,
+    tmp_path: Path,
+    axsparse: Axsparse,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    jsrun = tmp_path / "jsrun"
-    jsrun.write_text("#!/bin/sh\n")
-    jsrun.chmod(0o755)
-    monkeypatch.setenv("MPIRUN", str(jsrun))
+    program = tmp_path / launcher
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("MPIRUN", str(program))
 
-    refused = axsparse("launch", "--hosts", "a:2", "2", *QUICK)
-    assert_one_line(refused, 78, "--hosts: jsrun cannot leave out hosts; take mpirun, or leave it")
-
-
-def test_srun_starts_as_many_ranks_on_each_host(
-    tmp_path: Path, axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    srun = tmp_path / "srun"
-    srun.write_text("#!/bin/sh\n")
-    srun.chmod(0o755)
-    monkeypatch.setenv("MPIRUN", str(srun))
-
-    refused = axsparse("launch", "--hosts", "a:2,b:1", "3", *QUICK)
-    assert_one_line(refused, 78, "--hosts: a:2 and others differ, and srun starts as many ranks on")
+    assert_one_line(axsparse("launch", "--hosts", hosts, "2", *QUICK), 78, said)

@@ -89,6 +89,11 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
     shutil.rmtree(tmp_path / "staged")
     again = pruned(tmp_path, "staged", *more, "--set", "layout.g_inter=1", ranks=2)
 
+    others = [staged, replicas, again]
+    if heal in ("none", "blocks"):
+        members = ("layout.g_tensor=2", "layout.tensor_exact=true", "layout.g_inter=1")
+        set_all = [word for one in members for word in ("--set", one)]
+        others.append(pruned(tmp_path, "members", *more, *set_all, ranks=2))
     if heal == "adapters":
         file = open_weights(tmp_path / "alone.run" / "pruned" / "model.safetensors")
         for name, value in alone.items():
@@ -96,7 +101,7 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
             assert not value[value == 0].signbit().any(), name
             is_changed = not torch.equal(file.read(name), value)
             assert is_changed == ("_proj" in name or "norm" in name), name
-    for other in (staged, replicas, again):
+    for other in others:
         assert other.keys() == alone.keys()
         assert all(torch.equal(other[name], value) for name, value in alone.items())
 

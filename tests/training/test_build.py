@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
@@ -15,12 +15,11 @@ import axsparse.training.parts
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST, Backend
-from axsparse.training.build import _refuse_members, build
+from axsparse.training.build import build
 from axsparse.training.placement import MemoryRoom, Placement
 from axsparse.training.trainer import Trainer
 
@@ -142,12 +141,3 @@ def test_what_overwrites_names_a_run_that_begins_anew(resume: str | None, why: s
             resume=resume,
             overwrite=True,
         )
-
-
-def test_members_have_nothing_to_share_where_layers_are_pruned_one_by_one() -> None:
-    run: Any = SimpleNamespace(place=Grid(1, 1, 2).place(1))
-
-    with pytest.raises(
-        ConfigError, match=r"^layout\.g_tensor: 2, but layers are pruned one by one"
-    ):
-        _refuse_members(run)

@@ -54,6 +54,7 @@ def test_srun_fills_one_host_after_the_other(
         "--nodelist=a,b",
     )
     assert started.words[-2:] == (str(tmp_path / "left-41"), "rank")
+    assert started.environment == {"SLURM_OVERLAP": "1"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from axsparse.runtime.restarts.decision import Demand, Host, Placing
-from axsparse.runtime.restarts.lifeline import GONE, LEAVE, RUNS, STEPS, Beat
+from axsparse.runtime.restarts.lifeline import GONE, JOINS, LEAVE, RUNS, STEPS, Beat
 from axsparse.runtime.restarts.supervisor import Attempt, Plan, Supervisor
 
 HOST = Host("here", 2)
@@ -70,3 +70,31 @@ def test_what_is_not_of_this_run_is_passed_over(
     assert answered(supervisor, beside, replace(now, rank=2)) == (b"", False)
     beside.send(b"\xff no sign of life")
     assert answered(supervisor, beside, now) == (b"", True)
+
+
+def test_a_start_of_which_nothing_is_heard_is_a_fault_once_ranks_were_heard_of(
+    supervisor: Supervisor, beside: socket.socket
+) -> None:
+    supervisor._now = 100.0
+    silent = Attempt(ATTEMPT, Placing((HOST,)), 0.0)
+    assert supervisor._fault(silent) is None, "datagrams may not arrive at all"
+
+    answered(supervisor, beside, Beat(supervisor._token, ATTEMPT, 1, RUNS, STEPS, 7))
+
+    found = supervisor._fault(silent)
+    assert found is not None and found.text.startswith("no rank has started for 1")
+
+
+def test_a_start_whose_mpi_gets_nowhere_is_a_fault(
+    supervisor: Supervisor, beside: socket.socket
+) -> None:
+    attempt = Attempt(ATTEMPT, Placing((HOST,)), 0.0)
+    for rank in range(2):
+        beside.send(Beat(supervisor._token, ATTEMPT, rank, RUNS, JOINS, 0).encode())
+        supervisor._pause(1.0, attempt)
+    assert supervisor._fault(attempt) is None
+
+    attempt.phases[JOINS] -= 121.0
+
+    found = supervisor._fault(attempt)
+    assert found is not None and found.text.startswith("MPI has not started for 121")
