@@ -5,9 +5,10 @@
 The hosts are launch agents on this machine (`support/pretend_hosts.py`), each with two ranks. An
 event happens to a host at a random moment, also while ranks start, read or save: all its processes
 are killed, or stand still, or one of its ranks is killed, or all hosts die at once. Hosts that are
-away come back at random. The run that comes to its end is compared with one process that nobody
-touched: `axsparse compare` has to find the same bits, and the files of the last checkpoint have to
-be the same. Exits with 1 at the first thing that is wrong.
+away come back at random, and such that the next attempt has another number of ranks. The run that
+comes to its end is compared with one process that nobody touched: `axsparse compare` has to find
+the same bits, and the files of the last checkpoint have to be the same. Exits with 1 at the first
+thing that is wrong.
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ class Soak:
                         os.kill(process, signal.SIGKILL)
             else:
                 (self.hosts.hang if kind == "hang" else self.hosts.die)(name)
+        if kind != "all":
+            self._change_shape()
         self.events.append(kind)
         print(
             f"{len(self.events)}: {kind} {' '.join(victims)} in attempt {before}, step {done}",
@@ -124,6 +127,17 @@ class Soak:
         if all(self.hosts.is_away(name) for name in self.names):
             self._sleep(self.draw.uniform(1.0, 5.0))
             self.hosts.come_back(self.draw.choice(self.names))
+
+    def _change_shape(self) -> None:
+        """See to it that the next attempt has another number of hosts than this one."""
+        now = self.said().rpartition(": ranks ")[2].partition("\n")[0].count(" on ")
+        up = [name for name in self.names if not self.hosts.is_away(name)]
+        if len(up) != (now or len(self.names)):
+            return
+        if len(up) < len(self.names):
+            self.hosts.come_back(next(name for name in self.names if self.hosts.is_away(name)))
+        else:
+            self.hosts.die(self.draw.choice(up))
 
     def _let_some_come_back(self) -> None:
         away = [name for name in self.names if self.hosts.is_away(name)]
