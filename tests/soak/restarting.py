@@ -37,6 +37,7 @@ KINDS = {"die": 8, "hang": 8, "rank": 3, "all": 1}
 """What happens, and how often."""
 LIMIT_SECONDS = 600.0
 """How long nothing may happen."""
+PLACED = re.compile(r"^axsparse: restart \d+ of \d+: ranks(.*)", re.MULTILINE)
 STARTED = re.compile(r"^axsparse: restart (\d+) of ", re.MULTILINE)
 PHASES = ("starts", "joins", "builds", "trains", "steps")
 
@@ -59,6 +60,8 @@ class Soak:
         self.hosts = PretendHosts(place / "hosts")
         self.names = [f"node{number}" for number in range(1, arguments.hosts + 1)]
         self.events: list[str] = []
+        self._struck = -1
+        """The attempt of the last event."""
         listed = ",".join(f"{name}:2" for name in self.names)
         self._log = (place / "launch.log").open("w+b")
         self.process = subprocess.Popen(
@@ -96,8 +99,9 @@ class Soak:
         return 0
 
     def event(self, steps: int) -> None:
-        """Wait for a moment, and let something happen."""
-        before = self.attempt()
+        """Wait for a moment of the next attempt, and let something happen to its hosts."""
+        self._wait_for(lambda: self.attempt() > self._struck)
+        before = self._struck = self.attempt()
         if self.draw.random() < 0.3:
             self._sleep(self.draw.uniform(0.0, 25.0))  # it falls on a start
         else:
@@ -105,7 +109,7 @@ class Soak:
             self._wait_for(lambda: self.step() >= target)
             self._sleep(self.draw.uniform(0.0, 1.0))
         self._let_some_come_back()
-        up = [name for name in self.names if not self.hosts.is_away(name)]
+        up = [name for name in self._placed() if not self.hosts.is_away(name)]
         kind = self.draw.choices([*KINDS], [*KINDS.values()])[0]
         victims = up if kind == "all" else [self.draw.choice(up)]
         done = self.step()
@@ -118,7 +122,7 @@ class Soak:
             else:
                 (self.hosts.hang if kind == "hang" else self.hosts.die)(name)
         if kind != "all":
-            self._change_shape()
+            self._change_shape(victims)
         self.events.append(kind)
         print(
             f"{len(self.events)}: {kind} {' '.join(victims)} in attempt {before}, step {done}",
@@ -126,16 +130,22 @@ class Soak:
         )
         if all(self.hosts.is_away(name) for name in self.names):
             self._sleep(self.draw.uniform(1.0, 5.0))
-            self.hosts.come_back(self.draw.choice(self.names))
+            for name in self.draw.sample(self.names, 2 if len(self._placed()) == 1 else 1):
+                self.hosts.come_back(name)
 
-    def _change_shape(self) -> None:
+    def _placed(self) -> list[str]:
+        """The hosts of the attempt under way."""
+        started = PLACED.findall(self.said())
+        return re.findall(r" on (\w+)", started[-1]) if started else self.names
+
+    def _change_shape(self, victims: list[str]) -> None:
         """See to it that the next attempt has another number of hosts than this one."""
-        now = self.said().rpartition(": ranks ")[2].partition("\n")[0].count(" on ")
         up = [name for name in self.names if not self.hosts.is_away(name)]
-        if len(up) != (now or len(self.names)):
+        if len(up) != len(self._placed()):
             return
-        if len(up) < len(self.names):
-            self.hosts.come_back(next(name for name in self.names if self.hosts.is_away(name)))
+        others = [name for name in self.names if name not in (*up, *victims)]
+        if others:
+            self.hosts.come_back(others[0])
         else:
             self.hosts.die(self.draw.choice(up))
 
