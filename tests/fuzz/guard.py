@@ -30,6 +30,8 @@ _PROGRAM = tuple(
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         str(Path(axsparse.__file__).parents[1] / "configs"),
         str(Path(axsparse.__file__).parent),
+        # `importlib.metadata` opens each archive that Python's path names, whether it exists or not.
+        *(path for path in sys.path if path.endswith(".zip")),
     )
 )
 """What may be read, since a program reads itself."""
