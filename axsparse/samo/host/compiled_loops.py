@@ -40,9 +40,17 @@ FEW = 1 << 15
 """Up to this number of entries a tensor is moved by numpy: it is as fast there, and a small model
 loads no compiled loops."""
 LENGTHS = (64, 128, 256)
-"""Tokens of the panels of which `sample` of `sparse_product_loops.py` takes the columns."""
+"""Tokens that `sample` of `sparse_product_loops.py` adds the products of; as many as the last are
+laid out at a time."""
+COLUMNS = 512
+"""Inputs that `sampled_product` lays out at a time: with 256 tokens, 256 KiB that stay in the
+cache."""
 TILE = 64
 """Tokens whose sums `add_products` keeps in registers."""
+LINES = 256
+"""Lines of the weight whose entries `multiply` lists at a time."""
+DEPTH = 512
+"""Inputs whose weights `multiply` lists at a time: 64 tokens of so many stay in the cache."""
 BF16_FEATURES = {"avx512bf16", "avx512vbmi2"}
 """The processor's instructions that loops on bf16 need."""
 MATRIX_FEATURE = "amx-bf16"

@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from axsparse.samo.host.compiled_loops import LENGTHS, Array
+from axsparse.samo.host.compiled_loops import DEPTH, LENGTHS, LINES, Array
 from axsparse.samo.host.compiled_loops import TILE as TOKENS
 from axsparse.samo.host.loop_parts import (
     BFLOAT,
@@ -125,17 +125,17 @@ def turn(_: Any, source: Any, at: Any, apart: Any, target: Any, to: Any, target_
 
 
 @compiled
-def transpose(source: Array, target: Array, begin: int, end: int, first: int) -> None:
+def transpose(source: Array, target: Array, begin: int, end: int, first: int, length: int) -> None:
     """Write rows [begin, end) of a matrix, `(rows, columns)`, from column `first` on, to the
-    columns of `target`, `(columns, length)`, whose further columns become zero."""
-    columns, length = target.shape
+    columns of `target`, `(columns, …)`, whose further columns become zero up to `length`."""
+    columns, target_apart = target.shape
     apart = source.shape[1]
     whole_rows = (end - begin) // BLOCK * BLOCK
     whole_columns = columns // BLOCK * BLOCK
     for row in range(0, whole_rows, BLOCK):
         for column in range(0, whole_columns, BLOCK):
             at = (begin + row) * apart + first + column
-            turn(source, at, apart, target, column * length + row, length)
+            turn(source, at, apart, target, column * target_apart + row, target_apart)
     for column in range(columns):
         for row in range(0 if column >= whole_columns else whole_rows, length):
             target[column, row] = source[begin + row, first + column] if begin + row < end else 0
@@ -181,6 +181,7 @@ _dot_of_64, _dot_of_128, _dot_of_256 = (_dot_of(length // PAIRS) for length in L
 @compiled
 def sample(
     panels: tuple[Array, Array],
+    length: int,
     first: int,
     where: tuple[Array, Array, Array],
     sums: Array,
@@ -188,19 +189,19 @@ def sample(
 ) -> None:
     """The kept entries of a product, as far as the columns of the inner panel go.
 
-    Both `panels`, the outer `(rows, length)` and the inner `(columns, length)`, are transposed; the
-    inner one begins with column `first`. `where` has the columns of all kept entries, row by row,
-    the number of each row's next entry, which is moved on, and that of its end. An entry goes to
-    `sums`, or is added to what is there if `adds`.
+    Both `panels`, the outer `(rows, …)` and the inner `(columns, …)`, are transposed, and `length`
+    long; the inner one begins with column `first`. `where` has the columns of all kept entries, row
+    by row, the number of each row's next entry, which is moved on, and that of its end. An entry
+    goes to `sums`, or is added to what is there if `adds`.
     """
     outer, inner = panels
     columns, cursors, ends = where
-    length = outer.shape[1]
+    apart = outer.shape[1]
     limit = first + inner.shape[0]
     for row in range(outer.shape[0]):
-        at, number, end = row * length, cursors[row], ends[row]
+        at, number, end = row * apart, cursors[row], ends[row]
         while number < end and columns[number] < limit:
-            place = (columns[number] - first) * length
+            place = (columns[number] - first) * apart
             if length == 256:
                 value = _dot_of_256(inner, place, outer, at)
             elif length == 128:
@@ -210,6 +211,37 @@ def sample(
             sums[number] = sums[number] + value if adds else value
             number += 1
         cursors[row] = number
+
+
+@compiled
+def sampled_product(
+    factors: tuple[Array, Array],
+    where: tuple[Array, Array, Array],
+    room: tuple[Array, Array],
+    sums: Array,
+) -> None:
+    """The entries of `outerᵀ inner` that an index keeps.
+
+    `factors` are the outer `(tokens, rows)` and the inner `(tokens, columns)`. `where` has the
+    columns of all kept entries, row by row, room for a number a row, and the number of each row's
+    end. `room` is for the tokens of both factors that are laid out at a time, `(rows, length)` and
+    `(columns, length)`.
+    """
+    outer, inner = factors
+    _, cursors, ends = where
+    outer_panel, inner_room = room
+    tokens, rows = outer.shape
+    width = inner.shape[1]
+    for begin in range(0, tokens, outer_panel.shape[1]):
+        end = min(begin + outer_panel.shape[1], tokens)
+        length = 64 if end - begin <= 64 else 128 if end - begin <= 128 else 256
+        transpose(outer, outer_panel, begin, end, 0, length)
+        for row in range(rows):
+            cursors[row] = ends[row - 1] if row else 0
+        for first in range(0, width, inner_room.shape[0]):
+            inner_panel = inner_room[: min(inner_room.shape[0], width - first)]
+            transpose(inner, inner_panel, begin, end, first, length)
+            sample((outer_panel, inner_panel), length, first, where, sums, int(begin > 0))
 
 
 # -- products with the kept entries of a weight ---------------------------------------------------
@@ -332,16 +364,20 @@ def _round_vector(_: Any, sums: Any, at: Any, target: Any, to: Any) -> Any:
 
 
 @compiled
-def _list_line(line: Array, at: int, count: int, inputs: Array, weights: Array) -> int:
-    """List the weights other than zero of a line, with their inputs; returns in how many rounds
-    they are multiplied. What the last round lacks is filled up with zeros."""
+def _list_line(
+    lines: Array, line: int, first: int, count: int, inputs: Array, weights: Array
+) -> int:
+    """List the weights other than zero among `count` ones of a line, with the numbers of their
+    inputs; returns in how many rounds they are multiplied. What the last round lacks is filled up
+    with zeros."""
     listed = 0
+    at = line * lines.shape[1] + first
     whole = count // PAIRS * PAIRS
     for number in range(0, whole, PAIRS):
-        listed = _list_vector(line, at + number, number, inputs, weights, listed)
+        listed = _list_vector(lines, at + number, number, inputs, weights, listed)
     for number in range(whole, count):
-        if line[at + number] & MAGNITUDE:
-            inputs[listed], weights[listed] = number, line[at + number]
+        if lines[line, first + number] & MAGNITUDE:
+            inputs[listed], weights[listed] = number, lines[line, first + number]
             listed += 1
     rounds = (listed + AT_ONCE - 1) // AT_ONCE
     for number in range(listed, rounds * AT_ONCE):
@@ -351,45 +387,95 @@ def _list_line(line: Array, at: int, count: int, inputs: Array, weights: Array) 
 
 @compiled
 def add_products(
-    panels: Array, lines: tuple[Array, int, int], lists: tuple[Array, Array, Array], sums: Array
+    panels: tuple[Array, int],
+    lines: tuple[Array, int, int],
+    lists: tuple[Array, Array, Array],
+    sums: Array,
+    extent: tuple[int, int, int],
 ) -> None:
-    """Add to `sums`, `(tiles, count, TOKENS)`, the products of inputs with lines of the weight.
+    """Add to sums the products of inputs with lines of the weight.
 
-    `panels` is `(tiles, inputs, TOKENS)`. `lines` is an array, where in it the first line begins,
-    and how far lines are apart. `lists` is room for inputs and weights of each line, and for
-    the rounds in which they are multiplied.
+    `extent` is the number of tiles, of inputs and of lines. `panels` is a matrix `(…, TOKENS)` that
+    has a row for each input of each tile, and the first row. `lines` is a matrix, and the row and
+    the column of it where the first line begins. `lists` is room for inputs and weights of each
+    line, and for the rounds in which they are multiplied. `sums`, `(…, TOKENS)`, has a row for each
+    line of each tile.
     """
-    numbers, begin, apart = lines
+    inputs_of_tiles, at = panels
+    numbers, first_line, first = lines
     inputs, weights, rounds = lists
-    tiles, depth, _ = panels.shape
-    count = sums.shape[1]
+    tiles, depth, count = extent
     for line in range(count):
-        at = begin + line * apart
-        rounds[line] = _list_line(numbers, at, depth, inputs[line], weights[line])
+        rounds[line] = _list_line(
+            numbers, first_line + line, first, depth, inputs[line], weights[line]
+        )
     for tile in range(tiles):
-        panel = panels[tile]
+        panel = inputs_of_tiles[at + tile * depth : at + (tile + 1) * depth]
         for line in range(count):
             to = (tile * count + line) * TOKENS
             _add_pairs(panel, inputs[line], weights[line], rounds[line], sums, to)
 
 
 @compiled
-def put(sums: Array, rounded: Array, outputs: Array, begin: int, first: int) -> None:
-    """Round sums, `(tiles, count, TOKENS)`, and write them to columns from `first` on of the
-    outputs' rows from `begin` on."""
-    tiles, count, _ = sums.shape
-    apart = outputs.shape[1]
+def put(
+    sums: Array, extent: tuple[int, int], rounded: Array, outputs: tuple[Array, int], first: int
+) -> None:
+    """Round the sums of so many tiles and lines, and write them to columns from `first` on of the
+    outputs' rows from a given one on."""
+    tiles, count = extent
+    matrix, begin = outputs
+    apart = matrix.shape[1]
     whole_lines = count // BLOCK * BLOCK
     for tile in range(tiles):
         for at in range(0, count * TOKENS, PAIRS):
             _round_vector(sums, tile * count * TOKENS + at, rounded, at)
         row = begin + tile * TOKENS
-        tokens = min(TOKENS, outputs.shape[0] - row)
+        tokens = min(TOKENS, matrix.shape[0] - row)
         whole_tokens = tokens // BLOCK * BLOCK
         for token in range(0, whole_tokens, BLOCK):
             for line in range(0, whole_lines, BLOCK):
                 to = (row + token) * apart + first + line
-                turn(rounded, line * TOKENS + token, TOKENS, outputs, to, apart)
+                turn(rounded, line * TOKENS + token, TOKENS, matrix, to, apart)
         for token in range(tokens):
             for line in range(whole_lines if token < whole_tokens else 0, count):
-                outputs[row + token, first + line] = rounded[line, token]
+                matrix[row + token, first + line] = rounded[line, token]
+
+
+@compiled
+def multiply(
+    rows: Array,
+    weight: tuple[Array, int],
+    bias: Array,
+    outputs: tuple[Array, int],
+    room: tuple[Array, Array, Array, Array, tuple[Array, Array, Array]],
+) -> None:
+    """Products of rows `(tokens, inputs)` with a weight's lines, and the bias, as rows of outputs.
+
+    `weight` is the matrix, and whether its lines are its columns. `outputs` is the matrix of all
+    outputs, and the row of the first one. `room` is for the inputs of each tile, `(…, TOKENS)`, for
+    the sums of each tile, `(…, TOKENS)`, for lines of a weight that is transposed,
+    `(LINES, DEPTH)`, for rounded sums, `(LINES, TOKENS)`, and for the lists of `add_products`.
+    """
+    matrix, is_transposed = weight
+    panels, sums, turned, rounded, lists = room
+    tokens, width = rows.shape
+    tiles = (tokens + TOKENS - 1) // TOKENS
+    for at in range(0, width, DEPTH):
+        depth = min(DEPTH, width - at)
+        for tile in range(tiles):
+            begin, end = tile * TOKENS, min((tile + 1) * TOKENS, tokens)
+            to = tiles * at + tile * depth
+            transpose(rows, panels[to : to + depth], begin, end, at, TOKENS)
+    for first in range(0, bias.size, LINES):
+        count = min(LINES, bias.size - first)
+        for row in range(tiles * count):
+            for token in range(TOKENS):
+                sums[row, token] = bias[first + row % count]
+        for at in range(0, width, DEPTH):
+            depth = min(DEPTH, width - at)
+            lines = matrix, first, at
+            if is_transposed:
+                transpose(matrix, turned[:count], at, at + depth, first, depth)
+                lines = turned, 0, 0
+            add_products((panels, tiles * at), lines, lists, sums, (tiles, depth, count))
+        put(sums, (tiles, count), rounded, outputs, first)

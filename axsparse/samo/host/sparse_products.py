@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 
 from axsparse.samo.host.compiled_loops import (
+    COLUMNS,
+    DEPTH,
     FEW,
     LENGTHS,
+    LINES,
     TILE,
     Array,
     Loop,
@@ -30,9 +33,9 @@ from axsparse.samo.host.compiled_loops import (
 from axsparse.samo.index.base import Index, Int32Index, MaskIndex
 from axsparse.samo.tensor_state import TensorState
 
-TRANSPOSE, SAMPLE, ADD_PRODUCTS, PUT = (
+SAMPLED_PRODUCT, MULTIPLY = (
     Loop("axsparse.samo.host.sparse_product_loops", name)
-    for name in ("transpose", "sample", "add_products", "put")
+    for name in ("sampled_product", "multiply")
 )
 SPARSE = (Int32Index, MaskIndex)
 DENSEST_SAMPLED = 0.2
@@ -46,14 +49,6 @@ FEWEST_TOKENS = 64
 """Of fewer tokens the dense product is nearly as quick."""
 MOST_THREADS = 2
 """Kept entries are computed by one thread; by more than so many the dense product is as quick."""
-TOKENS = 256
-"""Tokens of which both factors of a sampled product are laid out at a time."""
-COLUMNS = 512
-"""Inputs that are laid out at a time: with so many tokens, 256 KiB that stay in the cache."""
-LINES = 256
-"""Lines of the weight whose entries are listed at a time."""
-DEPTH = 512
-"""Inputs whose weights are listed at a time: 64 tokens of so many inputs stay in the cache."""
 STRETCH = 1024
 """Tokens that are laid out for the list at a time."""
 SPARE = 36
@@ -118,21 +113,11 @@ def sampled_product(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
     columns, ends = index.csr(width)
     assert inner.shape[0] == tokens, f"{inner.shape[0]} inputs for {tokens} output gradients"
     assert ends.size == rows, f"an index of {ends.size} rows for {rows}"
-    outer_bits, inner_bits = _bits_of(outer), _bits_of(inner)
+    factors = _bits_of(outer), _bits_of(inner)
     sums = torch.zeros(index.kept) if tokens == 0 else torch.empty(index.kept)
-    starts = np.zeros_like(ends)
-    starts[1:] = ends[:-1]
-    for begin in range(0, tokens, TOKENS):
-        end = min(begin + TOKENS, tokens)
-        length = next(length for length in LENGTHS if length >= end - begin)
-        outer_panel, inner_panel = _int16(rows, length), _int16(min(width, COLUMNS), length)
-        TRANSPOSE(outer_bits, outer_panel, begin, end, 0)
-        cursors = starts.copy()
-        for first in range(0, width, COLUMNS):
-            part = inner_panel[: min(COLUMNS, width - first)]
-            TRANSPOSE(inner_bits, part, begin, end, first)
-            where = (columns, cursors, ends)
-            SAMPLE((outer_panel, part), first, where, sums.numpy(), int(begin > 0))
+    length = next((length for length in LENGTHS if length >= tokens), LENGTHS[-1])
+    room = _int16(rows, length), _int16(min(width, COLUMNS), length)
+    SAMPLED_PRODUCT(factors, (columns, np.empty_like(ends), ends), room, sums.numpy())
     return sums.to(torch.bfloat16)
 
 
@@ -165,42 +150,15 @@ def _product(matrix: Tensor, weight: Tensor, bias: Tensor | None, *, is_transpos
     assert bias is None or bias.shape == (num_outputs,), f"{tuple(bias.shape)} for {num_outputs}"
     added = torch.zeros(num_outputs) if bias is None else bias.detach().to(torch.float32)
     outputs = torch.empty(tokens, num_outputs, dtype=torch.bfloat16)
-    weights = _bits_of(weight), is_transposed
-    for begin in range(0, tokens, STRETCH):
-        rows = matrix[begin : begin + STRETCH]
-        _multiply(_bits_of(rows), weights, added.numpy(), _bits_of(outputs), begin)
-    return outputs
-
-
-def _multiply(
-    rows: Array, weights: tuple[Array, bool], bias: Array, outputs: Array, begin: int
-) -> None:
-    """Write the outputs of some rows, from row `begin` of the outputs on."""
-    matrix, is_transposed = weights
+    weights = _bits_of(weight), int(is_transposed)
+    tiles = -(-min(tokens, STRETCH) // TILE)
+    sums: Array = torch.empty(tiles * min(num_outputs, LINES), TILE).numpy()
     scratch = _scratch()
-    tokens, width = rows.shape
-    tiles = range(0, tokens, TILE)
-    panels = []
-    for at in range(0, width, DEPTH):
-        panel = _int16(len(tiles), min(DEPTH, width - at), TILE)
-        for number, first in enumerate(tiles):
-            end = min(first + TILE, tokens)
-            TRANSPOSE(rows, panel[number], first, end, at)
-        panels.append(panel)
-    for first in range(0, len(bias), LINES):
-        count = min(LINES, len(bias) - first)
-        sums = torch.empty(len(tiles), count, TILE).numpy()
-        sums[:] = bias[first : first + count, None]
-        for number, panel in enumerate(panels):
-            at, depth = number * DEPTH, panel.shape[1]
-            if is_transposed:
-                turned = scratch.lines[: count * depth]
-                TRANSPOSE(matrix, turned.reshape(count, depth), at, at + depth, first)
-                lines = turned, 0, depth
-            else:
-                lines = matrix.reshape(-1), first * width + at, width
-            ADD_PRODUCTS(panel, lines, scratch.lists, sums)
-        PUT(sums, scratch.rounded, outputs, begin, first)
+    room = _int16(tiles * width, TILE), sums, scratch.lines, scratch.rounded, scratch.lists
+    for begin in range(0, tokens, STRETCH):
+        rows = _bits_of(matrix[begin : begin + STRETCH])
+        MULTIPLY(rows, weights, added.numpy(), (_bits_of(outputs), begin), room)
+    return outputs
 
 
 class _Scratch(threading.local):
@@ -208,7 +166,7 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         size = LINES, DEPTH + SPARE
-        self.lines = _int16(LINES * DEPTH)
+        self.lines = _int16(LINES, DEPTH)
         """Lines of a weight that is transposed."""
         rounds: Array = torch.empty(LINES, dtype=torch.int64).numpy()
         self.lists = _int16(*size), _int16(*size), rounds

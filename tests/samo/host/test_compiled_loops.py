@@ -198,10 +198,11 @@ def test_loops_on_bf16_are_compiled_for_processors_that_have_the_instructions(
     monkeypatch.setenv("NUMBA_CPU_NAME", "sapphirerapids")
     monkeypatch.setenv("NUMBA_CPU_FEATURES", AVX512)
     jobs: dict[str, tuple[Kind, ...]] = {
-        "transpose": ("h2", "h2", "int", "int", "int"),
-        "sample": (("h2", "h2"), "int", ("i1", "l1", "l1"), "f1", "int"),
-        "add_products": ("h3", ("h1", "int", "int"), ("h2", "h2", "l1"), "f3"),
-        "put": ("f3", "h2", "h2", "int", "int"),
+        "sampled_product": (("h2", "h2"), ("i1", "l1", "l1"), ("h2", "h2"), "f1"),
+        "multiply": (
+            *("h2", ("h2", "int"), "f1", ("h2", "int")),
+            ("h2", "f2", "h2", "h2", ("h2", "h2", "l1")),
+        ),
     }
 
     for name, kinds in jobs.items():

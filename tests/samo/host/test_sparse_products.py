@@ -11,17 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.samo.host import sparse_products as module
-from axsparse.samo.host.compiled_loops import FEW, has_bf16_loops
+from axsparse.samo.host.compiled_loops import COLUMNS, DEPTH, FEW, LENGTHS, LINES, has_bf16_loops
 from axsparse.samo.host.sparse_products import (
-    COLUMNS,
     DENSEST,
     DENSEST_SAMPLED,
     DENSEST_WITH_AMX,
-    DEPTH,
-    LINES,
     MOST_THREADS,
     STRETCH,
-    TOKENS,
     can_multiply,
     can_sample,
     sampled_product,
@@ -31,6 +27,8 @@ from axsparse.samo.host.sparse_products import (
 from axsparse.samo.index.base import FullIndex, Index, make_index
 from axsparse.samo.state_bytes import IndexKind
 from axsparse.samo.tensor_state import TensorState
+
+TOKENS = LENGTHS[-1]
 
 needs_instructions = pytest.mark.skipif(
     not has_bf16_loops(), reason="numba or AVX-512 BF16 is missing"
