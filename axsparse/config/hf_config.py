@@ -7,6 +7,7 @@ whole, as `model.hf`, and read by transformers.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,18 @@ def refuse_other_settings(
             raise ConfigError(
                 f"{where}: {key} {shown(here.get(key))}, but {path} has {shown(there.get(key))}; "
                 "leave it out, or name another folder"
+            )
+
+
+def refuse_other_heads(path: Path, theirs: Mapping[str, Any]) -> None:
+    """ConfigError if a config.json says that the weights beside it are of a model with another head
+    than a language model's, such as LlamaForSequenceClassification, whose weights nobody would
+    read."""
+    for name in theirs.get("architectures") or ():
+        if re.search("For(?!CausalLM|ConditionalGeneration)[A-Z]", str(name)):
+            raise ConfigError(
+                f"{path}: architectures {shown(name)} has another head than a language model's, "
+                "whose weights nobody would read; name the folder of a causal language model"
             )
 
 

@@ -29,6 +29,7 @@ from axsparse.config.hf_config import (
     HF,
     hf_settings,
     read_json,
+    refuse_other_heads,
     refuse_other_settings,
 )
 from axsparse.config.model_config import HfConfig
@@ -116,7 +117,9 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
     opened = open_weights(path)
     beside = opened.path.parent / CONFIG_FILE
     if beside.exists():
-        refuse_other_settings(beside, read_json(beside), config.hf, HF)
+        settings = read_json(beside)
+        refuse_other_heads(beside, settings)
+        refuse_other_settings(beside, settings, config.hf, HF)
     file = HfFile(opened, cut.causal)
     return start_from(model, file, ignored=file.is_ignored, new=config.new)
 

@@ -273,6 +273,25 @@ def test_routers_are_balanced_as_by_transformers_in_every_pipeline(
     assert reference.losses == pytest.approx(list(hf_losses(theirs, config)), rel=LOSS_RTOL)
 
 
+@pytest.mark.parametrize("family", by_default(["qwen3_moe"], ["mixtral", "qwen3_moe", "gpt_oss"]))
+def test_exact_sums_of_experts_are_alike_in_every_layout(
+    transformers: Any, family: str, tmp_path: Path
+) -> None:
+    make(transformers, family, tmp_path, **BALANCED)
+    config = settings_of(
+        tmp_path, family, pruning={"sparsity": 0.5}, samo={"gradient": "exact", "enabled": True}
+    )
+    model, data = named_model(made_in_python(config, "tiny")), token_data()
+
+    [(trainer, reference)] = train_in_process(1, 1, model, config, data)
+
+    assert any("experts" in state.name for state in trainer.parts.layers[1].state.owned)
+    assert reference.losses[-1] < reference.losses[0]
+    for layout in ((1, 2), (2, 1), (2, 2)):
+        for _, trace in train_in_process(*layout, model, config, data):
+            assert_bitwise(trace, reference)
+
+
 @pytest.mark.parametrize(
     ("family", "changed", "why"),
     [
@@ -536,6 +555,15 @@ def pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
 
 
+def classifier(folder: Path) -> None:
+    """A head for classes instead of words, as transformers saves it; its embeddings are tied, so
+    that no weight of a language model would be missing."""
+    transformers = pytest.importorskip("transformers")
+    settings = {**SMALL_LLAMA["hf"], "tie_word_embeddings": True, "num_labels": 3}
+    config = transformers.LlamaConfig(**settings)
+    transformers.LlamaForSequenceClassification(config).save_pretrained(folder)
+
+
 HOSTILE: dict[str, Callable[[Path], None]] = {
     "an index that points outside": partial(with_index, file="../model.safetensors"),
     "an index of an absolute path": partial(with_index, file="/etc/passwd"),
@@ -545,6 +573,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "integers": partial(planted, changed={Q: torch.zeros(32, 32, dtype=torch.int64)}),
     "no finite numbers": partial(planted, changed={Q: torch.full((32, 32), torch.nan)}),
     "a pickle": pickled,
+    "a head for classification": classifier,
 }
 
 
