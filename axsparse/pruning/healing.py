@@ -35,6 +35,8 @@ BETAS = (0.9, 0.95)
 EPS = 1e-8
 BITS = 40
 """Bits of the largest entry of a gradient that is added as integers."""
+ENTRIES = 2**18
+"""Entries that a step of Adam updates at a time."""
 TINY = 1e-12
 """The least that the squares of a token's dense outputs count, so that zeros divide nothing."""
 
@@ -95,7 +97,7 @@ class Fit:
                 for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
                     if gradient is None:
                         continue
-                    _adam(masters[name], gradient.float(), moments[name], rate, step)
+                    _adam(masters[name], gradient, moments[name], rate, step)
                     if name in masks:
                         masters[name].mul_(masks[name])
                     parameter.detach().copy_(masters[name])
@@ -249,9 +251,12 @@ def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:
 def _adam(
     master: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], rate: float, step: int
 ) -> None:
-    """One step of Adam without weight decay, in place."""
-    mean, square = moments
-    mean.lerp_(gradient, 1 - BETAS[0])
-    square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-    denominator = (square / (1 - BETAS[1] ** step)).sqrt_().add_(EPS)
-    master.addcdiv_(mean, denominator, value=-rate / (1 - BETAS[0] ** step))
+    """One step of Adam without weight decay, in place; some entries at a time, since a matrix in
+    between would take as much memory as its moment."""
+    parts = (tensor.view(-1).split(ENTRIES) for tensor in (master, *moments))
+    for value, mean, square, given in zip(*parts, gradient.reshape(-1).split(ENTRIES), strict=True):
+        slope = given.float()
+        mean.lerp_(slope, 1 - BETAS[0])
+        square.mul_(BETAS[1]).addcmul_(slope, slope, value=1 - BETAS[1])
+        denominator = (square / (1 - BETAS[1] ** step)).sqrt_().add_(EPS)
+        value.addcdiv_(mean, denominator, value=-rate / (1 - BETAS[0] ** step))
