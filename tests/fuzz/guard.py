@@ -30,7 +30,7 @@ _PROGRAM = tuple(
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         str(Path(axsparse.__file__).parents[1] / "configs"),
         str(Path(axsparse.__file__).parent),
-        # `importlib.metadata` opens each archive that Python's path names, whether it exists or not.
+        # `importlib.metadata` opens each archive on Python's path, whether it exists or not.
         *(path for path in sys.path if path.endswith(".zip")),
     )
 )
