@@ -76,14 +76,14 @@ def all_cases() -> Iterator[Case]:
     """In the order in which they are run: the more telling ones first."""
     yield Case("dense", 0)
     at = (TRAINED_AT, *(percent for percent in SPARSITIES if percent != TRAINED_AT))
-    yield from (Case(method, at[0]) for method in METHODS)
-    yield from (Case(method, at[0], 2) for method in reversed(METHODS))
-    yield Case(METHODS[-1], at[0], 1)
-    yield from (Case(method, percent) for method in METHODS for percent in at[1:])
-    yield Case("dense", 0, 2)
     for percent in at:
-        for heal in HEALS:
-            yield from (Case(method, percent, heal=heal) for method in reversed(METHODS))
+        yield from (Case(method, percent) for method in METHODS)
+        yield from (Case(method, percent, heal="blocks") for method in reversed(METHODS))
+    for percent in at:
+        yield from (Case(method, percent, 2) for method in reversed(METHODS))
+        yield from (Case(method, percent, heal="adapters") for method in reversed(METHODS))
+    yield Case(METHODS[-1], at[0], 1)
+    yield Case("dense", 0, 2)
 
 
 class Study:
@@ -174,22 +174,7 @@ class Study:
             *(part for setting in settings for part in ("--set", setting)),
             *("--out", str(out)),
         ]
-        began = time.monotonic()
-        with (self.work / f"{case.name}.log").open("w", encoding="utf-8") as log:
-            process = subprocess.Popen(  # noqa: S603 - a command of this file
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            _, status, usage = os.wait4(process.pid, 0)
-        if status:
-            raise RuntimeError(f"{case.name}: see {log.name}")
-        return {
-            "seconds": time.monotonic() - began,
-            "cpu_seconds": usage.ru_utime + usage.ru_stime,
-            "peak_bytes": usage.ru_maxrss * 1024,
-        }
+        return self._measured(command, case.name)
 
     def _train_on(self, case: Case) -> dict[str, Any]:
         """Train with the mask that the pruned folder has as zeros."""
@@ -206,16 +191,36 @@ class Study:
             *(part for setting in settings for part in ("--set", setting)),
             *("--set", f"layout.g_inter={case.stages}"),
         ]
-        self._run(command, case.name)
+        used = self._measured(command, case.name)
         out = str(self._model(case))
         self._run(["axsparse", "export", str(run), "--to", "hf", "--force", "--out", out])
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         steps = [record for record in map(json.loads, lines) if "loss" in record]
         shutil.rmtree(run / "checkpoints")
-        return {
+        return used | {
             "losses": [step["loss"] for step in steps],
             "step_seconds": [step["step_seconds"] for step in steps],
             "largest_rank_state_bytes": steps[-1]["model_state_bytes"],
+        }
+
+    def _measured(self, command: Sequence[str], log: str) -> dict[str, Any]:
+        """Run a command: seconds of the clock, those of the processors for all its processes, and
+        the most memory that one of them had."""
+        began = time.monotonic()
+        with (self.work / f"{log}.log").open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(  # noqa: S603 - a command of this file
+                self._of_environment(command),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise RuntimeError(f"{log}: see {self.work / log}.log")
+        return {
+            "seconds": time.monotonic() - began,
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            "peak_bytes": usage.ru_maxrss * 1024,
         }
 
     def _judged(self, case: Case) -> dict[str, Any]:
@@ -229,11 +234,8 @@ class Study:
 
     def _run(self, command: Sequence[str], log: str = "") -> str:
         """Run a command of this environment; what it said, which is kept in a log as well."""
-        folder = Path(sys.executable).parent
-        if (folder / command[0]).exists():
-            command = [str(folder / command[0]), *command[1:]]
         done = subprocess.run(  # noqa: S603 - commands of this file
-            command,
+            self._of_environment(command),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -244,6 +246,11 @@ class Study:
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}")
         return done.stdout
+
+    def _of_environment(self, command: Sequence[str]) -> list[str]:
+        """A command whose program is that of this environment, if it has it."""
+        there = Path(sys.executable).parent / command[0]
+        return [str(there) if there.exists() else command[0], *command[1:]]
 
 
 def _pruning(method: str, sparsity: float) -> list[str]:

@@ -70,8 +70,7 @@ def configuration(run: Run, folder: Path) -> ax.Config:
     """The settings that make the arithmetic that of the peers; all others are the defaults, but
     for what the variant says."""
     case = run.case
-    # The modules are those of all contenders, and do nothing with weights but call their layers.
-    samo: dict[str, Any] = {"enabled": case.is_masked, "sparse_products": True}
+    samo: dict[str, Any] = {"enabled": case.is_masked}
     if case.variant == "sharded":
         samo["shard_optimizer"] = True
     if case.variant == "mask":
