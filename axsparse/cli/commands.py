@@ -39,9 +39,9 @@ COMMANDS = {
 
 def all_parsers() -> dict[str, CommandParser]:
     """The command line of every command, by the words after `axsparse`; none loads torch."""
-    found: dict[str, CommandParser] = {}
+    parsers: dict[str, CommandParser] = {}
     for word, command in COMMANDS.items():
         parser = import_module(command.module).parser()
         members = {f"{word} {name}": member for name, member in parser.members.items()}
-        found.update(members or {word: parser})
-    return found
+        parsers.update(members or {word: parser})
+    return parsers

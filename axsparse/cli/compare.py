@@ -54,10 +54,10 @@ def _compare(arguments: argparse.Namespace) -> None:
     what = f"{counted(recorded, 'record')} and {counted(len(saved), 'checkpoint')}"
     if saved:
         what += f" ({'step' if len(saved) == 1 else 'steps'} {', '.join(map(str, saved))})"
-    found = tuple(filter(None, (parted, apart)))
-    for line in (*_settings(one, other, is_same=not found), *found):
+    differences = tuple(filter(None, (parted, apart)))
+    for line in (*_settings(one, other, is_same=not differences), *differences):
         say(line)
-    if found:
+    if differences:
         exit_process(DIFFERENT)
     say(f"the same: {what}")
 

@@ -85,7 +85,7 @@ def script() -> str:
         "commands": _quoted(sorted({words.partition(" ")[0] for words in followers})),
         "options": options,
     }
-    return re.sub("@(\\w+)@", lambda found: values[found[1]], SCRIPT).rstrip("\n")
+    return re.sub("@(\\w+)@", lambda match: values[match[1]], SCRIPT).rstrip("\n")
 
 
 def _quoted(words: Iterable[str]) -> str:

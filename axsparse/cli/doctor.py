@@ -170,16 +170,16 @@ def look(transport: Transport, run_dir: Path, mpi_problem: str | None = None) ->
 def _cupy() -> Facts:
     """The versions of CuPy, and of the CUDA and NCCL that it uses."""
     assert "torch" in sys.modules, "torch has to be imported first, so that both use its libnccl"
-    found: Facts = {"cupy": None, "cupy_cuda": None, "cupy_nccl": None}
-    # CuPy's own errors have no common base. What it has found out before one counts.
+    versions: Facts = {"cupy": None, "cupy_cuda": None, "cupy_nccl": None}
+    # CuPy's own errors have no common base. What it has versions out before one counts.
     with contextlib.suppress(Exception):
         cupy = importlib.import_module("cupy")
-        found["cupy"] = str(cupy.__version__)
+        versions["cupy"] = str(cupy.__version__)
         number = cupy.cuda.runtime.runtimeGetVersion()
-        found["cupy_cuda"] = f"{number // 1000}.{number % 1000 // 10}"
+        versions["cupy_cuda"] = f"{number // 1000}.{number % 1000 // 10}"
         number = importlib.import_module("cupy.cuda.nccl").get_version()
-        found["cupy_nccl"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    return found
+        versions["cupy_nccl"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return versions
 
 
 # --- findings ----------------------------------------------------------------------------

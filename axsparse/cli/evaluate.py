@@ -69,10 +69,10 @@ def _progress(clock: Callable[[], float]) -> Callable[[int, int], None]:
     """Says on stderr, every few seconds, how many batches are done."""
     said = clock()
 
-    def after_batch(done: int, wanted: int) -> None:
+    def after_batch(done: int, total: int) -> None:
         nonlocal said
-        if clock() - said >= EVERY_SECONDS and done < wanted:
+        if clock() - said >= EVERY_SECONDS and done < total:
             said = clock()
-            print(f"evaluated {done} of {wanted} batches", file=sys.stderr, flush=True)
+            print(f"evaluated {done} of {total} batches", file=sys.stderr, flush=True)
 
     return after_batch

@@ -210,8 +210,8 @@ def _hosts(
         hosts, probe, named = [Host(ANY_HOST, arguments.ranks)], NO_PROBE, False
     elif arguments.hosts is not None:
         hosts, probe = parse_hosts(arguments.hosts, arguments.ranks), SSH_PROBE
-    elif (found := allocated_hosts(os.environ, arguments.ranks)) is not None:
-        hosts, probe = found
+    elif (allocated := allocated_hosts(os.environ, arguments.ranks)) is not None:
+        hosts, probe = allocated
     else:
         hosts, probe, named = [Host(ANY_HOST, arguments.ranks)], NO_PROBE, False
     probe = probe if arguments.probe is None else arguments.probe

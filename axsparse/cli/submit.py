@@ -363,7 +363,7 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
             flag, _, line = line[1:].partition(" ")
             if not values[flag]:
                 continue
-        lines.append(re.sub(r"@([a-z_]+)@", lambda found: str(values[found[1]]), line))
+        lines.append(re.sub(r"@([a-z_]+)@", lambda match: str(values[match[1]]), line))
     return "\n".join(lines) + "\n"
 
 

@@ -119,11 +119,11 @@ def made_in_python(config: Config, name: str) -> LoadedConfig:
 
 def _by_key(config: Config) -> dict[str, Any]:
     """The values of a configuration by dotted key."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in config.model_dump().items():
         leaves = value.items() if isinstance(value, dict) else [("", value)]
-        found.update((f"{name}.{leaf}".rstrip("."), one) for leaf, one in leaves)
-    return found
+        values.update((f"{name}.{leaf}".rstrip("."), one) for leaf, one in leaves)
+    return values
 
 
 def recorded_config(recorded: Mapping[str, Any]) -> Config:
@@ -199,13 +199,13 @@ def _find(source: str) -> Path:
 
 def _missing(source: str) -> MissingInputError:
     bundled = bundled_configs()
-    found = "a folder" if Path(source).is_dir() else "no such file"
+    what = "a folder" if Path(source).is_dir() else "no such file"
     if not bundled:
-        return MissingInputError(f"config {source!r}: {found}; name an existing file")
+        return MissingInputError(f"config {source!r}: {what}; name an existing file")
     near = get_close_matches(Path(source).stem[:60], bundled, n=1)
     mend = f"did you mean {near[0]}?" if near else "name an existing one"
     return MissingInputError(
-        f"config {source!r}: {found} and no bundled config of that name; "
+        f"config {source!r}: {what} and no bundled config of that name; "
         f"{mend} (bundled: {', '.join(bundled)})"
     )
 

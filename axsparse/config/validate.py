@@ -226,11 +226,11 @@ def _check_source_fits_model(loaded: LoadedConfig) -> None:
     """ConfigError for texts with an image model, or images with other channels than the model's."""
     model, source = loaded.config.model, loaded.config.data.source
     is_text = isinstance(model, TextFamily)
-    wanted = ("stdlib", "tokens") if is_text else ("digits", "images")
-    if source not in wanted:
+    readable = ("stdlib", "tokens") if is_text else ("digits", "images")
+    if source not in readable:
         raise ConfigError(
             f"{loaded.where('data.source')}: {source} is nothing that model.name {model.name} can "
-            f"read; choose {' or '.join(wanted)}, or another model"
+            f"read; choose {' or '.join(readable)}, or another model"
         )
     if is_text:
         return

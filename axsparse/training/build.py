@@ -367,7 +367,7 @@ def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
 
 
 def _open_run_directory(
-    job: Job, run: RunSpec, loaded: LoadedConfig, data: DataEntry, found: RunDir
+    job: Job, run: RunSpec, loaded: LoadedConfig, data: DataEntry, resumed: RunDir
 ) -> RunDir:
     """Open the run directory and write what is known at the start; from now on signals save.
 
@@ -376,17 +376,17 @@ def _open_run_directory(
     transport = job.transport
 
     def fits() -> list[str]:
-        if found.checkpoint is None:
+        if resumed.checkpoint is None:
             return []
-        refuse_other_model(found.checkpoint, run.survey)
-        refuse_other_data(found.checkpoint, data)
-        return refuse_other_settings(found.checkpoint, run.config, loaded)
+        refuse_other_model(resumed.checkpoint, run.survey)
+        refuse_other_data(resumed.checkpoint, data)
+        return refuse_other_settings(resumed.checkpoint, run.config, loaded)
 
     changes = together(transport, fits)
-    opened = open_run_dir(loaded, transport, found)
+    opened = open_run_dir(loaded, transport, resumed)
     together(transport, lambda: opened.begin(run.config) if transport.rank == 0 else None)
     if transport.rank == 0:
-        for line in (*found.notes, *changes):
+        for line in (*resumed.notes, *changes):
             print(f"axsparse: {line}", flush=True)
     job.run_dir = opened.path
     job.stop.listen()

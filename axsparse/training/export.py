@@ -161,9 +161,9 @@ def export_folder(
             value = partial(_as_fp32, config.model, name, partial(read, layer.name, name))
             tensors[there] = TensorHeader(torch.float32, tuple(stored.shape)), value
         for buffer in (each for each in layer.buffers if each.persists):
-            found = read(layer.name, buffer.name)
-            if found is not None:
-                tensors[buffer.name] = header_of(found), partial(as_stored, found)
+            tensor = read(layer.name, buffer.name)
+            if tensor is not None:
+                tensors[buffer.name] = header_of(tensor), partial(as_stored, tensor)
     files, _ = hf_files(config.model, torch.float32, None)
     values = (value() for _, value in tensors.values())
     return _write(path.absolute(), tensors, values, files, 0, force=True)
@@ -171,9 +171,9 @@ def export_folder(
 
 def _as_fp32(config: Family, name: str, value: Callable[[], Tensor | None]) -> Tensor:
     """A parameter as it is stored there, in fp32."""
-    found = value()
-    assert found is not None, f"{name} has no value"
-    return as_in_hf(config, name, found.float())[1]
+    tensor = value()
+    assert tensor is not None, f"{name} has no value"
+    return as_in_hf(config, name, tensor.float())[1]
 
 
 # Reason: where and what is written, and the files of a folder.

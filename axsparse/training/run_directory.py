@@ -268,8 +268,8 @@ def settings_in(text: str) -> dict[str, str]:
 
     try:
         # Every scalar stays the text that it is.
-        found = yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 - it makes texts only
-        settings = flat(found) if isinstance(found, Mapping) else {}
+        parsed = yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 - it makes texts only
+        settings = flat(parsed) if isinstance(parsed, Mapping) else {}
         return {str(key): shown(value) for key, value in settings.items()}
     except (yaml.YAMLError, RecursionError):
         return {}

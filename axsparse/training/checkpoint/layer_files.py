@@ -278,7 +278,7 @@ class CheckpointFiles:
     """The files of layers of a checkpoint; the one that was read last stays open.
 
     Its methods raise MissingInputError for a file that cannot be opened, DataError for a file that
-    is no safetensors file, and for a tensor that is missing or whose header is not the wanted one.
+    is no safetensors file, and for a tensor that is missing or has another header.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -296,24 +296,24 @@ class CheckpointFiles:
         file = self._opened(self.checkpoint.manifest.layers[layer].file)
         return {key: file.described(key) for key in file.shapes}
 
-    def read(self, kind: str, name: str, wanted: TensorHeader) -> Tensor:
+    def read(self, kind: str, name: str, expected: TensorHeader) -> Tensor:
         """What was saved of a parameter."""
-        return self.read_buffer(self._layer_of[name], name, wanted, kind)
+        return self.read_buffer(self._layer_of[name], name, expected, kind)
 
     def read_buffer(
-        self, layer: str, name: str, wanted: TensorHeader, kind: str = BUFFER
+        self, layer: str, name: str, expected: TensorHeader, kind: str = BUFFER
     ) -> Tensor:
         """A buffer of a layer."""
         key = f"{kind}/{name}"
-        return self._checked(self.checkpoint.manifest.layers[layer].file, key, wanted).read(key)
+        return self._checked(self.checkpoint.manifest.layers[layer].file, key, expected).read(key)
 
     def entries(
-        self, kind: str, name: str, wanted: TensorHeader, mend: str = ANOTHER
+        self, kind: str, name: str, expected: TensorHeader, mend: str = ANOTHER
     ) -> Callable[[int, int], Tensor]:
         """A function that reads the entries [start, stop) of what was saved of a parameter; `mend`
         says what to do if nothing of the kind was."""
         key, layer = f"{kind}/{name}", self.checkpoint.manifest.layers[self._layer_of[name]]
-        return partial(self._checked(layer.file, key, wanted, mend).read_part, key)
+        return partial(self._checked(layer.file, key, expected, mend).read_part, key)
 
     def read_masking(self, kind: str, name: str) -> Tensor:
         """A tensor that the pruning method saved of a parameter; DataError if there is none."""
@@ -337,17 +337,17 @@ class CheckpointFiles:
         return self._file
 
     def _checked(
-        self, name: str, key: str, wanted: TensorHeader | None = None, mend: str = ANOTHER
+        self, name: str, key: str, expected: TensorHeader | None = None, mend: str = ANOTHER
     ) -> SafetensorsFile:
         """The file of this name, which has this tensor."""
         file, where = self._opened(name), f"checkpoint {self.checkpoint.path}: {name}"
         if key not in file.shapes:
             raise DataError(f"{where} lacks {key!r}; {mend}")
         there = file.described(key)
-        if wanted is not None and there != wanted:
+        if expected is not None and there != expected:
             raise DataError(
-                f"{where}: {key!r} is {_shown(there)}, this run has {_shown(wanted)}; resume from "
-                "another one"
+                f"{where}: {key!r} is {_shown(there)}, this run has {_shown(expected)}; resume "
+                "from another one"
             )
         return file
 
