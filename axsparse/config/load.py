@@ -19,8 +19,6 @@ from pydantic import ValidationError
 from axsparse.config.hf_config import HF, with_folder
 from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.messages import (
-    FORMER_KEYS,
-    FORMER_VALUES,
     Setting,
     refusal,
     show,
@@ -124,26 +122,6 @@ def _by_key(config: Config) -> dict[str, Any]:
         leaves = value.items() if isinstance(value, dict) else [("", value)]
         values.update((f"{name}.{leaf}".rstrip("."), one) for leaf, one in leaves)
     return values
-
-
-def recorded_config(recorded: Mapping[str, Any]) -> Config:
-    """The configuration that a checkpoint has recorded, also one of an earlier version.
-
-    Settings that are gone take their defaults. Raises pydantic's ValidationError for settings that
-    no version had.
-    """
-    settings = {
-        section: {
-            key: value
-            for key, value in values.items()
-            if f"{section}.{key}" not in FORMER_KEYS
-            and value not in FORMER_VALUES.get(f"{section}.{key}", ((), ""))[0]
-        }
-        if isinstance(values, Mapping)
-        else values
-        for section, values in recorded.items()
-    }
-    return Config.model_validate(settings)
 
 
 def _validated(settings: Mapping[str, Setting], name: str) -> LoadedConfig:

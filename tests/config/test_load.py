@@ -17,7 +17,6 @@ from axsparse.config.load import (
     configure,
     load_config,
     made_in_python,
-    recorded_config,
     to_yaml,
 )
 from axsparse.config.schema import Config
@@ -398,12 +397,3 @@ def test_a_key_that_is_gone_says_what_to_do() -> None:
         "pipeline.announce (--set): this key is gone; remove it: stages announce nothing any more; "
         "pipeline.slack of 1 or more makes up for it"
     )
-
-
-def test_what_an_earlier_version_recorded_is_read() -> None:
-    recorded = Config().model_dump(mode="json")
-    recorded["pipeline"] |= {"announce": True, "schedule": "zb-h1", "slack": 2}
-
-    found = recorded_config(recorded)
-
-    assert (found.pipeline.schedule, found.pipeline.slack) == ("message-driven", 2)
