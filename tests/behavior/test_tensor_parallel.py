@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,7 @@ class Own(nn.Module):
         size: int = 8,
         dropout: float = 0.0,
         *,
-        norm: bool = False,
+        inner: Callable[[], nn.Module] = nn.Identity,
         frozen: bool = False,
     ) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Own(nn.Module):
             nn.Linear(48, width),
         )
         self.dropout = nn.Dropout(dropout)
-        self.inner = nn.PReLU() if norm else nn.Identity()
+        self.inner = inner()
         self.up.weight.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,15 +91,29 @@ class Own(nn.Module):
         return out
 
 
+HEAD = Split("column", unit=8)
+SPLITS: dict[str, Split | str] = {
+    **{f"attention.{name}": HEAD for name in ("query", "key", "value")},
+    "attention.out": Split("row", unit=8),
+    **{"up": "column", "gate": "column", "down": "row"},
+}
+SHARED = {"inner": nn.PReLU, "tensor": {**SPLITS, "inner": "shared"}}
+"""A parameter that all chunks use."""
+GATHERED = {
+    "inner": partial(nn.LayerNorm, 48),
+    "dropout": 0.2,
+    "tensor": {
+        **SPLITS,
+        **dict.fromkeys(("up", "gate"), Split("column", gathered=True)),
+        "down": Split("row", gathered=True),
+    },
+}
+"""A norm over the features of all chunks, behind a dropout."""
+
+
 def own_model(**settings: Any) -> Model:
     """Blocks whose modules are cut by `Layer.tensor`, between layers that are whole."""
-    head = Split("column", unit=8)
-    splits: dict[str, Split | str] = {
-        **{f"attention.{name}": head for name in ("query", "key", "value")},
-        "attention.out": Split("row", unit=8),
-        **{"up": "column", "gate": "column", "down": "row"},
-    }
-    settings = {"tensor": splits} | settings
+    settings = {"tensor": SPLITS} | settings
     tensor = settings.pop("tensor")
     build = partial(Own, **settings)
     return Model(
@@ -139,12 +153,42 @@ class Loaded:
 
 
 LOADED = replace(OWN, name="loaded", model=lambda config: replace(own_model(), start=Loaded()))
-LLAMA = Subject(
-    "llama, grouped heads",
-    lambda config: small_llama(),
-    token_data,
-    settings={"model": SMALL_LLAMA, "batch": {"microbatch_size": 4}},
-)
+HF = {"num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": None}
+MIXED = {"head_dim": 8, "sliding_window": 5}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "phi3": {},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "gemma": {"head_dim": 8},
+    "gemma2": MIXED,
+    "gemma3_text": MIXED,
+    "olmo2": {},
+    "granite": {"residual_multiplier": 0.5},
+    "glm4": {"head_dim": 8},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "cohere2": MIXED,
+    "starcoder2": {"residual_dropout": 0.2, "embedding_dropout": 0.0},
+    **{"phi": {}, "olmo": {}, "gpt_neox": {"num_key_value_heads": None}, "nemotron": {}},
+    **{"exaone4": {}, "seed_oss": {"head_dim": 8, "attention_dropout": 0.0}},
+}
+"""Families of transformers that are cut, with what is theirs of the settings of a small model."""
+
+
+def family(name: str) -> Subject:
+    """A small model of a family: eight heads, of which pairs share keys and values, and MLPs whose
+    chunks have eleven features."""
+    settings = {**HF, **FAMILIES[name], "model_type": name}
+    model = {**SMALL_LLAMA, "hf": {**SMALL_LLAMA["hf"], **settings}}
+    return Subject(
+        name,
+        lambda config: small_llama(**settings),
+        token_data,
+        settings={"model": model, "batch": {"microbatch_size": 4}},
+    )
+
+
 BY_SAMPLES = {"calibration_samples": 7, "exclude": ["first.*"]}
 TOLERANCE = (3e-7, 1e-6)
 """Sums over chunks in place of one product: 1.2e-7 and 1e-7 were the most seen over three steps."""
@@ -208,8 +252,20 @@ SAME_BITS += [
         {"method": "magnitude", "heal": "blocks"},
     )
 ]
-SAME_BITS.append(Row((2, 1), exact(DEEP), members(2), ONE_RANK, LLAMA, order=1))
-USUAL = [SAME_BITS[1]]
+SAME_BITS += [
+    Row((1, 1), exact(), members(number), ONE_RANK, replace(OWN, name=name, model=model))
+    for number in (2, 4)
+    for name, model in (
+        ("shared", lambda config: own_model(**SHARED)),
+        ("gathered", lambda config: own_model(**GATHERED)),
+    )
+]
+SAME_BITS += [
+    Row((stages, 1), exact(), members(number), ONE_RANK, family(name), order=stages)
+    for name in FAMILIES
+    for stages, number in ((2, 2), (1, 4))
+]
+USUAL = [SAME_BITS[1], next(row for row in SAME_BITS if row.subject.name == "qwen3")]
 
 
 @pytest.mark.exhaustive
@@ -233,6 +289,32 @@ def test_a_trainer_gives_whole_weights(is_trained: bool) -> None:
     assert all(torch.equal(weight, many[name]) for name, weight in one.items())
 
 
+class Largest(nn.Module):
+    """Depends on a number that each chunk has for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.abs().max().item()
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(_: Any, outer: Tensor) -> Tensor:
+        return 2 * outer
+
+
+class Opaque(nn.Module):
+    """Computes by a function of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Double.apply(x)
+        return out
+
+
+ALONE = {"ranks": 1, "layout": {"tensor_exact": True}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ranks": 3}, "^layout.g_tensor .*: 3 is no power of two; "),
     ({"ranks": 4}, "^layout.g_tensor .*: 4 chunks do not divide the 2 heads or features of "),
@@ -246,16 +328,35 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pipeline": {"compile": True}}, "pipeline.compile fuses layers"),
     ({"layout": {"memory_per_rank": 4.0}}, "no plan counts cut layers yet"),
     (
-        {"hf": {"model_type": "qwen3", "head_dim": 8}},
-        "^layout.g_tensor .*: model qwen3 names no modules to cut",
+        {"hf": {"model_type": "mixtral", "num_local_experts": 4}},
+        "^layer model.layers.0: tensor has 'moe_tp_experts' for 'mlp.experts', which is not known",
     ),
+    ({"hf": {"model_type": "stablelm"}}, "model stablelm names no modules to cut"),
     ({"own": {"tensor": {}}}, "model custom names no modules to cut"),
     ({"own": {"tensor": {"nowhere": "row"}}}, "^layer block0: tensor names 'nowhere', which has"),
-    ({"own": {"tensor": {"up": "diagonal"}}}, "^layer block0: tensor has 'diagonal' for 'up'; "),
+    (
+        {"own": {"tensor": {"up": "diagonal"}}},
+        "^layer block0: tensor has 'diagonal' for 'up', which",
+    ),
     ({"own": {"tensor": {"norm": "column"}}}, "^layer block0: norm is LayerNorm, which is not cut"),
-    ({"own": {"norm": True}}, "^block.*.inner.weight: its gradient differs between the members of"),
+    (
+        {"own": {"inner": nn.PReLU}},
+        "^block.*.inner.weight: its gradient differs between the members of",
+    ),
     ({"own": {"frozen": True}}, "^layer block0: up.weight is frozen, and is not cut; leave it out"),
     ({"own": {"dropout": 0.5}}, "random numbers are drawn between a column and a row split"),
+    (
+        {"own": {"tensor": {**SPLITS, "down": Split("row", gathered=True)}}},
+        r"^layout.g_tensor: a row split of 48 features in 2 chunks gets \(.*, 24\); ",
+    ),
+    (
+        {"own": {"inner": Largest}, **ALONE},
+        "^layout.g_tensor: item gives other numbers for each chunk between a column and a row",
+    ),
+    (
+        {"own": {"inner": Opaque}, **ALONE},
+        "^layout.g_tensor: what lies between a column and a row split passes no gradient on; ",
+    ),
 ]
 
 
@@ -281,6 +382,18 @@ def test_every_degree_has_the_same_bits(row: Row) -> None:
             is_usual=(stages, number, is_exact) == (1, 2, False),
         )
         for stages, number, is_exact in [(1, 2, False), (2, 2, False), (1, 4, False), (1, 1, True)]
+    )
+    + parameters(
+        Row(
+            (1, 1),
+            steps(2),
+            members(2),
+            ONE_RANK,
+            family(name),
+            tolerance=TOLERANCE,
+            is_usual=name == "qwen3",
+        )
+        for name in FAMILIES
     ),
 )
 def test_a_run_is_the_uncut_one_to_rounding(row: Row) -> None:
