@@ -34,8 +34,6 @@ def refuse_uncut(
     config, members = loaded.config, grid.g_tensor
     if not cuts(loaded, grid):
         return
-    pruning = config.pruning
-    draws = pruning.ticket is None and config.samo.enabled
     refused = {
         f"{members} is no power of two": bool(members & (members - 1)),
         "layers are cut on CPUs only so far": not on_host,
@@ -45,8 +43,6 @@ def refuse_uncut(
         "this optimizer sums over whole tensors, of which a rank has some chunks": (
             optimizer.statistics is not None
         ),
-        f"pruning.method {pruning.method} does not cut layers yet": draws
-        and pruning.method in ("set", "rigl"),
         "pipeline.compile fuses layers, which are not cut then": config.pipeline.compile,
         "no plan counts cut layers yet, which layout.memory_per_rank needs": (
             config.layout.memory_per_rank != "auto"

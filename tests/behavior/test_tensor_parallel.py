@@ -18,6 +18,7 @@ from support.cases import (
     TORCH,
     Row,
     Subject,
+    batch,
     judge,
     merged,
     parameters,
@@ -194,6 +195,10 @@ TOLERANCE = (3e-7, 1e-6)
 """Sums over chunks in place of one product: 1.2e-7 and 1e-7 were the most seen over three steps."""
 
 
+MOVING_TOLERANCE = (1e-6, 1e-6)
+"""The same over nine steps with the same masks; one entry that grows elsewhere makes 1e-4."""
+
+
 def members(number: int, **others: Any) -> dict[str, Any]:
     return merged({"layout": {"g_tensor": number}}, others)
 
@@ -237,8 +242,20 @@ SAME_BITS = [
     *(
         Row((1 + number % 2, 1), exact(ten_steps(method)), members(2), ONE_RANK, FOUR_HEADS)
         for number, method in enumerate(PRUNING)
-        if method not in ("set", "rigl")
     ),
+]
+TIED = {"pruning": {"include": "all"}}
+MOVING: list[tuple[tuple[int, int], str, dict[str, Any], dict[str, Any]]] = [
+    ((1, 1), "set", TIED, {}),
+    ((2, 1), "rigl", TIED, {}),
+    ((1, 1), "rigl", {"pruning": {"include": "all", "grown": "warm"}}, {}),
+    ((1, 2), "rigl", {"samo": {"gradient": "exact"}}, {"samo": {"shard_optimizer": True}}),
+]
+"""Ties on one stage and on two, moments of what grows, and shares of replicas: chunks of one tensor
+give each other entries."""
+SAME_BITS += [
+    Row(layout, exact(ten_steps(method), settings), members(4, **free), ONE_RANK, FOUR_HEADS)
+    for layout, method, settings, free in MOVING
 ]
 SAME_BITS += [
     Row((1, 1), exact(DEEP), members(2), ONE_RANK, OWN),
@@ -323,8 +340,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "^layout.g_tensor .*: 4, but layout.tensor_exact cuts this model into 2 chunks; ",
     ),
     ({"optimizer": {"name": "lamb"}}, "this optimizer sums over whole tensors"),
-    ({"pruning": {"method": "rigl"}}, "pruning.method rigl does not cut layers yet"),
-    ({"pruning": {"method": "set"}}, "pruning.method set does not cut layers yet"),
     ({"pipeline": {"compile": True}}, "pipeline.compile fuses layers"),
     ({"layout": {"memory_per_rank": 4.0}}, "no plan counts cut layers yet"),
     (
@@ -386,6 +401,18 @@ def test_every_degree_has_the_same_bits(row: Row) -> None:
     + parameters(
         Row(
             (1, 1),
+            {**ten_steps("rigl"), **batch(4, 4)},
+            members(4, layout={"tensor_exact": is_exact}),
+            TORCH,
+            FOUR_HEADS,
+            tolerance=MOVING_TOLERANCE,
+            is_usual=is_exact,
+        )
+        for is_exact in (True, False)
+    )
+    + parameters(
+        Row(
+            (1, 1),
             steps(2),
             members(2),
             ONE_RANK,
@@ -401,11 +428,18 @@ def test_a_run_is_the_uncut_one_to_rounding(row: Row) -> None:
 
 
 @pytest.mark.exhaustive
-def test_members_leave_equal_files_and_go_on_as_any_other_number_of_members(tmp_path: Path) -> None:
-    """Checkpoints, tickets and exports do not know the degree; state is sharded on the way."""
+@pytest.mark.parametrize(
+    "pruning",
+    [PRUNING["magnitude later"], {**PRUNING["rigl"], "until_step": 5}],
+    ids=["at a step", "moving"],
+)
+def test_members_leave_equal_files_and_go_on_as_any_other_number_of_members(
+    pruning: dict[str, Any], tmp_path: Path
+) -> None:
+    """Checkpoints, tickets and exports do not know the degree; RigL stops before masks move."""
     config = tiny_config(
         **exact({"model": {"num_heads": 4}, "checkpoint": {"every": 2, "keep_last": 3}}),
-        **{"batch": {"microbatch_size": 4}, "pruning": PRUNING["magnitude later"]},
+        **{"batch": {"microbatch_size": 4}, "pruning": pruning},
     )
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 6})})
 
