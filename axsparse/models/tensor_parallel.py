@@ -15,6 +15,7 @@ Shapes: B sequences of a microbatch, S tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ from axsparse.runtime.seeds import kept_rng
 MOST_CHUNKS = 8
 """Chunks under `layout.tensor_exact`: the highest degree, and not so many that products of degree
 1 become small."""
+WHOLE = ("shared", "summed")
+"""Kinds of splits of modules of which nothing is cut but what other splits name."""
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Combines two tensors; commutative in every bit."""
 
@@ -113,7 +116,7 @@ def cuts_of(
     for path, split in as_splits(layer, splits).items():
         names = [f"{path}.weight"] + [f"{path}.bias"] * (split.kind == "column")
         found = [name for name in (names if names[0] in shapes else [path]) if name in shapes]
-        if split.kind == "shared" and any(name.startswith(f"{path}.") for name in shapes):
+        if split.kind in WHOLE and any(name.startswith(f"{path}.") for name in shapes):
             continue
         if not found:
             nearest = ", ".join(get_close_matches(path, [*shapes], n=2, cutoff=0))
@@ -121,13 +124,16 @@ def cuts_of(
                 f"layer {layer}: tensor names {path!r}, which has no weight; nearest: {nearest}"
             )
         for name in found:
-            cut = Cut(shapes[name], int(split.kind == "row"), split.groups, chunks)
+            last = len(shapes[name]) - 1
+            dim = last if split.kind == "row" else max(last - 1, 0)
+            cut = Cut(shapes[name], dim, split.groups, chunks)
             each = split.groups * split.unit
             size = cut.shape[cut.dim]
             if split.kind != "vocabulary" and size % (each * chunks):
                 raise ConfigError(
-                    f"{key}: {chunks} chunks do not divide the {size // each} heads or features "
-                    f"of {layer}.{name}; choose a power of two that does"
+                    f"{key}: {chunks} chunks do not divide the {size // split.groups} outputs or "
+                    f"inputs of {layer}.{name}, of which {split.unit} stay together; choose a "
+                    "power of two that does"
                 )
             cuts[name] = cut
     return cuts
@@ -139,10 +145,10 @@ def most_chunks(
     """The largest power of two up to `MOST_CHUNKS` that divides all that a layer has cut."""
     chunks = MOST_CHUNKS
     for path, split in as_splits(layer, splits).items():
-        shape = shapes.get(f"{path}.weight")
+        shape = shapes.get(f"{path}.weight", shapes.get(path))
         if shape is not None and split.kind in ("column", "row"):
-            size = shape[int(split.kind == "row")] // (split.groups * split.unit)
-            while size % chunks:
+            size, each = shape[-1 if split.kind == "row" else -2], split.groups * split.unit
+            while chunks > 1 and size % (each * chunks):
                 chunks //= 2
     return chunks
 
@@ -520,6 +526,30 @@ class Shared(nn.Module):
         return _together(module, results)
 
 
+class Summed(nn.Module):
+    """A module of which every chunk runs all with its own chunks of the parameters: the outputs are
+    added, and so are the gradients of the inputs."""
+
+    def __init__(self, module: nn.Module, cuts: Mapping[str, Cut], group: TensorGroup) -> None:
+        super().__init__()
+        self.group, self.chunks = group, nn.ModuleList()
+        for number in group.own:
+            chunk = copy.copy(module)
+            vars(chunk)["_parameters"] = {
+                name: nn.Parameter(torch.empty(cut.shape_of(number), device="meta"))
+                for name, cut in cuts.items()
+            }
+            self.chunks.append(chunk)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        each = [
+            spread(self.group, x) if x.is_floating_point() else (x,) * len(self.chunks)
+            for x in inputs
+        ]
+        pairs = zip(self.chunks, zip(*each, strict=True), strict=True)
+        return join(self.group, [chunk(*given) for chunk, given in pairs])
+
+
 class Vocabulary(nn.Module):
     """An embedding whose words are cut: (B, S) integers to (B, S, H)."""
 
@@ -567,37 +597,58 @@ def cut_module(
     found: dict[str, tuple[str, int]] = {}
     splits = as_splits(layer.name, layer.tensor)
     for path, split in splits.items():
+        owner = module.get_submodule(path) if split.kind in WHOLE else module
         if split.kind == "shared":
-            _replace(module, path, Shared(module.get_submodule(path), group))
+            _replace(module, path, Shared(owner, group))
+        elif split.kind == "summed":
+            inside = _cuts_inside(layer, path, owner, cuts)
+            _replace(module, path, Summed(owner, inside, group))
     for name, cut in cuts.items():
         path, _, kind = name.rpartition(".")
         owner = module.get_submodule(path)
         own = enumerate(group.own)
-        if isinstance(owner, (Column, Row)):  # its weight came before its bias
+        if isinstance(owner, (Column, Row, Summed)):  # by the parameter before, or above
             found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
             continue
         if not owner.get_parameter(kind).requires_grad:
             raise ConfigError(
                 f"layer {layer.name}: {name} is frozen, and is not cut; leave it out of tensor"
             )
-        if name in layer.tensor:  # no module, but a parameter
+        if name in splits and splits[name].kind == "vocabulary":  # no module, but a parameter
             delattr(owner, kind)
             setattr(owner, kind, Chunks(cut, group))
             found |= {f"{name}.chunks.{n}": (name, c) for n, c in own}
             continue
         new: nn.Module
-        if type(owner) is nn.Linear:
+        if type(owner) is nn.Linear and path in splits:
             new = (Row if cut.dim else Column)(owner, cut, group, splits[path])
         elif type(owner) is nn.Embedding and owner.padding_idx is None and not owner.max_norm:
             new = Vocabulary(cut, group)
         else:
             raise ConfigError(
-                f"layer {layer.name}: {path} is {type(owner).__name__}, which is not cut; make it "
-                "a plain nn.Linear or nn.Embedding, or leave it out of tensor"
+                f"layer {layer.name}: {path} is {type(owner).__name__}, which is not cut by "
+                f"{name!r}; name a plain nn.Linear or nn.Embedding in tensor, or leave it out"
             )
         _replace(module, path, new)
         found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
     return found
+
+
+def _cuts_inside(
+    layer: Layer, path: str, owner: nn.Module, cuts: Mapping[str, Cut]
+) -> dict[str, Cut]:
+    """How the parameters of a summed module are cut, by their names in it; ConfigError if one is
+    not cut."""
+    inside = {}
+    for name, parameter in owner.named_parameters():
+        if f"{path}.{name}" not in cuts or not parameter.requires_grad or "." in name:
+            raise ConfigError(
+                f"layer {layer.name}: {path} is summed over chunks, so that {path}.{name} has to "
+                'be trained, its own, and cut; name it "column" or "row" in tensor, or leave '
+                f"{path} out"
+            )
+        inside[name] = cuts[f"{path}.{name}"]
+    return inside
 
 
 def _replace(module: nn.Module, path: str, new: nn.Module) -> None:

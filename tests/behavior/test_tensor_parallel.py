@@ -156,6 +156,11 @@ class Loaded:
 LOADED = replace(OWN, name="loaded", model=lambda config: replace(own_model(), start=Loaded()))
 HF = {"num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": None}
 MIXED = {"head_dim": 8, "sliding_window": 5}
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2},
+    **{"intermediate_size": 32, "moe_intermediate_size": 32},
+    **{"output_router_logits": True, "router_aux_loss_coef": 0.4},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 8},
@@ -173,6 +178,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"residual_dropout": 0.2, "embedding_dropout": 0.0},
     **{"phi": {}, "olmo": {}, "gpt_neox": {"num_key_value_heads": None}, "nemotron": {}},
     **{"exaone4": {}, "seed_oss": {"head_dim": 8, "attention_dropout": 0.0}},
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**EXPERTS, "head_dim": 8},
+    **{"olmoe": EXPERTS, "granitemoe": {**EXPERTS, "num_local_experts": 4}},
+    "deepseek_v3": {
+        **{"moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+        **{"num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 12, "v_head_dim": 8},
+        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "first_k_dense_replace": 1},
+        "num_key_value_heads": 8,
+    },
 }
 """Families of transformers that are cut, with what is theirs of the settings of a small model."""
 
@@ -334,7 +349,7 @@ class Opaque(nn.Module):
 ALONE = {"ranks": 1, "layout": {"tensor_exact": True}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ranks": 3}, "^layout.g_tensor .*: 3 is no power of two; "),
-    ({"ranks": 4}, "^layout.g_tensor .*: 4 chunks do not divide the 2 heads or features of "),
+    ({"ranks": 4}, "^layout.g_tensor .*: 4 chunks do not divide the 32 outputs or inputs of "),
     (
         {"ranks": 4, "layout": {"tensor_exact": True}},
         "^layout.g_tensor .*: 4, but layout.tensor_exact cuts this model into 2 chunks; ",
@@ -343,8 +358,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pipeline": {"compile": True}}, "pipeline.compile fuses layers"),
     ({"layout": {"memory_per_rank": 4.0}}, "no plan counts cut layers yet"),
     (
-        {"hf": {"model_type": "mixtral", "num_local_experts": 4}},
-        "^layer model.layers.0: tensor has 'moe_tp_experts' for 'mlp.experts', which is not known",
+        {"own": {"tensor": {"attention": "summed", "attention.query.weight": "column"}}},
+        "^layer block0: attention is summed over chunks, so that attention.query.weight has to be",
     ),
     ({"hf": {"model_type": "stablelm"}}, "model stablelm names no modules to cut"),
     ({"own": {"tensor": {}}}, "model custom names no modules to cut"),
@@ -354,6 +369,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "^layer block0: tensor has 'diagonal' for 'up', which",
     ),
     ({"own": {"tensor": {"norm": "column"}}}, "^layer block0: norm is LayerNorm, which is not cut"),
+    ({"own": {"tensor": {"up.weight": "row"}}}, "^layer block0: up is Linear, which is not cut by"),
     (
         {"own": {"inner": nn.PReLU}},
         "^block.*.inner.weight: its gradient differs between the members of",

@@ -64,8 +64,14 @@ PLANNED = {
     "colwise_gather_output": Split("column", gathered=True),
     "rowwise_split_input": Split("row", gathered=True),
     "replicated_with_grad_allreduce": Split("shared"),
+    "packed_colwise": Split("column", groups=2),
+    "moe_tp_experts": Split("summed"),
 }
-"""How we split a module, by the name that a plan of transformers has for it."""
+"""How we split a module or a parameter, by the name that a plan of transformers has for it."""
+
+ROW = 8
+"""Features of experts that stay together: torch multiplies by stacks of matrices only where their
+rows are a multiple of 16 bytes long."""
 
 
 def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) -> Model:
@@ -233,16 +239,19 @@ class Cut:
         plan = getattr(self.causal.config, "base_model_tp_plan", None) or {}
         base, found = f"{self.causal.base_model_prefix}.", dict[str, Split | str]()
         [layer] = part.modules.values()
-        for path, _ in layer.named_modules():
+        for path, _ in (*layer.named_modules(), *layer.named_parameters()):
             full = f"{part.name}.{path}".removeprefix(base)
             kinds = [kind for pattern, kind in plan.items() if fnmatchcase(full, pattern)]
             if not kinds:
                 continue
             split = PLANNED.get(kinds[0])
+            parent = layer.get_submodule(path.rpartition(".")[0])
             if split is not None and not split.gathered:
-                parent = layer.get_submodule(path.rpartition(".")[0])
                 sizes = (getattr(parent, name, None) for name in ("head_dim", "head_size"))
-                split = replace(split, unit=next(filter(None, sizes), 1))
+                of_experts = ROW if hasattr(parent, "expert_inputs") else 1
+                split = replace(split, unit=next(filter(None, sizes), of_experts))
+            if getattr(parent, "is_transposed", False):
+                split = None  # outputs and inputs are in other places than we cut
             found[path] = split or kinds[0]
         return found
 
