@@ -228,6 +228,8 @@ def ten_steps(method: str) -> dict[str, Any]:
 
 EVALUATING = {"train": {"eval_every": 1, "eval_steps": 2}}
 DEEP = {"train": {"steps": 3}}
+SUMS = {"samo": {"gradient": "exact"}}
+LAMB = {"name": "lamb", "clip_norm": 0.0}
 Case = tuple[tuple[int, int], int, dict[str, Any], dict[str, Any], int | None]
 CASES: list[Case] = [
     ((1, 1), 2, EVALUATING, {}, None),
@@ -236,10 +238,12 @@ CASES: list[Case] = [
     ((4, 1), 2, DEEP, {"pipeline": {"checkpoint_activations": 1}}, 2),
     ((2, 1), 4, DEEP, {}, 3),
     ((2, 1), 2, {"samo": {"enabled": False}}, {}, None),
-    ((1, 2), 2, {"samo": {"gradient": "exact"}}, {"samo": {"shard_optimizer": True}}, None),
-    ((2, 2), 2, {"samo": {"gradient": "exact"}}, {}, 4),
-    ((1, 3), 4, {"samo": {"gradient": "exact"}}, {}, None),
+    ((1, 2), 2, SUMS, {"samo": {"shard_optimizer": True}}, None),
+    ((2, 2), 2, SUMS, {}, 4),
+    ((1, 3), 4, SUMS, {}, None),
     ((2, 1), 2, {"precision": "bf16", "optimizer": {"name": "sgd"}}, {}, None),
+    ((1, 2), 2, {"optimizer": LAMB, **SUMS}, {"samo": {"shard_optimizer": True}}, None),
+    ((2, 1), 4, {"optimizer": LAMB}, {}, 6),
     (
         (2, 1),
         2,
@@ -264,7 +268,7 @@ MOVING: list[tuple[tuple[int, int], str, dict[str, Any], dict[str, Any]]] = [
     ((1, 1), "set", TIED, {}),
     ((2, 1), "rigl", TIED, {}),
     ((1, 1), "rigl", {"pruning": {"include": "all", "grown": "warm"}}, {}),
-    ((1, 2), "rigl", {"samo": {"gradient": "exact"}}, {"samo": {"shard_optimizer": True}}),
+    ((1, 2), "rigl", SUMS, {"samo": {"shard_optimizer": True}}),
 ]
 """Ties on one stage and on two, moments of what grows, and shares of replicas: chunks of one tensor
 give each other entries."""
@@ -354,7 +358,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"ranks": 4, "layout": {"tensor_exact": True}},
         "^layout.g_tensor .*: 4, but layout.tensor_exact cuts this model into 2 chunks; ",
     ),
-    ({"optimizer": {"name": "lamb"}}, "this optimizer sums over whole tensors"),
     ({"pipeline": {"compile": True}}, "pipeline.compile fuses layers"),
     ({"layout": {"memory_per_rank": 4.0}}, "no plan counts cut layers yet"),
     (
@@ -425,6 +428,19 @@ def test_every_degree_has_the_same_bits(row: Row) -> None:
             is_usual=is_exact,
         )
         for is_exact in (True, False)
+    )
+    + parameters(
+        [
+            Row(
+                (1, 1),
+                steps(3, optimizer=LAMB),
+                members(4),
+                TORCH,
+                FOUR_HEADS,
+                tolerance=TOLERANCE,
+                is_usual=False,
+            )
+        ]
     )
     + parameters(
         Row(
