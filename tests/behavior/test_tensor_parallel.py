@@ -346,8 +346,8 @@ class Opaque(nn.Module):
     """Computes by a function of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Double.apply(x)
-        return out
+        apply: Callable[[Tensor], Tensor] = Double.apply
+        return apply(x)
 
 
 ALONE = {"ranks": 1, "layout": {"tensor_exact": True}}
@@ -358,7 +358,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"ranks": 4, "layout": {"tensor_exact": True}},
         "^layout.g_tensor .*: 4, but layout.tensor_exact cuts this model into 2 chunks; ",
     ),
-    ({"pipeline": {"compile": True}}, "pipeline.compile fuses layers"),
+    (
+        {"pipeline": {"compile": True}},
+        "pipeline.compile fuses layers, which are not cut then; choose another value there, or",
+    ),
     ({"layout": {"memory_per_rank": 4.0}}, "no plan counts cut layers yet"),
     (
         {"own": {"tensor": {"attention": "summed", "attention.query.weight": "column"}}},
