@@ -301,6 +301,11 @@ SAME_BITS += [
     for name in FAMILIES
     for stages, number in ((2, 2), (1, 4))
 ]
+SPLIT_BACKWARDS = {"pipeline": {"split_backward": True, "checkpoint_activations": 1}}
+SAME_BITS += [
+    Row((2, 1), exact(), members(4, **SPLIT_BACKWARDS), ONE_RANK, family(name), order=3)
+    for name in ("qwen3_moe", "phi3")
+]
 USUAL = [SAME_BITS[1], next(row for row in SAME_BITS if row.subject.name == "qwen3")]
 
 
