@@ -373,6 +373,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "^layer block0: attention is summed over chunks, so that attention.query.weight has to be",
     ),
     ({"hf": {"model_type": "stablelm"}}, "model stablelm names no modules to cut"),
+    (
+        {"hf": {**FAMILIES["deepseek_v3"], "model_type": "deepseek_v2", "topk_method": "greedy"}},
+        "^layer model.layers.0: tensor has 'mla_kv_a_proj' for 'self_attn.kv_a_proj_with_mqa', ",
+    ),
+    (
+        {"hf": {"num_key_value_heads": 1}},
+        "2 chunks do not divide the 8 outputs or inputs of model.layers.0.self_attn.k_proj.weight",
+    ),
     ({"own": {"tensor": {}}}, "model custom names no modules to cut"),
     ({"own": {"tensor": {"nowhere": "row"}}}, "^layer block0: tensor names 'nowhere', which has"),
     (
