@@ -541,13 +541,21 @@ class Summed(nn.Module):
             }
             self.chunks.append(chunk)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        each = [
-            spread(self.group, x) if x.is_floating_point() else (x,) * len(self.chunks)
-            for x in inputs
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        each = {
+            key: spread(self.group, x)
+            if isinstance(x, Tensor) and x.is_floating_point()
+            else (x,) * len(self.chunks)
+            for key, x in (*enumerate(inputs), *named.items())
+        }
+        parts = [
+            chunk(
+                *(each[place][number] for place in range(len(inputs))),
+                **{name: each[name][number] for name in named},
+            )
+            for number, chunk in enumerate(self.chunks)
         ]
-        pairs = zip(self.chunks, zip(*each, strict=True), strict=True)
-        return join(self.group, [chunk(*given) for chunk, given in pairs])
+        return join(self.group, parts)
 
 
 class Vocabulary(nn.Module):
