@@ -150,11 +150,6 @@ def _configuration(words: Sequence[str]) -> LoadedConfig:
 def _plan(arguments: argparse.Namespace, loaded: LoadedConfig) -> Plan:
     """What the supervisor is to do; ConfigError and MissingInputError for what cannot be done."""
     layout, ranks = loaded.config.layout, arguments.ranks
-    if layout.g_tensor > 1 and arguments.restarts:
-        raise ConfigError(
-            f"{loaded.where('layout.g_tensor')}: {layout.g_tensor}, but restarts choose layouts of "
-            "whole layers for the ranks that are left; give --restarts 0"
-        )
     launcher, python = _programs(os.environ)
     hosts, named, probe = _hosts(arguments, launcher)
     if sum(host.slots for host in hosts) < ranks:
@@ -177,6 +172,7 @@ def _plan(arguments: argparse.Namespace, loaded: LoadedConfig) -> Plan:
             num_microbatches(loaded.config.batch),
             None if layout.g_inter == "auto" else layout.g_inter,
             None if layout.g_data == "auto" else layout.g_data,
+            layout.g_tensor,
         ),
         hosts=tuple(hosts),
         named=named,

@@ -150,7 +150,7 @@ class Agreement:
             bad_ranks=_where(vector[self._flags] > 0),
             notice=Notice(*(count > 0 for count in vector[self._notices].tolist())),
             drifted=_first_odd(digests, self._place.grid),
-            digest=int(sum(digests[: _ranks_of_replica(self._place.grid)]) % DIGESTS)
+            digest=sum(map(int, digests[: _ranks_of_replica(self._place.grid)])) % DIGESTS
             if any(digests)
             else None,
             fits=self._largest(fits),

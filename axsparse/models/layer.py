@@ -19,7 +19,7 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.host_channel import DTYPES
 
-SplitKind = Literal["column", "row", "vocabulary"]
+SplitKind = Literal["column", "row", "vocabulary", "shared", "summed"]
 Kind = Literal["block", "embedding", "head"]
 """What a layer is: pruning treats blocks, embeddings and heads differently."""
 LossFunction = Callable[..., Tensor]
@@ -36,12 +36,19 @@ class Split:
 
     kind: SplitKind
     """`column` cuts the outputs of a linear module, `row` its inputs, and `vocabulary` the words of
-    an embedding."""
+    an embedding. A `shared` module stands between a column and a row split, has whole parameters,
+    and computes every head or feature by itself: all chunks use it, and its gradient is the sum
+    over all of them. A `summed` module has its own column and row splits inside, such as experts:
+    parameters of its own, by their paths. Every chunk runs all of it, with its chunks of the
+    parameters, and the outputs are added."""
     groups: int = 1
     """A matrix that is made of several, one above the other, such as those of query, key and value,
     has so many groups, each of which is cut."""
     unit: int = 1
     """So many consecutive outputs or inputs stay together, such as those of a head."""
+    gathered: bool = False
+    """Whether what lies between a column and a row split is whole on every rank, such as a norm
+    over all heads: both splits say so, or neither."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +106,9 @@ class Layer:
     """
     tensor: Mapping[str, Split | str] = field(default_factory=dict, hash=False)
     """How modules of the layer are cut where several ranks share a stage (`layout.g_tensor`), by
-    the path of the module: "column", "row", "vocabulary", or a `Split`. What lies between a column
-    and a row split sees some heads or features only, so that it takes their number from the tensor;
-    all else is whole on all ranks.
+    the path of the module: "column", "row", "vocabulary", "shared", "summed", or a `Split`. What
+    lies between a column and a row split sees some heads or features only, so that it takes their
+    number from the tensor; all else is whole on all ranks.
     """
 
 

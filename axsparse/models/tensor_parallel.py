@@ -15,7 +15,8 @@ Shapes: B sequences of a microbatch, S tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import Layer, Split, SplitKind
@@ -39,6 +41,8 @@ from axsparse.runtime.seeds import kept_rng
 MOST_CHUNKS = 8
 """Chunks under `layout.tensor_exact`: the highest degree, and not so many that products of degree
 1 become small."""
+WHOLE = ("shared", "summed")
+"""Kinds of splits of modules of which nothing is cut but what other splits name."""
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Combines two tensors; commutative in every bit."""
 
@@ -89,8 +93,8 @@ def as_splits(layer: str, given: Mapping[str, Split | str]) -> dict[str, Split]:
         split = Split(one) if isinstance(one, str) else one  # type: ignore[arg-type]  # checked
         if not isinstance(split, Split) or split.kind not in get_args(SplitKind):
             raise ConfigError(
-                f"layer {layer}: tensor has {one!r} for {path!r}; give one of "
-                f"{', '.join(get_args(SplitKind))}, or a Split"
+                f"layer {layer}: tensor has {one!r} for {path!r}, which is not known; give one of "
+                f"{', '.join(get_args(SplitKind))}, a Split, or layout.g_tensor 1"
             )
         splits[path] = split
     return splits
@@ -112,19 +116,24 @@ def cuts_of(
     for path, split in as_splits(layer, splits).items():
         names = [f"{path}.weight"] + [f"{path}.bias"] * (split.kind == "column")
         found = [name for name in (names if names[0] in shapes else [path]) if name in shapes]
+        if split.kind in WHOLE and any(name.startswith(f"{path}.") for name in shapes):
+            continue
         if not found:
             nearest = ", ".join(get_close_matches(path, [*shapes], n=2, cutoff=0))
             raise ConfigError(
                 f"layer {layer}: tensor names {path!r}, which has no weight; nearest: {nearest}"
             )
         for name in found:
-            cut = Cut(shapes[name], int(split.kind == "row"), split.groups, chunks)
+            last = len(shapes[name]) - 1
+            dim = last if split.kind == "row" else max(last - 1, 0)
+            cut = Cut(shapes[name], dim, split.groups, chunks)
             each = split.groups * split.unit
             size = cut.shape[cut.dim]
             if split.kind != "vocabulary" and size % (each * chunks):
                 raise ConfigError(
-                    f"{key}: {chunks} chunks do not divide the {size // each} heads or features "
-                    f"of {layer}.{name}; choose a power of two that does"
+                    f"{key}: {chunks} chunks do not divide the {size // split.groups} outputs or "
+                    f"inputs of {layer}.{name}, of which {split.unit} stay together; choose a "
+                    "power of two that does"
                 )
             cuts[name] = cut
     return cuts
@@ -136,10 +145,10 @@ def most_chunks(
     """The largest power of two up to `MOST_CHUNKS` that divides all that a layer has cut."""
     chunks = MOST_CHUNKS
     for path, split in as_splits(layer, splits).items():
-        shape = shapes.get(f"{path}.weight")
-        if shape is not None and split.kind != "vocabulary":
-            size = shape[int(split.kind == "row")] // (split.groups * split.unit)
-            while size % chunks:
+        shape = shapes.get(f"{path}.weight", shapes.get(path))
+        if shape is not None and split.kind in ("column", "row"):
+            size, each = shape[-1 if split.kind == "row" else -2], split.groups * split.unit
+            while chunks > 1 and size % (each * chunks):
                 chunks //= 2
     return chunks
 
@@ -293,6 +302,36 @@ class _LogTotal(torch.autograd.Function):
         return None, *[(part - total).exp_().mul_(outer) for part in parts]
 
 
+class _Gather(torch.autograd.Function):
+    """The whole of a tensor from its chunks; backward, the chunks of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, cut: Cut, *parts: Tensor) -> Tensor:
+        ctx.group, ctx.cut = group, cut
+        return group.gathered(cut, parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        outer = outer.contiguous()
+        return None, None, *[ctx.cut.take(outer, chunk) for chunk in ctx.group.own]
+
+
+class _Take(torch.autograd.Function):
+    """The chunks of a whole tensor; backward, the whole gradient from its chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, cut: Cut, whole: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.cut = group, cut
+        whole = whole.contiguous()
+        return tuple(cut.take(whole, chunk) for chunk in group.own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, ctx.group.gathered(ctx.cut, outer)
+
+
 def spread(group: TensorGroup, x: Tensor) -> tuple[Tensor, ...]:
     """The same tensor for each chunk of this member; its gradient is the sum over all chunks."""
     apply: Callable[..., tuple[Tensor, ...]] = _Spread.apply
@@ -305,62 +344,218 @@ def join(group: TensorGroup, parts: Sequence[Tensor]) -> Tensor:
     return apply(group, *parts)
 
 
+def _features(like: Tensor, size: int, chunks: int, groups: int = 1) -> Cut:
+    """How the last dimension of activations, of `size` features in all, is cut."""
+    return Cut((*like.shape[:-1], size), like.dim() - 1, groups, chunks)
+
+
+# -- what lies between a column and a row split -------------------------------------------
+
+
+class Parts(Tensor):
+    """Activations of several chunks, one tensor for each, alike in shape.
+
+    Every operation of torch is done for each chunk by itself. So it has the same operands whatever
+    number of chunks a member has; many operations on longer tensors would have other bits. It has
+    the shape of one chunk, and no memory of its own.
+    """
+
+    parts: tuple[Tensor, ...]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        [count] = {len(each.parts) for each in _parts_in((args, kwargs or {}))}
+        results = [func(*_part(args, n), **_part(kwargs or {}, n)) for n in range(count)]
+        return _together(func, results)
+
+
+def between(parts: Sequence[Tensor]) -> Tensor:
+    """The activations of a member's chunks as one tensor."""
+    if len(parts) == 1:
+        return parts[0]
+    empty = torch.empty(parts[0].shape, dtype=parts[0].dtype, device="meta")
+    together: Parts = Tensor._make_subclass(Parts, empty)
+    together.parts = tuple(parts)
+    return together
+
+
+def _parts_in(value: Any) -> Iterator[Parts]:
+    """All `Parts` in the arguments of a function."""
+    if isinstance(value, Parts):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _parts_in(each)
+
+
+def _part(value: Any, number: int) -> Any:
+    """The arguments of a function for one chunk."""
+    if isinstance(value, Parts):
+        return value.parts[number]
+    if isinstance(value, dict):
+        return {name: _part(each, number) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [_part(each, number) for each in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
+
+
+def _together(func: object, results: Sequence[Any]) -> Any:
+    """What a function gives, from what it gives for each chunk; ConfigError for numbers that
+    differ, which a forward may depend on."""
+    first = results[0]
+    if isinstance(first, Tensor):
+        return between(results)
+    if isinstance(first, Iterator):
+        return (_together(func, each) for each in zip(*results, strict=True))
+    if isinstance(first, (tuple, list)) and any(isinstance(each, Tensor) for each in first):
+        return type(first)([_together(func, each) for each in zip(*results, strict=True)])
+    if isinstance(first, (bool, int, float, tuple, list)) and any(r != first for r in results):
+        raise ConfigError(
+            f"layout.g_tensor: {getattr(func, '__name__', func)} gives other numbers for each "
+            "chunk between a column and a row split; gather what lies there (Split.gathered)"
+        )
+    return first
+
+
 # -- modules ----------------------------------------------------------------------------
 
 
 class Column(nn.Module):
-    """A linear module whose outputs are cut: (…, I) to (…, O · own chunks / chunks)."""
+    """A linear module whose outputs are cut: (…, I) to (…, O · own chunks / chunks), or to (…, O)
+    if they are gathered."""
 
-    def __init__(self, linear: nn.Linear, cut: Cut, group: TensorGroup) -> None:
+    def __init__(self, linear: nn.Linear, cut: Cut, group: TensorGroup, split: Split) -> None:
         super().__init__()
-        self.group, self.groups = group, cut.groups
+        self.group, self.groups, self.gathers = group, cut.groups, split.gathered
+        self.features = linear.out_features
         has_bias = linear.bias is not None
         self.chunks = nn.ModuleList(
             nn.Linear(linear.in_features, cut.shape_of(chunk)[0], bias=has_bias, device="meta")
             for chunk in group.own
         )
 
-    def spread(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The input of each chunk."""
-        return spread(self.group, x)
-
     def forward(self, x: Tensor) -> Tensor:
-        each = zip(self.chunks, self.spread(x), strict=True)
+        group = self.group
+        each = zip(self.chunks, spread(group, x), strict=True)
         parts: list[Tensor] = [chunk(part) for chunk, part in each]
-        self.group.drawn = torch.get_rng_state()
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([p.unflatten(-1, (self.groups, -1)) for p in parts], -1).flatten(-2)
+        if self.gathers:
+            cut = _features(parts[0], self.features, group.chunks, self.groups)
+            apply: Callable[..., Tensor] = _Gather.apply
+            return apply(group, cut, *parts)
+        group.drawn = torch.get_rng_state()
+        return between(parts)
 
 
 class Row(nn.Module):
-    """A linear module whose inputs are cut: (…, I · own chunks / chunks) to (…, O)."""
+    """A linear module whose inputs are cut: (…, I · own chunks / chunks), or (…, I) if they are
+    gathered, to (…, O)."""
 
-    def __init__(self, linear: nn.Linear, cut: Cut, group: TensorGroup) -> None:
+    def __init__(self, linear: nn.Linear, cut: Cut, group: TensorGroup, split: Split) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.takes = group, split.gathered
+        self.features = linear.in_features
         self.bias = linear.bias
         self.chunks = nn.ModuleList(
             nn.Linear(cut.shape_of(chunk)[1], linear.out_features, bias=False, device="meta")
             for chunk in group.own
         )
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The output, from what each chunk gives."""
-        total = join(self.group, parts)
-        return total if self.bias is None else total + self.bias
-
     def forward(self, x: Tensor) -> Tensor:
-        drawn, self.group.drawn = self.group.drawn, None
-        if drawn is not None and not torch.equal(drawn, torch.get_rng_state()):
+        group, parts = self.group, x.parts if isinstance(x, Parts) else (x,)
+        if self.takes:
+            apply: Callable[..., tuple[Tensor, ...]] = _Take.apply
+            cut = _features(x, x.shape[-1], group.chunks)
+            parts = apply(group, cut, x) if x.shape[-1] == self.features else ()
+        elif group.drawn is not None and not torch.equal(group.drawn, torch.get_rng_state()):
             raise ConfigError(
                 "layout.g_tensor: random numbers are drawn between a column and a row split, and "
                 "would differ with the degree; move the dropout behind the row split"
             )
-        parts = x.split(x.shape[-1] // len(self.chunks), -1)
-        return self.join(
-            [chunk(p.contiguous()) for chunk, p in zip(self.chunks, parts, strict=True)]
-        )
+        group.drawn = None
+        if torch.is_grad_enabled() and not all(part.requires_grad for part in parts):
+            raise ConfigError(
+                "layout.g_tensor: what lies between a column and a row split passes no gradient "
+                "on; gather both splits (Split.gathered), since an autograd.Function there does "
+                "not see the chunks"
+            )
+        if [part.shape[-1] for part in parts] != [chunk.in_features for chunk in self.chunks]:
+            raise ConfigError(
+                f"layout.g_tensor: a row split of {self.features} features in {group.chunks} "
+                f"chunks gets {tuple(x.shape)}; let what lies before it take the number of heads "
+                "or features from the tensor, and gather both splits or neither (Split.gathered)"
+            )
+        total = join(group, [chunk(p) for chunk, p in zip(self.chunks, parts, strict=True)])
+        return total if self.bias is None else total + self.bias
+
+
+class Shared(nn.Module):
+    """A module that every chunk uses, each for its own heads or features: shapes are the module's.
+
+    It has the module's own dictionaries of parameters and buffers, so that their names stay.
+    """
+
+    def __init__(self, module: nn.Module, group: TensorGroup) -> None:
+        super().__init__()
+        for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            vars(self)[kind] = vars(module)[kind]
+        vars(self)["_module"] = module
+        self.group = group
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module = vars(self)["_module"]
+        module.training = self.training
+        # The chunks' gradients of a parameter are summed as those of an activation are.
+        copies = {name: spread(self.group, p) for name, p in module.named_parameters()}
+        results = [
+            functional_call(
+                module,
+                {name: each[number] for name, each in copies.items()},
+                _part(args, number),
+                _part(kwargs, number),
+            )
+            for number in range(len(self.group.own))
+        ]
+        return _together(module, results)
+
+
+class Summed(nn.Module):
+    """A module of which every chunk runs all with its own chunks of the parameters: the outputs are
+    added, and so are the gradients of the inputs."""
+
+    def __init__(self, module: nn.Module, cuts: Mapping[str, Cut], group: TensorGroup) -> None:
+        super().__init__()
+        self.group, self.chunks = group, nn.ModuleList()
+        for number in group.own:
+            chunk = copy.copy(module)
+            vars(chunk)["_parameters"] = {
+                name: nn.Parameter(torch.empty(cut.shape_of(number), device="meta"))
+                for name, cut in cuts.items()
+            }
+            self.chunks.append(chunk)
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        each = {
+            key: spread(self.group, x)
+            if isinstance(x, Tensor) and x.is_floating_point()
+            else (x,) * len(self.chunks)
+            for key, x in (*enumerate(inputs), *named.items())
+        }
+        parts = [
+            chunk(
+                *(each[place][number] for place in range(len(inputs))),
+                **{name: each[name][number] for name in named},
+            )
+            for number, chunk in enumerate(self.chunks)
+        ]
+        return join(self.group, parts)
 
 
 class Vocabulary(nn.Module):
@@ -399,21 +594,6 @@ def chunks_of(weight: nn.Parameter | Chunks) -> tuple[nn.Parameter, ...]:
     return tuple(weight.chunks) if isinstance(weight, Chunks) else (weight,)
 
 
-def through(
-    column: nn.Module, between: Callable[[Tensor], Tensor], row: nn.Module, x: Tensor
-) -> Tensor:
-    """row(between(column(x))), chunk by chunk where the two modules are cut.
-
-    `between` computes every output of `column`, or every head, by itself.
-    """
-    if not isinstance(column, Column):
-        whole: Tensor = row(between(column(x)))
-        return whole
-    assert isinstance(row, Row), "both are cut, or neither"
-    each = zip(column.chunks, row.chunks, column.spread(x), strict=True)
-    return row.join([second(between(first(part))) for first, second, part in each])
-
-
 def cut_module(
     layer: Layer, module: nn.Module, cuts: Mapping[str, Cut], group: TensorGroup
 ) -> dict[str, tuple[str, int]]:
@@ -423,36 +603,65 @@ def cut_module(
     and the number of the chunk. ConfigError for a module that cannot be cut.
     """
     found: dict[str, tuple[str, int]] = {}
+    splits = as_splits(layer.name, layer.tensor)
+    for path, split in splits.items():
+        owner = module.get_submodule(path) if split.kind in WHOLE else module
+        if split.kind == "shared":
+            _replace(module, path, Shared(owner, group))
+        elif split.kind == "summed":
+            inside = _cuts_inside(layer, path, owner, cuts)
+            _replace(module, path, Summed(owner, inside, group))
     for name, cut in cuts.items():
         path, _, kind = name.rpartition(".")
         owner = module.get_submodule(path)
         own = enumerate(group.own)
-        if isinstance(owner, (Column, Row)):  # its weight came before its bias
+        if isinstance(owner, (Column, Row, Summed)):  # by the parameter before, or above
             found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
             continue
         if not owner.get_parameter(kind).requires_grad:
             raise ConfigError(
                 f"layer {layer.name}: {name} is frozen, and is not cut; leave it out of tensor"
             )
-        if name in layer.tensor:  # no module, but a parameter
+        if name in splits and splits[name].kind == "vocabulary":  # no module, but a parameter
             delattr(owner, kind)
             setattr(owner, kind, Chunks(cut, group))
             found |= {f"{name}.chunks.{n}": (name, c) for n, c in own}
             continue
         new: nn.Module
-        if type(owner) is nn.Linear:
-            new = (Row if cut.dim else Column)(owner, cut, group)
+        if type(owner) is nn.Linear and path in splits:
+            new = (Row if cut.dim else Column)(owner, cut, group, splits[path])
         elif type(owner) is nn.Embedding and owner.padding_idx is None and not owner.max_norm:
             new = Vocabulary(cut, group)
         else:
             raise ConfigError(
-                f"layer {layer.name}: {path} is {type(owner).__name__}, which is not cut; make it "
-                "a plain nn.Linear or nn.Embedding, or leave it out of tensor"
+                f"layer {layer.name}: {path} is {type(owner).__name__}, which is not cut by "
+                f"{name!r}; name a plain nn.Linear or nn.Embedding in tensor, or leave it out"
             )
-        above, _, last = path.rpartition(".")
-        setattr(module.get_submodule(above), last, new)
+        _replace(module, path, new)
         found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
     return found
+
+
+def _cuts_inside(
+    layer: Layer, path: str, owner: nn.Module, cuts: Mapping[str, Cut]
+) -> dict[str, Cut]:
+    """How the parameters of a summed module are cut, by their names in it; ConfigError if one is
+    not cut."""
+    inside = {}
+    for name, parameter in owner.named_parameters():
+        if f"{path}.{name}" not in cuts or not parameter.requires_grad or "." in name:
+            raise ConfigError(
+                f"layer {layer.name}: {path} is summed over chunks, so that {path}.{name} has to "
+                'be trained, its own, and cut; name it "column" or "row" in tensor, or leave '
+                f"{path} out"
+            )
+        inside[name] = cuts[f"{path}.{name}"]
+    return inside
+
+
+def _replace(module: nn.Module, path: str, new: nn.Module) -> None:
+    above, _, last = path.rpartition(".")
+    setattr(module.get_submodule(above), last, new)
 
 
 # -- the loss of a cut vocabulary -------------------------------------------------------

@@ -32,6 +32,7 @@ from axsparse.runtime.communication import Collective, Op
 from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.kernels import add_exact, finish_exact
+from axsparse.samo.index.base import Index
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes
 from axsparse.samo.tensor_state import Relocation, Shares, TensorState, Whole
@@ -411,7 +412,7 @@ class LayerState:
         members ask for those of a tensor that is cut together."""
         whole = self.wholes[name]
         parts = [tensor.parameter.detach().cpu() for tensor in whole.parts]
-        return self._joined(whole, parts).view(whole.shape)
+        return self.joined(whole, parts).view(whole.shape)
 
     def moment(self, name: str, moment: str) -> Tensor:
         """All values of one moment of a tensor, kept entries only; else like `master`."""
@@ -427,7 +428,7 @@ class LayerState:
             mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
             mask_D[tensor.positions()] = True
             masks.append(mask_D)
-        return self._joined(whole, masks).view(-1)
+        return self.joined(whole, masks).view(-1)
 
     def _dense_whole(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
         """A tensor in its shape, on the host, from the kept values of each part."""
@@ -439,7 +440,7 @@ class LayerState:
             for tensor in whole.parts
             for values_K in [values(tensor)]
         ]
-        return self._joined(whole, dense).view(whole.shape)
+        return self.joined(whole, dense).view(whole.shape)
 
     def _kept_of_whole(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
         """The kept entries of a tensor, on the host, from those of each part."""
@@ -449,21 +450,30 @@ class LayerState:
         dense_D = self._dense_whole(name, values).view(-1)
         return dense_D if whole.kept == whole.numel else dense_D[self.mask(name)]
 
-    def _joined(self, whole: Whole, parts: Sequence[Tensor]) -> Tensor:
-        """A whole tensor, from its parts here and those of other members."""
+    def joined(self, whole: Whole, parts: Sequence[Tensor]) -> Tensor:
+        """Values of a whole tensor, from those of its parts here and of other members, which call
+        this together."""
         if whole.cut is None:
             return parts[0]
         assert self.members is not None, f"{whole.name} is cut"
         return self.members.gathered(whole.cut, parts)
 
-    def fill_moment(self, name: str, moment: str, places_K: Tensor, value: float) -> None:
+    def index(self, name: str) -> Index:
+        """The kept positions of one tensor; asked for as `master`."""
+        whole = self.wholes[name]
+        if whole.cut is None:
+            return whole.parts[0].index
+        return self.backend.index(self.mask(name), self._index_kind)
+
+    def fill_moment(self, name: str, moment: str, where_D: Tensor, value: float) -> None:
         """Set one moment of some kept entries of a tensor, as far as they are held here, to a
-        value; `places_K` are their numbers among the kept ones."""
-        tensor = self.tensor(name)
-        held = tensor.entries_in(self.shares.held)
-        values = self.optimizer_state.moments_of(tensor, held.start, held.stop)[moment]
-        here = places_K[(places_K >= held.start) & (places_K < held.stop)] - held.start
-        values[here.to(values.device)] = value
+        value; `where_D` is True there, flat, in the shape of the whole tensor."""
+        whole = self.wholes[name]
+        for tensor in whole.parts:
+            held = tensor.entries_in(self.shares.held)
+            values = self.optimizer_state.moments_of(tensor, held.start, held.stop)[moment]
+            here_K = whole.part(tensor, where_D)[tensor.positions()[held.start : held.stop]]
+            values[here_K.to(values.device)] = value
 
     def _dense(self, tensor: TensorState, values_K: Tensor) -> Tensor:
         """Values of a tensor's kept entries in the parameter's shape, on the host."""

@@ -196,8 +196,7 @@ def strongest(total_D: Tensor, parts: Iterable[Candidates], index: Index, count:
     of the tensor, and blocks. The choice is made where `total_D` is.
     """
     assert count <= total_D.numel() - index.kept, "there are fewer positions to choose from"
-    for part in parts:
-        total_D.index_add_(0, part.positions.to(total_D.device), part.sums.to(total_D.device))
+    add_up(total_D, parts)
     total_D.nan_to_num_(0.0, 0.0, 0.0)
     for start in range(0, index.kept, BLOCK):
         never = _NEVER[: index.kept - start].to(total_D.device)
@@ -205,6 +204,12 @@ def strongest(total_D: Tensor, parts: Iterable[Candidates], index: Index, count:
     chosen = largest(total_D, count, _by_growth).nonzero().view(-1)
     positions, sums = chosen.to(_position_type(total_D.numel())), total_D[chosen]
     return Candidates(positions.cpu(), sums.cpu())
+
+
+def add_up(total_D: Tensor, parts: Iterable[Candidates]) -> None:
+    """Add the gradients of candidates, list by list, to `total_D`, flat fp32."""
+    for part in parts:
+        total_D.index_add_(0, part.positions.to(total_D.device), part.sums.to(total_D.device))
 
 
 def _by_growth(scores: Tensor) -> Tensor:

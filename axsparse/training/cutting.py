@@ -10,7 +10,6 @@ from axsparse.models.survey import Survey
 from axsparse.models.tensor_parallel import Cut, cuts_of, most_chunks
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
-from axsparse.samo.optim.optimizer import Optimizer
 
 
 def cuts(loaded: LoadedConfig, grid: Grid) -> bool:
@@ -27,26 +26,18 @@ def refuse_uncut(
     loaded: LoadedConfig,
     grid: Grid,
     model: Model,
-    optimizer: Optimizer,
     on_host: bool,
 ) -> None:
     """ConfigError for what does not work with tensors that are cut, if layers are to be cut."""
     config, members = loaded.config, grid.g_tensor
     if not cuts(loaded, grid):
         return
-    pruning = config.pruning
-    draws = pruning.ticket is None and config.samo.enabled
     refused = {
         f"{members} is no power of two": bool(members & (members - 1)),
         "layers are cut on CPUs only so far": not on_host,
         f"model {model.name} names no modules to cut (Layer.tensor)": not any(
             layer.tensor for layer in model.layers
         ),
-        "this optimizer sums over whole tensors, of which a rank has some chunks": (
-            optimizer.statistics is not None
-        ),
-        f"pruning.method {pruning.method} does not cut layers yet": draws
-        and pruning.method in ("set", "rigl"),
         "pipeline.compile fuses layers, which are not cut then": config.pipeline.compile,
         "no plan counts cut layers yet, which layout.memory_per_rank needs": (
             config.layout.memory_per_rank != "auto"

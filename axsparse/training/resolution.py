@@ -304,7 +304,7 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence
 def _cut(loaded: LoadedConfig, run: RunSpec) -> RunSpec:
     """The run with its layers cut into chunks, if its settings ask for that."""
     survey = run.survey
-    refuse_uncut(loaded, run.place.grid, run.model, run.optimizer, run.on_host)
+    refuse_uncut(loaded, run.place.grid, run.model, run.on_host)
     cuts = cuts_of_model(loaded, run.place.grid, run.model, survey)
     survey = replace(survey, ties={**survey.ties, **ties_of_chunks(survey, cuts)})
     return replace(run, cuts=cuts, survey=survey)

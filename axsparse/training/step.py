@@ -510,8 +510,8 @@ def refuse_partial_gradients(parts: Parts) -> None:
         if len(set(digests)) > 1:
             raise ConfigError(
                 f"{tensor.name}: its gradient differs between the members of stage "
-                f"{parts.place.stage}, so that it sees some heads or features only; move it in "
-                "front of the column split or behind the row split, or cut neither (Layer.tensor)"
+                f"{parts.place.stage}, so that it sees some heads or features only; make its "
+                'module "shared" in Layer.tensor, or move it in front of the column split'
             )
 
 

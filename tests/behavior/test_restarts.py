@@ -70,9 +70,13 @@ def compared(folder: Path, one: str, other: str) -> str:
     return done.stdout
 
 
+MEMBERS = ("--set", "layout.g_tensor=2", "--set", "layout.tensor_exact=true")
+
+
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("words", [(), MEMBERS], ids=["", "members"])
 def test_a_run_whose_hosts_die_hang_and_return_is_the_run_that_was_left_alone(
-    hosts: PretendHosts, tmp_path: Path
+    words: tuple[str, ...], hosts: PretendHosts, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "restarted"
     checkpoints = run_dir / "checkpoints"
@@ -80,7 +84,7 @@ def test_a_run_whose_hosts_die_hang_and_return_is_the_run_that_was_left_alone(
     def has_saved(step: int) -> bool:
         return any(int(p.name[5:]) >= step for p in checkpoints.glob("step-*") if p.suffix == "")
 
-    job = start(hosts)
+    job = start(hosts, *words)
     wait_until(lambda: has_saved(7), job)
     hosts.die("a")  # with rank 0, and half of the state
     wait_until(lambda: has_saved(21), job)
@@ -99,7 +103,8 @@ def test_a_run_whose_hosts_die_hang_and_return_is_the_run_that_was_left_alone(
     shapes = [line["hosts"] for line in lines]
     assert shapes == [{"a": 2, "b": 2}, {"b": 2}, {"a": 2}, {"b": 2}]
     train = ["-m", "axsparse.train", "--config", "my.yaml", "--run-dir", "alone"]
-    assert run_alone(train, cwd=tmp_path).returncode == 0
+    alone = (*words, "--set", "layout.g_tensor=1")
+    assert run_alone([*train, *alone], cwd=tmp_path).returncode == 0
     same = compared(tmp_path, "restarted", "alone")
     assert same.startswith("the same: 63 records and 3 checkpoints (steps 49, 56, 60)")
 

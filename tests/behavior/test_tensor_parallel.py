@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from support.cases import (
     TORCH,
     Row,
     Subject,
+    batch,
     judge,
     merged,
     parameters,
@@ -69,7 +70,7 @@ class Own(nn.Module):
         size: int = 8,
         dropout: float = 0.0,
         *,
-        norm: bool = False,
+        inner: Callable[[], nn.Module] = nn.Identity,
         frozen: bool = False,
     ) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class Own(nn.Module):
             nn.Linear(48, width),
         )
         self.dropout = nn.Dropout(dropout)
-        self.inner = nn.PReLU() if norm else nn.Identity()
+        self.inner = inner()
         self.up.weight.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,15 +92,29 @@ class Own(nn.Module):
         return out
 
 
+HEAD = Split("column", unit=8)
+SPLITS: dict[str, Split | str] = {
+    **{f"attention.{name}": HEAD for name in ("query", "key", "value")},
+    "attention.out": Split("row", unit=8),
+    **{"up": "column", "gate": "column", "down": "row"},
+}
+SHARED = {"inner": nn.PReLU, "tensor": {**SPLITS, "inner": "shared"}}
+"""A parameter that all chunks use."""
+GATHERED = {
+    "inner": partial(nn.LayerNorm, 48),
+    "dropout": 0.2,
+    "tensor": {
+        **SPLITS,
+        **dict.fromkeys(("up", "gate"), Split("column", gathered=True)),
+        "down": Split("row", gathered=True),
+    },
+}
+"""A norm over the features of all chunks, behind a dropout."""
+
+
 def own_model(**settings: Any) -> Model:
     """Blocks whose modules are cut by `Layer.tensor`, between layers that are whole."""
-    head = Split("column", unit=8)
-    splits: dict[str, Split | str] = {
-        **{f"attention.{name}": head for name in ("query", "key", "value")},
-        "attention.out": Split("row", unit=8),
-        **{"up": "column", "gate": "column", "down": "row"},
-    }
-    settings = {"tensor": splits} | settings
+    settings = {"tensor": SPLITS} | settings
     tensor = settings.pop("tensor")
     build = partial(Own, **settings)
     return Model(
@@ -139,15 +154,64 @@ class Loaded:
 
 
 LOADED = replace(OWN, name="loaded", model=lambda config: replace(own_model(), start=Loaded()))
-LLAMA = Subject(
-    "llama, grouped heads",
-    lambda config: small_llama(),
-    token_data,
-    settings={"model": SMALL_LLAMA, "batch": {"microbatch_size": 4}},
-)
+HF = {"num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": None}
+MIXED = {"head_dim": 8, "sliding_window": 5}
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2},
+    **{"intermediate_size": 32, "moe_intermediate_size": 32},
+    **{"output_router_logits": True, "router_aux_loss_coef": 0.4},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "phi3": {},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "gemma": {"head_dim": 8},
+    "gemma2": MIXED,
+    "gemma3_text": MIXED,
+    "olmo2": {},
+    "granite": {"residual_multiplier": 0.5},
+    "glm4": {"head_dim": 8},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "cohere2": MIXED,
+    "starcoder2": {"residual_dropout": 0.2, "embedding_dropout": 0.0},
+    **{"phi": {}, "olmo": {}, "gpt_neox": {"num_key_value_heads": None}, "nemotron": {}},
+    **{"exaone4": {}, "seed_oss": {"head_dim": 8, "attention_dropout": 0.0}},
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**EXPERTS, "head_dim": 8},
+    **{"olmoe": EXPERTS, "granitemoe": {**EXPERTS, "num_local_experts": 4}},
+    "deepseek_v3": {
+        **{"moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+        **{"num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 12, "v_head_dim": 8},
+        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "first_k_dense_replace": 1},
+        "num_key_value_heads": 8,
+    },
+}
+"""Families of transformers that are cut, with what is theirs of the settings of a small model."""
+
+
+def family(name: str) -> Subject:
+    """A small model of a family: eight heads, of which pairs share keys and values, and MLPs whose
+    chunks have eleven features."""
+    settings = {**HF, **FAMILIES[name], "model_type": name}
+    model = {**SMALL_LLAMA, "hf": {**SMALL_LLAMA["hf"], **settings}}
+    return Subject(
+        name,
+        lambda config: small_llama(**settings),
+        token_data,
+        settings={"model": model, "batch": {"microbatch_size": 4}},
+    )
+
+
 BY_SAMPLES = {"calibration_samples": 7, "exclude": ["first.*"]}
 TOLERANCE = (3e-7, 1e-6)
 """Sums over chunks in place of one product: 1.2e-7 and 1e-7 were the most seen over three steps."""
+
+
+MOVING_TOLERANCE = (1e-6, 1e-6)
+"""The same over nine steps with the same masks; one entry that grows elsewhere makes 1e-4."""
 
 
 def members(number: int, **others: Any) -> dict[str, Any]:
@@ -164,6 +228,8 @@ def ten_steps(method: str) -> dict[str, Any]:
 
 EVALUATING = {"train": {"eval_every": 1, "eval_steps": 2}}
 DEEP = {"train": {"steps": 3}}
+SUMS = {"samo": {"gradient": "exact"}}
+LAMB = {"name": "lamb", "clip_norm": 0.0}
 Case = tuple[tuple[int, int], int, dict[str, Any], dict[str, Any], int | None]
 CASES: list[Case] = [
     ((1, 1), 2, EVALUATING, {}, None),
@@ -172,10 +238,12 @@ CASES: list[Case] = [
     ((4, 1), 2, DEEP, {"pipeline": {"checkpoint_activations": 1}}, 2),
     ((2, 1), 4, DEEP, {}, 3),
     ((2, 1), 2, {"samo": {"enabled": False}}, {}, None),
-    ((1, 2), 2, {"samo": {"gradient": "exact"}}, {"samo": {"shard_optimizer": True}}, None),
-    ((2, 2), 2, {"samo": {"gradient": "exact"}}, {}, 4),
-    ((1, 3), 4, {"samo": {"gradient": "exact"}}, {}, None),
+    ((1, 2), 2, SUMS, {"samo": {"shard_optimizer": True}}, None),
+    ((2, 2), 2, SUMS, {}, 4),
+    ((1, 3), 4, SUMS, {}, None),
     ((2, 1), 2, {"precision": "bf16", "optimizer": {"name": "sgd"}}, {}, None),
+    ((1, 2), 2, {"optimizer": LAMB, **SUMS}, {"samo": {"shard_optimizer": True}}, None),
+    ((2, 1), 4, {"optimizer": LAMB}, {}, 6),
     (
         (2, 1),
         2,
@@ -193,8 +261,20 @@ SAME_BITS = [
     *(
         Row((1 + number % 2, 1), exact(ten_steps(method)), members(2), ONE_RANK, FOUR_HEADS)
         for number, method in enumerate(PRUNING)
-        if method not in ("set", "rigl")
     ),
+]
+TIED = {"pruning": {"include": "all"}}
+MOVING: list[tuple[tuple[int, int], str, dict[str, Any], dict[str, Any]]] = [
+    ((1, 1), "set", TIED, {}),
+    ((2, 1), "rigl", TIED, {}),
+    ((1, 1), "rigl", {"pruning": {"include": "all", "grown": "warm"}}, {}),
+    ((1, 2), "rigl", SUMS, {"samo": {"shard_optimizer": True}}),
+]
+"""Ties on one stage and on two, moments of what grows, and shares of replicas: chunks of one tensor
+give each other entries."""
+SAME_BITS += [
+    Row(layout, exact(ten_steps(method), settings), members(4, **free), ONE_RANK, FOUR_HEADS)
+    for layout, method, settings, free in MOVING
 ]
 SAME_BITS += [
     Row((1, 1), exact(DEEP), members(2), ONE_RANK, OWN),
@@ -208,8 +288,25 @@ SAME_BITS += [
         {"method": "magnitude", "heal": "blocks"},
     )
 ]
-SAME_BITS.append(Row((2, 1), exact(DEEP), members(2), ONE_RANK, LLAMA, order=1))
-USUAL = [SAME_BITS[1]]
+SAME_BITS += [
+    Row((1, 1), exact(), members(number), ONE_RANK, replace(OWN, name=name, model=model))
+    for number in (2, 4)
+    for name, model in (
+        ("shared", lambda config: own_model(**SHARED)),
+        ("gathered", lambda config: own_model(**GATHERED)),
+    )
+]
+SAME_BITS += [
+    Row((stages, 1), exact(), members(number), ONE_RANK, family(name), order=stages)
+    for name in FAMILIES
+    for stages, number in ((2, 2), (1, 4))
+]
+SPLIT_BACKWARDS = {"pipeline": {"split_backward": True, "checkpoint_activations": 1}}
+SAME_BITS += [
+    Row((2, 1), exact(), members(4, **SPLIT_BACKWARDS), ONE_RANK, family(name), order=3)
+    for name in ("qwen3_moe", "phi3")
+]
+USUAL = [SAME_BITS[1], next(row for row in SAME_BITS if row.subject.name == "qwen3")]
 
 
 @pytest.mark.exhaustive
@@ -233,29 +330,83 @@ def test_a_trainer_gives_whole_weights(is_trained: bool) -> None:
     assert all(torch.equal(weight, many[name]) for name, weight in one.items())
 
 
+class Largest(nn.Module):
+    """Depends on a number that each chunk has for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.abs().max().item()
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(_: Any, outer: Tensor) -> Tensor:
+        return 2 * outer
+
+
+class Opaque(nn.Module):
+    """Computes by a function of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        apply: Callable[[Tensor], Tensor] = Double.apply
+        return apply(x)
+
+
+ALONE = {"ranks": 1, "layout": {"tensor_exact": True}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ranks": 3}, "^layout.g_tensor .*: 3 is no power of two; "),
-    ({"ranks": 4}, "^layout.g_tensor .*: 4 chunks do not divide the 2 heads or features of "),
+    ({"ranks": 4}, "^layout.g_tensor .*: 4 chunks do not divide the 32 outputs or inputs of "),
     (
         {"ranks": 4, "layout": {"tensor_exact": True}},
         "^layout.g_tensor .*: 4, but layout.tensor_exact cuts this model into 2 chunks; ",
     ),
-    ({"optimizer": {"name": "lamb"}}, "this optimizer sums over whole tensors"),
-    ({"pruning": {"method": "rigl"}}, "pruning.method rigl does not cut layers yet"),
-    ({"pruning": {"method": "set"}}, "pruning.method set does not cut layers yet"),
-    ({"pipeline": {"compile": True}}, "pipeline.compile fuses layers"),
+    (
+        {"pipeline": {"compile": True}},
+        "pipeline.compile fuses layers, which are not cut then; choose another value there, or",
+    ),
     ({"layout": {"memory_per_rank": 4.0}}, "no plan counts cut layers yet"),
     (
-        {"hf": {"model_type": "qwen3", "head_dim": 8}},
-        "^layout.g_tensor .*: model qwen3 names no modules to cut",
+        {"own": {"tensor": {"attention": "summed", "attention.query.weight": "column"}}},
+        "^layer block0: attention is summed over chunks, so that attention.query.weight has to be",
+    ),
+    ({"hf": {"model_type": "stablelm"}}, "model stablelm names no modules to cut"),
+    (
+        {"hf": {**FAMILIES["deepseek_v3"], "model_type": "deepseek_v2", "topk_method": "greedy"}},
+        "^layer model.layers.0: tensor has 'mla_kv_a_proj' for 'self_attn.kv_a_proj_with_mqa', ",
+    ),
+    (
+        {"hf": {"num_key_value_heads": 1}},
+        "2 chunks do not divide the 8 outputs or inputs of model.layers.0.self_attn.k_proj.weight",
     ),
     ({"own": {"tensor": {}}}, "model custom names no modules to cut"),
     ({"own": {"tensor": {"nowhere": "row"}}}, "^layer block0: tensor names 'nowhere', which has"),
-    ({"own": {"tensor": {"up": "diagonal"}}}, "^layer block0: tensor has 'diagonal' for 'up'; "),
+    (
+        {"own": {"tensor": {"up": "diagonal"}}},
+        "^layer block0: tensor has 'diagonal' for 'up', which",
+    ),
     ({"own": {"tensor": {"norm": "column"}}}, "^layer block0: norm is LayerNorm, which is not cut"),
-    ({"own": {"norm": True}}, "^block.*.inner.weight: its gradient differs between the members of"),
+    ({"own": {"tensor": {"up.weight": "row"}}}, "^layer block0: up is Linear, which is not cut by"),
+    (
+        {"own": {"inner": nn.PReLU}},
+        "^block.*.inner.weight: its gradient differs between the members of",
+    ),
     ({"own": {"frozen": True}}, "^layer block0: up.weight is frozen, and is not cut; leave it out"),
     ({"own": {"dropout": 0.5}}, "random numbers are drawn between a column and a row split"),
+    (
+        {"own": {"tensor": {**SPLITS, "down": Split("row", gathered=True)}}},
+        r"^layout.g_tensor: a row split of 48 features in 2 chunks gets \(.*, 24\); ",
+    ),
+    (
+        {"own": {"inner": Largest}, **ALONE},
+        "^layout.g_tensor: item gives other numbers for each chunk between a column and a row",
+    ),
+    (
+        {"own": {"inner": Opaque}, **ALONE},
+        "^layout.g_tensor: what lies between a column and a row split passes no gradient on; ",
+    ),
 ]
 
 
@@ -281,6 +432,43 @@ def test_every_degree_has_the_same_bits(row: Row) -> None:
             is_usual=(stages, number, is_exact) == (1, 2, False),
         )
         for stages, number, is_exact in [(1, 2, False), (2, 2, False), (1, 4, False), (1, 1, True)]
+    )
+    + parameters(
+        Row(
+            (1, 1),
+            {**ten_steps("rigl"), **batch(4, 4)},
+            members(4, layout={"tensor_exact": is_exact}),
+            TORCH,
+            FOUR_HEADS,
+            tolerance=MOVING_TOLERANCE,
+            is_usual=is_exact,
+        )
+        for is_exact in (True, False)
+    )
+    + parameters(
+        [
+            Row(
+                (1, 1),
+                steps(3, optimizer=LAMB),
+                members(4),
+                TORCH,
+                FOUR_HEADS,
+                tolerance=TOLERANCE,
+                is_usual=False,
+            )
+        ]
+    )
+    + parameters(
+        Row(
+            (1, 1),
+            steps(2),
+            members(2),
+            ONE_RANK,
+            family(name),
+            tolerance=TOLERANCE,
+            is_usual=name == "qwen3",
+        )
+        for name in FAMILIES
     ),
 )
 def test_a_run_is_the_uncut_one_to_rounding(row: Row) -> None:
@@ -288,11 +476,18 @@ def test_a_run_is_the_uncut_one_to_rounding(row: Row) -> None:
 
 
 @pytest.mark.exhaustive
-def test_members_leave_equal_files_and_go_on_as_any_other_number_of_members(tmp_path: Path) -> None:
-    """Checkpoints, tickets and exports do not know the degree; state is sharded on the way."""
+@pytest.mark.parametrize(
+    "pruning",
+    [PRUNING["magnitude later"], {**PRUNING["rigl"], "until_step": 5}],
+    ids=["at a step", "moving"],
+)
+def test_members_leave_equal_files_and_go_on_as_any_other_number_of_members(
+    pruning: dict[str, Any], tmp_path: Path
+) -> None:
+    """Checkpoints, tickets and exports do not know the degree; RigL stops before masks move."""
     config = tiny_config(
         **exact({"model": {"num_heads": 4}, "checkpoint": {"every": 2, "keep_last": 3}}),
-        **{"batch": {"microbatch_size": 4}, "pruning": PRUNING["magnitude later"]},
+        **{"batch": {"microbatch_size": 4}, "pruning": pruning},
     )
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 6})})
 

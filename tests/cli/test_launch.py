@@ -213,18 +213,32 @@ def test_a_spare_host_takes_the_place_of_one_that_is_drained(
     assert attempts(tmp_path / "r") == [{"b": 1, "c": 1}]
 
 
-def test_without_any_host_it_waits_for_one(
-    python: Path, tmp_path: Path, hosts: PretendHosts
+@pytest.mark.parametrize(
+    ("there", "ranks", "settings", "missing"),
+    [
+        ("a:1", "1", (), "no host answers"),
+        ("a:1,b:1", "2", ("--set", "layout.g_tensor=2"), "too few hosts for a stage answer"),
+    ],
+)
+def test_without_enough_hosts_it_waits_for_one(
+    python: Path,
+    tmp_path: Path,
+    hosts: PretendHosts,
+    there: str,
+    ranks: str,
+    settings: tuple[str, ...],
+    missing: str,
 ) -> None:
-    words, environment = on_hosts(hosts, "a:1")
+    words, environment = on_hosts(hosts, there)
     (hosts.folder / "a.down").touch()
-    job = start(python, "--wait", "1", *words, "1", *QUICK, "--run-dir=r", **environment)
+    given = (*words, ranks, *QUICK, *settings, "--run-dir=r")
+    job = start(python, "--wait", "1", *given, **environment)
     _, said = job.communicate(timeout=LONGEST_SECONDS)
 
     assert job.returncode == 70
     assert said.splitlines() == [
-        "axsparse: no host answers; waits up to 1 s for one",
-        "axsparse: error: no host answers for 1 s; mend one, or --wait",
+        f"axsparse: {missing}; waits up to 1 s for one",
+        f"axsparse: error: {missing} for 1 s; mend one, or --wait",
     ]
     assert not (tmp_path / "r").exists()
 

@@ -18,11 +18,7 @@ from torch import Tensor, nn
 from axsparse.config.model_config import GptConfig
 from axsparse.models.layer import Layer, Model, Split, Tie
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
-from axsparse.models.tensor_parallel import (
-    chunks_of,
-    through,
-    vocabulary_cross_entropy,
-)
+from axsparse.models.tensor_parallel import chunks_of, vocabulary_cross_entropy
 
 INIT_STD = 0.02
 """Standard deviation of the initial matrices (Radford et al. 2019)."""
@@ -84,15 +80,12 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return through(self.qkv, self._mix, self.proj, x)
-
-    def _mix(self, qkv: Tensor) -> Tensor:
-        """Attention of the heads that are in `qkv`."""
-        b, s, _ = qkv.shape
-        each = qkv.view(b, s, 3, -1, self.head_size)
+        b, s, _ = x.shape
+        each = self.qkv(x).view(b, s, 3, -1, self.head_size)  # -1: the heads that are here
         query, key, value = each.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return mixed.transpose(1, 2).reshape(b, s, -1)
+        out: Tensor = self.proj(mixed.transpose(1, 2).reshape(b, s, -1))
+        return out
 
 
 class Block(nn.Module):
@@ -110,8 +103,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))
-        gelu = partial(F.gelu, approximate="tanh")
-        out: Tensor = x + self.dropout(through(self.fc1, gelu, self.fc2, self.norm2(x)))
+        hidden = F.gelu(self.fc1(self.norm2(x)), approximate="tanh")
+        out: Tensor = x + self.dropout(self.fc2(hidden))
         return out
 
 

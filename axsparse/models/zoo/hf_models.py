@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -40,7 +40,6 @@ from axsparse.models.layer import (
     LossFunction,
     Model,
     Split,
-    SplitKind,
     Tie,
     on_meta,
 )
@@ -60,8 +59,20 @@ from axsparse.models.zoo.hf_file import HfFile
 from axsparse.models.zoo.hf_forward import Forward, unfit
 from axsparse.runtime.errors import ConfigError
 
-PLANNED: Mapping[str, SplitKind] = {"colwise": "column", "rowwise": "row"}
-"""How we cut a linear module, by the name that a plan of transformers has for it."""
+PLANNED = {
+    "colwise": Split("column"),
+    "rowwise": Split("row"),
+    "colwise_gather_output": Split("column", gathered=True),
+    "rowwise_split_input": Split("row", gathered=True),
+    "replicated_with_grad_allreduce": Split("shared"),
+    "packed_colwise": Split("column", groups=2),
+    "moe_tp_experts": Split("summed"),
+}
+"""How we split a module or a parameter, by the name that a plan of transformers has for it."""
+
+ROW = 8
+"""Features of experts that stay together: torch multiplies by stacks of matrices only where their
+rows are a multiple of 16 bytes long."""
 
 
 def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) -> Model:
@@ -226,20 +237,25 @@ class Cut:
         return PartModule(part, modules)
 
     def splits(self, part: Part) -> dict[str, Split | str]:
-        """How a layer is cut where several ranks share it, by transformers' own plan; empty for a
-        plan that does more than to cut outputs and inputs of linear modules."""
+        """How a layer is cut where several ranks share it, by transformers' own plan. What we do
+        not cut has the plan's own name, which is refused once the layer is to be cut."""
         plan = getattr(self.causal.config, "base_model_tp_plan", None) or {}
         base, found = f"{self.causal.base_model_prefix}.", dict[str, Split | str]()
         [layer] = part.modules.values()
-        for path, module in layer.named_modules():
+        for path, _ in (*layer.named_modules(), *layer.named_parameters()):
             full = f"{part.name}.{path}".removeprefix(base)
             kinds = [kind for pattern, kind in plan.items() if fnmatchcase(full, pattern)]
             if not kinds:
                 continue
-            if kinds[0] not in PLANNED or type(module) is not nn.Linear:
-                return {}
+            split = PLANNED.get(kinds[0])
             parent = layer.get_submodule(path.rpartition(".")[0])
-            found[path] = Split(PLANNED[kinds[0]], unit=getattr(parent, "head_dim", 1))
+            if split is not None and not split.gathered:
+                sizes = (getattr(parent, name, None) for name in ("head_dim", "head_size"))
+                of_experts = ROW if hasattr(parent, "expert_inputs") else 1
+                split = replace(split, unit=next(filter(None, sizes), of_experts))
+            if getattr(parent, "is_transposed", False):
+                split = None  # outputs and inputs are in other places than we cut
+            found[path] = split or kinds[0]
         return found
 
     def _start(self, name: str, module: nn.Module) -> None:

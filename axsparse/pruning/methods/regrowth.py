@@ -20,9 +20,16 @@ from axsparse.runtime.communication import Op
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_state import LayerState, StageTie
-from axsparse.samo.selection import Candidates, by_magnitude, largest, no_candidates, strongest
+from axsparse.samo.selection import (
+    Candidates,
+    add_up,
+    by_magnitude,
+    largest,
+    no_candidates,
+    strongest,
+)
 from axsparse.samo.shards import Replicas
-from axsparse.samo.tensor_state import TensorState
+from axsparse.samo.tensor_state import TensorState, Whole
 
 SQUARE = "exp_avg_sq"
 """The moment that steps are divided by the root of."""
@@ -72,7 +79,7 @@ class DynamicSparsity:
 
     def _moved(self, step: int, counts: dict[str, int]) -> Change:
         live = self._live
-        own = [counts[tensor.name] for _, _, tensor in live.counted()]
+        own = [counts[whole.name] for _, _, whole in live.counted()]
         moved = int(live.total(torch.tensor([sum(own)])))
         is_last = drop_fraction(step + self._interval, alpha=self._alpha, end=self._until) == 0
         return Change(
@@ -100,9 +107,11 @@ class GradientGrowth:
     capacity: int = 1
     """Candidates that are listed for every kept entry of a tensor."""
 
-    def listed(self, tensor: TensorState) -> int:
-        """How many candidates are listed for a tensor."""
-        return min(self.capacity * tensor.kept, tensor.parameter.numel() - tensor.kept)
+    def listed(self, tensor: TensorState, moved: int) -> int:
+        """How many candidates are listed for a tensor, or for a chunk of one of which `moved`
+        entries move: these may all be in the chunk."""
+        pruned = tensor.parameter.numel() - tensor.kept
+        return min(max(self.capacity * tensor.kept, moved), pruned)
 
 
 class Regrowth:
@@ -141,65 +150,66 @@ class Regrowth:
         self.fraction = fraction
         growth = self._growth
         if isinstance(growth, GradientGrowth):
-            pruned = {tensor.name for _, tensor in self._moving()}
+            listed = self._listed(growth)
             uses = [tensor for layer in self._layers for tensor in layer.tensors]
+            owners = {use.name: (use.alias_of or use).name for use in uses}
             growth.collector.harvest(
-                {
-                    use.name: growth.listed(use)
-                    for use in uses
-                    if (use.alias_of or use).name in pruned
-                }
+                {name: listed[owner] for name, owner in owners.items() if owner in listed}
             )
 
     def regrow(self, step: int) -> dict[str, int]:
         """Move the masks; called between the armed step, which has updated, and the next one.
 
         `step` is the number of steps done, which random growth depends on. Returns how many
-        entries of each owned tensor moved; 0 for a tensor whose candidates have no gradient.
+        entries of each owned whole tensor moved; 0 for one whose candidates have no gradient.
         """
         assert self.fraction is not None, "nothing was armed"
         growth = self._growth
         candidates = {} if isinstance(growth, RandomGrowth) else self._stage_candidates(growth)
-        counts = {tensor.name: 0 for layer in self._layers for tensor in layer.owned}
-        for layer, tensor in self._moving():
+        counts = {name: 0 for layer in self._layers for name in layer.wholes}
+        for layer, whole in self._moving():
             if isinstance(growth, RandomGrowth):
-                grown = self._random(growth, tensor, step)
+                grown = self._random(growth, layer, whole, step)
             else:
-                grown = self._strongest(growth, tensor, candidates.pop(tensor.name, None))
-            # The number of kept entries stays, and so does the layout of every layer.
-            counts[tensor.name] = _move(layer, tensor, grown, warm=self._warm)
+                grown = self._strongest(layer, whole, candidates)
+            counts[whole.name] = _move(layer, whole, grown, warm=self._warm)
+        # A tensor keeps as many entries as before, but each of its chunks may keep others.
+        for layer in self._layers:
+            if any(tensor.alias_of is not None for tensor in layer.tensors):
+                layer.refit()
         self.fraction = None
         return counts
 
-    # -- which entries grow: flat positions, the same on all replicas --------------------
+    # -- which entries grow: flat positions in the whole tensor, the same on all ranks --------
 
-    def _random(self, growth: RandomGrowth, tensor: TensorState, step: int) -> Tensor:
-        owner = self._owners.get(tensor.name, tensor.name)
+    def _random(self, growth: RandomGrowth, layer: LayerState, whole: Whole, step: int) -> Tensor:
+        owner = self._owners.get(whole.name, whole.name)
         generator = keyed_generator(growth.seed, owner, "grow", step)
-        drawn = torch.rand(tensor.parameter.numel(), generator=generator)
-        drawn = drawn.to(tensor.parameter.device)
-        return strongest(drawn, (), tensor.index, self._moved(tensor)).positions
+        drawn = torch.rand(whole.numel, generator=generator).to(layer.backend.device)
+        return strongest(drawn, (), layer.index(whole.name), self._moved(whole)).positions
 
     def _strongest(
-        self, growth: GradientGrowth, tensor: TensorState, candidates: Candidates | None
+        self, layer: LayerState, whole: Whole, candidates: dict[str, Candidates]
     ) -> Tensor:
-        """The strongest candidates of all replicas together; none if all their gradients are 0."""
-        numel = tensor.parameter.numel()
-        own = candidates or no_candidates(numel, growth.listed(tensor))
-        nothing = torch.zeros(numel, device=tensor.parameter.device)
-        lists = _from_all(own, self._replicas)
-        chosen = strongest(nothing, lists, tensor.index, self._moved(tensor))
+        """The strongest candidates of all replicas and members together; none if all their
+        gradients are 0. Takes those of the tensor out of `candidates`."""
+        sums = []
+        for tensor in whole.parts:
+            sums.append(torch.zeros(tensor.parameter.numel(), device=tensor.parameter.device))
+            add_up(sums[-1], _from_all(candidates.pop(tensor.name), self._replicas))
+        index, moved = layer.index(whole.name), self._moved(whole)
+        chosen = strongest(layer.joined(whole, sums).view(-1), (), index, moved)
         return chosen.positions if chosen.sums.any() else chosen.positions[:0]
 
     def _stage_candidates(self, growth: GradientGrowth) -> dict[str, Candidates]:
-        """This replica's candidates by owned tensor, those of both uses of a tied weight joined."""
-        harvested = growth.collector.harvested()
-        pruned = {tensor.name for _, tensor in self._moving()}
+        """This replica's candidates by owned tensor or chunk, those of both uses of a tied weight
+        joined."""
+        harvested, listed = growth.collector.harvested(), self._listed(growth)
         for tie in self._ties:
             tensor = tie.uses[0].tensor
-            if tensor.name not in pruned:
+            if tensor.name not in listed:
                 continue
-            numel, count = tensor.parameter.numel(), growth.listed(tensor)
+            numel, count = tensor.parameter.numel(), listed[tensor.name]
             empty = no_candidates(numel, count)
             lists = [harvested.pop(use.tensor.name, empty) for use in tie.uses]
             parts = iter(lists)
@@ -207,20 +217,32 @@ class Regrowth:
                 parts = _from_all(lists[0], Replicas(tie.pair, self._replicas.backoff))
             nothing = torch.zeros(numel, device=tensor.parameter.device)
             harvested[tensor.name] = strongest(nothing, parts, tensor.index, count)
+        for _, whole in self._moving():
+            for tensor in whole.parts:
+                empty = no_candidates(tensor.parameter.numel(), listed[tensor.name])
+                harvested.setdefault(tensor.name, empty)
         return harvested
 
     # -- how many entries move ------------------------------------------------------------
 
-    def _moving(self) -> Iterator[tuple[LayerState, TensorState]]:
+    def _moving(self) -> Iterator[tuple[LayerState, Whole]]:
         """The owned tensors of which some entries move, in model order."""
         for layer in self._layers:
-            for tensor in layer.owned:
-                if self._moved(tensor):
-                    yield layer, tensor
+            for whole in layer.wholes.values():
+                if self._moved(whole):
+                    yield layer, whole
 
-    def _moved(self, tensor: TensorState) -> int:
+    def _moved(self, whole: Whole) -> int:
         assert self.fraction is not None, "nothing was armed"
-        return moved_entries(tensor.kept, tensor.parameter.numel(), self.fraction)
+        return moved_entries(whole.kept, whole.numel, self.fraction)
+
+    def _listed(self, growth: GradientGrowth) -> dict[str, int]:
+        """How many candidates are listed for each of the tensors and chunks that move."""
+        return {
+            tensor.name: growth.listed(tensor, self._moved(whole))
+            for _, whole in self._moving()
+            for tensor in whole.parts
+        }
 
 
 def moved_entries(kept: int, numel: int, fraction: float) -> int:
@@ -228,21 +250,23 @@ def moved_entries(kept: int, numel: int, fraction: float) -> int:
     return min(round(fraction * kept), numel - kept)
 
 
-def _move(layer: LayerState, tensor: TensorState, grown: Tensor, *, warm: bool) -> int:
+def _move(layer: LayerState, whole: Whole, grown: Tensor, *, warm: bool) -> int:
     """Keep the entries at `grown` in place of as many of the smallest kept ones; among equal
     ones, those at higher positions go."""
-    count = grown.numel()
+    name, count = whole.name, grown.numel()
     if count:
         warm = warm and SQUARE in layer.optimizer_state.moments_K
-        usual = float(layer.moment(tensor.name, SQUARE).double().mean()) if warm else 0.0
-        stays_K = largest(layer.master(tensor.name), tensor.kept - count, by_magnitude)
-        mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
-        mask_D[tensor.positions()[stays_K]] = True
+        usual = float(layer.moment(name, SQUARE).double().mean()) if warm else 0.0
+        stays_K = largest(layer.master(name), whole.kept - count, by_magnitude)
+        kept = layer.index(name).positions().cpu()
+        mask_D = torch.zeros(whole.numel, dtype=torch.bool)
+        mask_D[kept[stays_K]] = True
         mask_D[grown.long()] = True
-        layer.remask(tensor.name, mask_D)
+        layer.remask(name, mask_D)
         if warm:
-            places_K = torch.searchsorted(tensor.positions(), grown.long().cpu())
-            layer.fill_moment(tensor.name, SQUARE, places_K, usual)
+            grown_D = torch.zeros(whole.numel, dtype=torch.bool)
+            grown_D[grown.long()] = True
+            layer.fill_moment(name, SQUARE, grown_D, usual)
     return count
 
 

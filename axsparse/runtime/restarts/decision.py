@@ -60,13 +60,15 @@ class Demand:
     """Stages; None if the configuration leaves them to the planner."""
     g_data: int | None = None
     """Replicas; None likewise."""
+    g_tensor: int = 1
+    """Members of each stage of each replica, which every start has."""
 
     @property
     def stages(self) -> int | None:
         """The stages that the user has chosen, by their number or by that of the replicas."""
         if self.g_inter is not None or self.g_data is None:
             return self.g_inter
-        return max(1, self.ranks // self.g_data)
+        return max(1, self.ranks // self.g_data // self.g_tensor)
 
 
 @dataclass(frozen=True)
@@ -94,32 +96,35 @@ def place(demand: Demand, hosts: Sequence[Host], stages: int | None = None) -> P
 
     `stages` is the number of stages that the planner chose when all ranks were there. With fewer
     ranks, as many replicas of so many stages are started as fit; if that leaves none, the planner
-    chooses from what there is. None if there is no host.
+    chooses from what there is. None if there is no host, or if the hosts together take fewer ranks
+    than a stage has members.
     """
     slots = min(demand.ranks, sum(host.slots for host in hosts))
-    if slots == 0:
+    groups = slots // demand.g_tensor  # of members of a stage
+    if groups == 0:
         return None
     settings: list[str] = []
     ranks = slots
     wanted = demand.stages or stages
     if slots < demand.ranks:
         most = min(demand.microbatches, demand.g_data or demand.microbatches)
-        replicas = 0 if wanted is None else min(slots // wanted, most)
+        replicas = 0 if wanted is None else min(groups // wanted, most)
         if wanted is not None and replicas:
-            ranks = wanted * replicas
+            ranks = wanted * replicas * demand.g_tensor
             if demand.g_data is not None:
                 settings = [f"layout.g_data={replicas}"]
         else:
-            ranks = _most_ranks(slots, demand.microbatches)
+            ranks = _most_groups(groups, demand.microbatches) * demand.g_tensor
             if wanted is not None:
                 settings = [f"layout.{key}=auto" for key in ("g_inter", "g_data", "split")]
     return Placing(_filled(hosts, ranks), tuple(settings))
 
 
-def _most_ranks(slots: int, microbatches: int) -> int:
-    """The most ranks that the planner can arrange where nobody has chosen stages: it takes two
-    stages of an even number and one of an odd number, and gives each replica a microbatch."""
-    fitting = (n for n in range(slots, 0, -1) if n // (1 + (n % 2 == 0)) <= microbatches)
+def _most_groups(groups: int, microbatches: int) -> int:
+    """The most groups of members that the planner can arrange where nobody has chosen stages: it
+    takes two stages of an even number and one of an odd number, and gives each replica a
+    microbatch."""
+    fitting = (n for n in range(groups, 0, -1) if n // (1 + (n % 2 == 0)) <= microbatches)
     return next(fitting, 1)
 
 

@@ -383,15 +383,17 @@ class Supervisor:
         while self._told is None:
             there = self._answering([host.name for host in plan.hosts])
             hosts = [host for host in plan.hosts if host.name in there]
-            hosts = decision.preferred(hosts, self._left_out)
-            placing = decision.place(plan.demand, hosts, self._stages)
-            if placing is not None:
-                return placing
+            # Those that were at fault are left out, unless the others cannot do without them.
+            for each in (decision.preferred(hosts, self._left_out), hosts):
+                placing = decision.place(plan.demand, each, self._stages)
+                if placing is not None:
+                    return placing
+            missing = "no host answers" if not hosts else "too few hosts for a stage answer"
             if self._clock() - began >= plan.wait:
-                write_line(f"error: no host answers for {plan.wait:.0f} s; mend one, or --wait")
+                write_line(f"error: {missing} for {plan.wait:.0f} s; mend one, or --wait")
                 return None
             if not is_told:
-                write_line(f"no host answers; waits up to {plan.wait:.0f} s for one")
+                write_line(f"{missing}; waits up to {plan.wait:.0f} s for one")
                 is_told = True
             self._wait(PROBES_SECONDS)
         return Placing(())

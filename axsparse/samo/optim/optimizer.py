@@ -156,7 +156,7 @@ class Optimizer:
     statistics: Callable[[Block, Hyper], Tensor] | None
     """`statistics(block, hyper)` returns fp64 sums over the block, `(num_statistics,)`, from
     updated moments, and changes nothing. They are added over all blocks of the tensor, on all
-    replicas, before `apply` is called. None if the rule is elementwise."""
+    replicas and members, before `apply` is called. None if the rule is elementwise."""
     apply: Callable[[Block, Tensor | None, Hyper], None]
     """`apply(block, statistics, hyper)` moves the block's master weights, in place, from updated
     moments. `statistics` are the tensor's sums, fp64 `(num_statistics,)` on the host, or

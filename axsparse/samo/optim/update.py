@@ -108,11 +108,12 @@ class _Step:
         layers: Sequence[LayerState],
         visits: Callable[[Sequence[LayerState]], Iterable[LayerState]],
     ) -> dict[str, Tensor]:
-        """The sums over whole tensors that the rule needs, by tensor name; empty if it needs none.
+        """The sums over whole tensors that the rule needs, by name of tensor or chunk; empty if it
+        needs none.
 
         Updates all moments on the way, since the sums are of the updated ones. Every block has one
-        owner and blocks are added in order, so the sums are the same bits however the state is
-        sharded.
+        owner, blocks are added in order, and chunks as all that members add; so the sums are the
+        same bits however the state is sharded and the tensors are dealt out.
         """
         optimizer = self.optimizer
         if optimizer.statistics is None:
@@ -133,7 +134,15 @@ class _Step:
         if replicas.shard:
             replicas.exchange(Op.ALL_REDUCE, parts.view(-1))
         each = dict(zip(each, parts.cpu().split(numbers), strict=True))
-        return {name: blocks.sum(0) for name, blocks in each.items()}
+        sums = {name: blocks.sum(0) for name, blocks in each.items()}
+        cut = [w.parts for layer in layers for w in layer.wholes.values() if w.cut is not None]
+        members = layers[0].members
+        if cut and members is not None:
+            chunks = zip(*cut, strict=True)  # the first of each tensor, the second of each, …
+            stacked = [torch.stack([sums[part.name] for part in each]) for each in chunks]
+            for own, total in zip(cut, members.fold(stacked), strict=True):
+                sums.update((part.name, total) for part in own)
+        return sums
 
     def apply(self, layer: LayerState, statistics: Mapping[str, Tensor]) -> None:
         """Update one layer, all of its tensors at once where that can be."""

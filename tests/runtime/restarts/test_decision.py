@@ -36,6 +36,9 @@ from axsparse.runtime.restarts.lifeline import (
 FOUR = [Host(name, 2) for name in "abcd"]
 
 
+AUTO = ("layout.g_inter=auto", "layout.g_data=auto", "layout.split=auto")
+
+
 def shape(demand: Demand, hosts: list[Host], stages: int | None) -> tuple[str, tuple[str, ...]]:
     """The hosts with their ranks as "a2 b1", and the settings."""
     placing = place(demand, hosts, stages)
@@ -65,7 +68,7 @@ def shape(demand: Demand, hosts: list[Host], stages: int | None) -> tuple[str, t
             Demand(8, 12, g_inter=4),
             FOUR[:1],
             None,
-            ("a2", ("layout.g_inter=auto", "layout.g_data=auto", "layout.split=auto")),
+            ("a2", AUTO),
         ),
         # Replicas that the user has fixed become fewer, of the same stages.
         (Demand(8, 12, g_data=4), FOUR[1:], None, ("b2 c2 d2", ("layout.g_data=3",))),
@@ -74,6 +77,12 @@ def shape(demand: Demand, hosts: list[Host], stages: int | None) -> tuple[str, t
         (Demand(8, 12), FOUR[1:], None, ("b2 c2 d2", ())),
         (Demand(8, 1), FOUR[1:], None, ("b2", ())),
         (Demand(7, 4), [Host("a", 5)], None, ("a4", ())),
+        # Stages keep their members: three, of which five ranks give one stage, and nine two.
+        (Demand(12, 4, g_tensor=3), [Host("a", 5)], 2, ("a3", AUTO)),
+        (Demand(12, 4, g_tensor=3), [Host("a", 5), Host("b", 4)], None, ("a5 b4", ())),
+        (Demand(12, 4, g_tensor=3), [Host("a", 5), Host("b", 4)], 2, ("a5 b1", ())),
+        (Demand(12, 4, g_data=2, g_tensor=3), FOUR, None, ("a2 b2 c2", ("layout.g_data=1",))),
+        (Demand(8, 1, g_tensor=2), FOUR, None, ("a2 b2 c2 d2", ())),
     ],
 )
 def test_ranks_are_placed_on_the_hosts_that_are_there(
@@ -84,6 +93,7 @@ def test_ranks_are_placed_on_the_hosts_that_are_there(
 
 def test_without_a_host_nothing_can_be_placed() -> None:
     assert place(Demand(8, 12), []) is None
+    assert place(Demand(8, 12, g_tensor=4), FOUR[:1]) is None
 
 
 def test_hosts_at_fault_are_left_out_unless_no_other_is_there() -> None:
