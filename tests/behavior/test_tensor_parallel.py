@@ -23,6 +23,7 @@ from support.cases import (
     parameters,
     steps,
 )
+from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, small_llama
 from support.resuming import Ran, ran
 from support.runs import (
@@ -36,9 +37,16 @@ from support.runs import (
 )
 from torch import Tensor, nn
 
+from axsparse.config.schema import num_microbatches
 from axsparse.models.layer import Layer, Model, Split
+from axsparse.models.survey import survey, survey_of_member
+from axsparse.planner.layout import Layout
+from axsparse.planner.run_workload import configured_schedule
+from axsparse.planner.surveyed_model import SurveyedModel, state_format
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Grid
 from axsparse.runtime.seeds import keyed_generator
+from axsparse.samo.state_bytes import stage_bytes
 from axsparse.training.trainer import Trainer
 
 
@@ -244,7 +252,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pruning": {"method": "rigl"}}, "pruning.method rigl does not cut layers yet"),
     ({"pruning": {"method": "set"}}, "pruning.method set does not cut layers yet"),
     ({"pipeline": {"compile": True}}, "pipeline.compile fuses layers"),
-    ({"layout": {"memory_per_rank": 4.0}}, "no plan counts cut layers yet"),
     (
         {"hf": {"model_type": "qwen3", "head_dim": 8}},
         "^layout.g_tensor .*: model qwen3 names no modules to cut",
@@ -316,6 +323,70 @@ def test_members_leave_equal_files_and_go_on_as_any_other_number_of_members(tmp_
     }
     assert len(files["one"]) > 10 and files["one"].keys() == files["many"].keys()
     assert files["one"] == files["many"]
+
+
+EVEN = {"batch": {"global_batch_size": 12, "microbatch_size": 3}}
+COSTED = replace(
+    OWN,
+    name="own with costs",
+    model=lambda config: replace(own_model(), example=lambda samples: (torch.zeros(samples, 16),)),
+)
+COUNTED: list[tuple[tuple[int, int], int, dict[str, Any], Subject]] = [
+    ((1, 1), 2, {"samo": {"enabled": False}}, FOUR_HEADS),
+    ((2, 1), 2, {"pipeline": {"split_backward": True}}, FOUR_HEADS),
+    ((1, 1), 4, {"pipeline": {"checkpoint_activations": 1}}, FOUR_HEADS),
+    ((2, 2), 2, {"samo": {"shard_optimizer": True, "index": "mask"}, **EVEN}, FOUR_HEADS),
+    ((1, 1), 2, {"layout": {"tensor_exact": True}, "precision": "bf16"}, FOUR_HEADS),
+    ((2, 1), 4, {"pruning": {"include": "all"}}, FOUR_HEADS),
+    ((2, 1), 2, {}, COSTED),
+    ((2, 1), 2, {"pipeline": {"checkpoint_activations": 2}}, LLAMA),
+]
+"""Stages and replicas, members, settings and a model."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "number", "settings", "subject"), by_default([COUNTED[1]], COUNTED)
+)
+def test_state_and_messages_of_every_member_are_what_plans_count(
+    layout: tuple[int, int], number: int, settings: dict[str, Any], subject: Subject
+) -> None:
+    """To the byte; masks decide how many entries of a tensor each member keeps."""
+    config = tiny_config(**merged(subject.settings, settings, {"train": {"steps": 3}}))
+    model = subject.model(config)
+
+    def after(steps: int) -> list[Trainer]:
+        train = config.train.model_copy(update={"steps": steps})
+        asked = config.model_copy(update={"train": train})
+        ranks = train_in_process(*layout, model, asked, subject.data(), g_tensor=number)
+        return [trainer for trainer, _ in ranks]
+
+    # The first step also compares the gradients of members.
+    for before, trainer in zip(after(2), after(3), strict=True):
+        run, place = trainer.parts.run, trainer.parts.place
+        whole = survey(model, run.dtype)
+        surveyed = survey_of_member(
+            model, whole, Grid(1, 1, number).place(place.member), run.chunks, run.dtype
+        )
+        tensors = [tensor for layer in trainer.parts.layers for tensor in layer.state.tensors]
+        kept = {surveyed.ties.get(one.name, one.name): one.kept for one in tensors}
+        subject_here = SurveyedModel(run.config, surveyed, "member", kept, run.optimizer)
+        microbatches = num_microbatches(config.batch, layout[1])
+        loads = subject_here.stages(layout[0], layout[1], microbatches=microbatches)
+        assert loads is not None
+        schedule = configured_schedule(run.config.pipeline)
+        planned = Layout(place.grid, schedule, config.batch.microbatch_size, microbatches)
+        load = loads[place.stage]
+        stored = state_format(run.config, run.optimizer, layout[1])
+        state = stage_bytes(
+            [surveyed.layers[n] for n in load.numbers], surveyed.ties, kept, stored, place.replica
+        )
+        parts, earlier = trainer.parts.members, before.parts.members
+
+        assert list(load.numbers) == list(run.stages[place.stage])
+        assert trainer.state_bytes().total == state.total > 0
+        assert parts is not None and earlier is not None
+        sent = planned.sum_bytes(load) + (place.member == 0) * planned.word_bytes
+        assert parts.bytes_sent - earlier.bytes_sent == sent > 0
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from published.gpt_formula import GptFormula
 from support.cases import merged
-from support.runs import tiny_config
+from support.runs import tiny_config, tiny_gpt
 
-from axsparse.config.load import load_config
+from axsparse.config.load import load_config, made_in_python
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.models.layer_cost import Activations
 from axsparse.models.survey import LayerInfo, ParameterInfo, Survey
+from axsparse.models.survey import survey as surveyed_layers
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import LayoutQuestion
 from axsparse.planner.layout_search import Plan, plan
 from axsparse.planner.step_cost import StageSeconds, StepCosts
@@ -102,3 +105,27 @@ def surveyed(
     """The model of a survey, with some settings."""
     config = tiny_config(**merged(SETTINGS, sections))
     return SurveyedModel(config, survey, "four layers", KEPT if kept is None else kept, ADAMW)
+
+
+def of_three_axes(
+    room: float, gpus: int = 8, members: Sequence[int] = (1, 2, 4, 8), **constants: Any
+) -> Plan:
+    """The plan of a GPT of four heads in so many bytes a device."""
+    config = tiny_config(model={"num_heads": 4}, samo={"enabled": False})
+    model = tiny_gpt(config)
+    info = surveyed_layers(model)
+    cutting = Cutting(made_in_python(config, "tiny"), model, info, ADAMW)
+    subject = SurveyedModel(config, info, "tiny", {}, ADAMW, cutting=cutting)
+    machine = cluster(**{"peak_fp32": 1e9, "overhead_bytes": 0.0, "gpus_per_node": 8} | constants)
+    return plan(
+        LayoutQuestion(
+            workload=subject,
+            cluster=machine,
+            gpus=gpus,
+            global_batch_size=8,
+            members=members,
+            schedules=[schedule(slack=0)],
+            microbatch_sizes=[1],
+            memory_bytes=room,
+        )
+    )
