@@ -23,6 +23,7 @@ from typing import Any
 
 from published.run_check import check_runs, rates
 from published.run_file import RunRow, bundled_tables, load_runs
+from published.transformer import SCORE_BYTES
 
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.pipeline.schedules import Schedule
@@ -31,7 +32,15 @@ from axsparse.planner.layout import Layout, Row, simulate_layout
 from axsparse.planner.layout_search import Rejection, split_layers
 from axsparse.planner.plan_model import Subject, subject
 from axsparse.planner.plan_report import because, table
-from axsparse.planner.step_cost import StageSeconds, group, ring_seconds, step_costs
+from axsparse.planner.step_cost import (
+    KERNEL_BYTES,
+    StageSeconds,
+    group,
+    ring_seconds,
+    step_costs,
+)
+from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.workload import StageLoad
 from axsparse.runtime.communication import Sums
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -182,6 +191,8 @@ def seconds_by_plan(row: RunRow, cluster: Cluster, *, by_ring: bool) -> float:
     asked = Layout(grid, Schedule("1f1b", 0, "alternate"), row.batch.micro, row.microbatches)
     loads = split_layers(workload.of_member(layout.tensor), asked, 0.0, math.inf)
     assert not isinstance(loads, Rejection), "memory has no limit"
+    if not cluster.fused_attention:
+        loads = [with_scores(load, row, workload) for load in loads]
     costs = step_costs(workload, loads, cluster, grid, row.batch.micro)
     if by_ring:
         stages = [
@@ -196,6 +207,15 @@ def seconds_by_plan(row: RunRow, cluster: Cluster, *, by_ring: bool) -> float:
         ]
         costs = replace(costs, stages=stages)
     return simulate_layout(costs, cluster, asked).seconds
+
+
+def with_scores(load: StageLoad, row: RunRow, workload: SurveyedModel) -> StageLoad:
+    """The load of software that stores attention scores, which no layer of axsparse does."""
+    blocks = sum(workload.survey.layers[number].kind == "block" for number in load.numbers)
+    scores = row.model.num_heads / row.layout.tensor * row.model.sequence_length**2
+    moved = blocks * SCORE_BYTES * scores / KERNEL_BYTES
+    again = moved if load.again_flops else 0.0
+    return replace(load, moved=load.moved + moved, again_moved=load.again_moved + again)
 
 
 def ring_sums(sums: Sums, row: RunRow, cluster: Cluster) -> float:

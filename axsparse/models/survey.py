@@ -343,11 +343,11 @@ def survey_of_member(
 
 
 def _logits_of_chunks(chunks: int, logits: int, samples: int) -> int:
-    """How many logits a member with so many chunks of the vocabulary holds at a time, of so many
-    logits of a sample and a chunk: all that it saves, or those of one chunk that it computes again
-    (`tensor_parallel.vocabulary_cross_entropy`)."""
+    """How many logits of a member with so many chunks of the vocabulary are in work at a time, of
+    so many logits of a sample and a chunk. Chunks that wait, where they are not computed again,
+    take a fifth of one in work (`tensor_parallel.vocabulary_cross_entropy`)."""
     of_chunk = samples * logits
-    return of_chunk if of_chunk > CHUNK_LOGITS else chunks * of_chunk
+    return of_chunk if of_chunk > CHUNK_LOGITS else of_chunk + (chunks - 1) * of_chunk // 5
 
 
 def _survey_layers(

@@ -20,7 +20,6 @@ from axsparse.planner.stage_memory import held_activations, is_recomputed
 from axsparse.planner.workload import Fits, StageLoad, no_bytes, value_bytes
 from axsparse.pruning.input_statistics import METHODS, STATISTICS
 from axsparse.runtime.communication import NOTHING
-from axsparse.runtime.errors import ConfigError
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import accumulates_in_half
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
@@ -32,8 +31,8 @@ measured to take 5 bytes a logit in fp32 and 6.5 in bf16."""
 
 
 CUT_LOSS_BYTES = 20
-"""The same for each logit of a loss of which members compute parts, by formulas that autograd
-derives: fp32 logits, their exponentials, and gradients of both."""
+"""The same for each logit of a loss of which members compute parts, whose backward autograd derives:
+five fp32 numbers, as torch's allocator counts them."""
 Contents: TypeAlias = tuple[int, int, int, int, bool]
 """`SurveyedModel._contents`."""
 CHOSEN_BYTES = 16

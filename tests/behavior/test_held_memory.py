@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from axsparse.config.load import made_in_python
 from axsparse.config.model_config import CnnConfig, GptConfig
 from axsparse.models.layer_cost import SilentTransport
-from axsparse.models.survey import Survey, survey
+from axsparse.models.survey import Survey, survey, survey_of_member
 from axsparse.models.tensor_parallel import TensorGroup, cut_module, cuts_of
 from axsparse.models.zoo.gpt import gpt
 from axsparse.models.zoo.image_models import cnn
@@ -31,7 +31,7 @@ from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import Layout
 from axsparse.planner.stage_memory import is_recomputed
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.surveyed_model import CUT_LOSS_BYTES, SurveyedModel
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
@@ -181,6 +181,39 @@ def test_a_stage_holds_what_is_planned_and_little_less(
     peak = peak_of_torch(played.step)
 
     assert 0.5 * beside < peak <= 1.05 * beside
+
+
+@pytest.mark.parametrize(
+    ("members", "chunks", "words"), [(2, 2, 2048), (2, 8, 2048), (1, 8, 2048), (2, 2, 40_000)]
+)
+def test_the_loss_of_a_cut_vocabulary_takes_what_is_planned(
+    members: int, chunks: int, words: int
+) -> None:
+    """Also where logits are computed again, of 40,000 words."""
+    tokens, samples = 32, 4
+    config = GptConfig(
+        num_layers=1, hidden_size=8, num_heads=8, sequence_length=tokens, vocab_size=words
+    )
+    model, place = gpt(config, tokens), Grid(1, 1, members).place(members - 1)
+    silent: Any = SilentTransport()
+    group = TensorGroup(place, silent, chunks)
+    weights = [torch.randn(words // chunks, 8, requires_grad=True) for _ in group.own]
+    hidden = torch.randn(samples, tokens, 8, requires_grad=True)
+    targets = torch.arange(samples * tokens).view(samples, tokens)
+    assert model.cut_loss is not None
+    loss = model.cut_loss(group)
+
+    def step() -> None:
+        loss(hidden, *weights, targets).backward()
+
+    step()  # Gradients are there from now on.
+    peak = peak_of_torch(step)
+
+    surveyed = survey_of_member(model, survey(model), place, chunks, torch.float32)
+    assert surveyed.loss_logits is not None
+    planned = CUT_LOSS_BYTES * surveyed.loss_logits(samples)
+    beside = sum(weight.nbytes for weight in weights) + 3 * hidden.nbytes
+    assert 0.9 * planned < peak <= planned + beside
 
 
 SMALL_GPT = (
