@@ -31,8 +31,8 @@ measured to take 5 bytes a logit in fp32 and 6.5 in bf16."""
 
 
 CUT_LOSS_BYTES = 20
-"""The same for each logit of a loss of which members compute parts, whose backward autograd derives:
-five fp32 numbers, as torch's allocator counts them."""
+"""The same for each logit of a loss of which members compute parts and whose backward autograd
+derives: five fp32 numbers, as torch's allocator counts them."""
 Contents: TypeAlias = tuple[int, int, int, int, bool]
 """`SurveyedModel._contents`."""
 CHOSEN_BYTES = 16

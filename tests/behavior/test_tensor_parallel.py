@@ -25,6 +25,7 @@ from support.cases import (
 )
 from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, small_llama
+from support.planner_cases import planned_bytes
 from support.resuming import Ran, ran
 from support.runs import (
     random_init,
@@ -37,16 +38,9 @@ from support.runs import (
 )
 from torch import Tensor, nn
 
-from axsparse.config.schema import num_microbatches
 from axsparse.models.layer import Layer, Model, Split
-from axsparse.models.survey import survey, survey_of_member
-from axsparse.planner.layout import Layout
-from axsparse.planner.run_workload import configured_schedule
-from axsparse.planner.surveyed_model import SurveyedModel, state_format
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.seeds import keyed_generator
-from axsparse.samo.state_bytes import stage_bytes
 from axsparse.training.trainer import Trainer
 
 
@@ -362,30 +356,11 @@ def test_state_and_messages_of_every_member_are_what_plans_count(
 
     # The first step also compares the gradients of members.
     for before, trainer in zip(after(2), after(3), strict=True):
-        run, place = trainer.parts.run, trainer.parts.place
-        whole = survey(model, run.dtype)
-        surveyed = survey_of_member(
-            model, whole, Grid(1, 1, number).place(place.member), run.chunks, run.dtype
-        )
-        tensors = [tensor for layer in trainer.parts.layers for tensor in layer.state.tensors]
-        kept = {surveyed.ties.get(one.name, one.name): one.kept for one in tensors}
-        subject_here = SurveyedModel(run.config, surveyed, "member", kept, run.optimizer)
-        microbatches = num_microbatches(config.batch, layout[1])
-        loads = subject_here.stages(layout[0], layout[1], microbatches=microbatches)
-        assert loads is not None
-        schedule = configured_schedule(run.config.pipeline)
-        planned = Layout(place.grid, schedule, config.batch.microbatch_size, microbatches)
-        load = loads[place.stage]
-        stored = state_format(run.config, run.optimizer, layout[1])
-        state = stage_bytes(
-            [surveyed.layers[n] for n in load.numbers], surveyed.ties, kept, stored, place.replica
-        )
+        state, sent = planned_bytes(trainer, model)
         parts, earlier = trainer.parts.members, before.parts.members
 
-        assert list(load.numbers) == list(run.stages[place.stage])
-        assert trainer.state_bytes().total == state.total > 0
+        assert trainer.state_bytes().total == state > 0
         assert parts is not None and earlier is not None
-        sent = planned.sum_bytes(load) + (place.member == 0) * planned.word_bytes
         assert parts.bytes_sent - earlier.bytes_sent == sent > 0
 
 
