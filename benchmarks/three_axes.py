@@ -25,7 +25,7 @@ from published.run_check import check_runs, rates
 from published.run_file import RunRow, bundled_tables, load_runs
 from published.transformer import SCORE_BYTES
 
-from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.load import LoadedConfig, configure, load_config, made_in_python
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout import Layout, Row, simulate_layout
@@ -48,7 +48,9 @@ from axsparse.runtime.grid import Grid
 RESULTS = Path(__file__).parent / "results" / "three_axes.json"
 CLUSTERS = ("dgx-h100", "selene-a100", "frontier-mi250x")
 DEGREES = (1, 2, 4, 8)
-BATCH = ["batch.global_batch_size=1024", "batch.microbatch_size=1"]
+BATCH = ["batch.global_batch_size=512", "batch.microbatch_size=1"]
+SIZES = (1, 2)
+"""Microbatch sizes that are tried."""
 LLAMA_70B = {
     "model_type": "llama",
     "num_hidden_layers": 80,
@@ -80,10 +82,17 @@ def settings_of(model: str) -> LoadedConfig:
     """The configuration of one of the three models."""
     if model == "GPT-3 13B":
         return load_config("gpt3_13b.yaml", BATCH)
-    sizes = {"Llama 70B": LLAMA_70B, "Qwen3 30B-A3B": QWEN_30B_A3B}[model]
-    hf = [f"model.hf.{key}={value}" for key, value in sizes.items()]
-    rest = ["precision=bf16", "pruning.sparsity=0.9", "pipeline.checkpoint_activations=1"]
-    return load_config(None, ["model.name=hf", *hf, "data.sequence_length=4096", *BATCH, *rest])
+    config = configure(
+        {
+            "model": {"name": "hf", "hf": {"Llama 70B": LLAMA_70B}.get(model, QWEN_30B_A3B)},
+            "data": {"sequence_length": 4096},
+            "pipeline": {"checkpoint_activations": 1},
+            "pruning": {"sparsity": 0.9},
+            "precision": "bf16",
+        },
+        BATCH,
+    )
+    return made_in_python(config, model)
 
 
 # -- plans --------------------------------------------------------------------------------------
@@ -107,7 +116,7 @@ def planned(
 ) -> dict[str, Any]:
     """The recommended and the fastest layout, or why there is none."""
     try:
-        found = asked.plan(method, cluster, devices, members=members)
+        found = asked.plan(method, cluster, devices, SIZES, members)
     except ConfigError as error:
         return {"refused": str(error)}
     fastest = min(found.rows, key=lambda row: row.seconds)

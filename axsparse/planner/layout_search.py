@@ -131,6 +131,9 @@ def _on_fewer(question: LayoutQuestion, most: int, best: Row | None) -> Row | No
     as are needed for none to take more, and the number of stages need not divide that of devices.
     """
     for members in question.members:
+        used = replace(question, gpus=question.gpus - question.gpus % members)
+        if _apart(used, members) is not None:
+            continue
         limit = min(most, question.gpus) // members
         for stages in question.g_inter or range(1, limit + 1):
             for size in question.microbatch_sizes or _powers_of_two(question.global_batch_size, 1):

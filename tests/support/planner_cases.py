@@ -113,7 +113,13 @@ def surveyed(
 
 
 def of_three_axes(
-    room: float, gpus: int = 8, members: Sequence[int] = (1, 2, 4, 8), **constants: Any
+    room: float,
+    gpus: int = 8,
+    members: Sequence[int] = (1, 2, 4, 8),
+    *,
+    global_batch_size: int = 8,
+    may_leave: bool = False,
+    **constants: Any,
 ) -> Plan:
     """The plan of a GPT of four heads in so many bytes a device."""
     config = tiny_config(model={"num_heads": 4}, samo={"enabled": False})
@@ -127,7 +133,8 @@ def of_three_axes(
             workload=subject,
             cluster=machine,
             gpus=gpus,
-            global_batch_size=8,
+            global_batch_size=global_batch_size,
+            may_leave=may_leave,
             members=members,
             schedules=[schedule(slack=0)],
             microbatch_sizes=[1],
