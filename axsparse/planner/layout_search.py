@@ -100,7 +100,7 @@ def plan(question: LayoutQuestion) -> Plan:
     if question.may_leave:
         best = _on_fewer(question, fewest, best)
     if best is None:
-        last = rejected[-1]
+        last = next((each for each in reversed(rejected) if each.g_data), rejected[-1])
         raise ConfigError(
             f"gpus: {workload.name} fits no layout of {counted(gpus, 'device')} of "
             f"{cluster.name}; with {last.layout} {last.reason}; take more "

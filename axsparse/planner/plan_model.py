@@ -167,7 +167,7 @@ class Subject:
         more = 2 * gpus
         while more <= MOST_TIMES * gpus:
             stages = range(1, question.workload.most_stages + 1)
-            deepest = max(n for n in stages if more % n == 0)
+            deepest = max(n for n in stages if more // min(question.members) % n == 0)
             rows, _ = try_layouts(replace(deeper, gpus=more, g_inter=[deepest]))
             if rows:
                 return more
