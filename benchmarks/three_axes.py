@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +30,10 @@ from axsparse.config.load import LoadedConfig, configure, load_config, made_in_p
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout import Layout, Row, simulate_layout
-from axsparse.planner.layout_search import Rejection, split_layers
+from axsparse.planner.layout_search import Rejection, plan, split_layers
 from axsparse.planner.plan_model import Subject, subject
 from axsparse.planner.plan_report import because, table
+from axsparse.planner.run_workload import run_question, schedules
 from axsparse.planner.step_cost import (
     KERNEL_BYTES,
     StageSeconds,
@@ -51,6 +53,8 @@ DEGREES = (1, 2, 4, 8)
 BATCH = ["batch.global_batch_size=512", "batch.microbatch_size=1"]
 SIZES = (1, 2)
 """Microbatch sizes that are tried."""
+STAGES = (1, 2, 4, 8, 16, 32)
+"""Numbers of stages that are tried; deeper pipelines take minutes to simulate."""
 LLAMA_70B = {
     "model_type": "llama",
     "num_hidden_layers": 80,
@@ -108,6 +112,7 @@ def plans() -> Iterator[dict[str, Any]]:
                 for method in ("dense", "samo"):
                     beside = [planned(asked, method, cluster, devices, m) for m in ([1], DEGREES)]
                     row = {"model": model, "cluster": name, "devices": devices, "method": method}
+                    print(row, file=sys.stderr, flush=True)
                     yield {**row, "two axes": beside[0], "three axes": beside[1]}
 
 
@@ -115,8 +120,15 @@ def planned(
     asked: Subject, method: Any, cluster: Cluster, devices: int, members: Any
 ) -> dict[str, Any]:
     """The recommended and the fastest layout, or why there is none."""
+    config, room = asked.loaded.config, asked.room(cluster)
+    question = replace(
+        run_question(asked.workload(method), cluster, config, devices, STAGES, room),
+        microbatch_sizes=SIZES,
+        members=members,
+        schedules=schedules(config, has_times=True),
+    )
     try:
-        found = asked.plan(method, cluster, devices, SIZES, members)
+        found = plan(question)
     except ConfigError as error:
         return {"refused": str(error)}
     fastest = min(found.rows, key=lambda row: row.seconds)

@@ -307,14 +307,18 @@ def test_of_the_smallest_model_parallelism_that_fits_the_fastest_is_taken() -> N
         assert "; shared out otherwise over as many, " in because(tight)
 
     assert roomy.recommended.layout.grid == Grid(1, 8)
+    one_stage = of_three_axes(0.9 * alone, stages=[1, 8])
+    assert one_stage.recommended.layout.grid == Grid(1, 4, 2)
     # Members have many messages, stages few but a bubble.
     assert [grid.g_tensor > 1 for grid in grids] == [True, False]
 
 
 def test_members_that_the_model_cannot_have_are_not_tried_where_devices_may_be_left() -> None:
+    with pytest.raises(ConfigError, match="tiny fits no layout of 9 devices of summit; with "):
+        of_three_axes(1.0, gpus=9, may_leave=True)
     said = r"tiny fits no layout of 8 devices of summit; with 2 stages × 4 members stage . needs "
     with pytest.raises(ConfigError, match=said):
-        of_three_axes(1.0, may_leave=True)
+        of_three_axes(1.0)
     seven = of_three_axes(1e9, gpus=7, may_leave=True, global_batch_size=4).recommended
 
     assert seven.layout.grid == Grid(1, 4)

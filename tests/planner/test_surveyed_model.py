@@ -220,7 +220,7 @@ def gpt_of(members: int, **sections: Any) -> tuple[StageLoad, StageLoad]:
     """A GPT in one stage, whole and as one of so many members has it."""
     asked = tiny_config(
         **{"model": {"num_heads": 4, "tie_embeddings": False}, "samo": {"enabled": False}},
-        **{"precision": "bf16", **sections},
+        **{"precision": "bf16", "checkpoint": {"every": 1}, **sections},
     )
     model = tiny_gpt(asked)
     info = survey(model, DTYPES[asked.precision])
@@ -256,7 +256,7 @@ def test_a_member_computes_its_part_and_sums_what_is_between_layers(
     assert load.held == whole.held if every else load.held < whole.held
     assert load.outputs == whole.outputs
     # One member saves whole tensors, which all of them gather.
-    assert load.saved == whole.saved
+    assert load.saved == whole.saved > 0
     assert load.building == 12 / 4 * whole.building
 
 

@@ -119,6 +119,7 @@ def of_three_axes(
     *,
     global_batch_size: int = 8,
     may_leave: bool = False,
+    stages: Sequence[int] | None = None,
     **constants: Any,
 ) -> Plan:
     """The plan of a GPT of four heads in so many bytes a device."""
@@ -135,6 +136,7 @@ def of_three_axes(
             gpus=gpus,
             global_batch_size=global_batch_size,
             may_leave=may_leave,
+            g_inter=stages,
             members=members,
             schedules=[schedule(slack=0)],
             microbatch_sizes=[1],
