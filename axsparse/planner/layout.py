@@ -94,8 +94,9 @@ class LayoutQuestion:
     bound."""
     split_backward: bool | None = None
     """Without `schedules`: whether backwards are split; None: whichever pays."""
-    least_split_samples: int = 1
-    """Without `schedules` and `split_backward`: the smallest microbatch that is split."""
+    least_split_samples: float = 0.0
+    """Without `schedules` and `split_backward`: the smallest microbatch that is split where layers
+    are whole; for several members as many times that."""
     g_inter: Sequence[int] | None = None
     """The numbers of stages to try, in this order; None: every divisor of `gpus` / members."""
     members: Sequence[int] = (1,)

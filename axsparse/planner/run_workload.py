@@ -42,15 +42,16 @@ def only_backward(pipeline: PipelineConfig) -> bool | None:
     return None if pipeline.schedule == "message-driven" and not pipeline.compile else False
 
 
-def least_split_samples(survey: Survey, *, on_host: bool) -> int:
-    """The smallest microbatch whose weight gradients are worth taking out of backwards."""
+def least_split_samples(survey: Survey, *, on_host: bool) -> float:
+    """The smallest microbatch whose weight gradients are worth taking out of backwards, of layers
+    that are whole; a part of a sample if one is more than enough."""
     matrices = sum(
         len(parameter.shape) > 1 and parameter.trained
         for layer in survey.layers
         for parameter in layer.parameters
     )
     least = WORTH_SPLITTING if on_host else GPU_WORTH_SPLITTING
-    return math.ceil(least * matrices / max(survey.flops, 1.0))
+    return least * matrices / max(survey.flops, 1.0)
 
 
 def configured_schedule(
@@ -128,7 +129,7 @@ def split_trade(
     question = replace(
         _of_grid(subject, cluster, config, grid),
         schedules=[configured_schedule(config.pipeline, slack=slack, is_split=False)],
-        least_split_samples=1,  # the caller knows where the ranks compute
+        least_split_samples=0.0,  # the caller knows where the ranks compute
     )
     [whole], _ = try_layouts(question)
     if not may_split(question, whole.layout):

@@ -372,7 +372,7 @@ def _trades(
     if choice is not None and choice.trades is not None:
         return choice.trades
     least = least_split_samples(inputs.survey, on_host=inputs.on_host)
-    if not has_costs(inputs.survey) or config.batch.microbatch_size < least:
+    if not has_costs(inputs.survey) or config.batch.microbatch_size < grid.g_tensor * least:
         return []
     slack = config.pipeline.slack
     if slack == "auto":

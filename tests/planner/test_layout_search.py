@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,10 +17,10 @@ from support.planner_cases import (
 )
 
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout import Row
+from axsparse.planner.layout import LayoutQuestion, Row
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_report import because
-from axsparse.planner.schedule_choice import MOST_ROOM, PAYS, Trade
+from axsparse.planner.schedule_choice import MOST_ROOM, PAYS, Trade, may_split
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
@@ -322,6 +323,19 @@ def test_members_that_the_model_cannot_have_are_not_tried_where_devices_may_be_l
     seven = of_three_axes(1e9, gpus=7, may_leave=True, global_batch_size=4).recommended
 
     assert seven.layout.grid == Grid(1, 4)
+
+
+def test_backwards_are_split_only_where_the_parts_of_members_are_large_enough() -> None:
+    """Twice the samples for two members: each multiplies with half a matrix."""
+    alone = of_three_axes(1e9, members=[1], stages=[2]).recommended.layout
+    shared = of_three_axes(1e9, members=[2], stages=[2]).recommended.layout
+    question = LayoutQuestion(
+        workload=formula("gpt3_xl"), cluster=SUMMIT, gpus=8, global_batch_size=8
+    )
+
+    for least, expected in [(0.0, (True, True)), (0.6, (True, False)), (1.5, (False, False))]:
+        asked = replace(question, least_split_samples=least)
+        assert (may_split(asked, alone), may_split(asked, shared)) == expected
 
 
 @pytest.mark.parametrize(
