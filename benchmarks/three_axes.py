@@ -132,7 +132,7 @@ def planned(
     except ConfigError as error:
         return {"refused": str(error)}
     fastest = min(found.rows, key=lambda row: row.seconds)
-    refused = {r.g_tensor: r.reason for r in found.rejected if r.g_tensor > 1 and not r.g_data}
+    refused = {r.g_tensor: r.reason for r in found.rejected if "layout.g_tensor" in r.reason}
     return {
         "recommended": layout_of(found.recommended),
         "because": because(found),
@@ -319,7 +319,11 @@ def main() -> None:
         print("\n".join(table({head: str(row.get(head, "")) for head in heads} for row in shown)))
         print()
     if asked is None:
-        RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        parts_text = (
+            f'"{name}": [\n' + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "]"
+            for name, rows in results.items()
+        )
+        RESULTS.write_text("{" + ",\n".join(parts_text) + "}\n")
 
 
 if __name__ == "__main__":
