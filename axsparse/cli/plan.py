@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,10 +31,11 @@ Plan a training run: stages, replicas, memory, seconds. Needs no GPU and no MPI.
   axsparse plan --config my.yaml --gpus 8 --cluster my_cluster.yaml --html plan.html
 """
 EPILOG = """\
-A layout is stages × replicas. The fewest stages that fit are recommended, at their fastest
+A layout is stages × replicas, or stages × members × replicas where several ranks may compute a
+stage together. The fewest ranks for a copy of the model that fit are recommended, at their fastest
 microbatch size; the other layouts follow by predicted step. Phases are the mean over stages.
 
-A configuration with layout.g_inter, layout.g_data or layout.split leaves only those layouts.
+A configuration with layout.g_inter, g_tensor, g_data or split leaves only those layouts.
 A cluster file says where each constant comes from; axsparse calibrate measures one.
 """
 METHODS = ("dense", "samo")
@@ -70,6 +72,13 @@ def parser() -> CommandParser:
         help="sizes to try; by default every power of two that divides the batch and leaves each "
         "replica a microbatch",
     )
+    add(
+        "--members",
+        metavar="N[,N…]",
+        type=_numbers,
+        help="numbers of ranks to try that compute each stage together (layout.g_tensor); by "
+        "default the powers of two that fit a node, where training can cut the model",
+    )
     add("--compare", metavar="METHODS", type=_methods, help="dense,samo: plan both, side by side")
     add("--json", action="store_true", help="print everything as one JSON object")
     add("--trace", metavar="FILE", type=Path, help="write the simulated step as a Chrome trace")
@@ -102,13 +111,18 @@ def _plan(arguments: argparse.Namespace) -> None:
     from axsparse.observe import trace_file as trace
     from axsparse.observe.charts import check_installed
     from axsparse.planner.plan_model import subject
-    from axsparse.planner.plan_report import spans
+    from axsparse.planner.plan_report import has_members, spans
 
     if arguments.html is not None:
         check_installed("--html")
     asked = subject(loaded, cluster)
     try:
-        answers = list(_answers(asked, cluster, gpus, methods, arguments.microbatch_size))
+        plans = partial(
+            asked.plan,
+            microbatch_sizes=arguments.microbatch_size,
+            members=arguments.members,
+        )
+        answers = list(_answers(plans, cluster, gpus, methods))
     except ConfigError as error:
         if arguments.cluster is not None:
             raise
@@ -119,6 +133,11 @@ def _plan(arguments: argparse.Namespace) -> None:
         notes.append(
             f"no --cluster, hence planned for the bundled cluster {DEFAULT_CLUSTER}; "
             "axsparse calibrate measures one of your own"
+        )
+    if cluster.host_memory_bytes is not None and any(map(has_members, answers)):
+        notes.append(
+            "training cuts layers on CPUs only so far: on GPUs a layout of several members is no "
+            "more than a prediction"
         )
     if len(gpus) == 1 and methods == ["start"]:
         notes += _training_differs(asked, answers[0])
@@ -133,11 +152,10 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _answers(
-    asked: Subject,
+    plans: Callable[[Method, Cluster, int], Plan],
     cluster: Cluster,
     gpus: Sequence[int],
     methods: Sequence[Method],
-    sizes: Sequence[int] | None,
 ) -> Iterator[Plan]:
     """The plan of every method for every number of devices.
 
@@ -148,7 +166,7 @@ def _answers(
     failures = []
     for number, method in pairs:
         try:
-            plan = asked.plan(method, cluster, number, sizes)
+            plan = plans(method, cluster, number)
         except ConfigError as error:
             failures.append(error)
             if len(failures) == len(pairs):
@@ -160,16 +178,21 @@ def _answers(
 
 
 def _training_differs(asked: Subject, plan: Plan) -> Iterator[str]:
-    """A note if training, left to itself, would take another number of stages."""
+    """A note if training, left to itself, would take other numbers of stages or members."""
     from axsparse.planner.auto_layout import resolve_grid
 
-    layout = asked.loaded.config.layout
+    layout, best = asked.loaded.config.layout, plan.recommended.layout.grid
+    if best.g_tensor != layout.g_tensor:
+        yield (
+            "training by itself takes as many members as layout.g_tensor says, "
+            f"{layout.g_tensor}; the --set options above train what is recommended"
+        )
+        return
     given = (layout.memory_per_rank, layout.g_inter, layout.g_data, layout.split)
     if given != ("auto",) * len(given):
         return  # both keep to what is given, or take the fewest stages that fit the limit
-    devices = plan.recommended.layout.grid.size
-    grid = resolve_grid(asked.loaded, devices, len(asked.survey.layers))
-    if grid.g_inter != plan.recommended.layout.grid.g_inter:
+    grid = resolve_grid(asked.loaded, best.size, len(asked.survey.layers))
+    if grid.g_inter != best.g_inter:
         yield (
             f"training by itself takes {grid}: where layout.memory_per_rank sets no limit, "
             "layout.g_inter: auto takes 2 stages if 2 divides the ranks, whatever is faster; the "

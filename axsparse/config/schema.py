@@ -130,8 +130,7 @@ class LayoutConfig(Section):
     g_data: Count | Auto = "auto"
     """Replicas of the pipeline; `auto` takes ranks / (g_inter × g_tensor)."""
     g_tensor: Count = 1
-    """Ranks that compute each layer of a stage together, a power of two (docs/howto/tensor.md).
-    With more than one, no plan is made: `g_inter: auto` takes 2 if 2 divides what is left."""
+    """Ranks that compute each layer of a stage together, a power of two (docs/howto/tensor.md)."""
     tensor_exact: bool = False
     """Cut layers into chunks whose number depends on the model alone, so that every `g_tensor`,
     also 1, gives the same bits. A little slower than without where `g_tensor` is small."""

@@ -8,17 +8,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from axsparse.models.layer import as_tuple
+from axsparse.runtime.communication import NOTHING, Op, Sums, Work, shard_bounds
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.rank_order import exchanged_bytes
 from axsparse.runtime.seeds import preserved_rng
 
 SAMPLES = 2
@@ -43,6 +47,74 @@ class Activations:
     linear and convolution calls whose weight nothing else uses."""
     weight_flops: float = 0.0
     """Flops of the gradients that a split backward puts off."""
+    summing: int = 0
+    """The largest buffer in which a member exchanges a tensor that is summed over chunks."""
+
+
+class LayerSums(NamedTuple):
+    """What members sum in a forward, in its backward, and more where the backward computes the
+    layer again: torch ends that as soon as it has what it needs."""
+
+    forward: Sums
+    backward: Sums
+    again: Sums
+
+
+NO_SUMS = LayerSums(NOTHING, NOTHING, NOTHING)
+
+
+class SilentCollective:
+    """A group of which only this member is there. It sends nothing, leaves buffers as they are, and
+    counts what it would have sent."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+        self.bytes_sent = self.started = self.largest = 0
+        """The bytes and the number of operations, and the largest of their buffers."""
+
+    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
+        limits = list(bounds or shard_bounds(buffer.numel(), self.size))
+        self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
+        self.started += 1
+        self.largest = max(self.largest, buffer.numel() * buffer.itemsize)
+        return _Over()
+
+
+class _Over:
+    """An operation that is over at once."""
+
+    def poll(self) -> bool:
+        return True
+
+
+class SilentTransport:
+    """All of a transport that a `TensorGroup` needs; with it, one member runs layers alone."""
+
+    name = "silent"
+    backoff = None
+
+    def __init__(self) -> None:
+        self._groups: list[SilentCollective] = []
+
+    def collective(self, _: str, ranks: Sequence[int]) -> SilentCollective:
+        self._groups.append(SilentCollective(len(ranks)))
+        return self._groups[-1]
+
+    def begin(self) -> None:
+        """Count from 0 again."""
+        for group in self._groups:
+            group.bytes_sent = group.started = group.largest = 0
+
+    @property
+    def sums(self) -> Sums:
+        """What was summed for `SAMPLES` samples since `begin`: the same with each partner."""
+        _, *pairs = self._groups
+        return Sums(pairs[0].bytes_sent // SAMPLES, pairs[0].started) if pairs else Sums()
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest buffer since `begin`."""
+        return max(group.largest for group in self._groups)
 
 
 GROUPED_PRODUCT = getattr(torch, "_grouped_mm", None)
@@ -136,11 +208,19 @@ FLOPS: dict[Any, Callable[..., int]] = {
 class Tracer:
     """Runs the layers of a model one after another; each gets the outputs of the one before."""
 
-    def __init__(self, example: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        example: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        silent: SilentTransport | None = None,
+    ) -> None:
         """`example` is the input of the first layer, SAMPLES samples. Floating-point tensors are
-        cast to `dtype`."""
+        cast to `dtype`. Members of which the layers have chunks reach each other by `silent`."""
         self._dtype = dtype
+        self._silent = silent
         self._flow = tuple(self._on_meta(tensor) for tensor in example)
+        self.sums = NO_SUMS
+        """What members sum in the forward and in the backward of the last layer that was run."""
 
     @property
     def shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
@@ -158,26 +238,29 @@ class Tracer:
         module = module.to(device="meta", dtype=self._dtype).train()
         weights = {_storage(p) for p in (*module.parameters(), *module.buffers())}
         inputs = {_storage(tensor) for tensor in self._flow}
+        if self._silent is not None:
+            self._silent.begin()
         # References keep every storage alive, so that no identity of a storage is used twice.
         kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.setdefault(_storage(tensor), tensor)
+            return tensor
+
         before = self._flow
         calls = _Calls()
         try:
             with (
                 preserved_rng(),
                 FlopCounterMode(display=False, custom_mapping=FLOPS) as counter,
-                saved_tensors_hooks(
-                    lambda tensor: kept.setdefault(_storage(tensor), tensor), lambda tensor: tensor
-                ),
+                saved_tensors_hooks(keep, lambda tensor: tensor),
                 calls,
             ):
                 outputs = module(*before)
         except Exception as reason:
-            raise ConfigError(
-                f"layer {name}: {type(reason).__name__} on the meta device, where its cost is "
-                f"found: {' '.join(str(reason).split())}; mend it, or leave Model.example out"
-            ) from reason
+            raise _fails_on_meta(name, reason) from reason
         given = as_tuple(name, outputs)
+        self.sums = self._layer_sums(name, given, partial(module, *before))
         self._flow = tuple(self._on_meta(tensor) for tensor in given)
         saved = {k: v for k, v in kept.items() if k not in weights and k not in inputs}
         own = {_storage(tensor): tensor for tensor in given if _storage(tensor) not in weights}
@@ -190,13 +273,62 @@ class Tracer:
             widest=max((_bytes([t]) for t in (*saved.values(), *own.values())), default=0),
             deferred=deferred,
             weight_flops=weight_flops,
+            summing=0 if self._silent is None else self._silent.largest // SAMPLES,
         )
         return counter.get_total_flops() / SAMPLES, activations
+
+    def loss_sums(self, loss: Callable[..., Tensor], targets: Tensor) -> LayerSums:
+        """What members sum in the loss of the last outputs."""
+        assert self._silent is not None, "layers are cut"
+        self._silent.begin()
+        with preserved_rng():
+            total = loss(*self._flow, targets.to("meta"))
+        forward = self._silent.sums
+        return NO_SUMS._replace(forward=forward, backward=self._backward("loss", [total]) - forward)
+
+    def _layer_sums(
+        self, name: str, outputs: Sequence[Tensor], again: Callable[[], object]
+    ) -> LayerSums:
+        """What members have summed in the forward that gave these outputs, and sum in its backward,
+        which runs on the meta device to tell; `again` runs the forward."""
+        if self._silent is None:
+            return NO_SUMS
+        forward = self._silent.sums
+        both = self._backward(name, outputs)
+        if not forward.count:
+            return LayerSums(forward, both - forward, Sums())
+
+        def same_attention() -> object:
+            with _Calls():
+                return again()
+
+        with preserved_rng():
+            repeated = checkpoint(same_attention, use_reentrant=False, preserve_rng_state=False)
+            repeats = self._backward(name, as_tuple(name, repeated)) - both
+        return LayerSums(forward, both - forward, repeats - both)
+
+    def _backward(self, name: str, outputs: Sequence[Tensor]) -> Sums:
+        """What members have summed since their layer began, after the backward of its outputs."""
+        assert self._silent is not None, "layers are cut"
+        trained = [tensor for tensor in outputs if tensor.requires_grad]
+        try:
+            torch.autograd.backward(trained, [torch.empty_like(tensor) for tensor in trained])
+        except Exception as reason:
+            raise _fails_on_meta(name, reason) from reason
+        return self._silent.sums
 
     def _on_meta(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return torch.empty_like(tensor, device="meta")
         return torch.empty_like(tensor, device="meta", dtype=self._dtype).requires_grad_()
+
+
+def _fails_on_meta(name: str, reason: Exception) -> ConfigError:
+    """The error of a layer whose forward or backward raises one on the meta device."""
+    return ConfigError(
+        f"layer {name}: {type(reason).__name__} on the meta device, where its cost is found: "
+        f"{' '.join(str(reason).split())}; mend it, or leave Model.example out"
+    )
 
 
 def _storage(tensor: Tensor) -> int:

@@ -6,6 +6,7 @@ names, shapes and costs.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ from dataclasses import astuple, dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -25,10 +26,20 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from axsparse.models.layer import Kind, Layer, Model, on_meta
-from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
+from axsparse.models.layer_cost import (
+    NO_SUMS,
+    SAMPLES,
+    Activations,
+    LayerSums,
+    SilentTransport,
+    Tracer,
+)
+from axsparse.models.losses import CHUNK_LOGITS
 from axsparse.models.module_buffers import slots
+from axsparse.models.tensor_parallel import TensorGroup, cut_module, cuts_of
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.files.safetensors import can_be_stored
+from axsparse.runtime.grid import Place
 from axsparse.runtime.seeds import preserved_rng
 
 FLOPS_PER_BYTE = 100
@@ -107,6 +118,8 @@ class LayerInfo:
     buffers: tuple[BufferInfo, ...] = ()
     activations: Activations | None = None
     """Bytes of one sample's activations; None if the model has no example."""
+    sums: LayerSums = NO_SUMS
+    """What the members of a group sum while one sample passes through the layer."""
 
     @property
     def numel(self) -> int:
@@ -135,6 +148,8 @@ class Survey:
     """Fingerprint of `Model.start`; empty if the layers draw their start values."""
     loss_logits: Callable[[int], int] | None = None
     """`Model.loss_logits`."""
+    loss_sums: LayerSums = NO_SUMS
+    """As `LayerInfo.sums`, of the loss."""
 
     @property
     def num_params(self) -> int:
@@ -296,7 +311,48 @@ def with_costs(surveyed: Survey, text: str) -> Survey:
     return replace(surveyed, layers=layers)
 
 
-def _survey_layers(layers: Sequence[Layer], tracer: Tracer | None) -> list[LayerInfo]:
+def survey_of_member(
+    model: Model, whole: Survey, place: Place, chunks: int, dtype: torch.dtype
+) -> Survey:
+    """What the member of this place holds, computes and sums of a model that is cut into `chunks`.
+    `whole` is the survey of the uncut model.
+
+    Parameters that are cut appear as the chunks of the member, such as "block0.fc1.weight#1".
+    ConfigError for a model that cannot be cut so.
+    """
+    silent: Any = SilentTransport()
+    group = TensorGroup(place, silent, chunks)
+    example = None if model.example is None else _example(model.example)
+    tracer = None if example is None else Tracer(example, dtype, silent)
+    layers = _survey_layers(model.layers, tracer, group)
+    names = {parameter.name for layer in layers for parameter in layer.parameters}
+    ties = {
+        f"{second}{mark}": f"{first}{mark}"
+        for second, first in whole.ties.items()
+        for mark in ("", *(f"#{chunk}" for chunk in group.own))
+        if f"{second}{mark}" in names
+    }
+    surveyed = replace(whole, layers=layers, ties=ties)
+    if model.cut_loss is None or tracer is None or example is None:
+        return surveyed
+    # Its targets are words, as the inputs are.
+    words = max(p.shape[0] for p in layers[-1].parameters if "#" in p.name)
+    logits = partial(_logits_of_chunks, len(group.own), example[0].numel() // SAMPLES * words)
+    sums = tracer.loss_sums(model.cut_loss(group), example[0])
+    return replace(surveyed, loss_sums=sums, loss_logits=logits)
+
+
+def _logits_of_chunks(chunks: int, logits: int, samples: int) -> int:
+    """How many logits of a member with so many chunks of the vocabulary are in work at a time, of
+    so many logits of a sample and a chunk. Chunks that wait, where they are not computed again,
+    take a fifth of one in work (`tensor_parallel.vocabulary_cross_entropy`)."""
+    of_chunk = samples * logits
+    return of_chunk if of_chunk > CHUNK_LOGITS else of_chunk + (chunks - 1) * of_chunk // 5
+
+
+def _survey_layers(
+    layers: Sequence[Layer], tracer: Tracer | None, group: TensorGroup | None = None
+) -> list[LayerInfo]:
     """The contents of all layers; a layer like the one before, with inputs like its, is not built
     and run again."""
     found: list[LayerInfo] = []
@@ -306,7 +362,7 @@ def _survey_layers(layers: Sequence[Layer], tracer: Tracer | None) -> list[Layer
         if number and shapes == shapes_before and _are_alike(layers[number - 1], layer):
             found.append(_renamed(found[-1], layer.name))
         else:
-            found.append(_survey_layer(layer, tracer))
+            found.append(_survey_layer(layer, tracer, group))
     return found
 
 
@@ -334,7 +390,7 @@ def _renamed(info: LayerInfo, name: str) -> LayerInfo:
     return replace(info, name=name, parameters=parameters, buffers=buffers)
 
 
-def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
+def _survey_layer(layer: Layer, tracer: Tracer | None, group: TensorGroup | None) -> LayerInfo:
     if layer.kind not in get_args(Kind):
         raise ConfigError(
             f"layer {layer.name}: kind is {layer.kind!r}; choose one of {', '.join(get_args(Kind))}"
@@ -342,6 +398,8 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
     module = _module_of(layer)
     _check_module(layer, module)
     _check_generators(layer, module)
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    module, names = _cut(layer, module, group)
     weights = {
         id(parameter)
         for child in module.modules()
@@ -364,19 +422,43 @@ def _survey_layer(layer: Layer, tracer: Tracer | None) -> LayerInfo:
             id(p) in weights,
             stacks.get(id(p), 0),
         )
-        for name, p in module.named_parameters()
+        for name, p in names.items()
     )
     buffers = tuple(
         BufferInfo(f"{layer.name}.{slot.name}", tuple(b.shape), b.dtype, slot.persists)
         for slot in slots(module)
         for b in [slot.tensor]
     )
-    flops, activations = 2.0 * sum(parameter.numel for parameter in parameters), None
+    here = sum(parameter.numel for parameter in parameters)
+    flops, activations, sums = 2.0 * here, None, NO_SUMS
     if tracer is not None:
         flops, activations = tracer.run(layer.name, module)
+        sums = tracer.sums
     if layer.flops is not None:
-        flops = float(layer.flops)
-    return LayerInfo(layer.name, layer.kind, parameters, flops, buffers, activations)
+        flops = float(layer.flops) * (here / numel if here != numel else 1.0)
+    return LayerInfo(layer.name, layer.kind, parameters, flops, buffers, activations, sums)
+
+
+def _cut(
+    layer: Layer, module: nn.Module, group: TensorGroup | None
+) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """The module as a member of the group has it, and its parameters by their names within the
+    layer: a chunk has that of the whole parameter and its number, and stands in its place."""
+    parameters = dict(module.named_parameters())
+    if group is None or not layer.tensor:
+        return module, parameters
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if not all(parameter.is_meta for parameter in parameters.values()):
+        module = copy.deepcopy(module)  # The module may be the user's.
+    cuts = cuts_of(layer.name, layer.tensor, shapes, group.chunks)
+    places = cut_module(layer, module, cuts, group)
+    order = {name: number for number, name in enumerate(shapes)}
+    found = []
+    for name, parameter in module.named_parameters():
+        whole, chunk = places.get(name, (name, None))
+        mark = "" if chunk is None else f"#{chunk}"
+        found.append((order[whole], f"{whole}{mark}", parameter))
+    return module, {name: p for _, name, p in sorted(found, key=lambda each: each[0])}
 
 
 def _module_of(layer: Layer) -> nn.Module:

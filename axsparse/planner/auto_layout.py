@@ -84,6 +84,10 @@ def chosen_layout(
     """
     config = loaded.config
     layout = config.layout
+    members, all_ranks = layout.g_tensor, ranks
+    if ranks % members:
+        return None
+    ranks //= members
     if not layout.g_inter == layout.g_data == layout.split == "auto":
         return None
 
@@ -106,7 +110,7 @@ def chosen_layout(
     if not stages:
         return None
     # Without a named cluster memory alone decides, and no time is predicted.
-    question = run_question(subject, machine_of(cluster), config, ranks, stages, room)
+    question = run_question(subject, machine_of(cluster), config, all_ranks, stages, room)
     tried = schedules(config, has_times=cluster is not None)
     found = fewest_stages(replace(question, schedules=tried))
     if isinstance(found, Rejection):

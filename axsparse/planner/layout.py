@@ -17,13 +17,15 @@ from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.grid import Grid
 
 DEFAULT_SLACK = 1
+WORD_BYTES = 2 * 8
+"""Bytes by which a member is told its next action."""
 PLAYED_REPLICAS = 4
 """Replicas that are simulated if there is jitter: enough to tell layouts apart."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages and replicas, and how the microbatches of a step go through them."""
+    """Stages, members and replicas, and how the microbatches of a step go through them."""
 
     grid: Grid
     schedule: Schedule
@@ -45,6 +47,20 @@ class Layout:
         return stage_memory(
             load, microbatch_size=self.microbatch_size, in_flight=held, overhead=overhead
         )
+
+    def sum_bytes(self, load: StageLoad) -> int:
+        """Bytes that a member of a stage of this load sends to the other members in a step: each
+        tensor that is summed, to each partner. The first member sends `word_bytes` besides."""
+        sums = load.forward_sums + load.backward_sums
+        partners = self.grid.g_tensor.bit_length() - 1
+        return self.microbatches * self.microbatch_size * partners * sums.nbytes
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes by which the first member of a stage tells the others what to do in a step: two
+        numbers for each action."""
+        actions = self.microbatches * (3 if self.schedule.split_backward else 2)
+        return actions * WORD_BYTES * (self.grid.g_tensor - 1)
 
     def with_sizes(self, loads: Sequence[StageLoad]) -> Layout:
         """This layout, its schedule told what deferred microbatches of these loads take."""
@@ -78,10 +94,13 @@ class LayoutQuestion:
     bound."""
     split_backward: bool | None = None
     """Without `schedules`: whether backwards are split; None: whichever pays."""
-    least_split_samples: int = 1
-    """Without `schedules` and `split_backward`: the smallest microbatch that is split."""
+    least_split_samples: float = 0.0
+    """Without `schedules` and `split_backward`: the smallest microbatch that is split where layers
+    are whole; for several members as many times that."""
     g_inter: Sequence[int] | None = None
-    """The numbers of stages to try, in this order; None: every divisor of `gpus`."""
+    """The numbers of stages to try, in this order; None: every divisor of `gpus` / members."""
+    members: Sequence[int] = (1,)
+    """The numbers of members to try for each stage."""
     microbatch_sizes: Sequence[int] | None = None
     """The sizes to try, in samples; None: every power of two that divides the batch."""
 
@@ -113,6 +132,11 @@ class Row:
     def fullest(self) -> int:
         """The number of the stage that needs most memory."""
         return max(range(len(self.memory)), key=lambda stage: self.memory[stage].total)
+
+    @property
+    def sum_bytes(self) -> list[int]:
+        """`Layout.sum_bytes` of each stage."""
+        return [self.layout.sum_bytes(load) for load in self.loads]
 
     @property
     def most_bytes(self) -> float:

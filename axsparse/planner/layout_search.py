@@ -1,10 +1,11 @@
 """Finds the layout that a model should train in on a number of devices, and says why.
 
-Every (G_inter, G_data, microbatch size) of the devices is either rejected with a reason or
-simulated. The smallest G_inter that fits is recommended (the paper's rule, section IV-B: bubble
-and messages grow with it), at its fastest microbatch size. The other layouts are ranked by their
-predicted step, so that everyone sees how much the rule gains or loses. Devices are left over where
-a step is no slower without them: replicas take whole microbatches, some one more than others.
+Every (G_inter, G_tensor, G_data, microbatch size) of the devices is either rejected with a reason
+or simulated. The smallest model parallelism G_inter · G_tensor that fits is recommended (the
+paper's rule, section IV-B: bubble and messages grow with it), at its fastest stages, members and
+microbatch size. The other layouts are ranked by their predicted step, so that everyone sees how
+much the rule gains or loses. Devices are left over where a step is no slower without them: replicas
+take whole microbatches, some one more than others.
 """
 
 from __future__ import annotations
@@ -42,10 +43,18 @@ class Rejection:
     """A layout that cannot run, and why."""
 
     g_inter: int
+    """1 also where no number of stages would help."""
     g_data: int
     microbatch_size: int | None
     """None: no size would help."""
     reason: str
+    g_tensor: int = 1
+
+    @property
+    def layout(self) -> str:
+        """What is rejected, in words."""
+        members = f" × {counted(self.g_tensor, 'member')}" * (self.g_tensor > 1)
+        return f"{counted(self.g_inter, 'stage')}{members}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class Plan:
 
     @property
     def recommended(self) -> Row:
-        """The smallest G_inter that fits, at its fastest microbatch size; of fewer devices, if that
+        """The fastest layout of the smallest model parallelism that fits; of fewer devices, if that
         is as fast."""
         return self.rows[0]
 
@@ -85,16 +94,16 @@ def plan(question: LayoutQuestion) -> Plan:
     if gpus < 1:
         raise ConfigError(f"gpus: {gpus} devices train nothing; plan for at least 1")
     rows, rejected = try_layouts(question)
-    fewest = min((row.layout.grid.g_inter for row in rows), default=gpus)
-    fitting = [row for row in rows if row.layout.grid.g_inter == fewest]
+    fewest = min((row.layout.grid.parallelism for row in rows), default=gpus)
+    fitting = [row for row in rows if row.layout.grid.parallelism == fewest]
     best = min(fitting, key=lambda row: row.seconds, default=None)
     if question.may_leave:
         best = _on_fewer(question, fewest, best)
     if best is None:
-        last = rejected[-1]
+        last = next((each for each in reversed(rejected) if each.g_data), rejected[-1])
         raise ConfigError(
             f"gpus: {workload.name} fits no layout of {counted(gpus, 'device')} of "
-            f"{cluster.name}; with {counted(last.g_inter, 'stage')} {last.reason}; take more "
+            f"{cluster.name}; with {last.layout} {last.reason}; take more "
             "devices, or prune more"
         )
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
@@ -114,52 +123,95 @@ def plan(question: LayoutQuestion) -> Plan:
     )
 
 
-def _on_fewer(question: LayoutQuestion, most_stages: int, best: Row | None) -> Row | None:
+def _on_fewer(question: LayoutQuestion, most: int, best: Row | None) -> Row | None:
     """The fastest layout that leaves some devices over and is no slower than `best`, which takes
-    all of them; else `best`. It has `most_stages` stages at most.
+    all of them; else `best`. A replica of it has `most` devices at most.
 
     A step lasts as long as the replica that takes most of the microbatches. So as many replicas do
     as are needed for none to take more, and the number of stages need not divide that of devices.
     """
-    for stages in question.g_inter or range(1, min(most_stages, question.gpus) + 1):
-        for size in question.microbatch_sizes or _powers_of_two(question.global_batch_size, 1):
-            microbatches, most = -(-question.global_batch_size // size), question.gpus // stages
-            if not most:
-                break
-            grid = Grid(stages, -(-microbatches // -(-microbatches // most)))
-            if grid.size == question.gpus or _impossible(question, grid) is not None:
-                continue
-            tried = _try_size(question, grid, size)
-            if isinstance(tried, Rejection):
-                break
-            if best is None or tried.seconds <= best.seconds:
-                best = tried
+    for members in question.members:
+        used = replace(question, gpus=question.gpus - question.gpus % members)
+        if _apart(used, members) is not None:
+            continue
+        limit = min(most, question.gpus) // members
+        for stages in question.g_inter or range(1, limit + 1):
+            for size in question.microbatch_sizes or _powers_of_two(question.global_batch_size, 1):
+                microbatches = -(-question.global_batch_size // size)
+                replicas = question.gpus // (stages * members)
+                if not replicas:
+                    break
+                grid = Grid(stages, -(-microbatches // -(-microbatches // replicas)), members)
+                if grid.size == question.gpus or _impossible(question, grid) is not None:
+                    continue
+                tried = _try_size(question, grid, size)
+                if isinstance(tried, Rejection):
+                    break
+                if best is None or tried.seconds <= best.seconds:
+                    best = tried
     return best
 
 
 def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
-    """The layouts that fit, and those that do not, in the order in which they are tried."""
-    gpus, sizes = question.gpus, question.microbatch_sizes
+    """The layouts that fit, and those that do not, in the order in which they are tried.
+
+    ConfigError if the question has one number of members, and the model cannot be cut so.
+    """
     rows: list[Row] = []
     rejected: list[Rejection] = []
-    for stages in question.g_inter or [n for n in range(1, gpus + 1) if gpus % n == 0]:
-        if gpus % stages:
-            uneven = f"{stages} does not divide {counted(gpus, 'device')}"
-            rejected.append(Rejection(stages, 0, None, uneven))
-            continue
-        grid = Grid(stages, gpus // stages)
-        why = _impossible(question, grid)
+    for members in question.members:
+        why = _apart(question, members)
         if why is not None:
-            rejected.append(Rejection(grid.g_inter, grid.g_data, None, why))
+            rejected.append(Rejection(1, 0, None, why, members))
             continue
-        for size in sizes or _powers_of_two(question.global_batch_size, grid.g_data):
-            tried = _try_size(question, grid, size)
-            if isinstance(tried, Row):
-                rows.append(tried)
+        of_stages = question.gpus // members
+        for stages in question.g_inter or [
+            n for n in range(1, of_stages + 1) if of_stages % n == 0
+        ]:
+            if of_stages % stages:
+                uneven = f"{stages} does not divide {counted(of_stages, 'device')}"
+                rejected.append(Rejection(stages, 0, None, uneven, members))
                 continue
-            rejected.append(tried)
-            if sizes is None:
-                break  # larger microbatches need more memory
+            grid = Grid(stages, of_stages // stages, members)
+            fitting, others = _try_grid(question, grid)
+            rows += fitting
+            rejected += others
+    return rows, rejected
+
+
+def _apart(question: LayoutQuestion, members: int) -> str | None:
+    """Why stages cannot have so many members, whatever their number; None if they can."""
+    gpus, on_node = question.gpus, question.cluster.gpus_per_node
+    if gpus % members:
+        return f"{counted(members, 'member')} do not divide {counted(gpus, 'device')}"
+    if len(question.members) == 1:
+        question.workload.of_member(members)
+        return None
+    # Ranks fill one node after the other.
+    if members > on_node or (gpus > on_node and on_node % members):
+        return f"some would be on another node, as nodes have {counted(on_node, 'device')}"
+    try:
+        question.workload.of_member(members)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _try_grid(question: LayoutQuestion, grid: Grid) -> tuple[list[Row], list[Rejection]]:
+    """The microbatch sizes at which this grid fits, and those at which it does not."""
+    rows: list[Row] = []
+    why, sizes = _impossible(question, grid), question.microbatch_sizes
+    if why is not None:
+        return rows, [Rejection(grid.g_inter, grid.g_data, None, why, grid.g_tensor)]
+    rejected: list[Rejection] = []
+    for size in sizes or _powers_of_two(question.global_batch_size, grid.g_data):
+        tried = _try_size(question, grid, size)
+        if isinstance(tried, Row):
+            rows.append(tried)
+            continue
+        rejected.append(tried)
+        if sizes is None:
+            break  # larger microbatches need more memory
     return rows, rejected
 
 
@@ -178,7 +230,7 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
     microbatches = -(-question.global_batch_size // size)
     if size > question.global_batch_size or microbatches < grid.g_data:
         reason = f"microbatches of {size} make too few of a batch of {question.global_batch_size}"
-        return Rejection(grid.g_inter, grid.g_data, size, reason)
+        return Rejection(grid.g_inter, grid.g_data, size, reason, grid.g_tensor)
     is_split = question.split_backward is True
     for schedule in question.schedules or [
         Schedule("message-driven", slack, "alternate", is_split) for slack in (DEFAULT_SLACK, 0)
@@ -189,7 +241,8 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
         layout = Layout(grid, schedule, size, -(-microbatches // grid.g_data))
         if question.split_backward is None and not may_split(question, layout):
             layout = replace(layout, schedule=replace(schedule, split_backward=False))
-        loads = split_layers(question.workload, layout, question.cluster.overhead_bytes, room)
+        workload = question.workload.of_member(grid.g_tensor)
+        loads = split_layers(workload, layout, question.cluster.overhead_bytes, room)
         if not isinstance(loads, Rejection):
             row = _row(question, layout.with_sizes(loads), loads)
             return row if question.schedules else faster_split(question, row)
@@ -222,7 +275,7 @@ def split_layers(
     if loads is not None:
         return loads
     reason = f"stage {fullest} needs {needed(most, room)}"
-    return Rejection(grid.g_inter, grid.g_data, layout.microbatch_size, reason)
+    return Rejection(grid.g_inter, grid.g_data, layout.microbatch_size, reason, grid.g_tensor)
 
 
 def _row(question: LayoutQuestion, layout: Layout, loads: Sequence[StageLoad]) -> Row:

@@ -16,6 +16,7 @@ from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import LayoutQuestion
 from axsparse.planner.layout_search import Plan, plan, try_layouts
 from axsparse.planner.run_workload import (
@@ -53,6 +54,8 @@ class Subject:
     """What the user should know: where the plan departs from the configuration, for example."""
     criterion: Criterion | None = None
     """What a score of the user's own takes; None without one."""
+    cutting: Cutting | None = None
+    """How layers are cut for several members of a stage."""
 
     def workload(self, method: Method) -> SurveyedModel:
         """What is trained; ConfigError for `samo` if nothing is pruned."""
@@ -67,6 +70,7 @@ class Subject:
             on_host=self.on_host,
             sees_inputs=self.criterion is not None and self.criterion.sees_inputs,
             sees_gradients=self.criterion is not None and self.criterion.sees_gradients,
+            cutting=self.cutting,
         )
         if not is_pruned:
             return model
@@ -90,17 +94,19 @@ class Subject:
         cluster: Cluster,
         gpus: int,
         microbatch_sizes: Sequence[int] | None = None,
+        members: Sequence[int] | None = None,
     ) -> Plan:
-        """The plan; ConfigError if nothing fits, which says how many devices would do."""
+        """The plan; ConfigError if nothing fits, which says how many devices would do.
+
+        `members` are the numbers of members of a stage to try; None: that of the configuration if
+        it says one, else all that training can cut the model for.
+        """
         config = self.loaded.config
-        if config.layout.g_tensor > 1:
-            raise ConfigError(
-                f"{self.loaded.where('layout.g_tensor')}: {config.layout.g_tensor}, which no plan "
-                "counts yet; plan with 1"
-            )
-        stages, room = self._stages(gpus), self.room(cluster)
+        tried = self._members(cluster, gpus) if members is None else members
+        stages, room = self._stages(gpus, tried), self.room(cluster)
         question = replace(
             run_question(self.workload(method), cluster, config, gpus, stages, room),
+            members=tried,
             microbatch_sizes=microbatch_sizes,
             schedules=schedules(config, has_times=True),
             may_leave=config.layout.g_data == "auto",
@@ -112,19 +118,36 @@ class Subject:
             hint = f"; {counted(enough, 'device')} would do" if enough else ""
             raise ConfigError(f"{error}{hint}") from None
 
-    def _stages(self, gpus: int) -> list[int] | None:
+    def _members(self, cluster: Cluster, gpus: int) -> list[int]:
+        """The numbers of members that the configuration allows and training can run."""
+        layout = self.loaded.config.layout
+        is_asked = layout.g_tensor > 1 or "layout.g_tensor" in self.loaded.origins
+        if is_asked or layout.g_data != "auto" or self.cutting is None or not self.on_host:
+            return [layout.g_tensor]
+        try:
+            self.cutting.cuts(2)
+        except ConfigError:
+            return [1]
+        return [2**n for n in range(min(cluster.gpus_per_node, gpus).bit_length())]
+
+    def _stages(self, gpus: int, members: Sequence[int]) -> list[int] | None:
         """The numbers of stages that the configuration allows; None: all."""
         layout = self.loaded.config.layout
         stages = None if layout.split == "auto" else len(layout.split)
         if layout.g_inter != "auto":
             stages = layout.g_inter
         elif layout.g_data != "auto":
+            if len(members) > 1:
+                raise ConfigError(
+                    f"{self.loaded.where('layout.g_data')}: {layout.g_data}, and --members has "
+                    f"{len(members)} numbers; give one of the two axes, or one number"
+                )
             if gpus % layout.g_data:
                 raise ConfigError(
                     f"{self.loaded.where('layout.g_data')}: {layout.g_data} replicas do not divide "
                     f"{counted(gpus, 'device')}; choose a divisor, or auto"
                 )
-            stages = gpus // layout.g_data
+            stages = gpus // layout.g_data // members[0]
         if stages is None:
             return None
         check_split(self.loaded, stages, len(self.survey.layers))
@@ -144,7 +167,7 @@ class Subject:
         more = 2 * gpus
         while more <= MOST_TIMES * gpus:
             stages = range(1, question.workload.most_stages + 1)
-            deepest = max(n for n in stages if more % n == 0)
+            deepest = max(n for n in stages if more // min(question.members) % n == 0)
             rows, _ = try_layouts(replace(deeper, gpus=more, g_inter=[deepest]))
             if rows:
                 return more
@@ -198,7 +221,8 @@ def subject(
             f"{gigabytes(copied_bytes(loaded.config))} GB for copies of checkpoints "
             "(checkpoint.buffer), and messages under way where they go through it"
         )
-    return Subject(loaded, surveyed, targets, cluster.is_of_hosts, notes, criterion)
+    cutting = Cutting(loaded, model, surveyed)
+    return Subject(loaded, surveyed, targets, cluster.is_of_hosts, notes, criterion, cutting)
 
 
 def plan_for(

@@ -55,6 +55,8 @@ def _of_one(plan: Plan) -> Iterator[str]:
     yield ""
     yield "memory of each stage, GB:"
     yield from table([memory_cells(best, stage) for stage in shown_stages(best)])
+    if layout.grid.g_tensor > 1:
+        yield f"a member sends up to {gigabytes(max(best.sum_bytes))} GB to its partners in a step"
     if plan.slack_curve:
         points = ", ".join(f"{_slack(row)}: {row.seconds:.4g} s" for row in plan.slack_curve)
         yield f"step over slack: {points}"
@@ -73,8 +75,10 @@ def _of_one(plan: Plan) -> Iterator[str]:
 def settings(row: Row) -> str:
     """The options that make training take this layout."""
     schedule = row.layout.schedule
+    grid = row.layout.grid
     keys: dict[str, object] = {
-        "layout.g_inter": row.layout.grid.g_inter,
+        "layout.g_inter": grid.g_inter,
+        **({"layout.g_tensor": grid.g_tensor} if grid.g_tensor > 1 else {}),
         "batch.microbatch_size": row.layout.microbatch_size,
         "pipeline.slack": schedule.slack,
         "pipeline.split_backward": str(schedule.split_backward).lower(),
@@ -112,13 +116,18 @@ def _slack(row: Row) -> int:
 def because(plan: Plan) -> str:
     """Why this layout is recommended, and how much faster another one would be."""
     best = plan.recommended
-    smaller = [r for r in plan.rejected if r.g_inter < best.layout.grid.g_inter]
+    grid = best.layout.grid
+    of_three = has_members(plan) and grid.parallelism > 1
+    smaller = [r for r in plan.rejected if r.g_inter * r.g_tensor < grid.parallelism]
+    stages = "devices for a copy of the model" if of_three else "stages"
     if smaller:
-        last = max(smaller, key=lambda each: each.g_inter)
-        reason = f"fewer stages do not do (with {last.g_inter}: {last.reason})"
+        last = max(smaller, key=lambda each: each.g_inter * each.g_tensor)
+        with_ = last.layout if of_three else last.g_inter
+        reason = f"fewer {stages} do not do (with {with_}: {last.reason})"
     else:
         used, room = gigabytes(best.most_bytes), gigabytes(plan.memory_bytes)
-        reason = f"the fewest stages fit: {used} GB of {room} GB"
+        reason = f"the fewest {stages} fit: {used} GB of {room} GB"
+    reason += _of_as_many(plan)
     left = plan.gpus - best.layout.grid.size
     if left:
         reason += f"; with the other {counted(left, 'device')} a step would be no faster"
@@ -129,6 +138,28 @@ def because(plan: Plan) -> str:
             f"predicted {-100 * plan.margin(fastest):.1f} % faster"
         )
     return reason
+
+
+def has_members(plan: Plan) -> bool:
+    """Whether several members of a stage were considered, so that the third axis is shown."""
+    grids = [row.layout.grid.g_tensor for row in plan.rows]
+    return max([*grids, *(each.g_tensor for each in plan.rejected)]) > 1
+
+
+def _of_as_many(plan: Plan) -> str:
+    """How the recommended layout compares with those that share a copy of the model out over as
+    many devices, but by other stages and members; empty if there are none that fit."""
+    best = plan.recommended
+    grid = best.layout.grid
+    others: dict[int, Row] = {}
+    for row in plan.rows[1:]:
+        other = row.layout.grid
+        if other.parallelism == grid.parallelism and other.g_inter != grid.g_inter:
+            others.setdefault(other.g_inter, row)  # the fastest one is the first
+    said = [
+        f"{row.layout.grid} take {100 * plan.margin(row):.1f} % longer" for row in others.values()
+    ]
+    return f"; shared out otherwise over as many, {', '.join(said)}" if said else ""
 
 
 def comparison(plans: Sequence[Plan]) -> Iterator[str]:
@@ -172,7 +203,7 @@ def rejections(found: Sequence[Rejection]) -> Iterator[str]:
     """One line for each rejected layout; successive ones with the same reason share a line."""
     groups: list[tuple[list[Rejection], str]] = []
     for each in found:
-        if groups and groups[-1][1] == each.reason:
+        if groups and (groups[-1][0][0].g_tensor, groups[-1][1]) == (each.g_tensor, each.reason):
             groups[-1][0].append(each)
         else:
             groups.append(([each], each.reason))
@@ -181,6 +212,8 @@ def rejections(found: Sequence[Rejection]) -> Iterator[str]:
         size = members[0].microbatch_size
         beside = "" if size is None else f", microbatches of {size}"
         plural = "" if stages == "1" else "s"
+        if members[0].g_tensor > 1:
+            plural += f" × {members[0].g_tensor} members"
         yield f"  {stages} stage{plural}{beside}: {reason}"
 
 
@@ -204,8 +237,10 @@ def table(cells_of: Iterable[Mapping[str, str]]) -> Iterator[str]:
 def cells(plan: Plan, row: Row) -> dict[str, str]:
     """The figures of a layout as texts, by the heads of their columns; its phases come last."""
     phases = row.run.mean_phases
+    grid = row.layout.grid
+    members = f" × {grid.g_tensor}" * has_members(plan)
     return {
-        "layout": f"{row.layout.grid.g_inter} × {row.layout.grid.g_data}",
+        "layout": f"{grid.g_inter}{members} × {grid.g_data}",
         "microbatches": f"{row.layout.microbatches} × {row.layout.microbatch_size}",
         "backward": "split" if row.layout.schedule.split_backward else "whole",
         "slack": str(_slack(row)),
@@ -247,7 +282,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory_bytes": plan.memory_bytes,
         "because": because(plan),
         "rows": [_row_json(plan, row) for row in plan.rows],
-        "rejected": [asdict(each) for each in plan.rejected],
+        "rejected": [_rejection_json(plan, each) for each in plan.rejected],
         "slack_curve": [{"slack": _slack(row), **_figures(row)} for row in plan.slack_curve],
         "tried": [{"schedule": asdict(row.layout.schedule), **_figures(row)} for row in plan.tried],
         "trades": [{**asdict(trade), "is_taken": trade.is_taken} for trade in plan.trades],
@@ -262,6 +297,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _rejection_json(plan: Plan, rejection: Rejection) -> dict[str, Any]:
+    found = asdict(rejection)
+    if not has_members(plan):
+        del found["g_tensor"]
+    return found
+
+
 def _figures(row: Row) -> dict[str, float]:
     return {"seconds": row.seconds, "bytes": row.most_bytes}
 
@@ -269,6 +311,7 @@ def _figures(row: Row) -> dict[str, float]:
 def _row_json(plan: Plan, row: Row) -> dict[str, Any]:
     return {
         "g_inter": row.layout.grid.g_inter,
+        **({"g_tensor": row.layout.grid.g_tensor} if has_members(plan) else {}),
         "g_data": row.layout.grid.g_data,
         "microbatch_size": row.layout.microbatch_size,
         "microbatches": row.layout.microbatches,
@@ -280,6 +323,7 @@ def _row_json(plan: Plan, row: Row) -> dict[str, Any]:
         "stages": [
             {
                 "layers": load.layers,
+                **({"sum_bytes": row.layout.sum_bytes(load)} if has_members(plan) else {}),
                 "memory": {**asdict(memory), "total": memory.total},
                 "phases": phases,
             }
@@ -295,8 +339,9 @@ def spans(row: Row) -> list[Span]:
     """The spans of all stages of the replicas that were simulated.
 
     Where a stage does nothing, there is a span of its bubble. A stage compresses at the end of each
-    backward, or of the weight gradients of a split one. All stages update after the slowest
-    all-reduce, as in `simulate_step`.
+    backward, or of the weight gradients of a split one. The sums over members, which come between
+    the layers, stand together at the end of a forward or backward. All stages update after the
+    slowest all-reduce, as in `simulate_step`.
     """
     return [
         span
@@ -324,13 +369,16 @@ def _busy(row: Row, stage: int, run: StageRun) -> Iterator[tuple[str, str, float
     costs = row.costs.stages[stage]
     is_split = row.layout.schedule.split_backward
     last = Kind.WEIGHT if is_split else Kind.BACKWARD
-    whole = costs.weight if is_split else costs.backward
-    share = costs.compress / whole if whole else 0.0
+    summing = {Kind.FORWARD: costs.forward_sums, Kind.BACKWARD: costs.backward_sums}
+    whole = costs.weight if is_split else costs.backward - costs.backward_sums
+    share = costs.compress / whole if whole > 0 else 0.0
     for action, begin, end in zip(run.actions, run.begins, run.ends, strict=True):
+        summed = end - summing.get(action.kind, 0.0)
         # Jitter lengthens compression like everything else.
-        compress = share * (end - begin) if action.kind is last else 0.0
-        yield "compute", str(action), begin, end - compress
-        yield "compress", str(action), end - compress, end
+        compress = share * (summed - begin) if action.kind is last else 0.0
+        yield "compute", str(action), begin, summed - compress
+        yield "compress", str(action), summed - compress, summed
+        yield "collective", str(action), summed, end
     for begin, end in run.handled:
         yield "p2p", "p2p", begin, end
     column = max(pipeline.stages[stage].end for pipeline in row.run.pipelines.values())

@@ -42,15 +42,16 @@ def only_backward(pipeline: PipelineConfig) -> bool | None:
     return None if pipeline.schedule == "message-driven" and not pipeline.compile else False
 
 
-def least_split_samples(survey: Survey, *, on_host: bool) -> int:
-    """The smallest microbatch whose weight gradients are worth taking out of backwards."""
+def least_split_samples(survey: Survey, *, on_host: bool) -> float:
+    """The smallest microbatch whose weight gradients are worth taking out of backwards, of layers
+    that are whole; a part of a sample if one is more than enough."""
     matrices = sum(
         len(parameter.shape) > 1 and parameter.trained
         for layer in survey.layers
         for parameter in layer.parameters
     )
     least = WORTH_SPLITTING if on_host else GPU_WORTH_SPLITTING
-    return math.ceil(least * matrices / max(survey.flops, 1.0))
+    return least * matrices / max(survey.flops, 1.0)
 
 
 def configured_schedule(
@@ -92,8 +93,9 @@ def run_question(
     stages: Sequence[int] | None,
     room: float,
 ) -> LayoutQuestion:
-    """What a run asks the planner: layouts of `ranks` ranks, at the batch and microbatch sizes of
-    the configuration, in `room` bytes a rank. `stages` are the numbers to try; None: all."""
+    """What a run asks the planner: layouts of `ranks` ranks, at the batch, the microbatch size and
+    the members of the configuration, in `room` bytes a rank. `stages` are the numbers to try; None:
+    all."""
     return LayoutQuestion(
         workload=subject,
         cluster=cluster,
@@ -101,6 +103,7 @@ def run_question(
         global_batch_size=config.batch.global_batch_size,
         memory_bytes=room,
         g_inter=stages,
+        members=[config.layout.g_tensor],
         microbatch_sizes=[config.batch.microbatch_size],
         split_backward=only_backward(config.pipeline),
         least_split_samples=least_split_samples(subject.survey, on_host=cluster.is_of_hosts),
@@ -124,15 +127,25 @@ def split_trade(
     if only_backward(config.pipeline) is not None:
         return None
     question = replace(
-        run_question(subject, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf),
+        _of_grid(subject, cluster, config, grid),
         schedules=[configured_schedule(config.pipeline, slack=slack, is_split=False)],
-        least_split_samples=1,  # the caller knows where the ranks compute
+        least_split_samples=0.0,  # the caller knows where the ranks compute
     )
     [whole], _ = try_layouts(question)
     if not may_split(question, whole.layout):
         return None
     question = replace(question, memory_bytes=room)
     return trade(question, "split backwards", whole, split_row(question, whole))
+
+
+def _of_grid(
+    subject: SurveyedModel, cluster: Cluster | None, config: Config, grid: Grid
+) -> LayoutQuestion:
+    """A question that has this grid alone as its answer, in any memory."""
+    question = run_question(
+        subject, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf
+    )
+    return replace(question, members=[grid.g_tensor])
 
 
 def machine_of(cluster: Cluster | None) -> Cluster:
@@ -168,6 +181,9 @@ class Prediction:
     """Why there are this many stages; None if the configuration says so."""
     trades: Sequence[Trade] = ()
     """What options of the schedule that `auto` decides on cost and bring."""
+    sum_bytes: int = 0
+    """Bytes that a member sends to the other members of its stage in a step, on the stage that sums
+    most."""
 
 
 def predict(
@@ -183,10 +199,9 @@ def predict(
     Backwards are whole where the configuration leaves that open.
     """
     schedule = configured_schedule(config.pipeline, slack=slack, is_split=False)
-    question = run_question(
-        subject, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf
-    )
+    question = _of_grid(subject, cluster, config, grid)
     [row], _ = try_layouts(replace(question, schedules=[schedule]))
     # The fullest stage while no checkpoint is being written.
     peak = max(stage.total - stage.checkpoint for stage in row.memory)
-    return Prediction(peak, None if cluster is None else row.seconds, reason)
+    seconds = None if cluster is None else row.seconds
+    return Prediction(peak, seconds, reason, sum_bytes=max(row.sum_bytes))

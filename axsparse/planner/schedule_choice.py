@@ -134,7 +134,8 @@ def may_split(question: LayoutQuestion, layout: Layout) -> bool:
     """Whether stages wait for each other, weight gradients are large enough to fill that time, and
     the question leaves open whether they do."""
     waits = 1 not in (layout.grid.g_inter, layout.microbatches)
-    is_large = layout.microbatch_size >= question.least_split_samples
+    # Each member multiplies with its part of a matrix.
+    is_large = layout.microbatch_size >= layout.grid.g_tensor * question.least_split_samples
     return question.split_backward is None and waits and is_large
 
 

@@ -172,7 +172,9 @@ def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -
         else:
             kept += layer.activations.saved
         counted.append((kept, layer.activations.deferred))
-        working = max(working, again + 2 * layer.activations.widest)
+        # Beside the buffer of a sum are the sum so far and that with another partner's.
+        summing = 2 * layer.activations.summing
+        working = max(working, again + 2 * layer.activations.widest + summing)
     total, deferred = sum(kept for kept, _ in counted), 0
     last = layers[-1].activations
     outputs = 0 if last is None else last.outputs

@@ -9,6 +9,9 @@ b bytes of output:
                 the part of the backward that a split one leaves for later
     compression φ / κ, if the model is pruned
     message     mbs · b / B_p, for which the sender and the receiver are each busy
+    sum         log₂ T · (n / rate + α), on top, for each tensor of n bytes that the T members of a
+                stage sum: one exchange with each partner. Where stages are on two nodes, the
+                members' messages share the network cards.
 
 Once a step, for D replicas and n bytes of kept gradients:
 
@@ -25,6 +28,7 @@ from dataclasses import dataclass
 from axsparse.pipeline.simulator import MessageCost
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.workload import StageLoad, Workload, value_bytes
+from axsparse.runtime.communication import Sums
 from axsparse.runtime.grid import Grid
 
 KERNEL_BYTES = 4.3
@@ -45,6 +49,9 @@ class StageSeconds:
     weight: float = 0.0
     """The part of the backward that makes the gradients of weights which can wait, compression
     included."""
+    forward_sums: float = 0.0
+    """The part of the forward in which the members of the stage sum."""
+    backward_sums: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,9 @@ def step_costs(
     width = value_bytes(workload.precision)
     reduced = [(load.sum_bytes or width) * load.kept for load in loads]
     return StepCosts(
-        stages=[stage_seconds(workload, load, cluster, microbatch_size) for load in loads],
+        stages=[
+            stage_seconds(workload, load, cluster, microbatch_size, grid.g_tensor) for load in loads
+        ],
         messages=[microbatch_size * load.outputs for load in loads[:-1]],
         all_reduce=[all_reduce_seconds(nbytes, cluster, grid) for nbytes in reduced],
         optimizer=[optimizer_seconds(load, cluster, width) for load in loads],
@@ -79,9 +88,13 @@ def step_costs(
 
 
 def stage_seconds(
-    workload: Workload, load: StageLoad, cluster: Cluster, microbatch_size: int
+    workload: Workload,
+    load: StageLoad,
+    cluster: Cluster,
+    microbatch_size: int,
+    members: int = 1,
 ) -> StageSeconds:
-    """The seconds of a microbatch's forward and backward through one stage."""
+    """The seconds of a microbatch's forward and backward through one stage of so many members."""
     rate = cluster.efficiency * cluster.peak(workload.precision)
     # A cluster without `traffic` was fitted with the bytes that layers write.
     each = 1.0 if cluster.traffic is None else KERNEL_BYTES * cluster.traffic
@@ -92,20 +105,50 @@ def stage_seconds(
     backward = microbatch_size * (2 * forward + again) + 2 * passed + compress
     share = 1.0 if cluster.weight_share is None else cluster.weight_share
     weight = microbatch_size * load.weight_flops / rate * share + passed + compress
+    sums = [
+        sum_seconds(each, cluster, microbatch_size, members)
+        for each in (load.forward_sums, load.backward_sums)
+    ]
     return StageSeconds(
-        forward=microbatch_size * forward + passed,
-        backward=backward,
+        forward=microbatch_size * forward + passed + sums[0],
+        backward=backward + sums[1],
         compress=compress,
         weight=min(weight, backward) if load.weight_flops else 0.0,
+        forward_sums=sums[0],
+        backward_sums=sums[1],
     )
+
+
+def sum_seconds(sums: Sums, cluster: Cluster, microbatch_size: int, members: int) -> float:
+    """The seconds in which the members of a stage sum these tensors of a microbatch.
+
+    Partners are 1, 2, 4, … ranks apart, and all members exchange at once.
+    """
+    seconds = 0.0
+    for level in range(members.bit_length() - 1):
+        pair = group(2, 2**level, cluster.gpus_per_node)
+        exchanged = microbatch_size * sums.nbytes / _ring_rate(pair, cluster)
+        seconds += exchanged + sums.count * _latency(pair, cluster)
+    return seconds
+
+
+def _latency(group: Group, cluster: Cluster) -> float:
+    """α of a group."""
+    if group.within_node and cluster.node_ring_latency is not None:
+        return cluster.node_ring_latency
+    return cluster.ring_latency
 
 
 def edges(costs: StepCosts, cluster: Cluster, grid: Grid, replica: int) -> list[MessageCost]:
     """What a message costs between each two stages of a replica, within a node or between nodes."""
     found = []
-    for first, nbytes in enumerate(costs.messages, start=grid.rank(0, replica)):
+    for stage, nbytes in enumerate(costs.messages):
+        ranks = grid.rank(stage, replica), grid.rank(stage + 1, replica)
         latency, rate = cluster.inter_node_latency, cluster.inter_node_bandwidth
-        if cluster.node_of(first) == cluster.node_of(first + 1):
+        if grid.g_tensor > 1:
+            # A card sends and receives at once: of a transfer each side's time counts half.
+            rate = min(rate, 2 * cluster.nic_bandwidth / grid.g_tensor)
+        if cluster.node_of(ranks[0]) == cluster.node_of(ranks[1]):
             latency, rate = cluster.intra_node_latency, cluster.intra_node_bandwidth
         found.append(MessageCost(latency, nbytes / rate))
     return found
@@ -113,7 +156,9 @@ def edges(costs: StepCosts, cluster: Cluster, grid: Grid, replica: int) -> list[
 
 def all_reduce_seconds(nbytes: float, cluster: Cluster, grid: Grid) -> float:
     """The seconds in which the replicas of one stage reduce `nbytes`, as all other stages do."""
-    return ring_seconds(nbytes, group(grid.g_data, grid.g_inter, cluster.gpus_per_node), cluster)
+    return ring_seconds(
+        nbytes, group(grid.g_data, grid.parallelism, cluster.gpus_per_node), cluster
+    )
 
 
 @dataclass(frozen=True)
@@ -144,10 +189,8 @@ def ring_seconds(nbytes: float, group: Group, cluster: Cluster) -> float:
     bytes takes half."""
     if group.size == 1:
         return 0.0
-    hops, latency = 2 * (group.size - 1), cluster.ring_latency
-    if group.within_node and cluster.node_ring_latency is not None:
-        latency = cluster.node_ring_latency
-    return hops / group.size * nbytes / _ring_rate(group, cluster) + hops * latency
+    hops = 2 * (group.size - 1)
+    return hops / group.size * nbytes / _ring_rate(group, cluster) + hops * _latency(group, cluster)
 
 
 def _ring_rate(group: Group, cluster: Cluster) -> float:

@@ -67,6 +67,7 @@ def simulate_step(
                 cluster.jitter,
                 f"0 {replica}",
                 is_split=schedule.split_backward,
+                members=grid.g_tensor,
             ),
             edges(costs, cluster, grid, replica),
         )
@@ -84,15 +85,17 @@ def joined_step(costs: StepCosts, pipelines: dict[int, PipelineRun], microbatche
     phases = []
     for stage, each in enumerate(costs.stages):
         busy = fmean(run.stages[stage].compute for run in runs)
-        without_jitter = microbatches * (each.forward + each.backward)
+        sums = microbatches * (each.forward_sums + each.backward_sums)
+        without_jitter = microbatches * (each.forward + each.backward) - sums
         # Jitter lengthens compression like everything else.
-        compress = microbatches * each.compress * (busy / without_jitter if busy else 1.0)
+        stretched = (busy - sums) / without_jitter if without_jitter > 0 else 1.0
+        compress = microbatches * each.compress * stretched
         seconds_of = {
-            "compute": busy - compress,
+            "compute": busy - sums - compress,
             "compress": compress,
             "optimizer": costs.optimizer[stage],
             "p2p": fmean(run.stages[stage].p2p for run in runs),
-            "collective": costs.all_reduce[stage],
+            "collective": costs.all_reduce[stage] + sums,
         }
         phases.append({**seconds_of, "bubble": seconds - sum(seconds_of.values())})
     return StepRun(seconds, pipelines, phases)
@@ -105,12 +108,14 @@ def durations(
     key: str,
     *,
     is_split: bool = False,
+    members: int = 1,
 ) -> Durations:
     """The seconds of every action, with jitter.
 
     Each is its cost times exp(σ N − σ² / 2), of mean 1, where N is standard normal and σ is
     `jitter`. `key` seeds the generator. The two parts of a split backward have one factor, so that
-    splitting makes delays neither longer nor shorter.
+    splitting makes delays neither longer nor shorter. Each of the `members` of a stage has its own
+    factors; their sums let all of them wait for the slowest, and take no longer by themselves.
     """
     chance = random.Random(key)  # noqa: S311 - delays, not secrets
     shift = jitter**2 / 2
@@ -118,14 +123,21 @@ def durations(
     def factors() -> list[float]:
         if not jitter:
             return [1.0] * microbatches
-        return [math.exp(jitter * chance.gauss(0.0, 1.0) - shift) for _ in range(microbatches)]
+        return [
+            math.exp(jitter * max(chance.gauss(0.0, 1.0) for _ in range(members)) - shift)
+            for _ in range(microbatches)
+        ]
 
-    forward = [[each.forward * factor for factor in factors()] for each in stages]
+    forward = [
+        [(each.forward - each.forward_sums) * factor + each.forward_sums for factor in factors()]
+        for each in stages
+    ]
     backward, weight = [], []
     for each in stages:
         later = each.weight if is_split else 0.0
         drawn = factors()
-        backward.append([(each.backward - later) * factor for factor in drawn])
+        sums = each.backward_sums
+        backward.append([(each.backward - later - sums) * factor + sums for factor in drawn])
         weight.append([later * factor for factor in drawn])
     return Durations(forward, backward, weight if is_split else ())
 

@@ -11,13 +11,15 @@ from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from axsparse.config.schema import Config
-from axsparse.models.layer_cost import Activations
+from axsparse.models.layer_cost import NO_SUMS, Activations
 from axsparse.models.survey import LayerInfo, Survey
 from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.planner.cluster import Precision
+from axsparse.planner.cutting import Cutting
 from axsparse.planner.stage_memory import held_activations, is_recomputed
 from axsparse.planner.workload import Fits, StageLoad, no_bytes, value_bytes
 from axsparse.pruning.input_statistics import METHODS, STATISTICS
+from axsparse.runtime.communication import NOTHING
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import accumulates_in_half
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
@@ -28,6 +30,9 @@ the loss computes itself: two fp32 numbers, a copy and its gradient. A loss that
 measured to take 5 bytes a logit in fp32 and 6.5 in bf16."""
 
 
+CUT_LOSS_BYTES = 20
+"""The same for each logit of a loss of which members compute parts and whose backward autograd
+derives: five fp32 numbers, as torch's allocator counts them."""
 Contents: TypeAlias = tuple[int, int, int, int, bool]
 """`SurveyedModel._contents`."""
 CHOSEN_BYTES = 16
@@ -35,6 +40,9 @@ CHOSEN_BYTES = 16
 HEALING_BYTES = 25
 """Bytes that healing takes for each parameter of a layer beside its gradient: the master and a
 copy, two moments, the gradient in fp32 and a temporary tensor, and the mask."""
+GATHERED_BYTES = 12
+"""Bytes for each entry of a tensor that a member gathers from chunks to save it: in fp32, what the
+members send, what is made of that, and up to half as much of its own chunks."""
 SCORED_BYTES = 18
 """Bytes for each entry of a tensor that is scored by its gradient, on the host: its weights and a
 copy, the gradient, the score and a number on the way to it, and selecting; measured to be 17."""
@@ -158,6 +166,15 @@ class SurveyedModel:
     """Whether a score of the user's own takes inputs, so that `custom` draws masks from samples."""
     sees_gradients: bool = False
     """Whether a score of the user's own takes gradients, as that of snip does."""
+    cutting: Cutting | None = None
+    """How layers are cut for several members; None if they cannot be."""
+    whole: SurveyedModel | None = None
+    """The model before it was cut, if this is what one member has of it. Masks are drawn from whole
+    tensors, and one member saves them whole."""
+    _members: dict[int, SurveyedModel] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """What `of_member` has returned."""
     _loads: dict[tuple[Contents, int, bool], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -184,6 +201,20 @@ class SurveyedModel:
             layer.flops for n, layer in enumerate(self.survey.layers) if is_recomputed(n, every)
         )
         return 3 * self.survey.flops + again
+
+    def of_member(self, members: int) -> SurveyedModel:
+        cutting = self.cutting
+        assert cutting is not None or members == 1, "nobody says how the model is cut"
+        if cutting is None or not cutting.is_needed(members):
+            return self
+        if members not in self._members:
+            self._members[members] = replace(
+                self,
+                survey=cutting.survey_of_member(members),
+                kept=cutting.kept_of_member(members, self.kept),
+                whole=self,
+            )
+        return self._members[members]
 
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
@@ -248,11 +279,11 @@ class SurveyedModel:
             (replace(p, name=p.name if p.name in tied else ""), self.kept.get(p.name))
             for p in layer.parameters
         ]
-        return layer.flops, layer.activations, layer.buffer_bytes, parameters
+        return layer.flops, layer.activations, layer.buffer_bytes, layer.sums, parameters
 
     def _new_load(self, numbers: range, g_data: int, adds_in_half: bool) -> StageLoad:
-        config = self.config
-        layers = [self.survey.layers[number] for number in numbers]
+        config, whole = self.config, self.whole or self
+        layers, uncut = ([s.layers[n] for n in numbers] for s in (self.survey, whole.survey))
         every = config.pipeline.checkpoint_activations
         again = [layer for number, layer in enumerate(layers) if is_recomputed(number, every)]
         width = value_bytes(self.precision)
@@ -267,11 +298,14 @@ class SurveyedModel:
         draws = samples and config.pruning.ticket is None
         if draws and self.kept and not self.has_masks:
             calibration = calibration_memory(
-                config, layers, self.survey.ties, self.kept, stored, self.on_host
+                config, uncut, whole.survey.ties, whole.kept, stored, self.on_host
             )
         logits = self.survey.loss_logits if is_last else None
+        each = LOSS_BYTES if self.survey.loss_sums == NO_SUMS else CUT_LOSS_BYTES
         scores = self.sees_gradients or config.pruning.method == "snip"
-        largest = max((p.numel for layer in layers for p in layer.parameters), default=0)
+        largest = max((p.numel for layer in uncut for p in layer.parameters), default=0)
+        made = [4, SCORED_BYTES * (scores and self.on_host), GATHERED_BYTES * (whole is not self)]
+        sums = [*(layer.sums for layer in layers), *[self.survey.loss_sums] * is_last]
         return StageLoad(
             layers="",
             sum_bytes=8 if config.samo.gradient == "exact" else None,
@@ -284,8 +318,8 @@ class SurveyedModel:
             kept=sum(self._kept(layer) for layer in layers),
             state=stage_bytes(layers, self.survey.ties, self.kept, stored),
             temporary=width * max(map(_trained, layers)),
-            building=calibration.drawn + (SCORED_BYTES if scores and self.on_host else 4) * largest,
-            saved=self._saved(layers, g_data),
+            building=calibration.drawn + max(made) * largest,
+            saved=whole._saved(uncut, g_data),
             held=activations.held,
             working=activations.working,
             logits=outputs / width * LOSS_BYTES if is_last else 0.0,
@@ -293,7 +327,11 @@ class SurveyedModel:
             calibration=calibration.peak,
             deferred=activations.deferred,
             weight_flops=sum(each.weight_flops for each in _costs(layers)),
-            loss_bytes=no_bytes if logits is None else partial(_loss_bytes, logits),
+            forward_sums=sum((each.forward for each in sums), NOTHING),
+            backward_sums=sum(
+                [each.backward for each in sums] + [layer.sums.again for layer in again], NOTHING
+            ),
+            loss_bytes=no_bytes if logits is None else partial(_loss_bytes, each, logits),
         )
 
     def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
@@ -331,8 +369,8 @@ class SurveyedModel:
         )
 
 
-def _loss_bytes(logits: Callable[[int], int], samples: int) -> float:
-    return float(LOSS_BYTES * logits(samples))
+def _loss_bytes(each: int, logits: Callable[[int], int], samples: int) -> float:
+    return float(each * logits(samples))
 
 
 def _trained(layer: LayerInfo) -> int:

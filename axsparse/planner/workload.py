@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from axsparse.planner.cluster import Precision
+from axsparse.runtime.communication import NOTHING, Sums
 from axsparse.samo.state_bytes import StateBytes
 
 
@@ -72,6 +73,11 @@ class StageLoad:
     """Bytes that the loss takes beside `logits`, for a microbatch of so many samples: they do not
     grow in proportion where the loss computes some of its logits at a time."""
 
+    forward_sums: Sums = NOTHING
+    """What the members of a group sum in a forward."""
+    backward_sums: Sums = NOTHING
+    """The same in a backward, layers that it computes again included."""
+
     @property
     def deferred_size(self) -> float:
         """What a deferred microbatch takes, in units of one in flight (see `Bounds`)."""
@@ -89,7 +95,7 @@ class Workload(Protocol):
     constants follow memory (`stage_memory`) and time (`step_cost`); a workload itself knows no
     cluster. The answers never change.
 
-    To add a kind of model or a way of training, write a class with these five members; none has to
+    To add a kind of model or a way of training, write a class with these six members; none has to
     be inherited. `GptFormula` in `benchmarks/published/gpt_formula.py` is a short example. Tests of
     a workload compare its loads with numbers that were counted by hand: see
     tests/planner/test_surveyed_model.py.
@@ -121,6 +127,11 @@ class Workload(Protocol):
     @property
     def most_stages(self) -> int:
         """The most stages that the model can be cut into."""
+        ...
+
+    def of_member(self, members: int) -> Workload:
+        """What one of so many members of each stage computes, holds and sends: the one that holds
+        most. ConfigError if the model cannot be cut so."""
         ...
 
     def stages(

@@ -40,8 +40,11 @@ def refuse_beyond(
 ) -> None:
     """IndexBeyondError for the first index that is not from `least` to `size` - 1, nor `ignored`.
 
-    `what` names such an index, as in "no word of a vocabulary of 100".
+    `what` names such an index, as in "no word of a vocabulary of 100". Indices on the meta device
+    have no values, and none is refused.
     """
+    if indices.is_meta:
+        return
     flat = indices.reshape(-1)
     wrong = (flat < least) | (flat >= size)
     if ignored is not None:

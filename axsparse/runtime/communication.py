@@ -134,6 +134,25 @@ class Op(Enum):
     BROADCAST = "broadcast"
 
 
+@dataclass(frozen=True)
+class Sums:
+    """Tensors that the members of a group sum, such as while one sample passes through a layer."""
+
+    nbytes: int = 0
+    """Bytes of the tensors that are summed; a member sends them once to each of its partners."""
+    count: int = 0
+    """How many tensors these are, whatever the number of samples."""
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.nbytes + other.nbytes, self.count + other.count)
+
+    def __sub__(self, other: Sums) -> Sums:
+        return Sums(self.nbytes - other.nbytes, self.count - other.count)
+
+
+NOTHING = Sums()
+
+
 class Work(Protocol):
     """A collective operation under way; keeps its buffer alive until it is complete."""
 

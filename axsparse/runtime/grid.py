@@ -33,6 +33,11 @@ class Grid:
         """The number of ranks in the grid."""
         return self.g_inter * self.g_data * self.g_tensor
 
+    @property
+    def parallelism(self) -> int:
+        """The number of ranks that share a copy of the model."""
+        return self.g_inter * self.g_tensor
+
     def place(self, rank: int) -> Place:
         """The place of a rank from 0 to size − 1."""
         assert 0 <= rank < self.size, f"rank {rank} outside a grid of {self.size}"

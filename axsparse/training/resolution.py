@@ -29,6 +29,7 @@ from axsparse.planner.auto_layout import (
     resolve_grid,
 )
 from axsparse.planner.cluster import Cluster
+from axsparse.planner.cutting import Cutting, ties_of_chunks
 from axsparse.planner.layout import DEFAULT_SLACK
 from axsparse.planner.run_workload import (
     Prediction,
@@ -55,7 +56,6 @@ from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.state_bytes import master_kind, stage_bytes
 from axsparse.training.checkpoint.verification import flat
-from axsparse.training.cutting import cuts_of_model, refuse_uncut, ties_of_chunks
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
 HOLES = 0.3
@@ -131,6 +131,9 @@ class RunSpec:
     """Bytes that this rank may take beside what its process held at its start."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     """How parameters are cut into chunks, by name; empty where layers are whole."""
+    member: Survey | None = None
+    """What the member of each stage that holds most has of the model; None where layers are
+    whole."""
 
     @property
     def chunks(self) -> int:
@@ -168,8 +171,9 @@ class RunSpec:
         return StateTypes(self.gradient_dtype, master, self.optimizer.moments, samo.index)
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
-        """The layers of a stage."""
-        return [self.survey.layers[number] for number in self.stages[stage]]
+        """The layers of a stage, as one rank has them."""
+        survey = self.member or self.survey
+        return [survey.layers[number] for number in self.stages[stage]]
 
     @property
     def starts_pruned(self) -> bool:
@@ -212,17 +216,9 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         check_weights_are_loaded(loaded, inputs.model, targets)
     kept = kept_at_start(config, targets) if inputs.saved is None else inputs.saved
     criterion = configured_criterion(loaded, inputs.score)
-    subject = SurveyedModel(
-        config,
-        survey,
-        loaded.name,
-        kept,
-        inputs.optimizer or optimizer_of(config.optimizer),
-        on_host=inputs.on_host,
-        has_masks=inputs.saved is not None,
-        sees_inputs=criterion.sees_inputs,
-        sees_gradients=criterion.sees_gradients,
-    )
+    optimizer = inputs.optimizer or optimizer_of(config.optimizer)
+    cutting = Cutting(loaded, inputs.model, survey, inputs.on_host)
+    subject = _subject(inputs, cutting, optimizer, kept, criterion)
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
     trades = _trades(config, grid, inputs, subject, choice)
@@ -241,23 +237,46 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         on_host=inputs.on_host,
         room=_room(config, inputs),
     )
-    run = _cut(loaded, run)
+    run = _cut(run, cutting)
     if draws or (targets is not None and config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
     split = config.layout.split
-    stages = (
-        balanced(loaded, run.config, grid, subject) if split == "auto" else split_by_hand(split)
-    )
+    member = subject.of_member(grid.g_tensor)
+    run = replace(run, member=None if member is subject else member.survey)
+    stages = balanced(loaded, run.config, grid, member) if split == "auto" else split_by_hand(split)
     sizes = tuple(len(stage) for stage in stages)
     run = replace(run, config=_with(run.config, {"layout.split": sizes}), stages=stages)
-    run = replace(run, config=_with(run.config, {"samo.shard_optimizer": _shards(run)}))
-    if not has_costs(survey) or grid.g_tensor > 1:
+    shards = _shards(run, member.kept)
+    run = replace(run, config=_with(run.config, {"samo.shard_optimizer": shards}))
+    if not has_costs(survey):
         return run
     slack, reason = run.config.pipeline.slack, None if choice is None else choice.reason
     assert slack != "auto", "the configuration is resolved"
     subject = replace(subject, config=run.config)
     prediction = predict(subject, cluster, run.config, grid, slack, reason)
     return replace(run, prediction=replace(prediction, trades=trades))
+
+
+def _subject(
+    inputs: RunInputs,
+    cutting: Cutting,
+    optimizer: Optimizer,
+    kept: Mapping[str, int],
+    criterion: Criterion,
+) -> SurveyedModel:
+    """What the planner is asked about; `kept` as `RunSpec.kept_at_start`."""
+    return SurveyedModel(
+        cutting.loaded.config,
+        inputs.survey,
+        cutting.loaded.name,
+        kept,
+        optimizer,
+        on_host=inputs.on_host,
+        has_masks=inputs.saved is not None,
+        sees_inputs=criterion.sees_inputs,
+        sees_gradients=criterion.sees_gradients,
+        cutting=cutting,
+    )
 
 
 def _layout(
@@ -270,7 +289,7 @@ def _layout(
         check_grid(grid, ranks, num_layers)
         check_split(loaded, grid.g_inter, num_layers)
     else:
-        if has_costs(inputs.survey) and loaded.config.layout.g_tensor == 1:
+        if has_costs(inputs.survey):
             choice = chosen_layout(loaded, subject, cluster, ranks, inputs.found_memory)
         if choice is not None:
             chosen = {"layout.g_inter": choice.row.layout.grid.g_inter}
@@ -301,17 +320,17 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence
     return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})
 
 
-def _cut(loaded: LoadedConfig, run: RunSpec) -> RunSpec:
+def _cut(run: RunSpec, cutting: Cutting) -> RunSpec:
     """The run with its layers cut into chunks, if its settings ask for that."""
     survey = run.survey
-    refuse_uncut(loaded, run.place.grid, run.model, run.on_host)
-    cuts = cuts_of_model(loaded, run.place.grid, run.model, survey)
+    cuts = cutting.cuts(run.place.grid.g_tensor)
     survey = replace(survey, ties={**survey.ties, **ties_of_chunks(survey, cuts)})
     return replace(run, cuts=cuts, survey=survey)
 
 
-def _shards(run: RunSpec) -> bool:
+def _shards(run: RunSpec, kept: Mapping[str, int]) -> bool:
     """Whether replicas share the optimizer state: for `auto` if that makes a rank's state smaller.
+    `kept` has the pruned tensors as one rank has them.
 
     Time does not decide (docs/decisions/041-waiting-and-start-up.md).
     """
@@ -319,7 +338,7 @@ def _shards(run: RunSpec) -> bool:
     if asked != "auto":
         return asked
     unsharded = replace(run, config=_with(run.config, {"samo.shard_optimizer": False}))
-    layers, kept = [run.layers_of(stage) for stage in range(len(run.stages))], run.kept_at_start
+    layers = [run.layers_of(stage) for stage in range(len(run.stages))]
     return any(run.state_bytes(s, kept) < unsharded.state_bytes(s, kept) for s in layers)
 
 
@@ -357,7 +376,7 @@ def _trades(
     if choice is not None and choice.trades is not None:
         return choice.trades
     least = least_split_samples(inputs.survey, on_host=inputs.on_host)
-    if not has_costs(inputs.survey) or config.batch.microbatch_size < least:
+    if not has_costs(inputs.survey) or config.batch.microbatch_size < grid.g_tensor * least:
         return []
     slack = config.pipeline.slack
     if slack == "auto":

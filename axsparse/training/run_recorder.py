@@ -135,6 +135,8 @@ def _planned(run: RunSpec, memory_bytes: float) -> str:
     text = f"peak of a rank ~{format_bytes(memory_bytes)}"
     if prediction.step_seconds is not None:
         text += f" · step ~{prediction.step_seconds:.3g} s"
+    if prediction.sum_bytes:
+        text += f" · a member sends {format_bytes(prediction.sum_bytes)} a step"
     if run.memory_is_tight:
         text += ", which is tight: freed memory goes back at once, at some 8 % of the time"
     text += "".join(f" · {trade}" for trade in prediction.trades)

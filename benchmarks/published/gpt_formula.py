@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 
 from axsparse.planner.cluster import Precision
 from axsparse.planner.workload import Fits, StageLoad, value_bytes
+from axsparse.runtime.errors import ConfigError
 from axsparse.samo.state_bytes import StateBytes, StateFormat, TensorSize, tensor_bytes
 
 GRADIENT_BYTES = 2 + 4
@@ -77,6 +78,12 @@ class GptFormula:
     @property
     def num_params(self) -> int:
         return self.body_params + self.embedding_params
+
+    def of_member(self, members: int) -> GptFormula:
+        """See `Workload`. Layers are whole."""
+        if members > 1:
+            raise ConfigError(f"{self.name}: the formulas cut no layers; plan with 1 member")
+        return self
 
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from support.runs import tiny_config
 from support.sums import Sums
 from torch import Tensor, nn
 
+from axsparse.config.load import made_in_python
 from axsparse.config.model_config import CnnConfig, GptConfig
-from axsparse.models.survey import Survey, survey
+from axsparse.models.layer_cost import SilentTransport
+from axsparse.models.survey import Survey, survey, survey_of_member
+from axsparse.models.tensor_parallel import TensorGroup, cut_module, cuts_of
 from axsparse.models.zoo.gpt import gpt
 from axsparse.models.zoo.image_models import cnn
 from axsparse.pipeline.layer_runner import LayerRunner
@@ -24,9 +28,10 @@ from axsparse.pipeline.policy import Action, Kind
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.pipeline.weight_gradients import StageProducts
+from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import Layout
 from axsparse.planner.stage_memory import is_recomputed
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.surveyed_model import CUT_LOSS_BYTES, SurveyedModel
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
@@ -40,7 +45,12 @@ GPT = gpt(
     TOKENS,
 )
 CNN = cnn(CnnConfig(), 32)
-CUTS = {"gpt": (GPT, 3), "cnn": (CNN, 2)}
+CUTS = {
+    "gpt": (GPT, 3),
+    "cnn": (CNN, 2),
+    "gpt of 2 members": (GPT, 3),
+    "gpt of 4 members": (GPT, 3),
+}
 """Models of two stages, and how many layers the first one has."""
 CASES = [
     (name, stage, every, held)
@@ -51,9 +61,14 @@ CASES = [
 ]
 
 
+def members_of(name: str) -> int:
+    """How many members each stage has."""
+    return int(name.split()[2]) if "members" in name else 1
+
+
 def samples_of(name: str, stage: int) -> tuple[Tensor, Tensor | None]:
     """A microbatch's inputs of a stage, and its targets."""
-    if name == "gpt":
+    if name.startswith("gpt"):
         words = torch.arange(SAMPLES * TOKENS).view(SAMPLES, TOKENS) % WORDS
         return (torch.randn(SAMPLES, TOKENS, WIDTH), words) if stage else (words, None)
     if stage:
@@ -68,6 +83,17 @@ class Played:
         model, cut = CUTS[name]
         layers = model.layers[cut:] if stage else model.layers[:cut]
         modules = [(layer.name, layer.build()) for layer in layers]
+        loss, members = model.loss, members_of(name)
+        if members > 1:
+            # Sums have wrong values, and all their memory.
+            silent: Any = SilentTransport()
+            group = TensorGroup(Grid(1, 1, members).place(members - 1), silent, members)
+            for layer, (_, module) in zip(layers, modules, strict=True):
+                shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+                cut_module(layer, module, cuts_of(layer.name, layer.tensor, shapes, members), group)
+                module.to_empty(device="cpu")
+            assert model.cut_loss is not None
+            loss = model.cut_loss(group)
         for _, module in modules:
             for parameter in module.parameters():
                 nn.init.normal_(parameter, std=0.02)
@@ -77,7 +103,7 @@ class Played:
                 LayerRunner(name, module, is_recomputed=is_recomputed(number, every))
                 for number, (name, module) in enumerate(modules)
             ],
-            loss=model.loss if stage else None,
+            loss=loss if stage else None,
             metrics={},
             input_dtype=None,
             seed=0,
@@ -123,8 +149,9 @@ def planned(
     cut = CUTS[name][1]
     sections = {"checkpoint_activations": every}
     config = tiny_config(pipeline=sections, layout={"split": [cut, len(surveyed.layers) - cut]})
-    subject = SurveyedModel(config, surveyed, name, {}, ADAMW)
-    loads = subject.stages(2, 1, microbatches=MICROBATCHES)
+    cutting = Cutting(made_in_python(config, name), CUTS[name][0], surveyed)
+    subject = SurveyedModel(config, surveyed, name, {}, ADAMW, cutting=cutting)
+    loads = subject.of_member(members_of(name)).stages(2, 1, microbatches=MICROBATCHES)
     assert loads is not None
     schedule = Schedule("message-driven", 1, "alternate", split_backward=True, held=held)
     layout = Layout(Grid(2, 1), schedule, SAMPLES, MICROBATCHES).with_sizes(loads)
@@ -135,7 +162,13 @@ def planned(
 
 @pytest.mark.parametrize(
     ("name", "stage", "every", "held"),
-    by_default([("gpt", 1, 0, 5.0), ("gpt", 0, 1, None), ("cnn", 1, 2, 5.0)], CASES),
+    by_default(
+        [
+            *[("gpt", 1, 0, 5.0), ("gpt", 0, 1, None), ("cnn", 1, 2, 5.0)],
+            *[("gpt of 2 members", 1, 0, 5.0), ("gpt of 4 members", 0, 1, None)],
+        ],
+        CASES,
+    ),
 )
 def test_a_stage_holds_what_is_planned_and_little_less(
     name: str, stage: int, every: int, held: float | None
@@ -148,6 +181,39 @@ def test_a_stage_holds_what_is_planned_and_little_less(
     peak = peak_of_torch(played.step)
 
     assert 0.5 * beside < peak <= 1.05 * beside
+
+
+@pytest.mark.parametrize(
+    ("members", "chunks", "words"), [(2, 2, 2048), (2, 8, 2048), (1, 8, 2048), (2, 2, 40_000)]
+)
+def test_the_loss_of_a_cut_vocabulary_takes_what_is_planned(
+    members: int, chunks: int, words: int
+) -> None:
+    """Also where logits are computed again, of 40,000 words."""
+    tokens, samples = 32, 4
+    config = GptConfig(
+        num_layers=1, hidden_size=8, num_heads=8, sequence_length=tokens, vocab_size=words
+    )
+    model, place = gpt(config, tokens), Grid(1, 1, members).place(members - 1)
+    silent: Any = SilentTransport()
+    group = TensorGroup(place, silent, chunks)
+    weights = [torch.randn(words // chunks, 8, requires_grad=True) for _ in group.own]
+    hidden = torch.randn(samples, tokens, 8, requires_grad=True)
+    targets = torch.arange(samples * tokens).view(samples, tokens)
+    assert model.cut_loss is not None
+    loss = model.cut_loss(group)
+
+    def step() -> None:
+        loss(hidden, *weights, targets).backward()
+
+    step()  # Gradients are there from now on.
+    peak = peak_of_torch(step)
+
+    surveyed = survey_of_member(model, survey(model), place, chunks, torch.float32)
+    assert surveyed.loss_logits is not None
+    planned = CUT_LOSS_BYTES * surveyed.loss_logits(samples)
+    beside = sum(weight.nbytes for weight in weights) + 3 * hidden.nbytes
+    assert 0.9 * planned < peak <= planned + beside
 
 
 SMALL_GPT = (

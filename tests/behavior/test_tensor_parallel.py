@@ -24,7 +24,9 @@ from support.cases import (
     parameters,
     steps,
 )
+from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, small_llama
+from support.planner_cases import planned_bytes
 from support.resuming import Ran, ran
 from support.runs import (
     random_init,
@@ -367,7 +369,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"pipeline": {"compile": True}},
         "pipeline.compile fuses layers, which are not cut then; choose another value there, or",
     ),
-    ({"layout": {"memory_per_rank": 4.0}}, "no plan counts cut layers yet"),
     (
         {"own": {"tensor": {"attention": "summed", "attention.query.weight": "column"}}},
         "^layer block0: attention is summed over chunks, so that attention.query.weight has to be",
@@ -511,6 +512,52 @@ def test_members_leave_equal_files_and_go_on_as_any_other_number_of_members(
     }
     assert len(files["one"]) > 10 and files["one"].keys() == files["many"].keys()
     assert files["one"] == files["many"]
+
+
+EVEN = {"batch": {"global_batch_size": 12, "microbatch_size": 3}}
+COSTED = replace(
+    OWN,
+    name="own with costs",
+    model=lambda config: replace(own_model(), example=lambda samples: (torch.zeros(samples, 16),)),
+)
+COUNTED: list[tuple[tuple[int, int], int, dict[str, Any], Subject]] = [
+    ((1, 1), 2, {"samo": {"enabled": False}}, FOUR_HEADS),
+    ((2, 1), 2, {"pipeline": {"split_backward": True}}, FOUR_HEADS),
+    ((1, 1), 4, {"pipeline": {"checkpoint_activations": 1}}, FOUR_HEADS),
+    ((2, 2), 2, {"samo": {"shard_optimizer": True, "index": "mask"}, **EVEN}, FOUR_HEADS),
+    ((1, 1), 2, {"layout": {"tensor_exact": True}, "precision": "bf16"}, FOUR_HEADS),
+    ((2, 1), 4, {"pruning": {"include": "all"}}, FOUR_HEADS),
+    ((2, 1), 2, {}, COSTED),
+    ((2, 1), 2, {"pipeline": {"checkpoint_activations": 2}}, family("llama")),
+    ((1, 1), 2, {}, family("qwen3")),
+]
+"""Stages and replicas, members, settings and a model."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "number", "settings", "subject"), by_default([COUNTED[1]], COUNTED)
+)
+def test_state_and_messages_of_every_member_are_what_plans_count(
+    layout: tuple[int, int], number: int, settings: dict[str, Any], subject: Subject
+) -> None:
+    """To the byte; masks decide how many entries of a tensor each member keeps."""
+    config = tiny_config(**merged(subject.settings, settings, {"train": {"steps": 3}}))
+    model = subject.model(config)
+
+    def after(steps: int) -> list[Trainer]:
+        train = config.train.model_copy(update={"steps": steps})
+        asked = config.model_copy(update={"train": train})
+        ranks = train_in_process(*layout, model, asked, subject.data(), g_tensor=number)
+        return [trainer for trainer, _ in ranks]
+
+    # The first step also compares the gradients of members.
+    for before, trainer in zip(after(2), after(3), strict=True):
+        state, sent = planned_bytes(trainer, model)
+        parts, earlier = trainer.parts.members, before.parts.members
+
+        assert trainer.state_bytes().total == state > 0
+        assert parts is not None and earlier is not None
+        assert parts.bytes_sent - earlier.bytes_sent == sent > 0
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)

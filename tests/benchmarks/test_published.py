@@ -18,6 +18,7 @@ from published.run_check import FITTABLE, Check, check_runs, choices
 from published.run_file import TABLES, RunFile, RunRow, load_runs
 from published.run_step import predict_step, run_costs
 from support.action_text import dry_run, to_text
+from three_axes import seconds_by_plan
 from zero_bubble import PUBLISHED, published, zb_h1
 
 from axsparse.config.load import load_config
@@ -279,3 +280,16 @@ def test_zb_h1_never_waits_for_ever_and_holds_no_more_than_1f1b(
     most = dry_run([zb_h1(stage, stages, microbatches, slack) for stage in range(stages)])
 
     assert max(most) <= min(microbatches, stages + slack)
+
+
+@pytest.mark.parametrize("name", ["3.6B", "7.5B", "39.1B"])
+def test_plans_count_runs_with_tensor_parallelism_as_the_formulas_do(name: str) -> None:
+    """Megatron-LM sums by rings, by which eight devices send less than in pairs."""
+    [row] = [each for each in load_runs(TABLES / "megatron-sc21.yaml").rows if each.name == name]
+    machine = load_cluster("selene-a100")
+
+    by_formula = predict_step(row, machine).seconds
+    ring, pairs = (seconds_by_plan(row, machine, by_ring=by) for by in (True, False))
+
+    assert ring == pytest.approx(by_formula, rel=0.06)
+    assert pairs > 0.999 * ring

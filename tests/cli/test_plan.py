@@ -39,6 +39,20 @@ def test_it_prints_a_recommendation_and_why(plan: Axsparse) -> None:
     ) in screen
 
 
+def test_members_are_tried_as_asked_for_and_what_training_does_by_itself_is_said(
+    plan: Axsparse,
+) -> None:
+    small = ("layout.memory_per_rank=0.0026", "layout.g_inter=1", "samo.enabled=false")
+    asked = ("--microbatch-size=1", *(f"--set={one}" for one in small))
+    fewer, one = plan("--gpus", "4", *asked)[1], plan("--gpus", "4", "--members", "1")[1]
+    summit = plan("--gpus", "6", "--members", "1,2", "--cluster", "summit")[1]
+
+    assert "recommended: 1 stage × 2 replicas × 2 members" in fewer
+    assert "note: training by itself takes as many members as layout.g_tensor says, 1; " in fewer
+    assert "member" not in one
+    assert "note: training cuts layers on CPUs only so far: on GPUs a layout of " in summit
+
+
 @pytest.mark.parametrize("wish", ["layout.split=[4]", "layout.memory_per_rank=2"])
 def test_where_training_takes_the_same_it_says_nothing(wish: str, plan: Axsparse) -> None:
     _, screen, _ = plan("--gpus", "4", "--set", wish)
@@ -108,6 +122,7 @@ def test_only_the_microbatches_that_were_asked_for_are_tried(
         (["--gpus", "many"], "argument --gpus: 'many' is no whole number from 1 to"),
         (["--gpus", "0"], "argument --gpus: '0' is no whole number"),
         (["--gpus", "2", "--microbatch-size", "-1"], "argument --microbatch-size: '-1' is no"),
+        (["--gpus", "2", "--members", "two"], "argument --members: 'two' is no whole number"),
         (["--gpus", "2", "--compare", "best"], "argument --compare: 'best' is not of dense,samo"),
         (["--gpus", "2", "--cluster", "nowhere"], "cluster 'nowhere': no such file and no bundled"),
         (["--gpus", "2", "--set", "layout.memory_per_rank=1e-6"], "stage 0 needs "),

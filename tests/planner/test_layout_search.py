@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
-from support.planner_cases import SUMMIT, cluster, formula, planned, schedule
+from support.planner_cases import (
+    SUMMIT,
+    cluster,
+    formula,
+    of_three_axes,
+    planned,
+    schedule,
+)
 
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout import Row
+from axsparse.planner.layout import LayoutQuestion, Row
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_report import because
-from axsparse.planner.schedule_choice import MOST_ROOM, PAYS, Trade
+from axsparse.planner.schedule_choice import MOST_ROOM, PAYS, Trade, may_split
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Grid
 
 BIG = cluster(memory_bytes=1e12)
 
@@ -263,3 +272,85 @@ def test_the_number_of_stages_need_not_divide_that_of_devices() -> None:
 
 def rest(question: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in question.items() if key != "gpus"}
+
+
+# -- members ----------------------------------------------------------------------------------
+
+
+def test_every_layout_of_three_axes_is_a_row_or_rejected() -> None:
+    found = of_three_axes(1e9)
+
+    tried = {(row.layout.grid.g_inter, row.layout.grid.g_tensor) for row in found.rows}
+    assert tried == {(2**n, 2**m) for n in range(3) for m in range(3) if n + m <= 3}
+    for row in found.rows:
+        assert row.layout.grid.size == 8
+        assert row.percent_of_peak == pytest.approx(
+            100 * 8 * found.workload.sample_flops / (row.seconds * 8 * 1e9)
+        )
+    reasons = {(each.g_inter, each.g_tensor): each.reason for each in found.rejected}
+    assert reasons[1, 8].startswith("layout.g_tensor (default): 8 chunks do not divide the 4 heads")
+    assert reasons[8, 1] == "the model can be cut into 4 stages at most"
+
+
+def test_of_the_smallest_model_parallelism_that_fits_the_fastest_is_taken() -> None:
+    roomy = of_three_axes(1e9)
+    alone = roomy.recommended.most_bytes
+    grids = []
+    for latency in (0.0, 1.0):
+        tight = of_three_axes(0.9 * alone, ring_latency=latency, intra_node_latency=latency / 10)
+        grid = tight.recommended.layout.grid
+        rivals = [row for row in tight.rows if row.layout.grid.parallelism == grid.parallelism]
+        grids.append(grid)
+        assert min(row.layout.grid.parallelism for row in tight.rows) == grid.parallelism > 1
+        assert tight.recommended.seconds == min(row.seconds for row in rivals)
+        assert len({row.layout.grid.g_inter for row in rivals}) > 1
+        assert "fewer devices for a copy of the model do not do (with 1 stage: " in because(tight)
+        assert "; shared out otherwise over as many, " in because(tight)
+
+    assert roomy.recommended.layout.grid == Grid(1, 8)
+    one_stage = of_three_axes(0.9 * alone, stages=[1, 8])
+    assert one_stage.recommended.layout.grid == Grid(1, 4, 2)
+    # Members have many messages, stages few but a bubble.
+    assert [grid.g_tensor > 1 for grid in grids] == [True, False]
+
+
+def test_members_that_the_model_cannot_have_are_not_tried_where_devices_may_be_left() -> None:
+    with pytest.raises(ConfigError, match="tiny fits no layout of 9 devices of summit; with "):
+        of_three_axes(1.0, gpus=9, may_leave=True)
+    said = r"tiny fits no layout of 8 devices of summit; with 2 stages × 4 members stage . needs "
+    with pytest.raises(ConfigError, match=said):
+        of_three_axes(1.0)
+    seven = of_three_axes(1e9, gpus=7, may_leave=True, global_batch_size=4).recommended
+
+    assert seven.layout.grid == Grid(1, 4)
+
+
+def test_backwards_are_split_only_where_the_parts_of_members_are_large_enough() -> None:
+    """Twice the samples for two members: each multiplies with half a matrix."""
+    alone = of_three_axes(1e9, members=[1], stages=[2]).recommended.layout
+    shared = of_three_axes(1e9, members=[2], stages=[2]).recommended.layout
+    question = LayoutQuestion(
+        workload=formula("gpt3_xl"), cluster=SUMMIT, gpus=8, global_batch_size=8
+    )
+
+    for least, expected in [(0.0, (True, True)), (0.6, (True, False)), (1.5, (False, False))]:
+        asked = replace(question, least_split_samples=least)
+        assert (may_split(asked, alone), may_split(asked, shared)) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "on_node", "reasons"),
+    [
+        (12, 6, {8: "8 members do not divide 12 devices", 4: "some would be on another node"}),
+        (4, 6, {8: "8 members do not divide 4 devices"}),
+        (8, 4, {8: "some would be on another node, as nodes have 4 devices"}),
+    ],
+)
+def test_the_members_of_a_stage_stand_on_one_node(
+    gpus: int, on_node: int, reasons: dict[int, str]
+) -> None:
+    found = of_three_axes(1e9, gpus, gpus_per_node=on_node)
+
+    apart = {each.g_tensor: each.reason for each in found.rejected if not each.g_data}
+    assert apart.keys() == reasons.keys()
+    assert all(apart[members].startswith(reason) for members, reason in reasons.items())

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from support.planner_cases import cluster
 from support.runs import mlp, tiny_config, tiny_gpt
+from torch import Tensor
 
 import axsparse
 from axsparse.config.load import LoadedConfig, load_config, made_in_python
@@ -19,6 +21,10 @@ from axsparse.pruning.criteria import Score
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
 MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None, host_bandwidth=None)
+
+
+def example(samples: int) -> tuple[Tensor, ...]:
+    return (torch.zeros(samples, 16),)
 
 
 def asked(origins: dict[str, str] | None = None, **sections: Any) -> Subject:
@@ -38,7 +44,8 @@ def test_all_layouts_are_planned_unless_the_configuration_says_which() -> None:
     assert grids(planned()) >= {(1, 4), (2, 2), (4, 1)}
     assert grids(planned(layout={"g_inter": 2})) >= {(2, 2)}
     assert grids(planned(layout={"g_data": 4})) == {(1, 4)}
-    assert grids(planned(layout={"split": [1, 3]})) == {(2, 2)}
+    assert grids(planned(layout={"split": [1, 3], "g_tensor": 1})) >= {(2, 2)}
+    assert grids(planned(layout={"split": [1, 3], "g_data": 2})) == {(2, 2)}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +54,7 @@ def test_all_layouts_are_planned_unless_the_configuration_says_which() -> None:
         ({"g_data": 3}, r"layout.g_data \(default\): 3 replicas do not divide"),
         ({"split": [1, 2]}, r"layout.split \(default\): \[1, 2\] places 3 layers of 4"),
         ({"g_data": 2, "split": [1, 1, 2]}, r"\[1, 1, 2\] is for 3 stages, g_inter is 2"),
+        ({"g_tensor": 3}, r"layout.g_tensor \(default\): 3 is no power of two"),
     ],
 )
 def test_a_layout_that_fits_neither_devices_nor_model_is_refused(
@@ -54,6 +62,42 @@ def test_a_layout_that_fits_neither_devices_nor_model_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         planned(layout=layout)
+
+
+def members(found: Plan) -> set[tuple[int, int, int]]:
+    grids = [row.layout.grid for row in found.rows]
+    return {(grid.g_inter, grid.g_tensor, grid.g_data) for grid in grids}
+
+
+def test_members_are_planned_where_training_can_cut_the_model_unless_it_is_said_how_many() -> None:
+    two = {"layout.g_tensor": "--set"}
+
+    assert members(planned()) >= {(1, 1, 4), (1, 2, 2), (2, 2, 1)}
+    assert {each for _, each, _ in members(planned())} == {1, 2}  # of two heads
+    one = asked(two).plan("start", MACHINE, 4)
+    assert {each for _, each, _ in members(one)} == {1}
+    assert {each for _, each, _ in members(planned(layout={"g_tensor": 2}))} == {2}
+    assert members(planned(layout={"g_tensor": 2, "g_data": 2})) == {(1, 2, 2)}
+    fixed = asked().plan("start", MACHINE, 4, members=[2])
+    assert {each for _, each, _ in members(fixed)} == {2}
+
+
+def test_members_that_training_refuses_are_planned_only_if_asked_for() -> None:
+    gpus = cluster(peak_bf16=1e12)
+    config = tiny_config()
+    on_gpus = subject(LoadedConfig(config, "tiny", {}), gpus, tiny_gpt(config))
+    layers = mlp()
+    images = subject(LoadedConfig(config, "mlp", {}), MACHINE, replace(layers, example=example))
+
+    for each in (on_gpus, images):
+        assert {number for _, number, _ in members(each.plan("start", gpus, 4))} == {1}
+    found = on_gpus.plan("start", gpus, 4, members=[1, 2])
+    assert {number for _, number, _ in members(found)} == {1, 2}
+    tried = images.plan("start", MACHINE, 4, members=[1, 2])
+    [why] = [rejected.reason for rejected in tried.rejected if rejected.g_tensor == 2]
+    assert why.startswith("layout.g_tensor (default): model mlp names no modules to cut")
+    with pytest.raises(ConfigError, match="names no modules to cut"):
+        images.plan("start", MACHINE, 4, members=[2])
 
 
 def test_a_run_is_planned_as_it_starts() -> None:
@@ -84,6 +128,11 @@ def test_only_large_weight_gradients_are_planned_apart(monkeypatch: pytest.Monke
     monkeypatch.setattr(run_workload, "WORTH_SPLITTING", 1.0)
     monkeypatch.setattr(run_workload, "GPU_WORTH_SPLITTING", 1.0)
     assert tried() == {False, True}
+
+
+def test_members_to_try_and_a_number_of_replicas_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match=r"layout.g_data .*: 2, and --members has 2 num"):
+        asked(layout={"g_data": 2}).plan("start", MACHINE, 4, members=[1, 2])
 
 
 def test_without_pruning_there_is_no_samo_to_compare() -> None:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from support.pages import body_of, figure_of
-from support.planner_cases import cluster, formula, planned
+from support.planner_cases import cluster, formula, of_three_axes, planned
 
 from axsparse.observe.trace_file import Span
 from axsparse.planner.html_page import page
@@ -28,6 +28,7 @@ from axsparse.planner.plan_report import (
     settings,
     spans,
 )
+from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_simulation import STEP_PHASES
 
 
@@ -68,6 +69,44 @@ def test_it_says_why_fewer_stages_do_not_do_or_that_more_are_predicted_faster() 
     fastest = min(found.rows, key=lambda row: row.seconds).layout
     assert because(found).startswith("the fewest stages fit: ")
     assert f"; {fastest.grid} with microbatches of {fastest.microbatch_size} are" in because(found)
+
+
+def test_the_third_axis_is_shown_where_several_members_were_tried() -> None:
+    alone, shared = (of_three_axes(1e9, members=each) for each in ([1], [1, 2, 4, 8]))
+    told = [json.loads(json.dumps(as_json(found))) for found in (alone, shared)]
+    texts = ["\n".join(lines([found], [])) for found in (alone, shared)]
+
+    assert not any("member" in text for text in (texts[0], json.dumps(told[0]), page([alone], [])))
+    assert {row["g_tensor"] for row in told[1]["rows"]} == {1, 2, 4}
+    assert {each["g_tensor"] for each in told[1]["rejected"]} >= {8}
+    assert "1 × 1 × 8" in texts[1] and "2 × 2 × 2" in texts[1]
+    assert "  1 stage × 8 members: layout.g_tensor (default): 8 chunks do not divide" in texts[1]
+    assert "2 members" in page([shared], [])
+
+
+def test_what_members_exchange_and_the_settings_that_train_them_are_said() -> None:
+    alone = of_three_axes(1e9).recommended
+    found = of_three_axes(0.9 * alone.most_bytes, ring_latency=0.0)
+    best, text = found.recommended, "\n".join(lines([found], []))
+
+    assert best.layout.grid.g_tensor > 1
+    assert f"--set layout.g_tensor={best.layout.grid.g_tensor} " in settings(best)
+    assert "layout.g_tensor" not in settings(alone)
+    most = gigabytes(max(best.sum_bytes))
+    assert f"a member sends up to {most} GB to its partners in a step" in text
+    told = as_json(found)["rows"][0]["stages"]
+    assert [stage["sum_bytes"] for stage in told] == best.sum_bytes
+
+
+def test_spans_show_the_sums_of_members_behind_each_pass() -> None:
+    best = of_three_axes(0.9 * of_three_axes(1e9).recommended.most_bytes).recommended
+    summed = [span for span in spans(best) if span.phase == "collective" and span.stage == 0]
+
+    stage, replicas = best.costs.stages[0], len(best.run.pipelines)
+    passes = best.layout.microbatches * replicas * (stage.forward_sums + stage.backward_sums)
+    assert sum(span.end - span.begin for span in summed) == pytest.approx(
+        passes + replicas * best.costs.all_reduce[0]
+    )
 
 
 def test_neighbours_that_are_rejected_alike_share_a_line() -> None:

@@ -18,8 +18,10 @@ from axsparse.planner.step_cost import (
     ring_seconds,
     stage_seconds,
     step_costs,
+    sum_seconds,
 )
 from axsparse.planner.workload import StageLoad
+from axsparse.runtime.communication import Sums
 from axsparse.runtime.grid import Grid
 from axsparse.samo.state_bytes import StateBytes
 
@@ -96,6 +98,56 @@ def test_messages_cost_by_the_nodes_that_their_ranks_stand_on() -> None:
 
     # Nodes of six: ranks 0-3, then 4-7 with a border before 6, then 8-11 on one node.
     assert found == [[near, near, near], [near, far, near], [near, near, near]]
+
+
+@pytest.mark.parametrize(
+    ("members", "on_node", "seconds"),
+    [
+        (1, 8, 0.0),
+        (2, 8, 3 * 40 / 100 + 5 * 0.25),
+        (8, 8, 3 * (3 * 40 / 100 + 5 * 0.25)),
+        # Partners four ranks apart are on two nodes, whose card all four pairs share.
+        (8, 4, 2 * (3 * 40 / 100 + 5 * 0.25) + 3 * 40 / (40 / 4) + 5 * 0.5),
+    ],
+)
+def test_members_exchange_each_sum_with_every_partner(
+    members: int, on_node: int, seconds: float
+) -> None:
+    machine = replace(MACHINE, gpus_per_node=on_node)
+
+    assert sum_seconds(Sums(40, 5), machine, 3, members) == pytest.approx(seconds)
+
+
+def test_a_pass_takes_its_sums_on_top_and_weight_gradients_take_none() -> None:
+    model = formula("gpt3_xl")
+    machine = replace(MACHINE, gpus_per_node=6, peak_fp16=20.0, efficiency=0.5)
+    summing = replace(LOAD, forward_sums=Sums(40, 2), backward_sums=Sums(80, 3), weight_flops=10.0)
+    alone, shared = (stage_seconds(model, each, machine, 3, 2) for each in (LOAD, summing))
+
+    assert shared.forward_sums == pytest.approx(3 * 40 / 100 + 2 * 0.25)
+    assert shared.backward_sums == pytest.approx(3 * 80 / 100 + 3 * 0.25)
+    assert shared.forward == pytest.approx(alone.forward + shared.forward_sums)
+    assert shared.backward == pytest.approx(alone.backward + shared.backward_sums)
+    assert shared.weight == pytest.approx(3 * 10 / 10)
+
+
+def test_members_stand_next_to_each_other_and_share_the_cards_of_their_node() -> None:
+    costs = uniform(3, 1, 1, message=24.0)
+    machine = replace(
+        MACHINE,
+        gpus_per_node=4,
+        intra_node_bandwidth=12.0,
+        intra_node_latency=0.5,
+        inter_node_bandwidth=96.0,
+        inter_node_latency=3.0,
+    )
+    near, far = MessageCost(0.5, 2.0), MessageCost(3.0, 24 / (2 * 80 / 2))
+
+    # Nodes of four: two stages of two members each.
+    assert edges(costs, machine, Grid(3, 2, 2), 0) == [near, far]
+    assert edges(costs, machine, Grid(3, 2, 2), 1) == [far, near]
+    # Replicas are six ranks apart, one on a node, and four rings share each node's card.
+    assert all_reduce_seconds(60, machine, Grid(3, 2, 2)) == pytest.approx(60 / (40 / 4) + 2 * 0.5)
 
 
 MACHINE = cluster(

@@ -10,7 +10,7 @@ import torch
 from support.allocated import peak_of_torch
 from support.hf import SMALL_LLAMA
 from support.planner_cases import KEPT, SURVEY, cluster, layer, surveyed
-from support.runs import tiny_config, token_data, train_in_process
+from support.runs import VOCABULARY, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
 
 from axsparse.config.load import made_in_python
@@ -20,15 +20,17 @@ from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import load_cluster
+from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import LayoutQuestion, Row
 from axsparse.planner.layout_search import plan
 from axsparse.planner.stage_memory import stage_memory
 from axsparse.planner.step_cost import step_costs
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.surveyed_model import CUT_LOSS_BYTES, SurveyedModel
 from axsparse.planner.workload import StageLoad, value_bytes
 from axsparse.pruning.calibration import CalibratedMasks, Calibration
 from axsparse.pruning.criteria import Criterion, Score
 from axsparse.pruning.targets import kept_at_start, what_is_pruned
+from axsparse.runtime.communication import Sums
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.precision import DTYPES
@@ -209,6 +211,68 @@ def test_the_loss_takes_the_logits_that_it_holds_at_a_time_on_the_last_stage() -
     assert loads[1].loss_bytes(4) == 8 * 1000
     found = stage_memory(loads[1], microbatch_size=4, in_flight=1, overhead=0.0)
     assert found.logits == 4 * loads[1].logits + 8 * 1000
+
+
+# -- members ----------------------------------------------------------------------------------
+
+
+def gpt_of(members: int, **sections: Any) -> tuple[StageLoad, StageLoad]:
+    """A GPT in one stage, whole and as one of so many members has it."""
+    asked = tiny_config(
+        **{"model": {"num_heads": 4, "tie_embeddings": False}, "samo": {"enabled": False}},
+        **{"precision": "bf16", "checkpoint": {"every": 1}, **sections},
+    )
+    model = tiny_gpt(asked)
+    info = survey(model, DTYPES[asked.precision])
+    cutting = Cutting(made_in_python(asked, "tiny"), model, info)
+    subject = SurveyedModel(asked, info, "tiny", {}, ADAMW, cutting=cutting)
+    loads = [each.stages(1, 1) for each in (subject, subject.of_member(members))]
+    assert loads[0] is not None and loads[1] is not None
+    return loads[0][0], loads[1][0]
+
+
+@pytest.mark.parametrize("members", [2, 4])
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_member_computes_its_part_and_sums_what_is_between_layers(
+    members: int, every: int
+) -> None:
+    whole, load = gpt_of(members, pipeline={"checkpoint_activations": every})
+    blocks, tokens, hidden, words = 2, 12, 32, VOCABULARY
+    activation, logits = 2 * tokens * hidden, 4 * tokens
+
+    # Products are cut. Those of the head count as its parameters, of which the norm is whole.
+    assert load.flops == pytest.approx(whole.flops / members, rel=1e-2)
+    # Norms, positions and the biases behind row splits are on all members.
+    on_all = blocks * (4 + 2) * hidden + (2 + tokens) * hidden
+    assert load.trained == (whole.trained - on_all) / members + on_all
+    assert load.state.total == pytest.approx((whole.state.total / whole.trained) * load.trained)
+    # Two row splits a block and the embedding; the loss sums two numbers a token in fp32.
+    assert load.forward_sums == Sums((2 * blocks + 1) * activation + 2 * logits, 2 * blocks + 3)
+    # Two column splits a block and the head. What is computed again ends before its last sum.
+    again = (every > 0) * blocks
+    assert load.backward_sums.nbytes == (2 * blocks + 1 + again) * activation
+    assert load.backward_sums.count == 2 * blocks + 1 + again
+    assert load.loss_bytes(2) == CUT_LOSS_BYTES * 2 * tokens * words / members
+    assert load.held == whole.held if every else load.held < whole.held
+    assert load.outputs == whole.outputs
+    # One member saves whole tensors, which all of them gather.
+    assert load.saved == whole.saved > 0
+    assert load.building == 12 / 4 * whole.building
+
+
+def test_chunks_keep_equal_parts_of_a_pruned_tensor() -> None:
+    asked = tiny_config(model={"num_heads": 4})
+    model = tiny_gpt(asked)
+    info = survey(model, DTYPES[asked.precision])
+    kept = {"block0.fc1.weight": 1001, "block0.fc2.weight": 1002}
+    cutting = Cutting(made_in_python(asked, "tiny"), model, info)
+    subject = SurveyedModel(asked, info, "tiny", kept, ADAMW, cutting=cutting)
+
+    found = subject.of_member(2)
+
+    assert found.kept == {"block0.fc1.weight#1": 501, "block0.fc2.weight#1": 501}
+    assert found.whole is subject
+    assert subject.of_member(1) is subject
 
 
 # -- calibration ----------------------------------------------------------------------------

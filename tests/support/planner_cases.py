@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from published.gpt_formula import GptFormula
 from support.cases import merged
-from support.runs import tiny_config
+from support.runs import tiny_config, tiny_gpt
 
-from axsparse.config.load import load_config
+from axsparse.config.load import load_config, made_in_python
 from axsparse.config.model_config import GptConfig, of_family
+from axsparse.config.schema import num_microbatches
+from axsparse.models.layer import Model
 from axsparse.models.layer_cost import Activations
-from axsparse.models.survey import LayerInfo, ParameterInfo, Survey
+from axsparse.models.survey import LayerInfo, ParameterInfo, Survey, survey, survey_of_member
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.layout import LayoutQuestion
+from axsparse.planner.cutting import Cutting
+from axsparse.planner.layout import Layout, LayoutQuestion
 from axsparse.planner.layout_search import Plan, plan
+from axsparse.planner.run_workload import configured_schedule
 from axsparse.planner.step_cost import StageSeconds, StepCosts
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.surveyed_model import SurveyedModel, state_format
+from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.state_bytes import stage_bytes
+from axsparse.training.trainer import Trainer
 
 SUMMIT = load_cluster("summit")
 
@@ -102,3 +110,61 @@ def surveyed(
     """The model of a survey, with some settings."""
     config = tiny_config(**merged(SETTINGS, sections))
     return SurveyedModel(config, survey, "four layers", KEPT if kept is None else kept, ADAMW)
+
+
+def of_three_axes(
+    room: float,
+    gpus: int = 8,
+    members: Sequence[int] = (1, 2, 4, 8),
+    *,
+    global_batch_size: int = 8,
+    may_leave: bool = False,
+    stages: Sequence[int] | None = None,
+    **constants: Any,
+) -> Plan:
+    """The plan of a GPT of four heads in so many bytes a device."""
+    config = tiny_config(model={"num_heads": 4}, samo={"enabled": False})
+    model = tiny_gpt(config)
+    info = survey(model)
+    cutting = Cutting(made_in_python(config, "tiny"), model, info)
+    subject = SurveyedModel(config, info, "tiny", {}, ADAMW, cutting=cutting)
+    machine = cluster(**{"peak_fp32": 1e9, "overhead_bytes": 0.0, "gpus_per_node": 8} | constants)
+    return plan(
+        LayoutQuestion(
+            workload=subject,
+            cluster=machine,
+            gpus=gpus,
+            global_batch_size=global_batch_size,
+            may_leave=may_leave,
+            g_inter=stages,
+            members=members,
+            schedules=[schedule(slack=0)],
+            microbatch_sizes=[1],
+            memory_bytes=room,
+        )
+    )
+
+
+def planned_bytes(trainer: Trainer, model: Model) -> tuple[int, int]:
+    """By formula: the state of a rank, given how many entries its masks keep of each tensor, and
+    what it sends to the other members of its stage in a step."""
+    run, place = trainer.parts.run, trainer.parts.place
+    grid, config = place.grid, run.config
+    member = Grid(1, 1, grid.g_tensor).place(place.member)
+    here = survey_of_member(model, survey(model, run.dtype), member, run.chunks, run.dtype)
+    tensors = [tensor for layer in trainer.parts.layers for tensor in layer.state.tensors]
+    kept = {here.ties.get(tensor.name, tensor.name): tensor.kept for tensor in tensors}
+    microbatches = num_microbatches(config.batch, grid.g_data)
+    loads = SurveyedModel(config, here, "member", kept, run.optimizer).stages(
+        grid.g_inter, grid.g_data, microbatches=microbatches
+    )
+    assert loads is not None
+    load = loads[place.stage]
+    assert load.numbers == run.stages[place.stage]
+    stored = state_format(config, run.optimizer, grid.g_data)
+    layers = [here.layers[number] for number in load.numbers]
+    state = stage_bytes(layers, here.ties, kept, stored, place.replica)
+    schedule = configured_schedule(config.pipeline)
+    layout = Layout(grid, schedule, config.batch.microbatch_size, microbatches)
+    words = layout.word_bytes if place.member == 0 else 0
+    return state.total, layout.sum_bytes(load) + words

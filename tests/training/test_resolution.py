@@ -206,6 +206,31 @@ def test_memory_that_was_found_is_tight_where_freed_blocks_would_not_fit(
     assert run.memory_is_tight is is_tight
 
 
+def test_a_limit_of_memory_counts_what_a_member_has() -> None:
+    """Two members need half of most, so that fewer stages fit; all ranks are used."""
+    deep: dict[str, Any] = {"model": {"num_layers": 10}, "samo": {"enabled": False}}
+    alone, shared = (
+        auto(4, 1.0, layout={"g_inter": 1, "g_tensor": members}, **deep) for members in (1, 2)
+    )
+    assert alone.prediction is not None and shared.prediction is not None
+    need = shared.prediction.memory_bytes
+    assert 0.4 < need / alone.prediction.memory_bytes < 0.7
+    assert (alone.prediction.sum_bytes, shared.prediction.sum_bytes > 0) == (0, True)
+
+    fitting, tight = (
+        auto(4, part * need / 1e9, layout={"g_tensor": 2}, **deep) for part in (1.3, 0.9)
+    )
+
+    assert fitting.place.grid == Grid(1, 2, 2)
+    assert tight.place.grid == Grid(2, 1, 2)
+    assert tight.prediction is not None and "(with 1, stage 0 needs " in str(
+        tight.prediction.reason
+    )
+    assert auto(3, 1.0, layout={"g_inter": 3}, **deep).place.grid == Grid(3, 1)
+    with pytest.raises(ConfigError, match=r"layout.g_tensor .*: 2 does not divide the 3 ranks"):
+        auto(3, 1.0, layout={"g_tensor": 2})
+
+
 def test_a_layout_that_is_given_is_kept_and_predicted() -> None:
     run = auto(layout={"g_inter": 4}, limit=1.0)
 

@@ -14,8 +14,9 @@ import axsparse.training.run_recorder
 from axsparse.data.dataset import Datasets
 from axsparse.models.survey import survey
 from axsparse.observe.gpu_phases import DevicePhases
-from axsparse.planner.run_workload import predict
+from axsparse.planner.run_workload import Prediction, predict
 from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.runtime.console import format_bytes
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -100,3 +101,24 @@ def test_on_a_gpu_the_plan_is_the_gpus_and_the_table_is_shown(
     said = capsys.readouterr().out
     assert said.startswith("host n0: rank 0 → GPU 0 (H200)\n") and "tight" not in said
     trainer.close()
+
+
+def test_the_banner_says_what_members_take_and_send(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(
+        run_dir=str(tmp_path), layout={"g_inter": 1, "g_tensor": 2, "memory_per_rank": 1.0}
+    )
+    world: LocalWorld[Prediction | None] = LocalWorld(2)
+
+    def planned(rank: int) -> Prediction | None:
+        job = Job(LocalTransport(world, rank))
+        trainer = build(job, tiny_gpt(config), lambda: Datasets(token_data(), None), config)
+        trainer.close()
+        return trainer.parts.run.prediction
+
+    found, _ = world.run(planned)
+
+    assert found is not None and found.sum_bytes > 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"a member sends {format_bytes(found.sum_bytes)} a step" in said
