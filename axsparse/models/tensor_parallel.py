@@ -16,7 +16,7 @@ Shapes: B sequences of a microbatch, S tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from axsparse.models.chunked_tensor import ChunkedTensor, chunk_of, chunked, of_all_chunks
 from axsparse.models.layer import Layer, Split, SplitKind
 from axsparse.models.losses import CHUNK_LOGITS
 from axsparse.runtime.bounds import IGNORED, refuse_beyond
@@ -349,82 +350,6 @@ def _features(like: Tensor, size: int, chunks: int, groups: int = 1) -> Cut:
     return Cut((*like.shape[:-1], size), like.dim() - 1, groups, chunks)
 
 
-# -- what lies between a column and a row split -------------------------------------------
-
-
-class Parts(Tensor):
-    """Activations of several chunks, one tensor for each, alike in shape.
-
-    Every operation of torch is done for each chunk by itself. So it has the same operands whatever
-    number of chunks a member has; many operations on longer tensors would have other bits. It has
-    the shape of one chunk, and no memory of its own.
-    """
-
-    parts: tuple[Tensor, ...]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        [count] = {len(each.parts) for each in _parts_in((args, kwargs or {}))}
-        results = [func(*_part(args, n), **_part(kwargs or {}, n)) for n in range(count)]
-        return _together(func, results)
-
-
-def between(parts: Sequence[Tensor]) -> Tensor:
-    """The activations of a member's chunks as one tensor."""
-    if len(parts) == 1:
-        return parts[0]
-    empty = torch.empty(parts[0].shape, dtype=parts[0].dtype, device="meta")
-    together: Parts = Tensor._make_subclass(Parts, empty)
-    together.parts = tuple(parts)
-    return together
-
-
-def _parts_in(value: Any) -> Iterator[Parts]:
-    """All `Parts` in the arguments of a function."""
-    if isinstance(value, Parts):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _parts_in(each)
-
-
-def _part(value: Any, number: int) -> Any:
-    """The arguments of a function for one chunk."""
-    if isinstance(value, Parts):
-        return value.parts[number]
-    if isinstance(value, dict):
-        return {name: _part(each, number) for name, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [_part(each, number) for each in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    return value
-
-
-def _together(func: object, results: Sequence[Any]) -> Any:
-    """What a function gives, from what it gives for each chunk; ConfigError for numbers that
-    differ, which a forward may depend on."""
-    first = results[0]
-    if isinstance(first, Tensor):
-        return between(results)
-    if isinstance(first, Iterator):
-        return (_together(func, each) for each in zip(*results, strict=True))
-    if isinstance(first, (tuple, list)) and any(isinstance(each, Tensor) for each in first):
-        return type(first)([_together(func, each) for each in zip(*results, strict=True)])
-    if isinstance(first, (bool, int, float, tuple, list)) and any(r != first for r in results):
-        raise ConfigError(
-            f"layout.g_tensor: {getattr(func, '__name__', func)} gives other numbers for each "
-            "chunk between a column and a row split; gather what lies there (Split.gathered)"
-        )
-    return first
-
-
 # -- modules ----------------------------------------------------------------------------
 
 
@@ -451,7 +376,7 @@ class Column(nn.Module):
             apply: Callable[..., Tensor] = _Gather.apply
             return apply(group, cut, *parts)
         group.drawn = torch.get_rng_state()
-        return between(parts)
+        return chunked(parts)
 
 
 class Row(nn.Module):
@@ -469,7 +394,7 @@ class Row(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        group, parts = self.group, x.parts if isinstance(x, Parts) else (x,)
+        group, parts = self.group, x.chunks if isinstance(x, ChunkedTensor) else (x,)
         if self.takes:
             apply: Callable[..., tuple[Tensor, ...]] = _Take.apply
             cut = _features(x, x.shape[-1], group.chunks)
@@ -518,12 +443,12 @@ class Shared(nn.Module):
             functional_call(
                 module,
                 {name: each[number] for name, each in copies.items()},
-                _part(args, number),
-                _part(kwargs, number),
+                chunk_of(args, number),
+                chunk_of(kwargs, number),
             )
             for number in range(len(self.group.own))
         ]
-        return _together(module, results)
+        return of_all_chunks(module, results)
 
 
 class Summed(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from axsparse.models.tensor_parallel import Parts, between
+from axsparse.models.chunked_tensor import ChunkedTensor, chunked
 from axsparse.runtime.errors import ConfigError
 
 CHUNKS = 3
@@ -52,21 +52,21 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
 def test_an_operation_has_the_bits_of_each_chunk_alone(name: str) -> None:
     run, parts, alone = OPERATIONS[name], chunks(), chunks()
 
-    results = flat(run(between(parts)))
+    results = flat(run(chunked(parts)))
     expected = [flat(run(chunk)) for chunk in alone]
 
     assert results
     for number in range(CHUNKS):
         for result, of_chunk in zip(results, expected[number], strict=True):
-            assert isinstance(result, Parts)
-            assert torch.equal(result.parts[number], of_chunk)
-        sum(result.parts[number].sum() for result in results).backward()
+            assert isinstance(result, ChunkedTensor)
+            assert torch.equal(result.chunks[number], of_chunk)
+        sum(result.chunks[number].sum() for result in results).backward()
         sum(one.sum() for one in expected[number]).backward()
         assert torch.equal(parts[number].grad, alone[number].grad)  # type: ignore[arg-type]
 
 
 def test_what_is_alike_is_that_of_a_chunk_and_one_chunk_is_a_plain_tensor() -> None:
-    x, (first, *_) = between(chunks()), chunks()
+    x, (first, *_) = chunked(chunks()), chunks()
 
     assert (x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device)
     assert (len(x), x.dim(), x.size(-1), x.requires_grad, x.is_contiguous()) == (
@@ -76,7 +76,7 @@ def test_what_is_alike_is_that_of_a_chunk_and_one_chunk_is_a_plain_tensor() -> N
         True,
         True,
     )
-    assert between([first]) is first
+    assert chunked([first]) is first
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_what_is_alike_is_that_of_a_chunk_and_one_chunk_is_a_plain_tensor() -> N
 )
 def test_numbers_that_chunks_have_for_themselves_are_refused(look: Callable[[Tensor], Any]) -> None:
     with pytest.raises(ConfigError, match="gives other numbers for each chunk between a column"):
-        look(between([torch.zeros(1, 1, 1), torch.ones(1, 1, 1)]))
+        look(chunked([torch.zeros(1, 1, 1), torch.ones(1, 1, 1)]))
