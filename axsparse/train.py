@@ -20,7 +20,7 @@ from axsparse.runtime.restarts.lifeline import BUILDS, ENDS, JOINS, Lifeline
 from axsparse.runtime.stop_signal import StopRequest
 
 DESCRIPTION = """\
-Train a pruned network over pipeline stages and replicas.
+Train a pruned network over pipeline stages, their members and replicas.
 
 Start it by itself, or on many ranks with an MPI launcher:
 

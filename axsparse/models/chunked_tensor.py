@@ -18,9 +18,9 @@ from axsparse.runtime.errors import ConfigError
 class ChunkedTensor(Tensor):
     """Activations of several chunks, one tensor for each, alike in shape.
 
-    Every operation of torch is done for each chunk by itself. So it has the same operands whatever
-    number of chunks a member has; many operations on longer tensors would have other bits. It has
-    the shape of one chunk, and no memory of its own.
+    Every operation of torch is done for each chunk by itself. So each operation has the same
+    operands at every degree; run once on the chunks joined, many operations would give other last
+    bits. It has the shape of one chunk, and no memory of its own.
     """
 
     chunks: tuple[Tensor, ...]
@@ -40,7 +40,7 @@ class ChunkedTensor(Tensor):
 
 
 def chunked(chunks: Sequence[Tensor]) -> Tensor:
-    """The activations of a member's chunks as one tensor."""
+    """The activations of a member's chunks as one tensor; of one chunk that chunk itself."""
     if len(chunks) == 1:
         return chunks[0]
     empty = torch.empty(chunks[0].shape, dtype=chunks[0].dtype, device="meta")
@@ -71,8 +71,8 @@ def chunk_of(value: Any, number: int) -> Any:
 
 
 def of_all_chunks(func: object, results: Sequence[Any]) -> Any:
-    """What a function gives, from what it gives for each chunk; ConfigError for numbers that
-    differ, which a forward may depend on."""
+    """The result of a function that ran for each chunk: tensors are joined, also in tuples and
+    lists. Other values have to be equal, ConfigError if not, since a forward may depend on them."""
     first = results[0]
     if isinstance(first, Tensor):
         return chunked(results)

@@ -10,7 +10,8 @@ where x and y are alike on all members. The sum, and that of the gradients of x,
 tree over the C chunks: first those of a member, then those of two members, of four, and so on. So
 neither the shapes of the products nor the order of the additions depends on T, if C does not.
 
-Shapes: B sequences of a microbatch, S tokens, H hidden size, V vocabulary.
+Shapes: B sequences of a microbatch, S tokens of each, H hidden size; I inputs and O outputs of a
+linear module; t a token, v a word.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ MOST_CHUNKS = 8
 """Chunks under `layout.tensor_exact`: the highest degree, and not so many that products of degree
 1 become small."""
 WHOLE = ("shared", "summed")
-"""Kinds of splits of modules of which nothing is cut but what other splits name."""
+"""Kinds of splits that name a module; parameters inside it are cut only where other splits name
+them."""
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Combines two tensors; commutative in every bit."""
 
@@ -57,7 +59,9 @@ class Cut:
     dim: int
     """The dimension that is cut."""
     groups: int
+    """How many matrices stand one above the other (`Split.groups`); each of them is cut."""
     chunks: int
+    """The number of chunks in all, those of other members included."""
 
     def bounds(self, chunk: int) -> tuple[int, int]:
         """Where a chunk begins and ends in each group."""
@@ -173,7 +177,8 @@ class TensorGroup:
         self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around the waiting."""
         self.drawn: Tensor | None = None
-        """The state of torch's generator behind the last column split, while it is compared."""
+        """The state of torch's generator after the last column split, until the row split that
+        follows compares it."""
         self._backoff = transport.backoff
         self._keeping = kept_rng if transport.name == "local" else nullcontext
         ranks = [grid.rank(place.stage, place.replica, member) for member in range(self.size)]
@@ -540,14 +545,18 @@ def cut_module(
         path, _, kind = name.rpartition(".")
         owner = module.get_submodule(path)
         own = enumerate(group.own)
-        if isinstance(owner, (Column, Row, Summed)):  # by the parameter before, or above
+        if isinstance(
+            owner, (Column, Row, Summed)
+        ):  # Replaced with the weight before this bias, or above.
             found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
             continue
         if not owner.get_parameter(kind).requires_grad:
             raise ConfigError(
                 f"layer {layer.name}: {name} is frozen, and is not cut; leave it out of tensor"
             )
-        if name in splits and splits[name].kind == "vocabulary":  # no module, but a parameter
+        if (
+            name in splits and splits[name].kind == "vocabulary"
+        ):  # A parameter that the layer hands to the loss, such as the head's weight.
             delattr(owner, kind)
             setattr(owner, kind, Chunks(cut, group))
             found |= {f"{name}.chunks.{n}": (name, c) for n, c in own}

@@ -1,4 +1,5 @@
-"""Which tensors of a run are cut into chunks (`layout.g_tensor`), and what keeps layers whole."""
+"""Into how many chunks the tensors of a run are cut (`layout.g_tensor`), which tensors they are,
+and what is refused."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ class Cutting:
     model: Model
     survey: Survey
     """That of the whole model."""
-    on_host: bool = True
-    """Whether ranks compute on CPUs. Plans for GPUs count members although no run has them yet."""
+    refuses_gpus: bool = False
+    """Whether members are refused because ranks compute on GPUs, as in training; plans count such
+    members all the same."""
     _surveys: dict[int, Survey] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def is_needed(self, members: int) -> bool:
-        """Whether layers are cut for so many members."""
+        """Whether layers are cut at all: for several members, or for one under
+        `layout.tensor_exact`."""
         return members > 1 or self.loaded.config.layout.tensor_exact
 
     def cuts(self, members: int) -> dict[str, Cut]:
@@ -61,8 +64,9 @@ class Cutting:
             found.update((f"{layer.name}.{name}", cut) for name, cut in of_layer.items())
         return found
 
-    def survey_of_member(self, members: int) -> Survey:
-        """What the member that holds most has of the model; ConfigError as `cuts`."""
+    def of_member(self, members: int) -> Survey:
+        """The survey of the last member, which holds most: of a vocabulary that does not divide it
+        has the larger part. ConfigError as `cuts`."""
         if members not in self._surveys:
             cuts = self.cuts(members)
             chunks = next((cut.chunks for cut in cuts.values()), 1)
@@ -76,12 +80,11 @@ class Cutting:
         return self._surveys[members]
 
     def kept_of_member(self, members: int, kept: Mapping[str, int]) -> dict[str, int]:
-        """How many entries of each pruned tensor that member has, if those of the whole tensors,
-        `kept`, are spread evenly over chunks; in a run the thresholds of masks decide."""
+        """How many entries of each pruned tensor the last member keeps, rounded up, if those of the
+        whole tensors, `kept`, are spread evenly over chunks. In a run the thresholds of masks
+        decide."""
         shapes, found = self.survey.shapes, {}
-        for parameter in (
-            p for layer in self.survey_of_member(members).layers for p in layer.parameters
-        ):
+        for parameter in (p for layer in self.of_member(members).layers for p in layer.parameters):
             whole, _, _ = parameter.name.partition("#")
             if whole in kept:
                 of_all = kept[whole] * parameter.numel
@@ -97,7 +100,7 @@ class Cutting:
         config, model = self.loaded.config, self.model
         refused = {
             f"{members} is no power of two": bool(members & (members - 1)),
-            "layers are cut on CPUs only so far": not self.on_host,
+            "layers are cut on CPUs only so far": self.refuses_gpus,
             f"model {model.name} names no modules to cut (Layer.tensor)": not any(
                 layer.tensor for layer in model.layers
             ),

@@ -132,7 +132,7 @@ def _on_fewer(question: LayoutQuestion, most: int, best: Row | None) -> Row | No
     """
     for members in question.members:
         used = replace(question, gpus=question.gpus - question.gpus % members)
-        if _apart(used, members) is not None:
+        if _why_not_members(used, members) is not None:
             continue
         limit = min(most, question.gpus) // members
         for stages in question.g_inter or range(1, limit + 1):
@@ -160,7 +160,7 @@ def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
     rows: list[Row] = []
     rejected: list[Rejection] = []
     for members in question.members:
-        why = _apart(question, members)
+        why = _why_not_members(question, members)
         if why is not None:
             rejected.append(Rejection(1, 0, None, why, members))
             continue
@@ -179,8 +179,12 @@ def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
     return rows, rejected
 
 
-def _apart(question: LayoutQuestion, members: int) -> str | None:
-    """Why stages cannot have so many members, whatever their number; None if they can."""
+def _why_not_members(question: LayoutQuestion, members: int) -> str | None:
+    """Why no number of stages can have so many members; None if some can.
+
+    With one number in the question nodes are not looked at, and ConfigError says why the model
+    cannot be cut.
+    """
     gpus, on_node = question.gpus, question.cluster.gpus_per_node
     if gpus % members:
         return f"{counted(members, 'member')} do not divide {counted(gpus, 'device')}"

@@ -142,12 +142,15 @@ class Subject:
                     f"{self.loaded.where('layout.g_data')}: {layout.g_data}, and --members has "
                     f"{len(members)} numbers; give one of the two axes, or one number"
                 )
-            if gpus % layout.g_data:
+            each = layout.g_data * members[0]
+            if gpus % each:
+                of_members = f" of {counted(members[0], 'member')}" * (members[0] > 1)
                 raise ConfigError(
-                    f"{self.loaded.where('layout.g_data')}: {layout.g_data} replicas do not divide "
-                    f"{counted(gpus, 'device')}; choose a divisor, or auto"
+                    f"{self.loaded.where('layout.g_data')}: {counted(layout.g_data, 'replica')}"
+                    f"{of_members} do not divide {counted(gpus, 'device')}; choose numbers whose "
+                    "product does, or auto"
                 )
-            stages = gpus // layout.g_data // members[0]
+            stages = gpus // each
         if stages is None:
             return None
         check_split(self.loaded, stages, len(self.survey.layers))

@@ -210,7 +210,7 @@ class SurveyedModel:
         if members not in self._members:
             self._members[members] = replace(
                 self,
-                survey=cutting.survey_of_member(members),
+                survey=cutting.of_member(members),
                 kept=cutting.kept_of_member(members, self.kept),
                 whole=self,
             )

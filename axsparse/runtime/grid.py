@@ -60,7 +60,7 @@ class Grid:
         stages = f"{self.g_inter} stage" + "s" * (self.g_inter > 1)
         replicas = f"{self.g_data} replica" + "s" * (self.g_data > 1)
         members = f" × {self.g_tensor} members" * (self.g_tensor > 1)
-        return f"{stages} × {replicas}{members}"
+        return f"{stages}{members} × {replicas}"
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def test_members_are_tried_as_asked_for_and_what_training_does_by_itself_is_said
     fewer, one = plan("--gpus", "4", *asked)[1], plan("--gpus", "4", "--members", "1")[1]
     summit = plan("--gpus", "6", "--members", "1,2", "--cluster", "summit")[1]
 
-    assert "recommended: 1 stage × 2 replicas × 2 members" in fewer
+    assert "recommended: 1 stage × 2 members × 2 replicas" in fewer
     assert "note: training by itself takes as many members as layout.g_tensor says, 1; " in fewer
     assert "member" not in one
     assert "note: training cuts layers on CPUs only so far: on GPUs a layout of " in summit

@@ -52,6 +52,10 @@ def test_all_layouts_are_planned_unless_the_configuration_says_which() -> None:
     ("layout", "said"),
     [
         ({"g_data": 3}, r"layout.g_data \(default\): 3 replicas do not divide"),
+        (
+            {"g_data": 4, "g_tensor": 4},
+            r"layout.g_data \(default\): 4 replicas of 4 members do not divide 4 devices",
+        ),
         ({"split": [1, 2]}, r"layout.split \(default\): \[1, 2\] places 3 layers of 4"),
         ({"g_data": 2, "split": [1, 1, 2]}, r"\[1, 1, 2\] is for 3 stages, g_inter is 2"),
         ({"g_tensor": 3}, r"layout.g_tensor \(default\): 3 is no power of two"),

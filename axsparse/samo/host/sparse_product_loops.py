@@ -225,7 +225,7 @@ def sampled_product(
     `factors` are the outer `(tokens, rows)` and the inner `(tokens, columns)`. `where` has the
     columns of all kept entries, row by row, room for a number a row, and the number of each row's
     end. `room` is for the tokens of both factors that are laid out at a time, `(rows, length)` and
-    `(columns, length)`.
+    `(columns, length)`. `sums`, `(kept,)` in fp32, receives the entries.
     """
     outer, inner = factors
     _, cursors, ends = where
@@ -451,7 +451,8 @@ def multiply(
 ) -> None:
     """Products of rows `(tokens, inputs)` with a weight's lines, and the bias, as rows of outputs.
 
-    `weight` is the matrix, and whether its lines are its columns. `outputs` is the matrix of all
+    `weight` is the matrix, and whether its lines are its columns. `bias`, `(outputs,)` in fp32,
+    also says how many outputs there are. `outputs` is the matrix of all
     outputs, and the row of the first one. `room` is for the inputs of each tile, `(…, TOKENS)`, for
     the sums of each tile, `(…, TOKENS)`, for lines of a weight that is transposed,
     `(LINES, DEPTH)`, for rounded sums, `(LINES, TOKENS)`, and for the lists of `add_products`.

@@ -61,7 +61,7 @@ class TensorCopy:
     is_gathered: bool = False
     """Whether all replicas of the stage must ask for the value together."""
     is_cut: bool = False
-    """Whether all members of the replica must ask for the value together."""
+    """Whether all members of the stage must ask for the value together."""
     is_fixed: bool = False
     """Whether training never changes the value, so that it can be read while training goes on."""
 
