@@ -529,7 +529,7 @@ COUNTED: list[tuple[tuple[int, int], int, dict[str, Any], Subject]] = [
     ((2, 1), 4, {"pruning": {"include": "all"}}, FOUR_HEADS),
     ((2, 1), 2, {}, COSTED),
     ((2, 1), 2, {"pipeline": {"checkpoint_activations": 2}}, family("llama")),
-    ((1, 1), 2, {}, family("qwen3")),
+    ((1, 1), 2, {}, family("mixtral")),
 ]
 """Stages and replicas, members, settings and a model."""
 
