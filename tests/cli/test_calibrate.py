@@ -18,7 +18,7 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 
 SMALL = [
-    *("--config", "quickstart.yaml", "--set", "model.hidden_size=64"),
+    *("--config", "quickstart.yaml", "--set", "model.hidden_size=128"),
     *("--set", "model.num_layers=2"),
 ]
 
@@ -72,7 +72,7 @@ def test_ranks_of_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_weight_gradients_are_timed_whatever_the_schedule() -> None:
-    asked = ["model.hidden_size=64", "model.num_layers=1", "pipeline.schedule=1f1b"]
+    asked = ["model.hidden_size=128", "model.num_layers=1", "pipeline.schedule=1f1b"]
     loaded = load_config("quickstart.yaml", [*asked, "pipeline.split_backward=false"])
 
     profile = _profile(loaded, steps=2, size=1, is_split=True)

@@ -192,8 +192,7 @@ def test_a_host_that_is_gone_is_left_out_and_taken_in_again(
     getattr(hosts, how)("b")
     wait_for(ready, 1)
     hosts.come_back("b")
-    hosts.die("a")
-    hosts.come_back("a")
+    hosts.lose_processes("a")
     wait_for(ready, 2)
     _, said = job.communicate(timeout=LONGEST_SECONDS)
 

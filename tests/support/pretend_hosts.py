@@ -55,6 +55,10 @@ class PretendHosts:
     def die(self, host: str) -> None:
         """All processes of the host end at once, and it stays away."""
         (self.folder / f"{host}.down").touch()
+        self.lose_processes(host)
+
+    def lose_processes(self, host: str) -> None:
+        """All processes of the host end at once, and it goes on answering."""
         self._signal(host, signal.SIGKILL)
 
     def hang(self, host: str) -> None:
