@@ -182,7 +182,7 @@ def test_a_host_that_is_gone_is_left_out_and_taken_in_again(
 ) -> None:
     """It comes back while the others run, and the next restart has it."""
     words, environment = on_hosts(hosts, "a:1,b:1")
-    steps = {"STANDIN_STEPS": "300", "STANDIN_STEP_SECONDS": "0.02"}
+    steps = {"STANDIN_STEPS": "500", "STANDIN_STEP_SECONDS": "0.02", "STANDIN_READY_AT": "60"}
     job = start(
         python,
         *(*words, "2", *QUICK, "--run-dir=r", "--set=layout.g_inter=1"),

@@ -13,6 +13,7 @@ STANDIN_WARN_PID      whom the scheduler signals; a process group if negative
 STANDIN_WARNED_CODE   what it leaves with then (75)
 STANDIN_KILL_AT       the step in which the last rank is killed, once
 STANDIN_READY         a pipe that gets a byte of each rank before its first step
+STANDIN_READY_AT      or after so many steps, by which its supervisor has heard of it
 STANDIN_EXIT          "STEP:CODE": all ranks leave so in that step
 """
 
@@ -67,7 +68,8 @@ def main() -> int:
                 "ranks": os.environ.get("AXSPARSE_RANKS"),
             }
         )
-        if "STANDIN_READY" in os.environ:
+        ready_at = begin + _number("STANDIN_READY_AT")
+        if "STANDIN_READY" in os.environ and ready_at == begin:
             Path(os.environ["STANDIN_READY"]).write_text("x")
         lifeline.after(begin)
         lifeline.at(TRAINS)
@@ -77,6 +79,8 @@ def main() -> int:
             lifeline.after(step)
             if step == begin + 1:
                 lifeline.at(STEPS)
+            if "STANDIN_READY" in os.environ and step == ready_at:
+                Path(os.environ["STANDIN_READY"]).write_text("x")
             # Only a first start is warned: a rank that was killed while it saved for the warning
             # comes to this step once more, when nobody sends it again.
             if begin == 0 and step == _number("STANDIN_WARN_AT"):
