@@ -91,7 +91,8 @@ class Policy(Protocol):
        An arrival out of order, from a side without a neighbour or beyond the last microbatch is an
        error in the caller: an assertion.
     5. The policies of all stages together never wait for each other for ever.
-    6. The answers depend on the arrivals and calls so far, and on nothing else.
+    6. The answers depend on the arrivals and calls so far, and on nothing else; those of
+       `Following` also on what it is told.
 
     To add a policy, write a class with these four members here (an order that is known beforehand
     needs no class: see `Schedule`), and return it from `Schedule.policy`. It has to pass
@@ -349,8 +350,9 @@ def _check_order(actions: Sequence[Action]) -> int:
 class Following:
     """The policy of a rank that shares its stage with others, of which one decides for all.
 
-    It runs what it is told, in this order, as soon as the input has arrived here as well: that
-    member had the input, so it is on its way.
+    It runs the actions in the order in which they are told, each as soon as its input has arrived
+    here too. That input is certain to come: the member that decides had its own, and the members of
+    the stage before run the same actions.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ CHAINS = 2
 AT_ONCE = 4
 """Weights that are multiplied in one round of the innermost loop, two by one instruction."""
 QUARTER = 8
-"""Of two vectors of numbers, an instruction takes turns with so many of both at a time."""
+"""A quarter of a vector: the shuffle that joins two vectors works within each such part."""
 MAGNITUDE = 0x7FFF
 """The bits of a number in bf16, less its sign."""
 
@@ -58,15 +58,16 @@ _HALVES = [
     ]
     for half in (0, QUARTER // 2)
 ]
-"""Which numbers of two vectors form the pairs of the first and the second half of the tokens; a
-processor has such shuffles for quarters of a vector."""
+"""For each half of the sums, the order in which the numbers of two inputs stand beside each other,
+token by token, so that one instruction adds both products of a token. A processor shuffles within
+quarters of a vector, so that half of each quarter goes to each."""
 _ORDER = [
     half * SUMS + begin // 2 + number
     for begin in range(0, PAIRS, QUARTER)
     for half in (0, 1)
     for number in range(QUARTER // 2)
 ]
-"""Where the sums of tokens stand in those two halves."""
+"""Puts the sums of both halves back into the order of the tokens."""
 
 
 def _numbers(value: int) -> ir.Constant:
@@ -420,8 +421,12 @@ def add_products(
 def put(
     sums: Array, extent: tuple[int, int], rounded: Array, outputs: tuple[Array, int], first: int
 ) -> None:
-    """Round the sums of so many tiles and lines, and write them to columns from `first` on of the
-    outputs' rows from a given one on."""
+    """Round sums and write them into the matrix of outputs.
+
+    `extent` is the number of tiles and of lines, and `sums`, `(tiles · lines, TOKENS)`, has a row
+    for each line of each tile. Tokens become rows from `outputs[1]` on, lines columns from `first`
+    on.
+    """
     tiles, count = extent
     matrix, begin = outputs
     apart = matrix.shape[1]
