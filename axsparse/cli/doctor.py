@@ -171,7 +171,7 @@ def _cupy() -> Facts:
     """The versions of CuPy, and of the CUDA and NCCL that it uses."""
     assert "torch" in sys.modules, "torch has to be imported first, so that both use its libnccl"
     versions: Facts = {"cupy": None, "cupy_cuda": None, "cupy_nccl": None}
-    # CuPy's own errors have no common base. What it has versions out before one counts.
+    # CuPy's own errors have no common base. What it has told before one counts.
     with contextlib.suppress(Exception):
         cupy = importlib.import_module("cupy")
         versions["cupy"] = str(cupy.__version__)

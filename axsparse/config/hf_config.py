@@ -274,7 +274,8 @@ def refuse_other_heads(path: Path, theirs: Mapping[str, Any]) -> None:
     """ConfigError if a config.json says that the weights beside it are of a model with another head
     than a language model's, such as LlamaForSequenceClassification, whose weights nobody would
     read."""
-    for name in theirs.get("architectures") or ():
+    architectures = theirs.get("architectures")
+    for name in architectures if isinstance(architectures, list) else ():
         if re.search("For(?!CausalLM|ConditionalGeneration)[A-Z]", str(name)):
             raise ConfigError(
                 f"{path}: architectures {shown(name)} has another head than a language model's, "

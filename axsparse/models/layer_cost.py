@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from axsparse.models.layer import as_tuple
-from axsparse.runtime.communication import NOTHING, Op, Sums, Work, shard_bounds
+from axsparse.runtime.communication import NO_SUM, Op, Sums, Work, shard_bounds
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.rank_order import exchanged_bytes
 from axsparse.runtime.seeds import preserved_rng
@@ -60,7 +60,7 @@ class LayerSums(NamedTuple):
     again: Sums
 
 
-NO_SUMS = LayerSums(NOTHING, NOTHING, NOTHING)
+NO_SUMS = LayerSums(NO_SUM, NO_SUM, NO_SUM)
 
 
 class SilentCollective:

@@ -19,7 +19,7 @@ from axsparse.planner.cutting import Cutting
 from axsparse.planner.stage_memory import held_activations, is_recomputed
 from axsparse.planner.workload import Fits, StageLoad, no_bytes, value_bytes
 from axsparse.pruning.input_statistics import METHODS, STATISTICS
-from axsparse.runtime.communication import NOTHING
+from axsparse.runtime.communication import NO_SUM
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import accumulates_in_half
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
@@ -39,7 +39,7 @@ CHOSEN_BYTES = 16
 """Bytes that torch takes for each entry which it picks out of a matrix by a mask."""
 HEALING_BYTES = 25
 """Bytes that healing takes for each parameter of a layer beside its gradient: the master and a
-copy, two moments, the gradient in fp32 and a temporary tensor, and the mask."""
+copy, two moments, what adds the gradients of several microbatches, and the mask."""
 GATHERED_BYTES = 12
 """Bytes for each entry of a tensor that a member gathers from chunks to save it: in fp32, what the
 members send, what is made of that, and up to half as much of its own chunks."""
@@ -327,9 +327,9 @@ class SurveyedModel:
             calibration=calibration.peak,
             deferred=activations.deferred,
             weight_flops=sum(each.weight_flops for each in _costs(layers)),
-            forward_sums=sum((each.forward for each in sums), NOTHING),
+            forward_sums=sum((each.forward for each in sums), NO_SUM),
             backward_sums=sum(
-                [each.backward for each in sums] + [layer.sums.again for layer in again], NOTHING
+                [each.backward for each in sums] + [layer.sums.again for layer in again], NO_SUM
             ),
             loss_bytes=no_bytes if logits is None else partial(_loss_bytes, each, logits),
         )

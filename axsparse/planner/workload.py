@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from axsparse.planner.cluster import Precision
-from axsparse.runtime.communication import NOTHING, Sums
+from axsparse.runtime.communication import NO_SUM, Sums
 from axsparse.samo.state_bytes import StateBytes
 
 
@@ -73,9 +73,9 @@ class StageLoad:
     """Bytes that the loss takes beside `logits`, for a microbatch of so many samples: they do not
     grow in proportion where the loss computes some of its logits at a time."""
 
-    forward_sums: Sums = NOTHING
+    forward_sums: Sums = NO_SUM
     """What the members of a group sum in a forward."""
-    backward_sums: Sums = NOTHING
+    backward_sums: Sums = NO_SUM
     """The same in a backward, layers that it computes again included."""
 
     @property

@@ -93,7 +93,8 @@ class Fit:
             for batch in batches:
                 rate = self.rate * (1 - step / steps)
                 step += 1
-                gradients = self._mean(batch, gradients_of, list(trained.values()))
+                # Nothing but the loop keeps the gradients, so that they are gone before the next.
+                gradients = iter(self._mean(batch, gradients_of, list(trained.values())))
                 for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
                     if gradient is None:
                         continue

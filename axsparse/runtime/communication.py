@@ -150,7 +150,7 @@ class Sums:
         return Sums(self.nbytes - other.nbytes, self.count - other.count)
 
 
-NOTHING = Sums()
+NO_SUM = Sums()
 
 
 class Work(Protocol):
