@@ -140,8 +140,8 @@ def _filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
 
 
 def preferred(hosts: Sequence[Host], left_out: Sequence[str]) -> list[Host]:
-    """The hosts without those that were at fault."""
-    return [host for host in hosts if host.name not in left_out]
+    """The hosts without those that were at fault; all of them if no other is there."""
+    return [host for host in hosts if host.name not in left_out] or list(hosts)
 
 
 # -- who is at fault --------------------------------------------------------------------

@@ -98,6 +98,7 @@ def test_without_a_host_nothing_can_be_placed() -> None:
 
 def test_hosts_at_fault_are_left_out_unless_no_other_is_there() -> None:
     assert [host.name for host in preferred(FOUR, ["b", "d"])] == ["a", "c"]
+    assert [host.name for host in preferred(FOUR[:1], ["a"])] == ["a"]
 
 
 def test_each_rank_has_a_host_in_the_order_of_the_hosts() -> None:
