@@ -240,10 +240,12 @@ def with_scores(load: StageLoad, row: RunRow, workload: SurveyedModel) -> StageL
 
 
 def ring_sums(sums: Sums, row: RunRow, cluster: Cluster) -> float:
-    """The seconds of the same sums by rings over the members."""
-    members = group(row.layout.tensor, 1, cluster.gpus_per_node)
+    """The seconds of the same sums by rings over the members, which send as many bytes."""
+    number = row.layout.tensor
+    members = group(number, 1, cluster.gpus_per_node)
+    summed = row.batch.micro * sums.nbytes * number / (2 * (number - 1))
     hops = ring_seconds(0.0, members, cluster)
-    return ring_seconds(row.batch.micro * sums.nbytes, members, cluster) + (sums.count - 1) * hops
+    return ring_seconds(summed, members, cluster) + (sums.count - 1) * hops
 
 
 def with_sums(stage: StageSeconds, forward: float, backward: float) -> StageSeconds:

@@ -107,9 +107,13 @@ class SilentTransport:
 
     @property
     def sums(self) -> Sums:
-        """What was summed for `SAMPLES` samples since `begin`: the same with each partner."""
-        _, *pairs = self._groups
-        return Sums(pairs[0].bytes_sent // SAMPLES, pairs[0].started) if pairs else Sums()
+        """What was summed and gathered for `SAMPLES` samples since `begin`."""
+        members, *pairs = self._groups
+        if not pairs:
+            return NO_SUM
+        # With the last partner a sum takes one exchange.
+        count = members.started + pairs[-1].started
+        return Sums(sum(group.bytes_sent for group in self._groups) // SAMPLES, count)
 
     @property
     def largest(self) -> int:

@@ -47,7 +47,7 @@ WHOLE = ("shared", "summed")
 """Kinds of splits that name a module; parameters inside it are cut only where other splits name
 them."""
 Combine = Callable[[Tensor, Tensor], Tensor]
-"""Combines two tensors; commutative in every bit."""
+"""Combines two tensors, entry by entry."""
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,16 @@ class TensorGroup:
         """The chunks of this member."""
         self.idle: Callable[[], object] = _nothing
         """Called while this member waits for others, so that its messages go on."""
+        self.beside: Callable[[Work], object] = _nothing
+        """Called with a sum that is under way, to compute what need not wait for it."""
         self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around the waiting."""
         self.drawn: Tensor | None = None
         """The state of torch's generator after the last column split, until the row split that
         follows compares it."""
+        self._split: tuple[Tensor, object, tuple[Tensor, ...]] | None = None
+        """The input of the last column split, its state then, and what the chunks got, until the
+        row split that follows."""
         self._backoff = transport.backoff
         self._keeping = kept_rng if transport.name == "local" else nullcontext
         ranks = [grid.rank(place.stage, place.replica, member) for member in range(self.size)]
@@ -197,19 +202,60 @@ class TensorGroup:
         """Bytes sent to other members since the start."""
         return sum(group.bytes_sent for group in (self._members, *self._pairs))
 
-    def fold(self, parts: Sequence[Tensor], combine: Combine = torch.add) -> Tensor:
-        """All chunks' tensors combined, from those of this member, in the order of its chunks; the
-        same bits on all members, which call this together."""
-        parts = list(parts)
-        while len(parts) > 1:
-            parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-        [result] = parts
+    def fold(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum of all chunks' tensors, from those of this member, in the order of its chunks;
+        the same bits on all members, which call this together.
+
+        With its nearest partner a member exchanges halves, and goes on with the half that is its
+        own, then quarters with the next one; at the end they gather what each has summed. So a
+        member sends 2 n (T − 1) / T of n bytes, the fewest that there can be. The sum of two
+        numbers does not depend on where in a tensor they stand; for other operations it may.
+        """
+        whole = in_tree(parts, torch.add)
+        part, sizes = whole.reshape(-1), list[int]()
         for pair in self._pairs:
-            both = result.new_empty(2, result.numel())
-            both[pair.rank] = result.reshape(-1)
-            self._wait(pair.start(Op.ALL_GATHER, both.view(-1)))
-            result = combine(both[0], both[1]).view(result.shape)
-        return result
+            sizes.append(part.numel())
+            if pair is self._pairs[-1]:
+                own = given = part
+            else:
+                halves = part.tensor_split(2)
+                own, given = halves[pair.rank], halves[1 - pair.rank]
+            both = self._exchanged(pair, given, given.numel() + own.numel())
+            theirs = both[given.numel() :] if pair.rank == 0 else both[: own.numel()]
+            part = own + theirs if pair.rank == 0 else theirs + own
+        for pair, size in zip(self._pairs[-2::-1], sizes[-2::-1], strict=True):
+            part = self._exchanged(pair, part, size)
+        return part.view(whole.shape)
+
+    def of_all(self, own: Tensor) -> Sequence[Tensor]:
+        """The tensors of all members, which call this together with tensors of one shape."""
+        if self.size == 1:
+            return [own]
+        every = own.new_empty(self.size, own.numel())
+        every[self.rank] = own.reshape(-1)
+        self._wait(self._members.start(Op.ALL_GATHER, every.view(-1)))
+        return every.view(self.size, *own.shape).unbind()
+
+    def _exchanged(self, pair: Collective, given: Tensor, size: int) -> Tensor:
+        """What both members of a pair give, one after the other: `size` entries in all."""
+        border = given.numel() if pair.rank == 0 else size - given.numel()
+        both = given.new_empty(size)
+        (both[:border] if pair.rank == 0 else both[border:]).copy_(given)
+        self._wait(pair.start(Op.ALL_GATHER, both, (0, border, size)))
+        return both
+
+    def split_input(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What each chunk of this member gets of the input of a column split. Column splits of one
+        input, such as those of query, key and value, get the same tensors until a row split
+        follows, so that the gradients of x are summed over the chunks once."""
+        state = x._version, torch.is_grad_enabled()
+        if self._split is None or self._split[0] is not x or self._split[1] != state:
+            self._split = x, state, spread(self, x)
+        return self._split[2]
+
+    def end_split(self) -> None:
+        """Begin anew: a row split has followed."""
+        self.drawn = self._split = None
 
     def gathered(self, cut: Cut, parts: Sequence[Tensor]) -> Tensor:
         """The whole of a tensor, from this member's chunks in order, which may be flat; all members
@@ -251,6 +297,7 @@ class TensorGroup:
         return first, second
 
     def _wait(self, work: Work) -> None:
+        self.beside(work)
         if work.poll():
             return
         with self.timed(), self._keeping():
@@ -260,8 +307,15 @@ class TensorGroup:
                 self._backoff.pause()
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     """What a member does while it waits, before there is a pipeline."""
+
+
+def in_tree(parts: Sequence[Tensor], combine: Combine) -> Tensor:
+    """Tensors combined in a binary tree: the first two, the next two, then what these gave."""
+    while len(parts) > 1:
+        parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 class _Spread(torch.autograd.Function):
@@ -297,7 +351,8 @@ class _LogTotal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, *parts: Tensor) -> Tensor:
-        total = group.fold(parts, torch.logaddexp)
+        own = in_tree(parts, torch.logaddexp)
+        total = in_tree(group.of_all(own), torch.logaddexp)
         ctx.save_for_backward(total, *parts)
         return total
 
@@ -374,7 +429,7 @@ class Column(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.group
-        each = zip(self.chunks, spread(group, x), strict=True)
+        each = zip(self.chunks, group.split_input(x), strict=True)
         parts: list[Tensor] = [chunk(part) for chunk, part in each]
         if self.gathers:
             cut = _features(parts[0], self.features, group.chunks, self.groups)
@@ -409,7 +464,7 @@ class Row(nn.Module):
                 "layout.g_tensor: random numbers are drawn between a column and a row split, and "
                 "would differ with the degree; move the dropout behind the row split"
             )
-        group.drawn = None
+        group.end_split()
         if torch.is_grad_enabled() and not all(part.requires_grad for part in parts):
             raise ConfigError(
                 "layout.g_tensor: what lies between a column and a row split passes no gradient "
@@ -517,6 +572,12 @@ class Chunks(nn.Module):
         self.chunks = nn.ParameterList(
             nn.Parameter(torch.empty(cut.shape_of(chunk), device="meta")) for chunk in group.own
         )
+
+
+def chunk_modules(module: nn.Module) -> set[nn.Module]:
+    """The linear modules inside a module that hold chunks of cut ones."""
+    cut = (each for each in module.modules() if isinstance(each, (Column, Row)))
+    return {chunk for each in cut for chunk in each.chunks}
 
 
 def chunks_of(weight: nn.Parameter | Chunks) -> tuple[nn.Parameter, ...]:

@@ -7,7 +7,9 @@ A backward computes gradients of activations, and of weights. Of the plain modul
   multiplies them in the action W of their microbatch;
 - of a mostly pruned weight only the kept entries of the gradient are computed, at once in an
   unsplit backward and in W in a split one. The layer's other two products are then computed from
-  the kept entries of the weight.
+  the kept entries of the weight;
+- where members of a stage sum the gradients of a layer's inputs, the factors of its chunks are
+  saved too, and multiplied while the sum is under way.
 
 Any other gradient of such a weight, from a penalty or from another use of the weight, comes through
 autograd and is added. Where backwards are split, this gradient waits for W as well, so that
@@ -16,15 +18,17 @@ gradients are added in the order of the microbatches.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from axsparse.models.module_products import forwards_in_place, has_products, product_forward
+from axsparse.models.tensor_parallel import TensorGroup, chunk_modules
+from axsparse.runtime.communication import Work
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
 
@@ -61,17 +65,28 @@ class Deferred:
         return self.compute(*self.saved)
 
 
+@dataclass
+class _Waiting:
+    """The deferred gradients of one microbatch."""
+
+    each: deque[Deferred] = field(default_factory=deque)
+    """Those that are not computed yet, in the order of the backward."""
+    left: Counter[nn.Parameter] = field(default_factory=Counter)
+    """How many gradients of each weight are not computed yet."""
+    sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """The sum of those that are computed, of weights that have further ones."""
+    arrived: set[nn.Parameter] = field(default_factory=set)
+    """The weights of which the backward will defer no further gradient."""
+
+
 class DeferredGradients:
     """The weight gradients of one stage that are deferred, by microbatch."""
 
     def __init__(self, collector: GradientCollector) -> None:
         self._collector = collector
-        self._waiting: dict[int, list[Deferred]] = {}
-        """By microbatch, the deferred gradients in the order of the backward."""
-        self._current: int | None = None
-        """The microbatch whose backward runs."""
-        self._weights: set[nn.Parameter] = set()
-        """The weights of which this backward has deferred a gradient."""
+        self._waiting: dict[int, _Waiting] = {}
+        self._current: _Waiting | None = None
+        """What the backward that runs has deferred."""
 
     def __len__(self) -> int:
         """How many microbatches wait for their weight gradients."""
@@ -80,26 +95,32 @@ class DeferredGradients:
     @contextmanager
     def backward_of(self, microbatch: int) -> Iterator[None]:
         """What is deferred inside this block belongs to this microbatch."""
-        self._waiting[microbatch] = []
-        self._current = microbatch
+        waiting = self._waiting[microbatch] = self._current = _Waiting()
         try:
             yield
         finally:
             self._current = None
-            self._weights.clear()
+        for deferred in waiting.each:
+            products = deferred.products
+            if products is not None and products.is_alone is None:
+                products.is_alone = waiting.left[products.weight] == 1 or None
 
     def has(self, weight: nn.Parameter) -> bool:
         """Whether any gradient of a weight waits."""
-        return any(
-            weight is other
-            for deferred in self._waiting.values()
-            for each in deferred
-            for other in each.weights
-        )
+        return any(waiting.left[weight] for waiting in self._waiting.values())
 
-    def waits(self, weight: nn.Parameter) -> bool:
-        """Whether the backward that runs has deferred a gradient of a weight."""
-        return weight in self._weights
+    def arrive(self, weight: nn.Parameter) -> bool:
+        """Note that the backward which runs has made all gradients of a weight; returns whether it
+        has deferred any, so that what autograd has accumulated in the weight has to wait as
+        well."""
+        current = self._current
+        if current is None or weight not in current.left:
+            return False
+        if weight.grad is not None:
+            self.append(None, (weight,), (weight.grad,), _as_it_is)
+            weight.grad = None
+        current.arrived.add(weight)
+        return True
 
     def append(
         self,
@@ -111,8 +132,8 @@ class DeferredGradients:
         """Defer gradients to the `run` of the microbatch whose backward runs."""
         assert self._current is not None, "no backward runs"
         versions = tuple(tensor._version for tensor in saved)
-        self._waiting[self._current].append(Deferred(products, weights, saved, compute, versions))
-        self._weights.update(weights)
+        self._current.each.append(Deferred(products, weights, saved, compute, versions))
+        self._current.left.update(weights)
 
     @torch.no_grad()
     def run(self, microbatch: int) -> None:
@@ -122,24 +143,44 @@ class DeferredGradients:
         autograd adds them. The tensors that a product has saved are freed once they are used.
         """
         waiting = self._waiting.pop(microbatch)
-        left = Counter(weight for each in waiting for weight in each.weights)
-        sums: dict[nn.Parameter, Tensor] = {}
-        waiting.reverse()
-        while waiting:
-            deferred = waiting.pop()
-            weights = deferred.weights
-            gradients = deferred.gradients()
-            del deferred
-            for weight in weights:
-                if gradients:
-                    gradient = gradients.pop(0)
-                    sums[weight] = sums.pop(weight) + gradient if weight in sums else gradient
-                    del gradient
-                left[weight] -= 1
-                if not left[weight]:
-                    if weight in sums:
-                        self._collector.add(weight, sums.pop(weight))
-                    self._collector.complete(weight)
+        while waiting.each:
+            self._compute(waiting, 0)
+
+    @torch.no_grad()
+    def run_next(self) -> bool:
+        """Compute one gradient of the backward that runs, which is all that its weight gets in it;
+        returns whether there was one.
+
+        There is none while an earlier microbatch waits, whose gradients have to be added first.
+        """
+        current = self._current
+        if current is None or len(self._waiting) > 1:
+            return False
+        for place, deferred in enumerate(current.each):
+            products = deferred.products
+            if products is not None and products.is_alone and products.weight in current.arrived:
+                del deferred
+                self._compute(current, place)
+                return True
+        return False
+
+    def _compute(self, waiting: _Waiting, place: int) -> None:
+        """Compute the deferred gradients at this place, and collect what is complete by it."""
+        deferred = waiting.each[place]
+        del waiting.each[place]
+        weights, gradients = deferred.weights, deferred.gradients()
+        del deferred
+        sums = waiting.sums
+        for weight in weights:
+            if gradients:
+                gradient = gradients.pop(0)
+                sums[weight] = sums.pop(weight) + gradient if weight in sums else gradient
+                del gradient
+            waiting.left[weight] -= 1
+            if not waiting.left[weight]:
+                if weight in sums:
+                    self._collector.add(weight, sums.pop(weight))
+                self._collector.complete(weight)
 
 
 class WeightProducts:
@@ -151,9 +192,11 @@ class WeightProducts:
         weight: nn.Parameter,
         sparse: SparseWeight | None,
         stage: StageProducts,
+        deferred: DeferredGradients | None,
     ) -> None:
         """`name` is the weight's, for errors. `sparse` computes the products from kept entries,
-        where enough of the weight is pruned; None if this weight never has such products."""
+        where enough of the weight is pruned; None if this weight never has such products.
+        `deferred` takes gradients that wait; None where they do not."""
         self.name = name
         self.weight = weight
         self.sparse = sparse
@@ -161,6 +204,7 @@ class WeightProducts:
         """Whether all of the gradient of a microbatch comes from one call of the module; None
         until a backward has shown it."""
         self._stage = stage
+        self.deferred = deferred
         self._first: dict[nn.Parameter, Tensor | None] = {}
         """The gradients of the first call in the backward that shows it, until they are compared
         with the gradients that autograd has accumulated."""
@@ -188,11 +232,11 @@ class WeightProducts:
         """
         stage = self._stage
         if stage.is_in_backward and not any(map(_has_hooks, weights)):
-            if stage.deferred is None:
+            if self.deferred is None:
                 if self.sparse is not None and self.sparse.accumulate(*saved):
                     return [None]
-            elif self._is_deferred(stage.deferred):
-                stage.deferred.append(self, tuple(weights), saved, compute)
+            elif self._is_deferred(self.deferred):
+                self.deferred.append(self, tuple(weights), saved, compute)
                 return [None] * len(weights)
             elif self.is_alone is None:
                 return self._first_gradients(weights, compute(*saved))
@@ -244,28 +288,35 @@ class StageProducts:
         collector: GradientCollector,
         *,
         is_split: bool,
+        members: TensorGroup | None = None,
     ) -> None:
-        """`layers` are the stage's modules by name. Unless backwards are split, only modules whose
-        weight may have sparse products take part."""
+        """`layers` are the stage's modules by name. If backwards are not split, only modules take
+        part whose weight may have sparse products, and those that hold a chunk of a matrix which
+        several `members` share."""
         self.is_in_backward = False
         """Whether the backward of a microbatch runs."""
-        self.deferred = DeferredGradients(collector) if is_split else None
-        """What split backwards have deferred; None where backwards are not split."""
+        self._is_split = is_split
+        is_shared = members is not None and members.size > 1
+        self.deferred = DeferredGradients(collector) if is_split or is_shared else None
+        """What is deferred; None if nothing ever is."""
         self._products: dict[nn.Module, WeightProducts] = {}
         for name, module in layers:
+            chunks = chunk_modules(module)
             for path, each in _uncompiled(module):
                 if not has_products(each):
                     continue
                 weight = each._parameters["weight"]
                 assert isinstance(weight, nn.Parameter)
                 sparse = collector.sparse_products(weight) if isinstance(each, nn.Linear) else None
-                if is_split or sparse is not None:
+                deferred = self.deferred if is_split or each in chunks else None
+                if deferred is not None or sparse is not None:
                     full = ".".join(filter(None, (name, path, "weight")))
-                    self._products[each] = WeightProducts(full, weight, sparse, self)
+                    self._products[each] = WeightProducts(full, weight, sparse, self, deferred)
         self._showing: list[WeightProducts] = []
         self._forwards: dict[nn.Module, Callable[..., object]] = {}
-        if is_split:
-            collector.defer(self._weights(), self._arrived)
+        if members is not None and self.deferred is not None:
+            members.beside = self._beside
+        collector.defer(self._weights(), self._arrived)
 
     def __len__(self) -> int:
         """How many modules may take part."""
@@ -275,6 +326,8 @@ class StageProducts:
     def unsplit(self) -> list[str]:
         """The weights whose gradients split backwards leave to autograd, since these weights have
         gradients besides that of one call of their module; known once a microbatch has shown it."""
+        if not self._is_split:
+            return []
         return [each.name for each in self._products.values() if each.is_alone is False]
 
     def begin_step(self) -> None:
@@ -283,7 +336,7 @@ class StageProducts:
         self._forwards = {
             module: product_forward(module, products)
             for module, products in self._products.items()
-            if self.deferred is not None
+            if products.deferred is not None
             or (products.sparse is not None and products.sparse.is_wanted)
         }
 
@@ -304,6 +357,8 @@ class StageProducts:
             else:
                 with self.in_place(), self.deferred.backward_of(microbatch):
                     yield
+                if not self._is_split:
+                    self.deferred.run(microbatch)
         finally:
             self.is_in_backward = False
         while self._showing:
@@ -319,17 +374,21 @@ class StageProducts:
         assert self.deferred is not None
         for products in self._showing:
             products.compare(weight)
-        if not self.deferred.waits(weight):
-            return False
-        if weight.grad is not None:
-            self.deferred.append(None, (weight,), (weight.grad,), _as_it_is)
-            weight.grad = None
-        return True
+        return self.deferred.arrive(weight)
+
+    def _beside(self, work: Work) -> None:
+        """Compute weight gradients while members sum something: as many as wait in an unsplit
+        backward, and in a split one until the sum is there."""
+        assert self.deferred is not None
+        while (not work.poll() or not self._is_split) and self.deferred.run_next():
+            pass
 
     def _weights(self) -> Iterator[nn.Parameter]:
-        """The weights of the modules, and the biases of convolutions, which are deferred
-        together."""
+        """The weights that may be deferred, and the biases of convolutions, which are deferred
+        together with them."""
         for module, products in self._products.items():
+            if products.deferred is None:
+                continue
             yield products.weight
             bias = module._parameters.get("bias")
             if bias is not None and not isinstance(module, nn.Linear):

@@ -49,11 +49,10 @@ class Layout:
         )
 
     def sum_bytes(self, load: StageLoad) -> int:
-        """Bytes that a member of a stage of this load sends to the other members in a step: each
-        tensor that is summed, to each partner. The first member sends `word_bytes` besides."""
+        """Bytes that a member of a stage of this load sends to the other members in a step. The
+        first member sends `word_bytes` besides."""
         sums = load.forward_sums + load.backward_sums
-        partners = self.grid.g_tensor.bit_length() - 1
-        return self.microbatches * self.microbatch_size * partners * sums.nbytes
+        return self.microbatches * self.microbatch_size * sums.nbytes
 
     @property
     def word_bytes(self) -> int:

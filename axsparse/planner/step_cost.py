@@ -125,10 +125,10 @@ def sum_seconds(sums: Sums, cluster: Cluster, microbatch_size: int, members: int
     Partners are 1, 2, 4, … ranks apart, and all members exchange at once.
     """
     seconds = 0.0
-    for level in range(members.bit_length() - 1):
+    for level, (nbytes, count) in enumerate(sums.exchanged(members)):
         pair = group(2, 2**level, cluster.gpus_per_node)
-        exchanged = microbatch_size * sums.nbytes / _ring_rate(pair, cluster)
-        seconds += exchanged + sums.count * _latency(pair, cluster)
+        seconds += microbatch_size * nbytes / _ring_rate(pair, cluster)
+        seconds += count * _latency(pair, cluster)
     return seconds
 
 

@@ -136,18 +136,30 @@ class Op(Enum):
 
 @dataclass(frozen=True)
 class Sums:
-    """Tensors that the members of a group sum, such as while one sample passes through a layer."""
+    """What a member of a stage exchanges with the others, such as while one sample passes through a
+    layer."""
 
     nbytes: int = 0
-    """Bytes of the tensors that are summed; a member sends them once to each of its partners."""
+    """Bytes that it sends."""
     count: int = 0
-    """How many tensors these are, whatever the number of samples."""
+    """How many tensors are summed, or gathered, whatever the number of samples."""
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(self.nbytes + other.nbytes, self.count + other.count)
 
     def __sub__(self, other: Sums) -> Sums:
         return Sums(self.nbytes - other.nbytes, self.count - other.count)
+
+    def exchanged(self, members: int) -> list[tuple[float, int]]:
+        """The bytes that go to each partner, which are 1, 2, 4, … ranks apart, and how many
+        exchanges these are: with every partner half of what the one before gets, in two exchanges,
+        and with the last one in one (`TensorGroup.fold` in `models/tensor_parallel.py`)."""
+        levels = members.bit_length() - 1
+        shares = [0.5**level for level in range(levels)]
+        return [
+            (self.nbytes * share / sum(shares), self.count * (2 if share > shares[-1] else 1))
+            for share in shares
+        ]
 
 
 NO_SUM = Sums()

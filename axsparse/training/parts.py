@@ -208,12 +208,15 @@ def _stage(
         metrics=model.metrics if place.is_last else {},
         input_dtype=run.dtype if place.is_first else None,
         seed=config.seed,
-        products=_products(run, layers, collector),
+        products=_products(run, layers, collector, members),
     )
 
 
 def _products(
-    run: RunSpec, layers: Sequence[BuiltLayer], collector: GradientCollector
+    run: RunSpec,
+    layers: Sequence[BuiltLayer],
+    collector: GradientCollector,
+    members: TensorGroup | None,
 ) -> StageProducts | None:
     """What takes weight gradients out of backwards; None if autograd makes all of them, as in a
     compiled layer, whose backward is one function."""
@@ -223,7 +226,7 @@ def _products(
     if run.targets is not None and run.config.samo.sparse_products is not False:
         collector.allow_sparse_products(run.targets.shapes)
     modules = [(layer.spec.name, layer.module) for layer in layers]
-    products = StageProducts(modules, collector, is_split=is_split)
+    products = StageProducts(modules, collector, is_split=is_split, members=members)
     return products if is_split or len(products) else None
 
 

@@ -37,9 +37,11 @@ from support.runs import (
     train_in_process,
     vector_data,
 )
+from support.sums import sample_all
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model, Split
+from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.training.trainer import Trainer
@@ -309,6 +311,32 @@ SAME_BITS += [
     for name in ("qwen3_moe", "phi3")
 ]
 USUAL = [SAME_BITS[1], next(row for row in SAME_BITS if row.subject.name == "qwen3")]
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_weight_gradients_are_computed_while_members_sum(
+    is_sparse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first backward, which shows whether a weight has one gradient in each."""
+    computed: list[bool] = []
+    run_next = DeferredGradients.run_next
+
+    def counted(deferred: DeferredGradients) -> bool:
+        computed.append(run_next(deferred))
+        return computed[-1]
+
+    monkeypatch.setattr(DeferredGradients, "run_next", counted)
+    if is_sparse:
+        sample_all(monkeypatch)
+    config = tiny_config(
+        **merged(members(2), steps(2), {"samo": {"sparse_products": is_sparse}}),
+        batch={"global_batch_size": 3},
+    )
+    found = ran((1, 1, 2), config, tmp_path)
+
+    matrices = 2 * 2 * 4  # of two members, with two blocks each
+    assert len(found.losses) == 2
+    assert sum(computed) == matrices * (2 * 3 - 1)
 
 
 @pytest.mark.exhaustive

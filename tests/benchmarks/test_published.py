@@ -292,4 +292,4 @@ def test_plans_count_runs_with_tensor_parallelism_as_the_formulas_do(name: str) 
     ring, pairs = (seconds_by_plan(row, machine, by_ring=by) for by in (True, False))
 
     assert ring == pytest.approx(by_formula, rel=0.06)
-    assert pairs > 0.999 * ring
+    assert pairs == pytest.approx(ring, rel=0.02)  # they send as many bytes

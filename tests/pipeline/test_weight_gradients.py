@@ -47,11 +47,14 @@ class Played:
         is_dropping: bool = False,
         needs_input: bool = True,
         dtype: torch.dtype = torch.float32,
+        members: Any = None,
     ) -> None:
         self.module = module
         self.sums = Sums(module, is_sparse=is_sparse, is_dropping=is_dropping)
         modules = [("layer", module)]
-        self.products = StageProducts(modules, self.sums.collector, is_split=is_split)
+        self.products = StageProducts(
+            modules, self.sums.collector, is_split=is_split, members=members
+        )
         self.stage = Stage(
             [LayerRunner("layer", module, is_recomputed=is_recomputed)],
             loss=None,
@@ -90,7 +93,7 @@ class Played:
     def deferred_bytes(self) -> int:
         """Bytes of the inputs and output gradients that wait; each storage counts once."""
         assert self.products.deferred is not None
-        waiting = itertools.chain(*self.products.deferred._waiting.values())
+        waiting = itertools.chain(*(m.each for m in self.products.deferred._waiting.values()))
         storages = (saved.untyped_storage() for each in waiting for saved in each.saved)
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -635,3 +638,78 @@ def test_an_input_is_free_once_its_gradient_is_accumulated() -> None:
     played.backward(0, played.forward(0))
 
     assert alive == [0, 0, 0]
+
+
+# -- beside the sums of members ---------------------------------------------------------
+
+
+class Group:
+    """What a stage sees of the members that share it."""
+
+    size = 2
+    beside: Callable[[Polled], None]
+
+
+class Polled:
+    """A sum that is there at the last of so many polls."""
+
+    def __init__(self, polls: int) -> None:
+        self.polls = polls
+
+    def poll(self) -> bool:
+        self.polls -= 1
+        return self.polls <= 0
+
+
+class Summing(torch.autograd.Function):
+    """Waits for a sum in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wait: Callable[[], None]) -> Tensor:
+        ctx.wait = wait
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None]:
+        ctx.wait()
+        return outer, None
+
+
+@pytest.mark.parametrize(
+    ("polls", "is_late", "while_waiting"),
+    [(1, False, 0), (2, False, 1), (3, False, 2), (9, False, 3), (9, True, 0)],
+)
+def test_split_backwards_compute_weight_gradients_until_a_sum_is_there(
+    polls: int, is_late: bool, while_waiting: int
+) -> None:
+    """But none while an earlier microbatch waits, as it does where W runs late."""
+    group = Group()
+    left: list[int] = []
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(SIZE, SIZE)
+            self.after = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            apply: Callable[..., Tensor] = Summing.apply
+            out: Tensor = self.after(apply(self.before(x), wait))
+            return out
+
+    def wait() -> None:
+        group.beside(Polled(polls))
+        deferred = played.products.deferred
+        assert deferred is not None and deferred._current is not None
+        left.append(len(deferred._current.each))
+
+    played = Played(Layers(), is_split=True, members=group)
+    if is_late:
+        played.play()
+    else:
+        for microbatch in range(MICROBATCHES):
+            played.backward(microbatch, played.forward(microbatch))
+            played.stage.weight_gradients(microbatch)
+
+    # The first backward shows which weights have one gradient.
+    assert left == [0, *[3 - while_waiting] * (MICROBATCHES - 1)]

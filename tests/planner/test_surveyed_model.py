@@ -246,11 +246,14 @@ def test_a_member_computes_its_part_and_sums_what_is_between_layers(
     on_all = blocks * (4 + 2) * hidden + (2 + tokens) * hidden
     assert load.trained == (whole.trained - on_all) / members + on_all
     assert load.state.total == pytest.approx((whole.state.total / whole.trained) * load.trained)
-    # Two row splits a block and the embedding; the loss sums two numbers a token in fp32.
-    assert load.forward_sums == Sums((2 * blocks + 1) * activation + 2 * logits, 2 * blocks + 3)
+    # Two row splits a block and the embedding. The loss sums one number a token in fp32, and
+    # gathers one of each member.
+    sent = 2 * (members - 1) / members
+    summed = sent * ((2 * blocks + 1) * activation + logits) + (members - 1) * logits
+    assert load.forward_sums == Sums(round(summed), 2 * blocks + 3)
     # Two column splits a block and the head. What is computed again ends before its last sum.
     again = (every > 0) * blocks
-    assert load.backward_sums.nbytes == (2 * blocks + 1 + again) * activation
+    assert load.backward_sums.nbytes == sent * (2 * blocks + 1 + again) * activation
     assert load.backward_sums.count == 2 * blocks + 1 + again
     assert load.loss_bytes(2) == CUT_LOSS_BYTES * 2 * tokens * words / members
     assert load.held == whole.held if every else load.held < whole.held
