@@ -181,9 +181,9 @@ class TensorGroup:
         self.drawn: Tensor | None = None
         """The state of torch's generator after the last column split, until the row split that
         follows compares it."""
-        self._split: tuple[Tensor, object, tuple[Tensor, ...]] | None = None
-        """The input of the last column split, its state then, and what the chunks got, until the
-        row split that follows."""
+        self._split: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        """The input of the last column split that autograd recorded, and what the chunks got, until
+        the row split that follows."""
         self._backoff = transport.backoff
         self._keeping = kept_rng if transport.name == "local" else nullcontext
         ranks = [grid.rank(place.stage, place.replica, member) for member in range(self.size)]
@@ -248,10 +248,11 @@ class TensorGroup:
         """What each chunk of this member gets of the input of a column split. Column splits of one
         input, such as those of query, key and value, get the same tensors until a row split
         follows, so that the gradients of x are summed over the chunks once."""
-        state = x._version, torch.is_grad_enabled()
-        if self._split is None or self._split[0] is not x or self._split[1] != state:
-            self._split = x, state, spread(self, x)
-        return self._split[2]
+        if not torch.is_grad_enabled():
+            return spread(self, x)
+        if self._split is None or self._split[0] is not x:
+            self._split = x, spread(self, x)
+        return self._split[1]
 
     def end_split(self) -> None:
         """Begin anew: a row split has followed."""

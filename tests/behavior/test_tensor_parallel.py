@@ -41,8 +41,10 @@ from support.sums import sample_all
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model, Split
+from axsparse.models.survey import survey, survey_of_member
 from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Grid
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.training.trainer import Trainer
 
@@ -58,6 +60,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
+        with torch.no_grad():  # a look that autograd does not see
+            self.query(x)
         each = [
             m(x).view(b, s, -1, self.size).transpose(1, 2)
             for m in (self.query, self.key, self.value)
@@ -337,6 +341,17 @@ def test_weight_gradients_are_computed_while_members_sum(
     matrices = 2 * 2 * 4  # of two members, with two blocks each
     assert len(found.losses) == 2
     assert sum(computed) == matrices * (2 * 3 - 1)
+
+
+def test_column_splits_of_one_input_share_the_sum_of_its_gradients() -> None:
+    model = small_llama(**HF)
+    whole = survey(model, torch.float32)
+    member = survey_of_member(model, whole, Grid(1, 1, 4).place(1), 4, torch.float32)
+    [block, *_] = [layer.sums for layer in member.layers if layer.kind == "block"]
+
+    # Three splits have one input in the attention, and two in the MLP.
+    assert (block.forward.count, block.backward.count) == (2, 2)
+    assert block.backward.nbytes == block.forward.nbytes > 0
 
 
 @pytest.mark.exhaustive
