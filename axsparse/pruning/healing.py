@@ -8,8 +8,9 @@ The error of a token is
 
 over the entries of the token: without the division a few tokens with huge activations decide.
 Weights that are pruned stay zero; kept weights, norms and biases are trained, by Adam (Kingma and
-Ba 2015) with betas 0.9 and 0.95 and a rate that falls linearly to zero. Masters are fp32, products
-are those of the run. Fitting block by block is from "A Free Lunch in LLM Compression"
+Ba 2015) with betas 0.9 and 0.95. Its learning rate, which falls linearly to zero, is a share of the
+root mean square of a tensor's entries, since those of large models are ten times as small as those
+of small ones. Masters are fp32, products are those of the run. Fitting block by block is from "A Free Lunch in LLM Compression"
 (arXiv 2510.14444).
 """
 
@@ -50,7 +51,8 @@ class Fit:
     passes: int
     """How often all samples are seen."""
     rate: float
-    """The learning rate at the first step."""
+    """The learning rate at the first step, for a tensor whose entries have a root mean square of
+    1."""
     batch: int = 1
     """Microbatches of a step."""
     replicas: Replicas = ALONE
@@ -77,6 +79,7 @@ class Fit:
             name: (torch.zeros_like(master), torch.zeros_like(master))
             for name, master in masters.items()
         }
+        sizes = _sizes(masters)
         before = self._error(forward, wanted)
         batches = [
             range(first, min(first + self.batch, len(wanted)))
@@ -98,7 +101,7 @@ class Fit:
                 for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
                     if gradient is None:
                         continue
-                    _adam(masters[name], gradient, moments[name], rate, step)
+                    _adam(masters[name], gradient, moments[name], rate * sizes[name], step)
                     if name in masks:
                         masters[name].mul_(masks[name])
                     parameter.detach().copy_(masters[name])
@@ -247,6 +250,16 @@ def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:
         total = total + (error / size).sum()
         tokens += error.numel()
     return total, max(tokens, 1)
+
+
+def _sizes(masters: Mapping[str, Tensor]) -> dict[str, float]:
+    """The root mean square of each tensor's entries that are not zero; of a tensor of zeros, the
+    largest of the others."""
+    sizes = {
+        name: math.sqrt(float(master.square().sum()) / max(int(master.count_nonzero()), 1))
+        for name, master in masters.items()
+    }
+    return {name: size or max(sizes.values()) for name, size in sizes.items()}
 
 
 def _adam(

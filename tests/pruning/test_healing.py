@@ -36,7 +36,7 @@ METHODS = ("magnitude", "wanda", "sparsegpt")
 
 def config_of(**sections: Any) -> Config:
     pruning = {"method": "magnitude", "sparsity": 0.6, "calibration_samples": SAMPLES}
-    healing = {"heal": "blocks", "heal_passes": 3, "heal_rate": 1e-2}
+    healing = {"heal": "blocks", "heal_passes": 3, "heal_rate": 0.05}
     return tiny_config(
         pruning={**pruning, **healing, **sections.pop("pruning", {})},
         batch={"global_batch_size": 4, "microbatch_size": SIZE},
@@ -121,10 +121,14 @@ def _fit(
     each = pruning.heal_batch
     batches = [pairs[at : at + each] for at in range(0, len(pairs), each)]
     steps = pruning.heal_passes * len(batches)
-    adam = torch.optim.Adam(module.parameters(), betas=(0.9, 0.95))
+    groups = [{"params": [value]} for value in module.parameters()]
+    values = [value.detach() for value in module.parameters()]
+    sizes = [float(value[value != 0].square().mean().sqrt()) for value in values]
+    adam = torch.optim.Adam(groups, betas=(0.9, 0.95))
     for _ in range(pruning.heal_passes):
         for batch in batches:
-            adam.param_groups[0]["lr"] = pruning.heal_rate * (1 - step / steps)
+            for group, size in zip(adam.param_groups, sizes, strict=True):
+                group["lr"] = pruning.heal_rate * size * (1 - step / steps)
             step += 1
             adam.zero_grad()
             for x, y in batch:
@@ -360,6 +364,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         OutputError, match=r"what is healed cannot be written \(.*\); free the disk"
     ):
         HealedLayers(tmp_path / "healing", "", writes=True).write("one", {"a": torch.ones(2)})
+
+
+def test_a_bias_of_zeros_is_fitted_too(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    weights = {"one.0.weight": torch.randn(16, 16) / 4, "one.0.bias": torch.zeros(16)}
+    save_file(weights, tmp_path / "model.safetensors")
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    layers = Model([Layer("one", build, init=random_init)], loss=summed_loss, name="one")
+    model = start_from(layers, open_weights(tmp_path / "model.safetensors"))
+
+    assert bool(started((1, 1), model, config_of())["one.0.bias"].all())
 
 
 def test_one_of_several_replicas_writes(tmp_path: Path) -> None:
