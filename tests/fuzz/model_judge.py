@@ -1,4 +1,5 @@
-"""Judges one generated case: trains it on one stage, under a cut, and resumes it under another."""
+"""Judges one generated case: trains it on one stage, under a layout, and resumes it under
+another."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from shutil import rmtree
 from typing import Any
 
 import torch
-from fuzz.model_generator import Case, make_config, make_data, make_model, shapes_of, smaller
-from fuzz.model_pieces import PIECES
+from fuzz.cut_pieces import ALL_PIECES
+from fuzz.model_generator import Case, Cut, make_config, make_data, make_model, shapes_of, smaller
+from fuzz.model_pieces import PIECES, Refused
 from support.resuming import Ran, ran
 from torch import Tensor, nn
 
@@ -22,8 +24,9 @@ from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.module_buffers import slots
-from axsparse.models.survey import survey
+from axsparse.models.survey import survey, survey_of_member
 from axsparse.runtime.errors import AxsparseError, ConfigError, TrainingError
+from axsparse.runtime.grid import Grid
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.evaluation import Evaluation
@@ -65,7 +68,7 @@ class Judgement:
     def judge(self) -> str:
         case = self.case
         try:
-            one = self.run((1, case.replicas), make_config(case), "one", look=self.look)
+            one = self.run(Cut((len(case.layers),)), make_config(case), "one", look=self.look)
         except ConfigError as refusal:
             return self.refused(refusal)
         except TrainingError as failure:
@@ -78,27 +81,21 @@ class Judgement:
         except Exception as failure:
             self.torch_refuses(failure)
             raise
-        if any(recipe.piece in PIECES and PIECES[recipe.piece].refused for recipe in case.layers):
-            raise FoundError("a model that must be refused was trained")
+        self.must_not_run("always")
+        if self.trainers[0].parts.run.chunks > 1:
+            self.must_not_run("cut")
         self.check_first_step(one)
         evaluated = self.evaluated()
         first, second = case.cuts
         try:
-            part = self.run(
-                (len(first.split), case.replicas),
-                make_config(case, first),
-                "cut",
-                stop_after=case.stop_after,
-            )
+            part = self.run(first, make_config(case, first), "cut", stop_after=case.stop_after)
         except ConfigError as refusal:
             return f"with other settings {self.refused(refusal)}"
         self.compare("the cut", part, one)
         if part.stopped is None:
             raise FoundError("it did not stop")
         try:
-            rest = self.run(
-                (len(second.split), case.replicas), make_config(case, second), "cut", resume="auto"
-            )
+            rest = self.run(second, make_config(case, second), "cut", resume="auto")
         except ConfigError as refusal:
             return f"with other settings {self.refused(refusal)}"
         self.compare("the resumption", rest, one)
@@ -106,20 +103,29 @@ class Judgement:
             raise FoundError(f"evaluations: {self.evaluated()} is not {evaluated}")
         return "ran"
 
-    def run(self, layout: tuple[int, int], config: Config, name: str, **options: Any) -> Ran:
+    def must_not_run(self, where: Refused) -> None:
+        """Raise if a layer is one that must be refused where training has just gone well."""
+        for recipe in self.case.layers:
+            if recipe.piece in ALL_PIECES and ALL_PIECES[recipe.piece].refused == where:
+                raise FoundError(f"a model that must be refused was trained ({recipe.piece})")
+
+    def run(self, cut: Cut, config: Config, name: str, **options: Any) -> Ran:
         self.trainers.clear()
         options.setdefault("look", self.trainers.append)
         found = ran(
-            layout,
+            cut.grid(self.case.replicas),
             config,
             self.folder / name,
             model=lambda _: self.model,
             data=self.data,
             validation=self.data,
+            order=cut.order,
             **options,
         )
         for trainer in self.trainers:
             check_bytes(trainer, self.model)
+        if cut.members > 1:
+            self.must_not_run("members")
         return found
 
     def look(self, trainer: Trainer) -> None:
@@ -224,9 +230,13 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 def check_bytes(trainer: Trainer, model: Model) -> None:
     """The bytes of the live state are those of the formula."""
-    parts, config = trainer.parts, trainer.config
+    parts, config, run = trainer.parts, trainer.config, trainer.parts.run
     here = {layer.spec.name for layer in parts.layers}
-    ties = parts.survey.ties
+    surveyed = survey(model)
+    if run.cuts:
+        member = Grid(1, 1, parts.place.grid.g_tensor).place(parts.place.member)
+        surveyed = survey_of_member(model, surveyed, member, run.chunks, run.dtype)
+    ties = surveyed.ties
     kept = {
         ties.get(tensor.name, tensor.name): tensor.kept
         for layer in parts.layers
@@ -236,13 +246,13 @@ def check_bytes(trainer: Trainer, model: Model) -> None:
     sharded = config.samo.shard_optimizer
     trained = [layer.state for layer in parts.layers if layer.state.tensors]
     expected = stage_bytes(
-        [layer for layer in survey(model).layers if layer.name in here],
+        [layer for layer in surveyed.layers if layer.name in here],
         ties,
         kept,
         StateFormat(
             half=DTYPES[config.precision] != torch.float32,
             gradient_bytes=trained[0].accumulator.itemsize if trained else 4,
-            moments=len(parts.run.optimizer.moments),
+            moments=len(run.optimizer.moments),
             index=config.samo.index,
             split_master=config.samo.split_master,
             replicas=parts.place.grid.g_data if sharded else 1,
@@ -258,21 +268,26 @@ def first_step(case: Case, model: Model, trainer: Trainer | None) -> tuple[float
     config = make_config(case)
     dtype = DTYPES[config.precision]
     modules, parameters, masks = [], dict[str, nn.Parameter](), dict[str, Tensor]()
+    ties = {tie.second: tie.first for tie in model.ties}
+    layers = [] if trainer is None else trainer.parts.layers
+    states = {name: layer.state for layer in layers for name in layer.state.wholes}
     for number, layer in enumerate(model.layers):
         module = layer.build().train()
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             module = module.to_empty(device="cpu")
         if trainer is not None:
-            built = trainer.parts.layers[number]
+            built = layers[number]
             theirs = dict(built.module.named_parameters())
-            for name, parameter in module.named_parameters():
-                parameter.data.copy_(theirs[name].detach())
+            for local, parameter in module.named_parameters():
+                name = f"{layer.name}.{local}"
+                name = ties.get(name, name)
+                if name in states:
+                    parameter.data.copy_(states[name].dense_weight(name))
+                    masks[name] = states[name].mask(name).view(parameter.shape)
+                else:  # frozen
+                    parameter.data.copy_(theirs[local].detach())
             for mine, their in zip(slots(module), slots(built.module), strict=True):
                 mine.put(their.tensor.clone())
-            for tensor in built.state.tensors:
-                mask = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
-                mask[tensor.positions()] = True
-                masks[tensor.name] = mask.view(tensor.parameter.shape)
         elif dtype != torch.float32:
             module.to(dtype)
         parameters |= {f"{layer.name}.{n}": p for n, p in module.named_parameters()}
@@ -297,7 +312,6 @@ def first_step(case: Case, model: Model, trainer: Trainer | None) -> tuple[float
         value = model.loss(*outputs, targets) / batch.global_batch_size
         value.backward()
         total += value.item()
-    ties = {tie.second: tie.first for tie in model.ties}
     gradients: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:
