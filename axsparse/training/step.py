@@ -493,19 +493,12 @@ def refuse_partial_gradients(parts: Parts) -> None:
     members = parts.members
     if members is None or members.size == 1:
         return
-    whole = [
-        (layer.state, tensor)
-        for layer in parts.layers
-        for tensor in layer.state.tensors
-        if tensor.chunk_of is None
-    ]
-    # Of state that replicas share only the sums of this replica's part are complete.
-    parts_K = [
-        state.gradient_of(tensor)[own.start : own.stop]
-        for state, tensor in whole
-        for own in [tensor.entries_in(state.shares.own)]
-    ]
-    rows = members.rows([float(bits_digest(part_K)) for part_K in parts_K])
+    states = [layer.state for layer in parts.layers]
+    for state in states:
+        # Members may have other shares of their state, as chunks keep other numbers of entries.
+        state.gather_gradient()
+    whole = [(s, tensor) for s in states for tensor in s.owned if tensor.chunk_of is None]
+    rows = members.rows([float(bits_digest(s.gradient_of(tensor))) for s, tensor in whole])
     for (_, tensor), *digests in zip(whole, *rows, strict=True):
         if len(set(digests)) > 1:
             raise ConfigError(

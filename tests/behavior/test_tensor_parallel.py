@@ -281,6 +281,11 @@ SAME_BITS += [
 SAME_BITS += [
     Row((1, 1), exact(DEEP), members(2), ONE_RANK, OWN),
     Row((2, 1), exact(DEEP), members(4), ONE_RANK, OWN, order=1),
+    *(
+        # Chunks keep other numbers of entries, so that members have other shares.
+        Row((1, 2), exact(SUMS, {"pruning": {"sparsity": 0.9}}), members(2, **free), ONE_RANK, OWN)
+        for free in ({}, {"samo": {"shard_optimizer": True}})
+    ),
 ]
 SAME_BITS += [
     Row((2, 1), exact({"pruning": {**BY_SAMPLES, **pruning}}), members(2), ONE_RANK, LOADED)

@@ -24,8 +24,8 @@ Splits = dict[str, Split | str]
 Draw = Callable[[Shape, Random], tuple[nn.Module, Splits]]
 WORDS = 9
 """Of vocabularies: no number of chunks divides them."""
-PARTS = (8, 16, 24, 8, 16, 8, 8, 40, 4, 12, 6)
-"""Numbers of features, heads or units: most can be cut into eight chunks, some into four or two."""
+PARTS = (4, 12, 20, 4, 12, 28, 8, 4, 12, 16, 36, 4, 6)
+"""Numbers of features, heads or units: most can be cut into four chunks, some into eight or two."""
 
 
 def one_by_one(rng: Random) -> Callable[[Tensor], Tensor]:

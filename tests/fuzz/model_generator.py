@@ -26,6 +26,8 @@ from axsparse.models.sequential import from_sequential
 from axsparse.models.tensor_parallel import vocabulary_cross_entropy
 
 CLASSES, SAMPLES, TIED = 5, 24, 5
+MOST_RANKS = 8
+"""Of a run; they are threads, which take turns."""
 GIVEN = (
     "count",
     "mask",
@@ -461,7 +463,7 @@ def _draw_layers(rng: Random, inputs: str, room: Room) -> tuple[Recipe, ...]:
     cut = [name for name in CUT_PIECES if name not in odd]
     if rng.random() < 0.2:
         cut += odd
-    for _ in range(rng.randrange(2, 7 if is_cut else 8)):
+    for _ in range(rng.randrange(2, 6 if is_cut else 8)):
         for _ in range(20):
             of_members = is_cut and rng.random() < 0.6
             recipe = _draw_recipe(rng, rng.choice(cut if of_members else names))
@@ -557,9 +559,8 @@ def _draw_storage(rng: Random, precision: str) -> dict[str, Any]:
 
 
 def _draw_cut(rng: Random, layers: int, room: Room, least: int) -> Cut:
-    members = rng.choice([1, 2, 2, 4]) if room.has_members else 1
-    # Ranks are threads, of which eight are enough.
-    most = max(least, min(4, layers, 8 // (members * room.replicas)))
+    members = rng.choice([1, 2, 2, 4][: 4 // room.replicas + 1]) if room.has_members else 1
+    most = max(least, min(4, layers, MOST_RANKS // (members * room.replicas)))
     stages = rng.randrange(min(least, layers), most + 1)
     at = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
     return Cut(

@@ -199,7 +199,7 @@ class Judgement:
         """The reason, without what differs between models; it must name layer or setting."""
         told = str(refusal)
         if not re.match(
-            r"(layer \S+|loss|tie .*|model|parameter .*|[a-z_]+\.[a-z_.]+|sequential)"
+            r"(layer \S+|loss|tie .*|model|parameter .*|[\w.]+\.[\w.]+|sequential)"
             r"(?: \(.*?\))?: ",
             told,
         ):
