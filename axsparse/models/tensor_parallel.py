@@ -573,7 +573,19 @@ def cut_module(
             )
         _replace(module, path, new)
         found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
+    kinds = {split.kind for split in splits.values() if not split.gathered}
+    if len(kinds & {"column", "row"}) == 1:
+        raise ConfigError(
+            f"layer {layer.name}: tensor has column splits or row splits, and not both; what lies "
+            'between "column" and "row" is cut, so name both, or gather (Split.gathered)'
+        )
     return found
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Whether any module in it is cut."""
+    kinds = (Column, Row, Shared, Summed, Vocabulary, Chunks)
+    return any(isinstance(child, kinds) for child in module.modules())
 
 
 def _cuts_inside(

@@ -406,6 +406,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"^layout.g_tensor: a row split of 48 features in 2 chunks gets \(.*, 24\); ",
     ),
     (
+        {"own": {"tensor": {"up": "column"}}},
+        "^layer block0: tensor has column splits or row splits, and not both; ",
+    ),
+    (
+        {"own": {"inner": partial(nn.LayerNorm, 48)}},
+        "^layer block0: cut into chunks .*, it fails with RuntimeError: Given normalized_shape",
+    ),
+    (
+        {"own": {"inner": partial(nn.Unflatten, 2, (6, 8))}, **ALONE},
+        "^layer block0: cut into chunks .*; take the number of heads or features from the tensor",
+    ),
+    (
         {"own": {"inner": Largest}, **ALONE},
         "^layout.g_tensor: item gives other numbers for each chunk between a column and a row",
     ),
