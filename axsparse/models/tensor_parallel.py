@@ -17,7 +17,7 @@ linear module; t a token, v a word.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -534,6 +534,13 @@ def cut_module(
     """
     found: dict[str, tuple[str, int]] = {}
     splits = as_splits(layer.name, layer.tensor)
+    for name in cuts:
+        path = name.rpartition(".")[0]
+        replaced = module.get_submodule(path) if path in splits else None
+        for what in _what_is_lost(replaced, module.get_parameter(name)):
+            raise ConfigError(
+                f"layer {layer.name}: {name} {what}, and is not cut; leave it out of tensor"
+            )
     for path, split in splits.items():
         owner = module.get_submodule(path) if split.kind in WHOLE else module
         if split.kind == "shared":
@@ -550,10 +557,6 @@ def cut_module(
         ):  # Replaced with the weight before this bias, or above.
             found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
             continue
-        if not owner.get_parameter(kind).requires_grad:
-            raise ConfigError(
-                f"layer {layer.name}: {name} is frozen, and is not cut; leave it out of tensor"
-            )
         if (
             name in splits and splits[name].kind == "vocabulary"
         ):  # A parameter that the layer hands to the loss, such as the head's weight.
@@ -580,6 +583,17 @@ def cut_module(
             'between "column" and "row" is cut, so name both, or gather (Split.gathered)'
         )
     return found
+
+
+def _what_is_lost(replaced: nn.Module | None, parameter: nn.Parameter) -> Iterator[str]:
+    """What a parameter has, or a module that is replaced, and their chunks would not have."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if not parameter.requires_grad:
+        yield "is frozen"
+    if replaced is not None and any(vars(replaced)[kind] for kind in hooks):
+        yield "is of a module with hooks"
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        yield "has hooks"
 
 
 def is_cut(module: nn.Module) -> bool:

@@ -73,7 +73,7 @@ class Own(nn.Module):
         dropout: float = 0.0,
         *,
         inner: Callable[[], nn.Module] = nn.Identity,
-        frozen: bool = False,
+        change: Callable[[Any], object] = lambda own: None,
     ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -85,7 +85,7 @@ class Own(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
         self.inner = inner()
-        self.up.weight.requires_grad_(not frozen)
+        change(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
@@ -399,7 +399,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"own": {"inner": nn.PReLU}},
         "^block.*.inner.weight: its gradient differs between the members of",
     ),
-    ({"own": {"frozen": True}}, "^layer block0: up.weight is frozen, and is not cut; leave it out"),
+    (
+        {"own": {"change": lambda m: m.up.register_forward_hook(lambda module, given, got: got)}},
+        "^layer block0: up.weight is of a module with hooks, and is not cut; leave it out",
+    ),
+    (
+        {"own": {"change": lambda m: m.up.bias.requires_grad_(False)}},
+        "^layer block0: up.bias is frozen, and is not cut; leave it out of tensor",
+    ),
+    (
+        {"own": {"change": lambda m: m.up.bias.register_hook(lambda gradient: gradient)}},
+        "^layer block0: up.bias has hooks, and is not cut; leave it out of tensor",
+    ),
     ({"own": {"dropout": 0.5}}, "random numbers are drawn between a column and a row split"),
     (
         {"own": {"tensor": {**SPLITS, "down": Split("row", gathered=True)}}},
