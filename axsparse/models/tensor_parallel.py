@@ -390,7 +390,7 @@ class Row(nn.Module):
 
     def __init__(self, linear: nn.Linear, cut: Cut, group: TensorGroup, split: Split) -> None:
         super().__init__()
-        self.group, self.takes = group, split.gathered
+        self.group, self.groups, self.takes = group, cut.groups, split.gathered
         self.features = linear.in_features
         self.bias = linear.bias
         self.chunks = nn.ModuleList(
@@ -402,7 +402,7 @@ class Row(nn.Module):
         group, parts = self.group, x.chunks if isinstance(x, ChunkedTensor) else (x,)
         if self.takes:
             apply: Callable[..., tuple[Tensor, ...]] = _Take.apply
-            cut = _features(x, x.shape[-1], group.chunks)
+            cut = _features(x, x.shape[-1], group.chunks, self.groups)
             parts = apply(group, cut, x) if x.shape[-1] == self.features else ()
         elif group.drawn is not None and not torch.equal(group.drawn, torch.get_rng_state()):
             raise ConfigError(

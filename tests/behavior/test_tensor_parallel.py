@@ -108,10 +108,10 @@ GATHERED = {
     "tensor": {
         **SPLITS,
         **dict.fromkeys(("up", "gate"), Split("column", gathered=True)),
-        "down": Split("row", gathered=True),
+        "down": Split("row", groups=2, gathered=True),
     },
 }
-"""A norm over the features of all chunks, behind a dropout."""
+"""A norm over the features of all chunks, behind a dropout; chunks take features of two halves."""
 
 
 def own_model(**settings: Any) -> Model:
@@ -498,6 +498,18 @@ def test_every_degree_has_the_same_bits(row: Row) -> None:
             is_usual=name == "qwen3",
         )
         for name in FAMILIES
+    )
+    + parameters(
+        [
+            Row(
+                (1, 1),
+                steps(2),
+                members(2),
+                ONE_RANK,
+                replace(OWN, name="gathered", model=lambda config: own_model(**GATHERED)),
+                tolerance=TOLERANCE,
+            )
+        ]
     ),
 )
 def test_a_run_is_the_uncut_one_to_rounding(row: Row) -> None:
