@@ -379,13 +379,13 @@ class VocabularyHead(nn.Module):
 
 
 def _with_splits(
-    shape: Shape, inner: nn.Module | None = None, *, features: int = 8, **splits: Split | str
+    shape: Shape, between: nn.Module | None = None, *, features: int = 8, **splits: Split | str
 ) -> tuple[nn.Module, Splits]:
     """An MLP with something between its splits, and other splits than the usual ones."""
     return Apply(
         lambda self, x: self.down(self.inner(self.up(x))),
         up=nn.Linear(shape[-1], features),
-        inner=nn.Identity() if inner is None else inner,
+        inner=nn.Identity() if between is None else between,
         down=nn.Linear(features, shape[-1]),
     ), {"up": "column", "down": "row", **splits}
 

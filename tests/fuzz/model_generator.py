@@ -402,13 +402,15 @@ def draw(rng: Random) -> Case:
     """One case; its layers fit each other."""
     precision = rng.choice(["fp32"] * 8 + ["bf16"] * 2 + ["fp16"])
     replicas = rng.choice([1, 1, 1, 2])
-    share = rng.choice([4, 6, 8])
-    microbatch = rng.choice([size for size in (1, 2, 3, 4) if share % size == 0])
+    has_members = rng.random() < 0.5
+    # Layers run for each chunk, so that models of members take longer for each sample.
+    share = rng.choice([4, 6] if has_members else [4, 6, 8])
+    microbatch = rng.choice([size for size in (1, 2, 3, 4) if share % size == 0][has_members:])
     global_batch = share * replicas
-    inputs, has_members = rng.choice(INPUTS), rng.random() < 0.5
+    inputs = rng.choice(INPUTS)
     room = Room(precision, replicas, microbatch == 1, has_members)
     layers = _draw_layers(rng, inputs, room)
-    steps = rng.choice([3, 4, 5])
+    steps = rng.choice([3, 4] if has_members else [3, 4, 5])
     pruning = _draw_pruning(rng, steps)
     steps = pruning.pop("steps", steps)
     return Case(
@@ -463,7 +465,7 @@ def _draw_layers(rng: Random, inputs: str, room: Room) -> tuple[Recipe, ...]:
     cut = [name for name in CUT_PIECES if name not in odd]
     if rng.random() < 0.2:
         cut += odd
-    for _ in range(rng.randrange(2, 6 if is_cut else 8)):
+    for _ in range(rng.randrange(2, 5 if is_cut else 8)):
         for _ in range(20):
             of_members = is_cut and rng.random() < 0.6
             recipe = _draw_recipe(rng, rng.choice(cut if of_members else names))

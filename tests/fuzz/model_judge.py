@@ -9,6 +9,7 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -24,7 +25,7 @@ from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.module_buffers import slots
-from axsparse.models.survey import survey, survey_of_member
+from axsparse.models.survey import Survey, survey, survey_of_member
 from axsparse.runtime.errors import AxsparseError, ConfigError, TrainingError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.precision import DTYPES
@@ -34,8 +35,8 @@ from axsparse.training.trainer import Trainer
 
 ROUNDING = 2e-4
 """Of the first step's loss and norm, against additions in torch's own order."""
-DRAWS = {"dropout", "encoder"}
-"""Pieces with random numbers, beside those that are declared as random."""
+DRAWS = {"dropout"}
+"""Pieces with random numbers, beside those that are declared as random or have a Dropout."""
 
 
 class FoundError(AssertionError):
@@ -62,6 +63,8 @@ class Judgement:
         self.folder = folder
         self.model = make_model(case)
         self.data = make_data(case)
+        self.surveys: dict[tuple[int, int], Survey] = {}
+        """By members and member."""
         self.trainers: list[Trainer] = []
         self.by_hand: tuple[float, float] | None = None
 
@@ -123,10 +126,26 @@ class Judgement:
             **options,
         )
         for trainer in self.trainers:
-            check_bytes(trainer, self.model)
+            check_bytes(trainer, self.survey_for(trainer))
         if cut.members > 1:
             self.must_not_run("members")
         return found
+
+    @cached_property
+    def whole(self) -> Survey:
+        return survey(self.model)
+
+    def survey_for(self, trainer: Trainer) -> Survey:
+        """What a rank's member has of the whole model."""
+        run, place = trainer.parts.run, trainer.parts.place
+        if not run.cuts:
+            return self.whole
+        key = place.grid.g_tensor, place.member
+        if key not in self.surveys:
+            member = Grid(1, 1, place.grid.g_tensor).place(place.member)
+            found = survey_of_member(self.model, self.whole, member, run.chunks, run.dtype)
+            self.surveys[key] = found
+        return self.surveys[key]
 
     def look(self, trainer: Trainer) -> None:
         self.trainers.append(trainer)
@@ -134,6 +153,10 @@ class Judgement:
         draws = any(
             recipe.piece in DRAWS or (recipe.piece in PIECES and PIECES[recipe.piece].random)
             for recipe in case.layers
+        ) or any(
+            isinstance(module, nn.Dropout)
+            for layer in trainer.parts.layers
+            for module in layer.module.modules()
         )
         pruning = case.config["pruning"]
         draws_first = pruning.get("at_step", 0) == 0 and pruning["method"] in (
@@ -180,9 +203,7 @@ class Judgement:
             owner = name if key in one.state else ties[name]
             if not equal(value, one.state[f"{kind}/{owner}"]):
                 raise FoundError(f"{what}: state: {key} differs")
-        persistent = {
-            b.name for info in survey(self.model).layers for b in info.buffers if b.persists
-        }
+        persistent = {b.name for info in self.whole.layers for b in info.buffers if b.persists}
         if ours.buffers.keys() != one.buffers.keys():
             raise FoundError(f"{what}: buffers: other names")
         for name in persistent:
@@ -228,14 +249,10 @@ def equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(t.view(torch.uint8) for t in dense))
 
 
-def check_bytes(trainer: Trainer, model: Model) -> None:
+def check_bytes(trainer: Trainer, surveyed: Survey) -> None:
     """The bytes of the live state are those of the formula."""
     parts, config, run = trainer.parts, trainer.config, trainer.parts.run
     here = {layer.spec.name for layer in parts.layers}
-    surveyed = survey(model)
-    if run.cuts:
-        member = Grid(1, 1, parts.place.grid.g_tensor).place(parts.place.member)
-        surveyed = survey_of_member(model, surveyed, member, run.chunks, run.dtype)
     ties = surveyed.ties
     kept = {
         ties.get(tensor.name, tensor.name): tensor.kept
