@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, get_args
@@ -444,15 +444,16 @@ class Shared(nn.Module):
         module.training = self.training
         # The chunks' gradients of a parameter are summed as those of an activation are.
         copies = {name: spread(self.group, p) for name, p in module.named_parameters()}
-        results = [
-            functional_call(
-                module,
-                {name: each[number] for name, each in copies.items()},
-                chunk_of(args, number),
-                chunk_of(kwargs, number),
-            )
-            for number in range(len(self.group.own))
-        ]
+        with _steady_buffers(module):
+            results = [
+                functional_call(
+                    module,
+                    {name: each[number] for name, each in copies.items()},
+                    chunk_of(args, number),
+                    chunk_of(kwargs, number),
+                )
+                for number in range(len(self.group.own))
+            ]
         return of_all_chunks(module, results)
 
 
@@ -478,14 +479,29 @@ class Summed(nn.Module):
             else (x,) * len(self.chunks)
             for key, x in (*enumerate(inputs), *named.items())
         }
-        parts = [
-            chunk(
-                *(each[place][number] for place in range(len(inputs))),
-                **{name: each[name][number] for name in named},
-            )
-            for number, chunk in enumerate(self.chunks)
-        ]
+        with _steady_buffers(self):
+            parts = [
+                chunk(
+                    *(each[place][number] for place in range(len(inputs))),
+                    **{name: each[name][number] for name in named},
+                )
+                for number, chunk in enumerate(self.chunks)
+            ]
         return join(self.group, parts)
+
+
+@contextmanager
+def _steady_buffers(module: nn.Module) -> Iterator[None]:
+    """ConfigError if calls of a module for each chunk change a buffer, which would then depend on
+    how many chunks a member has."""
+    before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+    yield
+    for (name, now), (_, buffer, version) in zip(module.named_buffers(), before, strict=True):
+        if now is not buffer or now._version != version:
+            raise ConfigError(
+                f"layout.g_tensor: a shared or summed module changes its buffer {name!r} once for "
+                "each chunk; keep what it counts outside of what is cut"
+            )
 
 
 class Vocabulary(nn.Module):

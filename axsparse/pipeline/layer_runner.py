@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from axsparse.models.chunked_tensor import ChunkedTensor
 from axsparse.models.layer import as_tuple
 from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_norms
 from axsparse.models.tensor_parallel import is_cut
@@ -169,6 +170,12 @@ class LayerRunner:
         weights = [weight._version for _, weight in self._parameters]
         with noted(self.place):
             outputs = as_tuple(self.name, self._run(inputs))
+        for slot in self._slots if self.is_cut else ():
+            if isinstance(slot.tensor, ChunkedTensor):
+                raise ConfigError(
+                    f"layer {self.name}: its forward keeps what some heads or features only give "
+                    f"in buffer {slot.name!r}; gather both splits around it (Split.gathered)"
+                )
         for (name, weight), version in zip(self._parameters, weights, strict=True):
             if weight._version != version:
                 raise ConfigError(

@@ -28,6 +28,7 @@ from axsparse.config.schema import Config, SpikesConfig, num_microbatches
 from axsparse.data.batches import Batch
 from axsparse.data.prefetch import Prefetcher
 from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Report, Verdict
+from axsparse.models.module_buffers import slots
 from axsparse.pruning.methods.masking import Change
 from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere
@@ -486,10 +487,8 @@ def _refuse_unequal(digest: int, parts: Parts, text: str) -> None:
 
 
 def refuse_partial_gradients(parts: Parts) -> None:
-    """ConfigError if members of a stage have other gradients of a parameter that all of them have.
-
-    All members call this together.
-    """
+    """ConfigError if members of a stage have other gradients of a parameter that all of them have,
+    or other buffers. All ranks call this together."""
     members = parts.members
     if members is None or members.size == 1:
         return
@@ -497,14 +496,22 @@ def refuse_partial_gradients(parts: Parts) -> None:
     for state in states:
         # Members may have other shares of their state, as chunks keep other numbers of entries.
         state.gather_gradient()
-    whole = [(s, tensor) for s in states for tensor in s.owned if tensor.chunk_of is None]
-    rows = members.rows([float(bits_digest(s.gradient_of(tensor))) for s, tensor in whole])
-    for (_, tensor), *digests in zip(whole, *rows, strict=True):
+    whole = {
+        f"{tensor.name}: its gradient": state.gradient_of(tensor)
+        for state in states
+        for tensor in state.owned
+        if tensor.chunk_of is None
+    }
+    for layer in parts.layers:
+        kept = (slot for slot in slots(layer.module) if slot.persists)
+        whole |= {f"{layer.spec.name}.{slot.name}: this buffer": slot.tensor for slot in kept}
+    rows = members.rows([float(bits_digest(values)) for values in whole.values()])
+    for what, *digests in zip(whole, *rows, strict=True):
         if len(set(digests)) > 1:
             raise ConfigError(
-                f"{tensor.name}: its gradient differs between the members of stage "
-                f"{parts.place.stage}, so that it sees some heads or features only; make its "
-                'module "shared" in Layer.tensor, or move it in front of the column split'
+                f"{what} differs between the members of stage {parts.place.stage}, so that it sees "
+                'some heads or features only; make its module "shared" in Layer.tensor, move it in '
+                "front of the column split, or gather both splits (Split.gathered)"
             )
 
 

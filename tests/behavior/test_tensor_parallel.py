@@ -116,15 +116,15 @@ GATHERED = {
 
 def own_model(**settings: Any) -> Model:
     """Blocks whose modules are cut by `Layer.tensor`, between layers that are whole."""
-    settings = {"tensor": SPLITS} | settings
-    tensor = settings.pop("tensor")
+    settings = {"tensor": SPLITS, "init": random_init} | settings
+    tensor, init = settings.pop("tensor"), settings.pop("init")
     build = partial(Own, **settings)
     return Model(
         [
             Layer("first", partial(nn.Linear, 16, 64), init=random_init),
             Layer("fold", partial(nn.Unflatten, 1, (2, 32))),
-            Layer("block0", build, init=random_init, tensor=tensor),
-            Layer("block1", build, init=random_init, tensor=tensor),
+            Layer("block0", build, init=init, tensor=tensor),
+            Layer("block1", build, init=init, tensor=tensor),
             Layer("flat", nn.Flatten),
             Layer("out", partial(nn.Linear, 64, 5), kind="head", init=random_init),
         ],
@@ -354,6 +354,20 @@ class Double(torch.autograd.Function):
         return 2 * outer
 
 
+class Remembers(nn.PReLU):
+    """Keeps what it has seen, or how often it was called."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.weight.requires_grad_(counts)
+        self.counts = counts
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + (1 if self.counts else x.detach().mean())
+        return super().forward(x)
+
+
 class Opaque(nn.Module):
     """Computes by a function of its own."""
 
@@ -362,6 +376,7 @@ class Opaque(nn.Module):
         return apply(x)
 
 
+MEANS = {"inner": partial(Remembers, counts=False), "init": None}
 ALONE = {"ranks": 1, "layout": {"tensor_exact": True}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ranks": 3}, "^layout.g_tensor .*: 3 is no power of two; "),
@@ -427,6 +442,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"own": {"inner": partial(nn.Unflatten, 2, (6, 8))}, **ALONE},
         "^layer block0: cut into chunks .*; take the number of heads or features from the tensor",
+    ),
+    (
+        {"own": MEANS},
+        "^block.*.inner.seen: this buffer differs between the members of stage 0, so that it sees ",
+    ),
+    (
+        {"own": MEANS, **ALONE},
+        "^layer block0: its forward keeps what some heads or features only give in buffer 'inner.s",
+    ),
+    (
+        {"own": {**SHARED, "inner": partial(Remembers, counts=True), "init": None}, **ALONE},
+        "^layout.g_tensor: a shared or summed module changes its buffer 'seen' once for each chunk",
     ),
     (
         {"own": {"inner": Largest}, **ALONE},

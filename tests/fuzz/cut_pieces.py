@@ -411,7 +411,19 @@ def neither_cut_nor_shared(shape: Shape, rng: Random) -> tuple[nn.Module, Splits
 
 
 def odd_between(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
-    """What cannot see some features only, or is not seen for each chunk."""
+    """What cannot see some features only, is not seen for each chunk, or remembers chunks."""
+
+    def mean(self: Any, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().float().mean()
+        return x - self.mean.to(x.dtype)
+
+    def count(self: Any, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    if rng.random() < 0.2:
+        counts = Apply(count, norm=nn.PReLU(), count=torch.zeros((), dtype=torch.int64))
+        return _with_splits(shape, counts, inner="shared")
     inner: nn.Module = rng.choice(
         [
             lambda: nn.LayerNorm(8),
@@ -423,6 +435,7 @@ def odd_between(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
             lambda: Apply(lambda self, x: x + torch.randn_like(x)),
             lambda: Apply(lambda self, x: x * torch.linspace(0, 1, 8, dtype=x.dtype)),
             lambda: Apply(lambda self, x: x.detach()),
+            lambda: Apply(mean, mean=torch.zeros(())),
         ]
     )()
     return _with_splits(shape, inner)

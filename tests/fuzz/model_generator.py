@@ -26,8 +26,8 @@ from axsparse.models.sequential import from_sequential
 from axsparse.models.tensor_parallel import vocabulary_cross_entropy
 
 CLASSES, SAMPLES, TIED = 5, 24, 5
-MOST_RANKS = 8
-"""Of a run; they are threads, which take turns."""
+MOST_RANKS = (8, 4, 4)
+"""Of a run whose stages have members; ranks are threads, which take turns."""
 GIVEN = (
     "count",
     "mask",
@@ -561,8 +561,11 @@ def _draw_storage(rng: Random, precision: str) -> dict[str, Any]:
 
 
 def _draw_cut(rng: Random, layers: int, room: Room, least: int) -> Cut:
-    members = rng.choice([1, 2, 2, 4][: 4 // room.replicas + 1]) if room.has_members else 1
-    most = max(least, min(4, layers, MOST_RANKS // (members * room.replicas)))
+    members, most = 1, min(4, layers)
+    if room.has_members:
+        ranks = rng.choice(MOST_RANKS) // room.replicas
+        members = rng.choice([m for m in (1, 2, 2, 4) if m * least <= ranks])
+        most = min(most, ranks // members)
     stages = rng.randrange(min(least, layers), most + 1)
     at = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
     return Cut(
