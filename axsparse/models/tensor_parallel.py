@@ -129,9 +129,7 @@ def cuts_of(
                 f"layer {layer}: tensor names {path!r}, which has no weight; nearest: {nearest}"
             )
         for name in found:
-            last = len(shapes[name]) - 1
-            dim = last if split.kind == "row" else max(last - 1, 0)
-            cut = Cut(shapes[name], dim, split.groups, chunks)
+            cut = Cut(shapes[name], _dim_of(split, shapes[name]), split.groups, chunks)
             each = split.groups * split.unit
             size = cut.shape[cut.dim]
             if split.kind != "vocabulary" and size % (each * chunks):
@@ -144,6 +142,12 @@ def cuts_of(
     return cuts
 
 
+def _dim_of(split: Split, shape: tuple[int, ...]) -> int:
+    """The dimension along which a parameter of this shape is cut."""
+    last = len(shape) - 1
+    return last if split.kind == "row" else max(last - 1, 0)
+
+
 def most_chunks(
     layer: str, splits: Mapping[str, Split | str], shapes: Mapping[str, tuple[int, ...]]
 ) -> int:
@@ -152,7 +156,7 @@ def most_chunks(
     for path, split in as_splits(layer, splits).items():
         shape = shapes.get(f"{path}.weight", shapes.get(path))
         if shape is not None and split.kind in ("column", "row"):
-            size, each = shape[-1 if split.kind == "row" else -2], split.groups * split.unit
+            size, each = shape[_dim_of(split, shape)], split.groups * split.unit
             while chunks > 1 and size % (each * chunks):
                 chunks //= 2
     return chunks

@@ -408,7 +408,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"own": {"tensor": {"up": "diagonal"}}},
         "^layer block0: tensor has 'diagonal' for 'up', which",
     ),
-    ({"own": {"tensor": {"norm": "column"}}}, "^layer block0: norm is LayerNorm, which is not cut"),
+    *(
+        (
+            {"own": {"tensor": {"norm": "column"}}, **exact},
+            "^layer block0: norm is LayerNorm, which",
+        )
+        for exact in ({}, ALONE)
+    ),
     ({"own": {"tensor": {"up.weight": "row"}}}, "^layer block0: up is Linear, which is not cut by"),
     (
         {"own": {"inner": nn.PReLU}},
