@@ -419,7 +419,7 @@ def draw(rng: Random) -> Case:
         "values" if rng.random() < 0.15 and not any(r.init for r in layers) else "layers",
         {
             "batch": {"global_batch_size": global_batch, "microbatch_size": microbatch},
-            "train": {"steps": steps},
+            "train": {"steps": steps, "compare_replicas_every": rng.choice([1, 100])},
             "precision": precision,
             "pruning": pruning,
             "optimizer": _draw_optimizer(rng),
@@ -557,6 +557,8 @@ def _draw_storage(rng: Random, precision: str) -> dict[str, Any]:
         found["enabled"] = False
     if precision != "fp32":
         found["gradient"] = rng.choice(["auto", "half", "fp32", "exact"])
+    elif rng.random() < 0.15:
+        found["gradient"] = "exact"
     return found
 
 
