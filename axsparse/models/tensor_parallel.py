@@ -130,9 +130,13 @@ def cuts_of(
             )
         for name in found:
             cut = Cut(shapes[name], _dim_of(split, shapes[name]), split.groups, chunks)
-            each = split.groups * split.unit
             size = cut.shape[cut.dim]
-            if split.kind != "vocabulary" and size % (each * chunks):
+            if not _can_be_cut(split, size, chunks) and split.kind == "vocabulary":
+                raise ConfigError(
+                    f"{key}: {chunks} chunks are more than the {size} words of {layer}.{name}; "
+                    "choose a smaller power of two"
+                )
+            if not _can_be_cut(split, size, chunks):
                 raise ConfigError(
                     f"{key}: {chunks} chunks do not divide the {size // split.groups} outputs or "
                     f"inputs of {layer}.{name}, of which {split.unit} stay together; choose a "
@@ -140,6 +144,13 @@ def cuts_of(
                 )
             cuts[name] = cut
     return cuts
+
+
+def _can_be_cut(split: Split, size: int, chunks: int) -> bool:
+    """Whether so many outputs, inputs or words give chunks, those of words not all alike."""
+    if split.kind == "vocabulary":
+        return chunks <= size
+    return size % (split.groups * split.unit * chunks) == 0
 
 
 def _dim_of(split: Split, shape: tuple[int, ...]) -> int:
@@ -155,9 +166,9 @@ def most_chunks(
     chunks = MOST_CHUNKS
     for path, split in as_splits(layer, splits).items():
         shape = shapes.get(f"{path}.weight", shapes.get(path))
-        if shape is not None and split.kind in ("column", "row"):
-            size, each = shape[_dim_of(split, shape)], split.groups * split.unit
-            while chunks > 1 and size % (each * chunks):
+        if shape is not None and split.kind not in WHOLE:
+            size = shape[_dim_of(split, shape)]
+            while chunks > 1 and not _can_be_cut(split, size, chunks):
                 chunks //= 2
     return chunks
 

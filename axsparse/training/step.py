@@ -114,8 +114,8 @@ class Step:
             self._begin_step()
             losses = self._forward_backward(batch)
             self._all_reduce_gradients()
-            digest = self._digest()
-            if digest or not self._has_gradients:
+            digest = self._digest() if self._compares_replicas else 0
+            if self._compares_replicas or not self._has_gradients:
                 refuse_partial_gradients(self._parts)
             self._has_gradients = True
             verdict = self._agree(losses, notice, digest)
@@ -189,11 +189,14 @@ class Step:
         """Wait for the sums over tied weights and replicas, which began while layers computed."""
         self._parts.sync.finish()
 
-    def _digest(self) -> int:
-        """A hash of this rank's weights in steps that compare replicas; 0 in other steps."""
+    @property
+    def _compares_replicas(self) -> bool:
+        """Whether the present step is one of those that compare replicas."""
         every, step = self._config.train.compare_replicas_every, self.position.steps_done + 1
-        if not every or step % every:
-            return 0
+        return bool(every) and step % every == 0
+
+    def _digest(self) -> int:
+        """A hash of the weights that this rank answers for; 0 if there are none."""
         with self._parts.phases("optimizer"):
             return weights_digest(self._parts.layers)
 

@@ -288,6 +288,16 @@ SAME_BITS += [
     ),
 ]
 SAME_BITS += [
+    # A stage without layers that are cut has weights that member 0 alone answers for.
+    Row(
+        (3, 1),
+        exact({"train": {"compare_replicas_every": 2}}),
+        members(2, layout={"split": [2, 2, 2]}),
+        ONE_RANK,
+        OWN,
+    )
+]
+SAME_BITS += [
     Row((2, 1), exact({"pruning": {**BY_SAMPLES, **pruning}}), members(2), ONE_RANK, LOADED)
     for pruning in (
         {"method": "wanda"},
