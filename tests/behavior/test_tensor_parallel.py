@@ -418,6 +418,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"own": {"tensor": {"up": "diagonal"}}},
         "^layer block0: tensor has 'diagonal' for 'up', which",
     ),
+    (
+        {
+            "ranks": 4,
+            "own": {"inner": partial(nn.Embedding, 3, 48), "tensor": {"inner": "vocabulary"}},
+        },
+        "^layout.g_tensor .*: 4 chunks are more than the 3 words of block0.inner.weight; choose a ",
+    ),
     *(
         (
             {"own": {"tensor": {"norm": "column"}}, **exact},
