@@ -116,8 +116,7 @@ GATHERED = {
 
 def own_model(**settings: Any) -> Model:
     """Blocks whose modules are cut by `Layer.tensor`, between layers that are whole."""
-    settings = {"tensor": SPLITS, "init": random_init} | settings
-    tensor, init = settings.pop("tensor"), settings.pop("init")
+    tensor, init = settings.pop("tensor", SPLITS), settings.pop("init", random_init)
     build = partial(Own, **settings)
     return Model(
         [
@@ -366,6 +365,8 @@ class Double(torch.autograd.Function):
 
 class Remembers(nn.PReLU):
     """Keeps what it has seen, or how often it was called."""
+
+    seen: Tensor
 
     def __init__(self, *, counts: bool) -> None:
         super().__init__()

@@ -30,29 +30,28 @@ PARTS = (4, 12, 20, 4, 12, 28, 8, 4, 12, 16, 36, 4, 6)
 
 def one_by_one(rng: Random) -> Callable[[Tensor], Tensor]:
     """A function of every feature by itself."""
-    return rng.choice(
-        [
-            F.gelu,
-            F.silu,
-            F.softplus,
-            torch.tanh,
-            F.leaky_relu,
-            lambda x: x,
-            lambda x: x.relu_(),
-            lambda x: F.hardtanh(x, inplace=True),
-            lambda x: x.mul_(0.9),
-            lambda x: x * x.sigmoid(),
-            lambda x: x.where(x > 0, x * 0.1),
-            lambda x: x.masked_fill(x.abs() > 3, 0.0),
-            lambda x: x.double().sin().to(x.dtype),
-            lambda x: torch.stack([x, -x], dim=-1).amax(-1),
-            lambda x: (x.square() + 1).sqrt(),
-            lambda x: x + 0.5 * x.detach(),
-            lambda x: x.contiguous().view(-1).clamp(-1, 1).view(x.shape),
-            lambda x: x.transpose(0, -1).tanh().transpose(0, -1),
-            lambda x: torch.einsum("b...i,b...i->b...i", x, x),
-        ]
-    )
+    choices: list[Callable[[Tensor], Tensor]] = [
+        F.gelu,
+        F.silu,
+        F.softplus,
+        torch.tanh,
+        F.leaky_relu,
+        lambda x: x,
+        lambda x: x.relu_(),
+        lambda x: F.hardtanh(x, inplace=True),
+        lambda x: x.mul_(0.9),
+        lambda x: x * x.sigmoid(),
+        lambda x: x.where(x > 0, x * 0.1),
+        lambda x: x.masked_fill(x.abs() > 3, 0.0),
+        lambda x: x.double().sin().to(x.dtype),
+        lambda x: torch.stack([x, -x], dim=-1).amax(-1),
+        lambda x: (x.square() + 1).sqrt(),
+        lambda x: x + 0.5 * x.detach(),
+        lambda x: x.contiguous().view(-1).clamp(-1, 1).view(x.shape),
+        lambda x: x.transpose(0, -1).tanh().transpose(0, -1),
+        lambda x: torch.einsum("b...i,b...i->b...i", x, x),
+    ]
+    return rng.choice(choices)
 
 
 def by_units(rng: Random) -> Callable[[Tensor], Tensor]:
@@ -208,16 +207,15 @@ def fused_attention(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
 def shared(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
     """A module with parameters that all units use, once or twice."""
     unit, parts, twice = rng.choice([2, 3, 4]), rng.choice(PARTS), rng.random() < 0.3
-    inner: nn.Module = rng.choice(
-        [
-            lambda: nn.LayerNorm(unit),
-            lambda: nn.RMSNorm(unit),
-            nn.PReLU,
-            lambda: nn.Linear(unit, unit),
-            lambda: nn.Sequential(nn.Linear(unit, 3), nn.Tanh(), nn.Linear(3, unit)),
-            lambda: nn.LayerNorm(unit).requires_grad_(False),
-        ]
-    )()
+    choices: list[Callable[[], nn.Module]] = [
+        lambda: nn.LayerNorm(unit),
+        lambda: nn.RMSNorm(unit),
+        nn.PReLU,
+        lambda: nn.Linear(unit, unit),
+        lambda: nn.Sequential(nn.Linear(unit, 3), nn.Tanh(), nn.Linear(3, unit)),
+        lambda: nn.LayerNorm(unit).requires_grad_(False),
+    ]
+    inner = rng.choice(choices)()
 
     def run(self: Any, x: Tensor) -> Tensor:
         y = self.inside["one"](self.up(x).unflatten(-1, (-1, unit)))
@@ -240,15 +238,14 @@ def shared(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
 def gathered(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
     """What lies between sees all features, or one of the two splits is left out."""
     features, parts = rng.choice(PARTS), rng.choice([1, 1, 2])
-    inner: nn.Module = rng.choice(
-        [
-            lambda: nn.LayerNorm(features),
-            lambda: nn.Sequential(nn.Linear(features, features), nn.Tanh()),
-            lambda: nn.Softmax(dim=-1),
-            lambda: nn.Dropout(0.2),
-            nn.Identity,
-        ]
-    )()
+    choices: list[Callable[[], nn.Module]] = [
+        lambda: nn.LayerNorm(features),
+        lambda: nn.Sequential(nn.Linear(features, features), nn.Tanh()),
+        lambda: nn.Softmax(dim=-1),
+        lambda: nn.Dropout(0.2),
+        nn.Identity,
+    ]
+    inner = rng.choice(choices)()
 
     def run(self: Any, x: Tensor) -> Tensor:
         y = self.up(x)
@@ -372,7 +369,7 @@ class VocabularyHead(nn.Module):
         self.weight = nn.Parameter(torch.randn(WORDS, 6) / 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return torch.tanh(self.inner(x.flatten(1))), *chunks_of(self.weight)  # type: ignore[arg-type]
+        return torch.tanh(self.inner(x.flatten(1))), *chunks_of(self.weight)
 
 
 # -- pieces that have to be refused -------------------------------------------------------------
@@ -400,13 +397,12 @@ def uneven(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
 
 def neither_cut_nor_shared(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
     """A parameter between the splits."""
-    inner: nn.Module = rng.choice(
-        [
-            nn.PReLU,
-            lambda: Apply(lambda self, x: x * self.scale, scale=nn.Parameter(torch.ones(()))),
-            lambda: Apply(lambda self, x: x + self.shift, shift=nn.Parameter(torch.ones(1))),
-        ]
-    )()
+    choices: list[Callable[[], nn.Module]] = [
+        nn.PReLU,
+        lambda: Apply(lambda self, x: x * self.scale, scale=nn.Parameter(torch.ones(()))),
+        lambda: Apply(lambda self, x: x + self.shift, shift=nn.Parameter(torch.ones(1))),
+    ]
+    inner = rng.choice(choices)()
     return _with_splits(shape, inner)
 
 
@@ -415,7 +411,7 @@ def odd_between(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
 
     def mean(self: Any, x: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().float().mean()
-        return x - self.mean.to(x.dtype)
+        return x - self.mean.to(x.dtype)  # type: ignore[no-any-return]
 
     def count(self: Any, x: Tensor) -> Tensor:
         self.count += 1
@@ -424,20 +420,19 @@ def odd_between(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
     if rng.random() < 0.2:
         counts = Apply(count, norm=nn.PReLU(), count=torch.zeros((), dtype=torch.int64))
         return _with_splits(shape, counts, inner="shared")
-    inner: nn.Module = rng.choice(
-        [
-            lambda: nn.LayerNorm(8),
-            lambda: nn.Dropout(0.3),
-            lambda: nn.Linear(8, 8),
-            lambda: Apply(lambda self, x: x.view(*x.shape[:-1], 4, 2).flatten(-2)),
-            lambda: Apply(lambda self, x: x / (1 + x.detach().abs().max().item())),
-            lambda: Apply(lambda self, x: Scaled.apply(x, 0.9)),  # type: ignore[no-untyped-call]
-            lambda: Apply(lambda self, x: x + torch.randn_like(x)),
-            lambda: Apply(lambda self, x: x * torch.linspace(0, 1, 8, dtype=x.dtype)),
-            lambda: Apply(lambda self, x: x.detach()),
-            lambda: Apply(mean, mean=torch.zeros(())),
-        ]
-    )()
+    choices: list[Callable[[], nn.Module]] = [
+        lambda: nn.LayerNorm(8),
+        lambda: nn.Dropout(0.3),
+        lambda: nn.Linear(8, 8),
+        lambda: Apply(lambda self, x: x.view(*x.shape[:-1], 4, 2).flatten(-2)),
+        lambda: Apply(lambda self, x: x / (1 + x.detach().abs().max().item())),
+        lambda: Apply(lambda self, x: Scaled.apply(x, 0.9)),  # type: ignore[no-untyped-call]
+        lambda: Apply(lambda self, x: x + torch.randn_like(x)),
+        lambda: Apply(lambda self, x: x * torch.linspace(0, 1, 8, dtype=x.dtype)),
+        lambda: Apply(lambda self, x: x.detach()),
+        lambda: Apply(mean, mean=torch.zeros(())),
+    ]
+    inner = rng.choice(choices)()
     return _with_splits(shape, inner)
 
 
@@ -494,7 +489,9 @@ def odd_modules(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
                 lambda module, given, got: tuple(g if g is None else g * 0.5 for g in given)
             )
         case _:
-            module.function = lambda self, x: self.down(F.linear(x, self.up.weight))
+            module = Apply(
+                lambda self, x: self.down(F.linear(x, self.up.weight)), up=up, down=module.down
+            )
     return module, splits
 
 
