@@ -405,7 +405,7 @@ def draw(rng: Random) -> Case:
     has_members = rng.random() < 0.5
     # Layers run for each chunk, so that models of members take longer for each sample.
     share = rng.choice([4, 6] if has_members else [4, 6, 8])
-    microbatch = rng.choice([size for size in (1, 2, 3, 4) if share % size == 0][has_members:])
+    microbatch = rng.choice([size for size in (1, 2, 3, 4) if share % size == 0])
     global_batch = share * replicas
     inputs = rng.choice(INPUTS)
     room = Room(precision, replicas, microbatch == 1, has_members)
