@@ -17,8 +17,8 @@ linear module; t a token, v a word.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, get_args
@@ -129,12 +129,14 @@ def cuts_of(
                 f"layer {layer}: tensor names {path!r}, which has no weight; nearest: {nearest}"
             )
         for name in found:
-            last = len(shapes[name]) - 1
-            dim = last if split.kind == "row" else max(last - 1, 0)
-            cut = Cut(shapes[name], dim, split.groups, chunks)
-            each = split.groups * split.unit
+            cut = Cut(shapes[name], _dim_of(split, shapes[name]), split.groups, chunks)
             size = cut.shape[cut.dim]
-            if split.kind != "vocabulary" and size % (each * chunks):
+            if not _can_be_cut(split, size, chunks) and split.kind == "vocabulary":
+                raise ConfigError(
+                    f"{key}: {chunks} chunks are more than the {size} words of {layer}.{name}; "
+                    "choose a smaller power of two"
+                )
+            if not _can_be_cut(split, size, chunks):
                 raise ConfigError(
                     f"{key}: {chunks} chunks do not divide the {size // split.groups} outputs or "
                     f"inputs of {layer}.{name}, of which {split.unit} stay together; choose a "
@@ -144,6 +146,19 @@ def cuts_of(
     return cuts
 
 
+def _can_be_cut(split: Split, size: int, chunks: int) -> bool:
+    """Whether so many outputs, inputs or words give chunks, those of words not all alike."""
+    if split.kind == "vocabulary":
+        return chunks <= size
+    return size % (split.groups * split.unit * chunks) == 0
+
+
+def _dim_of(split: Split, shape: tuple[int, ...]) -> int:
+    """The dimension along which a parameter of this shape is cut."""
+    last = len(shape) - 1
+    return last if split.kind == "row" else max(last - 1, 0)
+
+
 def most_chunks(
     layer: str, splits: Mapping[str, Split | str], shapes: Mapping[str, tuple[int, ...]]
 ) -> int:
@@ -151,9 +166,9 @@ def most_chunks(
     chunks = MOST_CHUNKS
     for path, split in as_splits(layer, splits).items():
         shape = shapes.get(f"{path}.weight", shapes.get(path))
-        if shape is not None and split.kind in ("column", "row"):
-            size, each = shape[-1 if split.kind == "row" else -2], split.groups * split.unit
-            while chunks > 1 and size % (each * chunks):
+        if shape is not None and split.kind not in WHOLE:
+            size = shape[_dim_of(split, shape)]
+            while chunks > 1 and not _can_be_cut(split, size, chunks):
                 chunks //= 2
     return chunks
 
@@ -446,7 +461,7 @@ class Row(nn.Module):
 
     def __init__(self, linear: nn.Linear, cut: Cut, group: TensorGroup, split: Split) -> None:
         super().__init__()
-        self.group, self.takes = group, split.gathered
+        self.group, self.groups, self.takes = group, cut.groups, split.gathered
         self.features = linear.in_features
         self.bias = linear.bias
         self.chunks = nn.ModuleList(
@@ -458,7 +473,7 @@ class Row(nn.Module):
         group, parts = self.group, x.chunks if isinstance(x, ChunkedTensor) else (x,)
         if self.takes:
             apply: Callable[..., tuple[Tensor, ...]] = _Take.apply
-            cut = _features(x, x.shape[-1], group.chunks)
+            cut = _features(x, x.shape[-1], group.chunks, self.groups)
             parts = apply(group, cut, x) if x.shape[-1] == self.features else ()
         elif group.drawn is not None and not torch.equal(group.drawn, torch.get_rng_state()):
             raise ConfigError(
@@ -500,15 +515,16 @@ class Shared(nn.Module):
         module.training = self.training
         # The chunks' gradients of a parameter are summed as those of an activation are.
         copies = {name: spread(self.group, p) for name, p in module.named_parameters()}
-        results = [
-            functional_call(
-                module,
-                {name: each[number] for name, each in copies.items()},
-                chunk_of(args, number),
-                chunk_of(kwargs, number),
-            )
-            for number in range(len(self.group.own))
-        ]
+        with _steady_buffers(module):
+            results = [
+                functional_call(
+                    module,
+                    {name: each[number] for name, each in copies.items()},
+                    chunk_of(args, number),
+                    chunk_of(kwargs, number),
+                )
+                for number in range(len(self.group.own))
+            ]
         return of_all_chunks(module, results)
 
 
@@ -534,14 +550,29 @@ class Summed(nn.Module):
             else (x,) * len(self.chunks)
             for key, x in (*enumerate(inputs), *named.items())
         }
-        parts = [
-            chunk(
-                *(each[place][number] for place in range(len(inputs))),
-                **{name: each[name][number] for name in named},
-            )
-            for number, chunk in enumerate(self.chunks)
-        ]
+        with _steady_buffers(self):
+            parts = [
+                chunk(
+                    *(each[place][number] for place in range(len(inputs))),
+                    **{name: each[name][number] for name in named},
+                )
+                for number, chunk in enumerate(self.chunks)
+            ]
         return join(self.group, parts)
+
+
+@contextmanager
+def _steady_buffers(module: nn.Module) -> Iterator[None]:
+    """ConfigError if calls of a module for each chunk change a buffer, which would then depend on
+    how many chunks a member has."""
+    before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+    yield
+    for (name, now), (_, buffer, version) in zip(module.named_buffers(), before, strict=True):
+        if now is not buffer or now._version != version:
+            raise ConfigError(
+                f"layout.g_tensor: a shared or summed module changes its buffer {name!r} once for "
+                "each chunk; keep what it counts outside of what is cut"
+            )
 
 
 class Vocabulary(nn.Module):
@@ -596,6 +627,13 @@ def cut_module(
     """
     found: dict[str, tuple[str, int]] = {}
     splits = as_splits(layer.name, layer.tensor)
+    for name in cuts:
+        path = name.rpartition(".")[0]
+        replaced = module.get_submodule(path) if path in splits else None
+        for what in _what_is_lost(replaced, module.get_parameter(name)):
+            raise ConfigError(
+                f"layer {layer.name}: {name} {what}, and is not cut; leave it out of tensor"
+            )
     for path, split in splits.items():
         owner = module.get_submodule(path) if split.kind in WHOLE else module
         if split.kind == "shared":
@@ -612,10 +650,6 @@ def cut_module(
         ):  # Replaced with the weight before this bias, or above.
             found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
             continue
-        if not owner.get_parameter(kind).requires_grad:
-            raise ConfigError(
-                f"layer {layer.name}: {name} is frozen, and is not cut; leave it out of tensor"
-            )
         if (
             name in splits and splits[name].kind == "vocabulary"
         ):  # A parameter that the layer hands to the loss, such as the head's weight.
@@ -635,7 +669,30 @@ def cut_module(
             )
         _replace(module, path, new)
         found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
+    kinds = {split.kind for split in splits.values() if not split.gathered}
+    if len(kinds & {"column", "row"}) == 1:
+        raise ConfigError(
+            f"layer {layer.name}: tensor has column splits or row splits, and not both; what lies "
+            'between "column" and "row" is cut, so name both, or gather (Split.gathered)'
+        )
     return found
+
+
+def _what_is_lost(replaced: nn.Module | None, parameter: nn.Parameter) -> Iterator[str]:
+    """What a parameter has, or a module that is replaced, and their chunks would not have."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if not parameter.requires_grad:
+        yield "is frozen"
+    if replaced is not None and any(vars(replaced)[kind] for kind in hooks):
+        yield "is of a module with hooks"
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        yield "has hooks"
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Whether any module in it is cut."""
+    kinds = (Column, Row, Shared, Summed, Vocabulary, Chunks)
+    return any(isinstance(child, kinds) for child in module.modules())
 
 
 def _cuts_inside(

@@ -31,7 +31,7 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import AxsparseError, ConfigError
 from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.runtime.grid import Place
 
@@ -157,11 +157,10 @@ class Engine:
             with self._phases("compute"):
                 key = Key(batch.step, microbatch.first_sample)
                 targets = self._targets(microbatch)
-                outputs = telling_sample(
+                outputs = self._told(
                     lambda: self._stage.evaluate(inputs, key, targets),
                     (*inputs, targets),
-                    microbatch.samples,
-                    microbatch.source,
+                    microbatch,
                 )
             if self._place.is_last:
                 found.append(torch.stack([output.double() for output in outputs]))
@@ -309,16 +308,38 @@ class Engine:
         key = Key(batch.step, microbatch.first_sample)
         with self._phases("compute"):
             targets = self._targets(microbatch)
-            outputs = telling_sample(
+            outputs = self._told(
                 lambda: self._stage.forward(number, inputs, key, targets, divisor),
                 (*inputs, targets),
-                microbatch.samples,
-                microbatch.source,
+                microbatch,
             )
         if self._place.is_last:
             return [outputs[0].detach()]
         self._send(FORWARD, number, outputs)
         return []
+
+    def _told(
+        self,
+        run: Callable[[], tuple[Tensor, ...]],
+        data: Sequence[Tensor | None],
+        microbatch: Microbatch,
+    ) -> tuple[Tensor, ...]:
+        """What a run of the stage gives, as `telling_sample`; ConfigError for what a layer does
+        that is cut, and that may do well as long as it is whole."""
+        try:
+            return telling_sample(run, data, microbatch.samples, microbatch.source)
+        except AxsparseError:
+            raise
+        except Exception as error:
+            where = [name for name in getattr(error, "__notes__", []) if name in self._stage.cut]
+            if not where:
+                raise
+            told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ConfigError(
+                f"{where[0]}: cut into chunks (Layer.tensor), it fails with {told}; take the "
+                "number of heads or features from the tensor, use modules that are cut by calling "
+                "them only, or gather both splits (Split.gathered)"
+            ) from error
 
     def _backward(self, number: int, loss_scale: float) -> None:
         gradients: tuple[Tensor | None, ...] = ()

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from axsparse.models.chunked_tensor import ChunkedTensor
 from axsparse.models.layer import as_tuple
 from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_norms
+from axsparse.models.tensor_parallel import is_cut
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError, noted
 from axsparse.runtime.seeds import preserved_rng, seed_all
@@ -44,6 +46,9 @@ class LayerRunner:
         """`is_recomputed` says that the backward computes the activations once more instead of
         keeping them, and `is_compiled` that torch.compile fuses the layer's operations."""
         self.name = name
+        self.place = f"layer {name}"
+        """The layer in the notes of what its forward raises."""
+        self.is_cut = is_cut(module)
         self._module = module
         self._is_recomputed = is_recomputed
         self._slots = slots(module)
@@ -163,8 +168,14 @@ class LayerRunner:
             inputs = tuple(tensor.clone() for tensor in inputs)
         versions = [tensor._version for tensor in inputs]
         weights = [weight._version for _, weight in self._parameters]
-        with noted(f"layer {self.name}"):
+        with noted(self.place):
             outputs = as_tuple(self.name, self._run(inputs))
+        for slot in self._slots if self.is_cut else ():
+            if isinstance(slot.tensor, ChunkedTensor):
+                raise ConfigError(
+                    f"layer {self.name}: its forward keeps what some heads or features only give "
+                    f"in buffer {slot.name!r}; gather both splits around it (Split.gathered)"
+                )
         for (name, weight), version in zip(self._parameters, weights, strict=True):
             if weight._version != version:
                 raise ConfigError(

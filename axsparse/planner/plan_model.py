@@ -139,7 +139,7 @@ class Subject:
         elif layout.g_data != "auto":
             if len(members) > 1:
                 raise ConfigError(
-                    f"{self.loaded.where('layout.g_data')}: {layout.g_data}, and --members has "
+                    f"{self.loaded.where('layout.g_data')}: {layout.g_data}, and members has "
                     f"{len(members)} numbers; give one of the two axes, or one number"
                 )
             each = layout.g_data * members[0]
@@ -236,17 +236,26 @@ def plan_for(
     *,
     method: Method = "start",
     score: Score | None = None,
+    members: Sequence[int] | None = None,
 ) -> Plan:
     """Which layout a model should train in on `gpus` devices: the recommended one, and all others.
 
     `cluster` is a bundled cluster's name, a file, or a `Cluster`; `config` has the batch, the
     pruning and everything else (default: `Config()`). `score` is the criterion that `build` will be
-    given, so that the memory is counted in which it draws masks. Needs no device and no MPI.
-    Raises ConfigError if nothing fits, MissingInputError for an unknown cluster.
+    given, so that the memory is counted in which it draws masks. `members` are numbers of ranks to
+    try that compute each stage together (`layout.g_tensor`); None: the powers of two that fit a
+    node, where training can cut the model. Needs no device and no MPI. Raises ConfigError if
+    nothing fits, or for `members` that are no whole numbers from 1 on, and MissingInputError for an
+    unknown cluster.
     """
+    if members is not None and not (members and all(type(m) is int and m > 0 for m in members)):
+        raise ConfigError(
+            f"plan_for: members is {members!r}; give whole numbers from 1 on, such as [1, 2], or "
+            "leave it out"
+        )
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
     loaded = made_in_python(config or Config(), model.name)
-    return subject(loaded, described, model, score).plan(method, described, gpus)
+    return subject(loaded, described, model, score).plan(method, described, gpus, members=members)
 
 
 def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:

@@ -28,6 +28,7 @@ from axsparse.config.schema import Config, SpikesConfig, num_microbatches
 from axsparse.data.batches import Batch
 from axsparse.data.prefetch import Prefetcher
 from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Report, Verdict
+from axsparse.models.module_buffers import slots
 from axsparse.pruning.methods.masking import Change
 from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere
@@ -113,8 +114,8 @@ class Step:
             self._begin_step()
             losses = self._forward_backward(batch)
             self._all_reduce_gradients()
-            digest = self._digest()
-            if digest or not self._has_gradients:
+            digest = self._digest() if self._compares_replicas else 0
+            if self._compares_replicas or not self._has_gradients:
                 refuse_partial_gradients(self._parts)
             self._has_gradients = True
             verdict = self._agree(losses, notice, digest)
@@ -188,11 +189,14 @@ class Step:
         """Wait for the sums over tied weights and replicas, which began while layers computed."""
         self._parts.sync.finish()
 
-    def _digest(self) -> int:
-        """A hash of this rank's weights in steps that compare replicas; 0 in other steps."""
+    @property
+    def _compares_replicas(self) -> bool:
+        """Whether the present step is one of those that compare replicas."""
         every, step = self._config.train.compare_replicas_every, self.position.steps_done + 1
-        if not every or step % every:
-            return 0
+        return bool(every) and step % every == 0
+
+    def _digest(self) -> int:
+        """A hash of the weights that this rank answers for; 0 if there are none."""
         with self._parts.phases("optimizer"):
             return weights_digest(self._parts.layers)
 
@@ -486,32 +490,31 @@ def _refuse_unequal(digest: int, parts: Parts, text: str) -> None:
 
 
 def refuse_partial_gradients(parts: Parts) -> None:
-    """ConfigError if members of a stage have other gradients of a parameter that all of them have.
-
-    All members call this together.
-    """
+    """ConfigError if members of a stage have other gradients of a parameter that all of them have,
+    or other buffers. All ranks call this together."""
     members = parts.members
     if members is None or members.size == 1:
         return
-    whole = [
-        (layer.state, tensor)
-        for layer in parts.layers
-        for tensor in layer.state.tensors
+    states = [layer.state for layer in parts.layers]
+    for state in states:
+        # Members may have other shares of their state, as chunks keep other numbers of entries.
+        state.gather_gradient()
+    whole = {
+        f"{tensor.name}: its gradient": state.gradient_of(tensor)
+        for state in states
+        for tensor in state.owned
         if tensor.chunk_of is None
-    ]
-    # Of state that replicas share only the sums of this replica's part are complete.
-    parts_K = [
-        state.gradient_of(tensor)[own.start : own.stop]
-        for state, tensor in whole
-        for own in [tensor.entries_in(state.shares.own)]
-    ]
-    rows = members.rows([float(bits_digest(part_K)) for part_K in parts_K])
-    for (_, tensor), *digests in zip(whole, *rows, strict=True):
+    }
+    for layer in parts.layers:
+        kept = (slot for slot in slots(layer.module) if slot.persists)
+        whole |= {f"{layer.spec.name}.{slot.name}: this buffer": slot.tensor for slot in kept}
+    rows = members.rows([float(bits_digest(values)) for values in whole.values()])
+    for what, *digests in zip(whole, *rows, strict=True):
         if len(set(digests)) > 1:
             raise ConfigError(
-                f"{tensor.name}: its gradient differs between the members of stage "
-                f"{parts.place.stage}, so that it sees some heads or features only; make its "
-                'module "shared" in Layer.tensor, or move it in front of the column split'
+                f"{what} differs between the members of stage {parts.place.stage}, so that it sees "
+                'some heads or features only; make its module "shared" in Layer.tensor, move it in '
+                "front of the column split, or gather both splits (Split.gathered)"
             )
 
 

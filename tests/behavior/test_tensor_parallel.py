@@ -79,7 +79,7 @@ class Own(nn.Module):
         dropout: float = 0.0,
         *,
         inner: Callable[[], nn.Module] = nn.Identity,
-        frozen: bool = False,
+        change: Callable[[Any], object] = lambda own: None,
     ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -91,7 +91,7 @@ class Own(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
         self.inner = inner()
-        self.up.weight.requires_grad_(not frozen)
+        change(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
@@ -114,23 +114,22 @@ GATHERED = {
     "tensor": {
         **SPLITS,
         **dict.fromkeys(("up", "gate"), Split("column", gathered=True)),
-        "down": Split("row", gathered=True),
+        "down": Split("row", groups=2, gathered=True),
     },
 }
-"""A norm over the features of all chunks, behind a dropout."""
+"""A norm over the features of all chunks, behind a dropout; chunks take features of two halves."""
 
 
 def own_model(**settings: Any) -> Model:
     """Blocks whose modules are cut by `Layer.tensor`, between layers that are whole."""
-    settings = {"tensor": SPLITS} | settings
-    tensor = settings.pop("tensor")
+    tensor, init = settings.pop("tensor", SPLITS), settings.pop("init", random_init)
     build = partial(Own, **settings)
     return Model(
         [
             Layer("first", partial(nn.Linear, 16, 64), init=random_init),
             Layer("fold", partial(nn.Unflatten, 1, (2, 32))),
-            Layer("block0", build, init=random_init, tensor=tensor),
-            Layer("block1", build, init=random_init, tensor=tensor),
+            Layer("block0", build, init=init, tensor=tensor),
+            Layer("block1", build, init=init, tensor=tensor),
             Layer("flat", nn.Flatten),
             Layer("out", partial(nn.Linear, 64, 5), kind="head", init=random_init),
         ],
@@ -287,6 +286,21 @@ SAME_BITS += [
 SAME_BITS += [
     Row((1, 1), exact(DEEP), members(2), ONE_RANK, OWN),
     Row((2, 1), exact(DEEP), members(4), ONE_RANK, OWN, order=1),
+    *(
+        # Chunks keep other numbers of entries, so that members have other shares.
+        Row((1, 2), exact(SUMS, {"pruning": {"sparsity": 0.9}}), members(2, **free), ONE_RANK, OWN)
+        for free in ({}, {"samo": {"shard_optimizer": True}})
+    ),
+]
+SAME_BITS += [
+    # A stage without layers that are cut has weights that member 0 alone answers for.
+    Row(
+        (3, 1),
+        exact({"train": {"compare_replicas_every": 2}}),
+        members(2, layout={"split": [2, 2, 2]}),
+        ONE_RANK,
+        OWN,
+    )
 ]
 SAME_BITS += [
     Row((2, 1), exact({"pruning": {**BY_SAMPLES, **pruning}}), members(2), ONE_RANK, LOADED)
@@ -392,6 +406,22 @@ class Double(torch.autograd.Function):
         return 2 * outer
 
 
+class Remembers(nn.PReLU):
+    """Keeps what it has seen, or how often it was called."""
+
+    seen: Tensor
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.weight.requires_grad_(counts)
+        self.counts = counts
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + (1 if self.counts else x.detach().mean())
+        return super().forward(x)
+
+
 class Opaque(nn.Module):
     """Computes by a function of its own."""
 
@@ -400,6 +430,7 @@ class Opaque(nn.Module):
         return apply(x)
 
 
+MEANS = {"inner": partial(Remembers, counts=False), "init": None}
 ALONE = {"ranks": 1, "layout": {"tensor_exact": True}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ranks": 3}, "^layout.g_tensor .*: 3 is no power of two; "),
@@ -431,17 +462,65 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"own": {"tensor": {"up": "diagonal"}}},
         "^layer block0: tensor has 'diagonal' for 'up', which",
     ),
-    ({"own": {"tensor": {"norm": "column"}}}, "^layer block0: norm is LayerNorm, which is not cut"),
+    (
+        {
+            "ranks": 4,
+            "own": {"inner": partial(nn.Embedding, 3, 48), "tensor": {"inner": "vocabulary"}},
+        },
+        "^layout.g_tensor .*: 4 chunks are more than the 3 words of block0.inner.weight; choose a ",
+    ),
+    *(
+        (
+            {"own": {"tensor": {"norm": "column"}}, **exact},
+            "^layer block0: norm is LayerNorm, which",
+        )
+        for exact in ({}, ALONE)
+    ),
     ({"own": {"tensor": {"up.weight": "row"}}}, "^layer block0: up is Linear, which is not cut by"),
     (
         {"own": {"inner": nn.PReLU}},
         "^block.*.inner.weight: its gradient differs between the members of",
     ),
-    ({"own": {"frozen": True}}, "^layer block0: up.weight is frozen, and is not cut; leave it out"),
+    (
+        {"own": {"change": lambda m: m.up.register_forward_hook(lambda module, given, got: got)}},
+        "^layer block0: up.weight is of a module with hooks, and is not cut; leave it out",
+    ),
+    (
+        {"own": {"change": lambda m: m.up.bias.requires_grad_(False)}},
+        "^layer block0: up.bias is frozen, and is not cut; leave it out of tensor",
+    ),
+    (
+        {"own": {"change": lambda m: m.up.bias.register_hook(lambda gradient: gradient)}},
+        "^layer block0: up.bias has hooks, and is not cut; leave it out of tensor",
+    ),
     ({"own": {"dropout": 0.5}}, "random numbers are drawn between a column and a row split"),
     (
         {"own": {"tensor": {**SPLITS, "down": Split("row", gathered=True)}}},
         r"^layout.g_tensor: a row split of 48 features in 2 chunks gets \(.*, 24\); ",
+    ),
+    (
+        {"own": {"tensor": {"up": "column"}}},
+        "^layer block0: tensor has column splits or row splits, and not both; ",
+    ),
+    (
+        {"own": {"inner": partial(nn.LayerNorm, 48)}},
+        "^layer block0: cut into chunks .*, it fails with RuntimeError: Given normalized_shape",
+    ),
+    (
+        {"own": {"inner": partial(nn.Unflatten, 2, (6, 8))}, **ALONE},
+        "^layer block0: cut into chunks .*; take the number of heads or features from the tensor",
+    ),
+    (
+        {"own": MEANS},
+        "^block.*.inner.seen: this buffer differs between the members of stage 0, so that it sees ",
+    ),
+    (
+        {"own": MEANS, **ALONE},
+        "^layer block0: its forward keeps what some heads or features only give in buffer 'inner.s",
+    ),
+    (
+        {"own": {**SHARED, "inner": partial(Remembers, counts=True), "init": None}, **ALONE},
+        "^layout.g_tensor: a shared or summed module changes its buffer 'seen' once for each chunk",
     ),
     (
         {"own": {"inner": Largest}, **ALONE},
@@ -513,6 +592,18 @@ def test_every_degree_has_the_same_bits(row: Row) -> None:
             is_usual=name == "qwen3",
         )
         for name in FAMILIES
+    )
+    + parameters(
+        [
+            Row(
+                (1, 1),
+                steps(2),
+                members(2),
+                ONE_RANK,
+                replace(OWN, name="gathered", model=lambda config: own_model(**GATHERED)),
+                tolerance=TOLERANCE,
+            )
+        ]
     ),
 )
 def test_a_run_is_the_uncut_one_to_rounding(row: Row) -> None:

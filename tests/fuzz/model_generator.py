@@ -1,4 +1,4 @@
-"""Draws models, settings and cuts at random; a case is plain values, and one line of JSON."""
+"""Draws models, settings and layouts at random; a case is plain values, and one line of JSON."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fuzz.cut_pieces import ALL_PIECES, CUT_PIECES, WORDS, VocabularyHead
 from fuzz.model_pieces import PIECES, Shape
 from support.runs import random_init, tiny_config
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
-from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.layer import Kind, Layer, Model, Split, Tie
+from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.sequential import from_sequential
+from axsparse.models.tensor_parallel import vocabulary_cross_entropy
 
 CLASSES, SAMPLES, TIED = 5, 24, 5
+MOST_RANKS = (8, 4, 4)
+"""Of a run whose stages have members; ranks are threads, which take turns."""
 GIVEN = (
     "count",
     "mask",
@@ -40,6 +45,12 @@ GIVEN = (
     "eight bits",
     "unsigned",
 )
+FRONTS = ("front", "cut front")
+"""The first layers of models that take tokens."""
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(FRONTS, "embedding"),
+    **dict.fromkeys(("head", "cut head"), "head"),
+}
 INPUTS = ("vector", "sequence", "image", "tokens", "two")
 METHODS = (
     "magnitude",
@@ -86,11 +97,19 @@ class Cut:
     shard: bool = False
     split_master: bool = False
     """bf16 only."""
+    members: int = 1
+    """Ranks that compute each stage together (`layout.g_tensor`)."""
+    split_backward: bool = False
+    order: int | None = None
+    """Which order of arrivals is drawn; None leaves it as it comes."""
+
+    def grid(self, replicas: int) -> tuple[int, int, int]:
+        return len(self.split), replicas, self.members
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is trained, and two ways to cut it."""
+    """A model, how it is trained, and two layouts of it."""
 
     inputs: str
     layers: tuple[Recipe, ...]
@@ -101,6 +120,11 @@ class Case:
     replicas: int
     cuts: tuple[Cut, Cut]
     stop_after: int
+
+    @property
+    def has_members(self) -> bool:
+        """Whether layers are cut, so that several members of a stage may share them."""
+        return bool(self.config.get("layout", {}).get("tensor_exact"))
 
     def line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -135,7 +159,7 @@ class Ends(nn.Module):
 
     def __init__(self, shape: Shape, *, is_front: bool) -> None:
         super().__init__()
-        self.inner = nn.Embedding(9, 6) if is_front else nn.Linear(shape.numel(), CLASSES)  # type: ignore[attr-defined]
+        self.inner = nn.Embedding(WORDS, 6) if is_front else nn.Linear(shape.numel(), CLASSES)  # type: ignore[attr-defined]
         self.is_front = is_front
 
     def forward(self, x: Tensor) -> Tensor:
@@ -212,21 +236,35 @@ class Wrapped(nn.Module):
 def make_module(recipe: Recipe, shape: Shape) -> nn.Module:
     if recipe.piece == "tied":
         core: nn.Module = Tied()
-    elif recipe.piece in ("front", "head"):
-        core = Ends(torch.Size(shape), is_front=recipe.piece == "front")
+    elif recipe.piece in (*FRONTS, "head"):
+        core = Ends(torch.Size(shape), is_front=recipe.piece in FRONTS)
+    elif recipe.piece == "cut head":
+        core = VocabularyHead(shape)
     else:
-        core = PIECES[recipe.piece].make(shape, recipe.number)
+        core = ALL_PIECES[recipe.piece].make(shape, recipe.number)
     return Wrapped(core, recipe)
+
+
+def splits_of(recipe: Recipe, shape: Shape) -> dict[str, Split | str]:
+    """How the module of a recipe is cut."""
+    ends: dict[str, dict[str, Split | str]] = {
+        "cut front": {"inner": "vocabulary"},
+        "cut head": {"weight": "vocabulary"},
+    }
+    found = ends.get(recipe.piece, {})
+    if recipe.piece in ALL_PIECES:
+        found = dict(ALL_PIECES[recipe.piece].splits(shape, recipe.number))
+    return {f"core.{path}": split for path, split in found.items()}
 
 
 def shape_after(recipe: Recipe, shape: Shape) -> Shape | None:
     """What the layer makes of a shape; None if it cannot, or makes something too large."""
-    piece = PIECES.get(recipe.piece)
+    piece = ALL_PIECES.get(recipe.piece)
     if piece is not None and len(shape) not in piece.ranks:
         return None
     if recipe.piece in ("refused", "late writer", "tied"):
         return shape
-    kind = torch.int64 if recipe.piece == "front" else torch.float32
+    kind = torch.int64 if recipe.piece in FRONTS else torch.float32
     with torch.random.fork_rng(devices=[]):  # Whatever device a test has pretended.
         try:
             module = make_module(replace(recipe, give="", frozen=False), shape)
@@ -270,11 +308,18 @@ def make_model(case: Case) -> Model:
             Layer(
                 f"{number}",
                 partial(make_module, recipe, shape),
-                kind={"front": "embedding", "head": "head"}.get(recipe.piece, "block"),  # type: ignore[arg-type]
+                kind=KINDS.get(recipe.piece, "block"),
                 init=random_init if recipe.init else None,
                 random=recipe.piece in PIECES and PIECES[recipe.piece].random,
+                tensor=splits_of(recipe, shape),
             )
         )
+    ends: dict[str, Any] = {"loss": loss, "metrics": {"odd": odd}}
+    if case.layers[-1].piece == "cut head":
+        ends = {
+            "loss": linear_cross_entropy,
+            "cut_loss": lambda group: partial(vocabulary_cross_entropy, group, WORDS),
+        }
     if case.start == "values":
         with torch.random.fork_rng(devices=[]):  # Whatever device a test has pretended.
             torch.manual_seed(case.config.get("seed", 0))
@@ -282,9 +327,10 @@ def make_model(case: Case) -> Model:
         return replace(
             made,
             layers=[
-                replace(one, random=layer.random, kind=layer.kind)
+                replace(one, random=layer.random, kind=layer.kind, tensor=layer.tensor)
                 for one, layer in zip(made.layers, layers, strict=True)
             ],
+            **{**ends, "metrics": {}},
         )
     tied = [number for number, recipe in enumerate(case.layers) if recipe.piece == "tied"]
     ties = [
@@ -293,7 +339,10 @@ def make_model(case: Case) -> Model:
         for name in ("weight", "bias")
         if case.layers[first].frozen == case.layers[second].frozen
     ]
-    return Model(layers, loss, ties=ties, name="generated", metrics={"odd": odd})
+    first, last = case.layers[0], case.layers[-1]
+    if last.piece == "cut head" and first.piece in FRONTS and first.init and last.init:
+        ties.append(Tie("0.core.inner.weight", f"{len(layers) - 1}.core.weight"))
+    return Model(layers, ties=ties, name="generated", **ends)
 
 
 def loss(logits: Tensor, *others: Tensor) -> Tensor:
@@ -325,12 +374,17 @@ def make_config(case: Case, cut: Cut | None = None) -> Config:
     sections["checkpoint"] = {"every": 0}
     sections["watchdog"] = {"timeout": 0.0}
     if cut is not None:
-        sections["layout"] = {"split": list(cut.split)}
+        sections["layout"] = {
+            **sections.get("layout", {}),
+            "split": list(cut.split),
+            "g_tensor": cut.members,
+        }
         sections["pipeline"] = {
             "schedule": cut.schedule,
             "prefer": cut.prefer,
             "slack": cut.slack,
             "checkpoint_activations": cut.recompute,
+            "split_backward": cut.split_backward,
         }
         sections["samo"] = {
             "index": cut.index,
@@ -348,12 +402,15 @@ def draw(rng: Random) -> Case:
     """One case; its layers fit each other."""
     precision = rng.choice(["fp32"] * 8 + ["bf16"] * 2 + ["fp16"])
     replicas = rng.choice([1, 1, 1, 2])
-    share = rng.choice([4, 6, 8])
+    has_members = rng.random() < 0.5
+    # Layers run for each chunk, so that models of members take longer for each sample.
+    share = rng.choice([4, 6] if has_members else [4, 6, 8])
     microbatch = rng.choice([size for size in (1, 2, 3, 4) if share % size == 0])
     global_batch = share * replicas
     inputs = rng.choice(INPUTS)
-    layers = _draw_layers(rng, inputs, precision, replicas, small=microbatch == 1)
-    steps = rng.choice([3, 4, 5])
+    room = Room(precision, replicas, microbatch == 1, has_members)
+    layers = _draw_layers(rng, inputs, room)
+    steps = rng.choice([3, 4] if has_members else [3, 4, 5])
     pruning = _draw_pruning(rng, steps)
     steps = pruning.pop("steps", steps)
     return Case(
@@ -362,7 +419,7 @@ def draw(rng: Random) -> Case:
         "values" if rng.random() < 0.15 and not any(r.init for r in layers) else "layers",
         {
             "batch": {"global_batch_size": global_batch, "microbatch_size": microbatch},
-            "train": {"steps": steps},
+            "train": {"steps": steps, "compare_replicas_every": rng.choice([1, 100])},
             "precision": precision,
             "pruning": pruning,
             "optimizer": _draw_optimizer(rng),
@@ -375,30 +432,44 @@ def draw(rng: Random) -> Case:
                 "window": 2,
             },
             "seed": rng.randrange(100),
+            **({"layout": {"tensor_exact": True}} if has_members else {}),
         },
         replicas,
-        (
-            _draw_cut(rng, len(layers), precision, least=2),
-            _draw_cut(rng, len(layers), precision, least=1),
-        ),
+        (_draw_cut(rng, len(layers), room, least=2), _draw_cut(rng, len(layers), room, least=1)),
         rng.randrange(1, steps),
     )
 
 
-def _draw_layers(
-    rng: Random, inputs: str, precision: str, replicas: int, *, small: bool
-) -> tuple[Recipe, ...]:
+@dataclass(frozen=True)
+class Room:
+    """What all of a case allows its layers and layouts."""
+
+    precision: str
+    replicas: int
+    is_small: bool
+    """Whether microbatches are of one sample."""
+    has_members: bool
+
+
+def _draw_layers(rng: Random, inputs: str, room: Room) -> tuple[Recipe, ...]:
     shape = input_shape(Case(inputs, (), "", {}, 1, (Cut((1,)), Cut((1,))), 1))
     layers: list[Recipe] = []
+    is_cut = room.has_members
     if inputs == "tokens":
-        layers.append(Recipe("front", init=rng.random() < 0.5))
+        front = "cut front" if is_cut and rng.random() < 0.7 else "front"
+        layers.append(Recipe(front, init=rng.random() < 0.5))
         shape = (5, 6)
     names = [name for name, piece in PIECES.items() if not piece.refused or rng.random() < 0.03]
     names = [*names, "linear", "linear", "tied", "tied"]
-    for _ in range(rng.randrange(2, 8)):
+    odd = [name for name, piece in CUT_PIECES.items() if piece.refused]
+    cut = [name for name in CUT_PIECES if name not in odd]
+    if rng.random() < 0.2:
+        cut += odd
+    for _ in range(rng.randrange(2, 5 if is_cut else 8)):
         for _ in range(20):
-            recipe = _draw_recipe(rng, rng.choice(names))
-            if not _fits(recipe, precision, replicas, small=small):
+            of_members = is_cut and rng.random() < 0.6
+            recipe = _draw_recipe(rng, rng.choice(cut if of_members else names))
+            if not _fits(recipe, room):
                 continue
             after = shape_after(recipe, shape)
             if after is not None:
@@ -406,29 +477,30 @@ def _draw_layers(
                 shape = after
                 break
     take = rng.choice(["", "use", "end", "drop"])
-    layers.append(Recipe("head", take=take, init=rng.random() < 0.5))
+    head = "cut head" if is_cut and rng.random() < 0.3 else "head"
+    layers.append(Recipe(head, take=take, init=rng.random() < 0.5))
     if all(recipe.frozen for recipe in layers[:-1]):
         layers[0] = replace(layers[0], frozen=False)
     return tuple(layers)
 
 
-def _fits(recipe: Recipe, precision: str, replicas: int, *, small: bool) -> bool:
+def _fits(recipe: Recipe, room: Room) -> bool:
     """Whether torch can do it with these settings, and a resumption keeps its numbers."""
-    piece = PIECES.get(recipe.piece)
+    piece = ALL_PIECES.get(recipe.piece)
     if piece is None:
         return True
-    if piece.batches and small:
+    if piece.batches and room.is_small:
         return False
     # A resumption restores the statistics of replica 0 to all replicas: decision 16.
-    if piece.moves and replicas > 1:
+    if piece.moves and room.replicas > 1:
         return False
-    return not (piece.fp32_only and precision != "fp32")
+    return not (piece.fp32_only and room.precision != "fp32")
 
 
 def _draw_recipe(rng: Random, name: str) -> Recipe:
     may_init = name == "tied" or not (name in PIECES and PIECES[name].itself)
     give = rng.choice(GIVEN) if rng.random() < 0.25 else ""
-    number = rng.randrange(60)
+    number = rng.randrange(10_000 if name in CUT_PIECES else 60)
     take = rng.choice(["use", "end", "drop"]) if rng.random() < 0.4 else ""
     if name == "late writer":
         take = ""  # Otherwise it would write into a sum of its inputs, which only it sees.
@@ -437,7 +509,7 @@ def _draw_recipe(rng: Random, name: str) -> Recipe:
         number,
         take=take,
         give=give,
-        frozen=rng.random() < 0.1,
+        frozen=rng.random() < (0.02 if name in CUT_PIECES else 0.1),
         init=name == "tied" or (may_init and give != "buffer" and rng.random() < 0.3),
         form=rng.choice(["tuple", "list", "tensor", "named"]),
     )
@@ -485,11 +557,18 @@ def _draw_storage(rng: Random, precision: str) -> dict[str, Any]:
         found["enabled"] = False
     if precision != "fp32":
         found["gradient"] = rng.choice(["auto", "half", "fp32", "exact"])
+    elif rng.random() < 0.15:
+        found["gradient"] = "exact"
     return found
 
 
-def _draw_cut(rng: Random, layers: int, precision: str, least: int) -> Cut:
-    stages = rng.randrange(min(least, layers), min(4, layers) + 1)
+def _draw_cut(rng: Random, layers: int, room: Room, least: int) -> Cut:
+    members, most = 1, min(4, layers)
+    if room.has_members:
+        ranks = rng.choice(MOST_RANKS) // room.replicas
+        members = rng.choice([m for m in (1, 2, 2, 4) if m * least <= ranks])
+        most = min(most, ranks // members)
+    stages = rng.randrange(min(least, layers), most + 1)
     at = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
     return Cut(
         tuple(b - a for a, b in pairwise(at)),
@@ -499,7 +578,10 @@ def _draw_cut(rng: Random, layers: int, precision: str, least: int) -> Cut:
         recompute=rng.choice([0, 0, 1, 2]),
         index=rng.choice(["auto", "int32", "mask"]),
         shard=rng.random() < 0.3,
-        split_master=precision == "bf16" and rng.random() < 0.5,
+        split_master=room.precision == "bf16" and rng.random() < 0.5,
+        members=members,
+        split_backward=rng.random() < 0.3,
+        order=rng.randrange(100),
     )
 
 
@@ -539,8 +621,9 @@ def smaller(case: Case) -> Iterable[Case]:
     yield replace(case, config=_with(case, "spikes", {"rule": "none"}))
     yield replace(case, start="layers")
     for at in (0, 1):
-        plain = Cut(case.cuts[at].split)
-        yield replace(case, cuts=(plain, case.cuts[1]) if at == 0 else (case.cuts[0], plain))
+        for members in {1, case.cuts[at].members}:
+            plain = Cut(case.cuts[at].split, members=members)
+            yield replace(case, cuts=(plain, case.cuts[1]) if at == 0 else (case.cuts[0], plain))
     yield replace(case, cuts=(case.cuts[0], Cut((len(case.layers),))))
 
 

@@ -1,4 +1,6 @@
-"""Generated models train to the same bits under every cut, resume anywhere, or are refused.
+"""Generated models train to the same bits under every layout, resume anywhere, or are refused.
+
+Half of them have layers that are cut, of which several members of a stage may each have chunks.
 
 `make test` judges a few, `make test-all` forty, and `AXSPARSE_MODELS=5000` so many.
 `AXSPARSE_MODELS_SEED=1` draws others, and `AXSPARSE_MODEL='{…}'` judges the one case of a line that
@@ -68,13 +70,14 @@ def test_generated_models(tmp_path: Path) -> None:
             judge_one(case)
 
     def judge_one(case: Case) -> None:
+        of = "members" if case.has_members else "whole"
         try:
-            counts[judge(case, tmp_path)] += 1
+            counts[f"{of}: {judge(case, tmp_path)}"] += 1
         except NotAModelError as reason:
-            counts[f"not a model: {signature(reason)}"] += 1
+            counts[f"{of}: not a model: {signature(reason)}"] += 1
         except Exception as failure:
             kind = signature(failure)
-            counts[f"failed: {kind}"] += 1
+            counts[f"{of}: failed: {kind}"] += 1
             if kind not in failures:
                 print(f"{kind}\n    AXSPARSE_MODEL='{case.line()}'\n  made smaller:", flush=True)
                 failures[kind] = reduced(case, tmp_path, failure).line()

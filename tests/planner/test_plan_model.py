@@ -224,6 +224,25 @@ def test_the_python_api_plans_a_model() -> None:
         axsparse.plan_for(tiny_gpt(config), "nowhere", 4, config)
 
 
+def test_the_python_api_tries_members_as_asked_for() -> None:
+    config = tiny_config(layout={"g_inter": 1})
+    model = tiny_gpt(config)
+    found = {
+        one: axsparse.plan_for(model, "laptop", 4, config, members=one) for one in (None, (2,))
+    }
+
+    assert {row.layout.grid.g_tensor for row in found[None].rows} == {1, 2}
+    assert {row.layout.grid.g_tensor for row in found[2,].rows} == {2}
+    for odd in ([], [0], ["2"]):
+        with pytest.raises(
+            ConfigError, match=r"^plan_for: members is .*; give whole numbers from 1"
+        ):
+            axsparse.plan_for(model, "laptop", 4, config, members=odd)  # type: ignore[arg-type]
+    given = tiny_config(layout={"g_data": 2})
+    with pytest.raises(ConfigError, match=r"^layout.g_data .*: 2, and members has 2 numbers; give"):
+        axsparse.plan_for(model, "laptop", 4, given, members=[1, 2])
+
+
 def test_state_of_llama_3_8b_is_the_sum_over_its_tensors() -> None:
     """16 bytes a dense parameter; a pruned one 2 and a mask's bit, and 14 a kept entry: half
     gradient, fp32 master and two moments. Embedding, head and norms stay dense."""

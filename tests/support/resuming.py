@@ -61,13 +61,15 @@ def ran(
     validation: Dataset | None = None,
     resume: str | None = None,
     stop_after: int | None = None,
+    order: int | None = None,
     look: Callable[[Trainer], None] = lambda trainer: None,
     placement: Callable[[Transport], Placement] | None = None,
     **own: Any,
 ) -> Ran:
-    """Train, until a signal after a step if one is given; `look` sees each trainer at the start,
-    `placement` says where else than on the CPU, `own` is for `build`."""
-    world: LocalWorld[None] = LocalWorld(Grid(*layout).size)
+    """Train, until a signal after a step if one is given; `order` draws an arrival order, `look`
+    sees each trainer at the start, `placement` says where else than on the CPU, `own` is for
+    `build`."""
+    world: LocalWorld[None] = LocalWorld(Grid(*layout).size, seed=order)
     found, failures = Ran(), list[AxsparseError]()
     config = config.model_copy(update={"run_dir": str(run_dir)})
     source = LoadedConfig(config, "tiny", {"run_dir": "--run-dir"})

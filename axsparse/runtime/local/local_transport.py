@@ -25,6 +25,8 @@ from axsparse.runtime.process_exit import exit_process
 from axsparse.runtime.rank_order import exchanged_bytes, store_sum_in_rank_order
 
 Local = TypeVar("Local", bound="LocalTransport")
+MOST_UNSEEN = 5
+"""The most looks at which a finished operation of a group still seems to be under way."""
 
 
 class LocalTransport:
@@ -119,14 +121,22 @@ class _Post:
     op: Op
     buffer: Tensor
     bounds: list[int]
+    unseen: int = 0
+    """At how many looks it still seems to be under way once it is done."""
     done: bool = False
 
     def poll(self) -> bool:
+        if self.done and self.unseen:
+            self.unseen -= 1
+            return False
         return self.done
 
 
 class LocalCollective:
-    """A group whose last member to start an operation carries it out for all."""
+    """A group whose last member to start an operation carries it out for all.
+
+    In a world with a seed each member sees the end of an operation after a random number of looks.
+    """
 
     def __init__(
         self, world: LocalWorld[Any], name: str, ranks: tuple[int, ...], world_rank: int
@@ -143,7 +153,9 @@ class LocalCollective:
         limits = list(bounds or shard_bounds(buffer.numel(), self.size))
         assert len(limits) == self.size + 1 and limits[0] == 0 and limits[-1] == buffer.numel()
         self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
-        posted = _Post(op, buffer, limits)
+        random = self._world.random
+        unseen = 0 if random is None else random.randrange(MOST_UNSEEN + 1)
+        posted = _Post(op, buffer, limits, unseen)
         members = self._posted.setdefault(self._number, {})
         members[self.rank] = posted
         if len(members) == self.size:

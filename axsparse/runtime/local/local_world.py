@@ -1,8 +1,8 @@
 """Ranks as threads of one process that take turns: no ports, no races, repeatable.
 
 One rank runs at a time and hands the turn on when it would wait. A seed, if there is one, draws
-who runs next and which of the arrived messages a rank sees first, so that a test can walk
-through many orders of arrival.
+who runs next, which of the arrived messages a rank sees first, and when a rank sees that an
+operation of a group is over, so that a test can walk through many orders of arrival.
 """
 
 from __future__ import annotations

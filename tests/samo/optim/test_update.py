@@ -12,7 +12,13 @@ import torch
 from support.dense_optimizers import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
+from axsparse.models.layer import Layer
+from axsparse.models.tensor_parallel import TensorGroup
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.index.base import FullIndex, make_index
+from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Block, Hyper, Optimizer
@@ -210,3 +216,45 @@ def test_statistics_reach_the_rule_summed_over_all_blocks_of_a_tensor() -> None:
 
     assert seen == [(BLOCK, 1.5 * kept), (BLOCK, 1.5 * kept), (7, 1.5 * kept)]
     assert torch.equal(tensor.weight_D, mask * 1.0)
+
+
+class Pair(nn.Module):
+    """A column and a row split of four features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1, 4, bias=False), nn.Linear(4, 1, bias=False)
+
+
+@pytest.mark.parametrize("members", [1, 2, 4])
+def test_statistics_of_chunks_are_added_in_one_tree_by_any_number_of_members(members: int) -> None:
+    """2⁻⁵³ is half a unit in the last place of 1, so that in any other order one of the small
+    numbers is rounded before 1 and -1 have cancelled."""
+    small = 2.0**-53
+    found: set[float] = set()
+
+    def statistics(block: Block, hyper: Hyper) -> Tensor:
+        return block.master.double().sum().view(1)
+
+    def apply(block: Block, sums: Tensor | None, hyper: Hyper) -> None:
+        assert sums is not None
+        found.add(float(sums))
+
+    rule = Optimizer((), lambda block, hyper: None, statistics, apply, num_statistics=1)
+    layer = Layer(
+        "pair",
+        Pair,
+        init=lambda name, shape, generator: torch.tensor([small, 1.5 * small, 1, -1]).view(shape),
+        tensor={"up": "column", "down": "row"},
+    )
+    world: LocalWorld[None] = LocalWorld(members)
+
+    def body(rank: int) -> None:
+        group = TensorGroup(Grid(1, 1, members).place(rank), LocalTransport(world, rank), 4)
+        options = StateOptions(torch.float32, torch.float32, (), 1, None, members=group)
+        [built] = build_layers([layer], {}, options)
+        update([built.state], rule, hyper(1), 1.0)
+
+    world.run(body)
+
+    assert found == {2.5 * small}
