@@ -560,6 +560,32 @@ def test_state_and_messages_of_every_member_are_what_plans_count(
         assert parts.bytes_sent - earlier.bytes_sent == sent > 0
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_random_numbers_of_a_gpu_count_as_well(
+    draws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dropout on a GPU draws from the generator there, and leaves that of the CPU as it is."""
+    place = [0]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor(place))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
+
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            place[0] += draws
+            return x
+
+    def train() -> None:
+        model, config = own_model(inner=Drawing), tiny_config(train={"steps": 1})
+        train_in_process(1, 1, model, config, vector_data(), g_tensor=2)
+
+    if not draws:
+        train()
+        return
+    with pytest.raises(ConfigError, match="random numbers are drawn between a column and a row"):
+        train()
+
+
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
 def test_what_is_not_cut_is_refused_in_a_line(settings: dict[str, Any], message: str) -> None:
     given = dict(settings)
