@@ -322,9 +322,19 @@ def of_members(layout: tuple[int, int, int], way: Way, seed: int, **sections: An
 
 
 MEMBERS = [
-    of_members((1, 1, 2), "nccl", 1, usual=True),
-    of_members((2, 1, 2), "pinned", 2, usual=True),
-    of_members((2, 1, 4), "nccl", 3, usual=True),
+    of_members((2, 1, 2), "nccl", 1, usual=True),
+    of_members((1, 1, 4), "pinned", 2, usual=True),
+    of_members((2, 1, 4), "nccl", 3),
+    of_members((1, 2, 2), "nccl", 4, samo={"shard_optimizer": True}),
+    of_members((2, 2, 2), "nccl", 5),
+    of_members((2, 1, 2), "nccl", 6, pipeline={"split_backward": True}),
+    of_members((2, 1, 2), "pinned", 7, pipeline={"split_backward": True}),
+    of_members((2, 1, 2), "nccl", 8, pruning={"method": "rigl", "interval": 2}, train=FIVE),
+    of_members((1, 1, 2), "pinned", 9, pruning={"method": "rigl", "interval": 2}, train=FIVE),
+    of_members((2, 1, 2), "nccl", 10, train={"steps": 2, "eval_steps": 2}),
+    of_members((2, 1, 2), "nccl", 11, optimizer=LAMB),
+    of_members((1, 2, 2), "pinned", 12, samo={"gradient": "exact"}),
+    of_members((1, 1, 4), "nccl", 13, precision="bf16", samo={"split_master": True, **OFFLOAD}),
 ]
 
 
@@ -343,12 +353,16 @@ def test_members_on_devices_are_bitwise_one_rank_on_a_cpu(
             **sections,
         }
     )
-    model, data = tiny_gpt(config), token_data()
-    [(_, expected)] = train_in_process(1, 1, model, config, data)
+    model, data, validation = tiny_gpt(config), token_data(), token_data(24)
+    on_host = config.model_copy(update={"samo": config.samo.model_copy(update={"offload": False})})
+    replicas = layout[1]
+    expected = train_in_process(1, replicas, model, on_host, data, validation=validation)[0][1]
 
     def on_rank(transport: StandIn) -> tuple[Trainer, Trace]:
         found = train_here(
-            transport, Grid(*layout), model, config, data, placement=on_device.of_standin
+            *(transport, Grid(*layout), model, config, data),
+            validation=validation,
+            placement=on_device.of_standin,
         )
         wait_for(transport.device.compute.record(), transport.backoff)
         return found

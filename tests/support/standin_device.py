@@ -139,9 +139,8 @@ class Hardware:
         """A moment passes."""
         for _ in [] if self.frozen else range(self.random.choice(MOMENTS)):
             able = [queue for queue in self.queues if queue.able]
-            # Some queues are slow: they run when they are drawn twice in a row.
             queue = self.random.choice(able) if able else None
-            if queue is not None and (not queue.slow or self.random.random() < 0.1):
+            if queue is not None and (queue.chance == 1 or self.random.random() < queue.chance):
                 queue.run_head()
 
     def finish(self, but: Queue | None = None) -> None:
@@ -156,7 +155,8 @@ class Queue:
     def __init__(self, device: StandInDevice, name: str) -> None:
         self.device = device
         self.name = name
-        self.slow = device.hardware.random.random() < 0.3
+        self.chance = 0.1 if device.hardware.random.random() < 0.3 else 1.0
+        """How often it runs when it is drawn: some queues are slow."""
         self.pending: deque[Operation] = deque()
         self.number = len(device.hardware.queues)
         self._issued = 0
