@@ -261,8 +261,9 @@ class Engine:
     def _receive(self) -> None:
         with self._phases("p2p"):
             for message in self._link.arrivals():
-                of_all = self._members and self._members.arrived(message.direction)
-                self._arrived[message.direction].append((message, of_all))
+                members, direction = self._members, message.direction
+                of_all = None if members is None else members.arrived(direction)
+                self._arrived[direction].append((message, of_all))
 
     def _gpu_is_busy(self) -> bool:
         """Whether the GPU has as many unfinished actions as it may have."""

@@ -78,6 +78,12 @@ def test_a_staged_collective_keeps_the_contract_over_mpi(
     transport.close()
 
 
+def compiled(kernels: Sequence[str], folder: Path) -> Path:
+    """The folder, with kernels for launchers to take."""
+    EmulatedLauncher(kernels, folder)
+    return folder
+
+
 @needs_a_neighbour
 @pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python")
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler to run kernels on a CPU")
@@ -93,12 +99,8 @@ def test_members_on_devices_have_the_bits_of_one_rank_by_way_of_the_hosts(tmp_pa
     kernels = [*own, *JUDGE, *HELPERS]
     device = LateDevice(pretend())
     with sdpa_kernel(SDPBackend.MATH):
-        folder, expected = by_first_rank(
-            lambda: (
-                EmulatedLauncher(kernels, tmp_path) and tmp_path,
-                train_in_process(1, 1, model, config, data)[0][1],
-            )
-        )
+        expected = by_first_rank(lambda: train_in_process(1, 1, model, config, data)[0][1])
+        folder = by_first_rank(lambda: compiled(kernels, tmp_path))
         backend = Backend(pretend(), on_host(EmulatedLauncher(kernels, folder)))
         transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), device, connections=None)
         trainer, trace = train_here(

@@ -24,7 +24,8 @@ from axsparse.pipeline.policy import Kind
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.communication import Direction, Message, wait_for
-from axsparse.runtime.grid import Grid
+from axsparse.runtime.errors import TrainingError
+from axsparse.runtime.grid import Grid, Place
 
 MICROBATCHES = 12
 G_INTER = 4
@@ -145,43 +146,41 @@ def test_a_member_that_follows_runs_what_it_is_told_however_much_it_has_to_send(
 class Summing:
     """A stage that sums over its members in every action, and passes on how many it has seen."""
 
-    def __init__(self, group: TensorGroup, *, is_last: bool) -> None:
-        self._group, self._is_last = group, is_last
+    def __init__(self, group: TensorGroup, place: Place, fails_at: int | None) -> None:
+        self._group, self._place, self._fails_at = group, place, fails_at
 
     def forward(self, number: int, inputs: Sequence[Tensor], *_: object) -> tuple[Tensor]:
+        if number == self._fails_at and (self._place.stage, self._place.member) == (1, 2):
+            raise TrainingError("one member fails")
         total = self._group.fold([inputs[0].detach()])
-        return (total[0] if self._is_last else total.requires_grad_(),)
+        return (total[0] if self._place.is_last else total.requires_grad_(),)
 
     def backward(self, number: int, gradients: Sequence[Tensor], _: float) -> list[Tensor]:
         start = torch.full((3,), float(number), device=pretend())
         return [self._group.fold([*gradients] or [start])]
 
 
+STAGES, MEMBERS, ROWS = 2, 4, 8
 LATE = {(0, 2): 0.01, (1, 3): 0.01, (1, 0): 0.1}
 """How seldom a device says that it is through with what is to be sent, by stage and member."""
 
 
-@pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python")
-@pytest.mark.parametrize("seed", [1, 6, 7, 9])
-def test_members_whose_hosts_stand_still_in_their_sums_come_through(seed: int) -> None:
-    """In these orders all would hang if an action began before its message has come to all members:
-    of either stage one host stands still and has a message for the other stage."""
-    stages, members, microbatches = 2, 4, 8
+def summed(seed: int, fails_at: int | None = None) -> list[list[float]]:
+    """What every rank of two stages of four members on stand-in devices has as its losses."""
 
     def main(transport: StandIn) -> list[float]:
-        place = Grid(stages, 1, members).place(transport.rank)
-        group = TensorGroup(place, transport, members, on_gpus=True)
-        stage = cast("Any", Summing(group, is_last=place.is_last))
+        place = Grid(STAGES, 1, MEMBERS).place(transport.rank)
+        group = TensorGroup(place, transport, MEMBERS, on_gpus=True)
         transport.device.compute.queue.chance = LATE.get((place.stage, place.member), 1.0)
         link = transport.link(place)
         engine = Engine(
             Rank(place, transport.backoff, Phases(), transport.device, group),
-            stage,
+            cast("Any", Summing(group, place, fails_at)),
             link,
             schedule=Schedule("message-driven", 0, "alternate"),
             while_idle=lambda: None,
         )
-        rows = (torch.full((3,), float(number)) for number in range(microbatches))
+        rows = (torch.full((3,), float(number)) for number in range(ROWS))
         batch = Batch(0, tuple(Microbatch((row,), None, 0, 1, (0,)) for row in rows), 1)
         losses = engine.train(batch, 1.0, 1.0, lambda number: None, lambda is_last: None)
         wait_for(transport.device.compute.record(), transport.backoff)
@@ -189,8 +188,26 @@ def test_members_whose_hosts_stand_still_in_their_sums_come_through(seed: int) -
 
     device = partial(HoldingDevice, memory=pretend(), in_order=bool(seed % 2))
     make = partial(StandIn, device=device)
+    return on_standins(STAGES * MEMBERS, "nccl", main, seed=seed, make=make)
 
-    *first, last = on_standins(stages * members, "nccl", main, seed=seed, make=make)
 
-    assert last == [number * members**stages for number in range(microbatches)]
-    assert first == [[]] * members + [last] * (members - 1)
+needs_devices = pytest.mark.skipif(
+    not AVAILABLE, reason="this torch knows no device written in Python"
+)
+
+
+@needs_devices
+@pytest.mark.parametrize("seed", [1, 6, 7, 9])
+def test_members_whose_hosts_stand_still_in_their_sums_come_through(seed: int) -> None:
+    """In these orders all would hang if an action began before its message has come to all members:
+    of either stage one host stands still and has a message for the other stage."""
+    *first, last = summed(seed)
+
+    assert last == [number * MEMBERS**STAGES for number in range(ROWS)]
+    assert first == [[]] * MEMBERS + [last] * (MEMBERS - 1)
+
+
+@needs_devices
+def test_a_member_that_fails_ends_those_whose_devices_wait_for_it() -> None:
+    with pytest.raises(TrainingError, match="one member fails"):
+        summed(3, fails_at=4)
