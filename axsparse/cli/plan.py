@@ -136,8 +136,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         )
     if cluster.host_memory_bytes is not None and any(map(has_members, answers)):
         notes.append(
-            "training cuts layers on CPUs only so far: on GPUs a layout of several members is no "
-            "more than a prediction"
+            "no GPU has trained with several members of a stage so far: there they are tested on "
+            "devices that are played"
         )
     if len(gpus) == 1 and methods == ["start"]:
         notes += _training_differs(asked, answers[0])

@@ -38,7 +38,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     torch's own error.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    if flat.shape[0] * weight.shape[0] <= _most_logits(hidden.device):
+    if flat.shape[0] * weight.shape[0] <= most_logits(hidden.device):
         return summed_cross_entropy(F.linear(flat, weight), targets)
     in_chunks: Callable[..., Tensor] = _ChunkedCrossEntropy.apply
     return in_chunks(flat, weight, targets.reshape(-1))
@@ -65,13 +65,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         counts = targets != IGNORED
-        wrong = f"no word of a vocabulary of {weight.shape[0]}"
-        if targets.device.type == "cpu":
-            refuse_beyond(targets, weight.shape[0], wrong, ignored=IGNORED)
-        else:
-            # To read the answer from a GPU would block the host in every microbatch.
-            are_words = ((targets >= 0) & (targets < weight.shape[0]) | ~counts).all()
-            torch._assert_async(are_words, f"a target is {wrong}")
+        refuse_foreign_words(targets, weight.shape[0], ignored=IGNORED)
         log_total = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         at_target = torch.zeros_like(log_total)
         for start, stop in _chunks(weight, targets):
@@ -109,14 +103,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return hidden_gradient, weight_gradient, None
 
 
-def _most_logits(device: torch.device) -> int:
+def refuse_foreign_words(tokens: Tensor, words: int, ignored: int | None = None) -> None:
+    """IndexBeyondError for the first token that is no word of a vocabulary, nor `ignored`. On a GPU
+    a later call raises torch's own error."""
+    wrong = f"no word of a vocabulary of {words}"
+    if tokens.device.type in ("cpu", "meta"):
+        refuse_beyond(tokens, words, wrong, ignored=ignored)
+        return
+    # To read the answer from a GPU would block the host in every microbatch.
+    are_words = (tokens >= 0) & (tokens < words)
+    if ignored is not None:
+        are_words |= tokens == ignored
+    torch._assert_async(are_words.all(), f"a token is {wrong}")
+
+
+def most_logits(device: torch.device) -> int:
     """How many logits exist at a time."""
     return CHUNK_LOGITS if device.type == "cpu" else GPU_CHUNK_LOGITS
 
 
 def _chunks(weight: Tensor, targets: Tensor) -> Iterator[tuple[int, int]]:
     """The (start, stop) of each chunk of words."""
-    words = _words_of_chunk(targets.numel(), _most_logits(weight.device))
+    words = _words_of_chunk(targets.numel(), most_logits(weight.device))
     for start in range(0, weight.shape[0], words):
         yield start, min(start + words, weight.shape[0])
 

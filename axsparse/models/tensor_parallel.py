@@ -32,13 +32,14 @@ from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.chunked_tensor import ChunkedTensor, chunk_of, chunked, of_all_chunks
 from axsparse.models.layer import Layer, Split, SplitKind
-from axsparse.models.losses import CHUNK_LOGITS
-from axsparse.runtime.bounds import IGNORED, refuse_beyond
-from axsparse.runtime.communication import Collective, Op, Transport, Work
+from axsparse.models.losses import most_logits, refuse_foreign_words
+from axsparse.runtime.bounds import IGNORED
+from axsparse.runtime.communication import Collective, Direction, Op, Transport, Work
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import sum_by_owner
+from axsparse.runtime.gpu.collectives import NcclWork
 from axsparse.runtime.grid import Place
-from axsparse.runtime.seeds import kept_rng
+from axsparse.runtime.seeds import kept_rng, torch_state
 
 MOST_CHUNKS = 8
 """Chunks under `layout.tensor_exact`: the highest degree, and not so many that products of degree
@@ -179,9 +180,11 @@ def most_chunks(
 class TensorGroup:
     """The ranks that compute the layers of one stage of one replica together, as one of them."""
 
-    def __init__(self, place: Place, transport: Transport, chunks: int) -> None:
+    def __init__(
+        self, place: Place, transport: Transport, chunks: int, *, on_gpus: bool = False
+    ) -> None:
         """All ranks call this together; `chunks` is a multiple of the members, and a power of
-        two."""
+        two. Members compute `on_gpus` or on CPUs."""
         grid = place.grid
         self.rank, self.size, self.chunks = place.member, grid.g_tensor, chunks
         each = chunks // self.size
@@ -193,14 +196,14 @@ class TensorGroup:
         """Called with a sum that is under way, to compute what need not wait for it."""
         self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around the waiting."""
-        self.drawn: Tensor | None = None
-        """The state of torch's generator after the last column split, until the row split that
+        self.drawn: tuple[Tensor, ...] = ()
+        """The state of torch's generators after the last column split, until the row split that
         follows compares it."""
         self._split: tuple[Tensor, tuple[Tensor, ...]] | None = None
         """The input of the last column split that autograd recorded, and what the chunks got, until
         the row split that follows."""
         self._backoff = transport.backoff
-        self._keeping = kept_rng if transport.name == "local" else nullcontext
+        self._keeping = kept_rng if transport.name.endswith("local") else nullcontext
         ranks = [grid.rank(place.stage, place.replica, member) for member in range(self.size)]
         self._members = transport.collective("members", ranks)
         self._pairs: list[Collective] = []
@@ -209,6 +212,10 @@ class TensorGroup:
             pair = sorted((self.rank, self.rank ^ level))
             self._pairs.append(transport.collective(f"pair {level}", [ranks[m] for m in pair]))
             level *= 2
+        self._arrivals: dict[Direction, Collective] = {}
+        """Of members on GPUs, what counts the messages that have come to all of them."""
+        for direction in Direction if on_gpus and self.size > 1 else ():
+            self._arrivals[direction] = transport.collective(f"arrivals {direction.name}", ranks)
         self._telling: list[Work] = []
         self._hearing: tuple[Tensor, Work] | None = None
 
@@ -271,7 +278,7 @@ class TensorGroup:
 
     def end_split(self) -> None:
         """Begin anew: a row split has followed."""
-        self.drawn = self._split = None
+        self.drawn, self._split = (), None
 
     def gathered(self, cut: Cut, parts: Sequence[Tensor]) -> Tensor:
         """The whole of a tensor, from this member's chunks in order, which may be flat; all members
@@ -295,10 +302,13 @@ class TensorGroup:
         return sum_by_owner(self._members, self._backoff, values)
 
     def tell(self, first: int, second: int) -> None:
-        """Tell the other members two numbers; member 0 calls this."""
+        """Tell the other members two numbers; member 0 calls this. On GPUs the numbers have left
+        when this returns."""
         self._telling = [work for work in self._telling if not work.poll()]
         if self.size > 1:
             self._telling.append(self._members.start(Op.BROADCAST, torch.tensor([first, second])))
+            if self._arrivals:
+                self._wait(self._telling[-1])
 
     def heard(self) -> tuple[int, int] | None:
         """The next two numbers that member 0 tells, or None if they have not come yet."""
@@ -312,8 +322,25 @@ class TensorGroup:
         first, second = words.tolist()
         return first, second
 
+    def arrived(self, direction: Direction) -> Work | None:
+        """Note that the next message of a direction has come here. The work is done once it has
+        come to all members; None where a member need not know.
+
+        On GPUs each action begins after that. Its sums then wait for nothing but members that are
+        about to begin them, so that compute may wait there in place of a host that sends
+        messages, and a host that waits for compute holds up nobody for good.
+        """
+        if not self._arrivals:
+            return None
+        return self._arrivals[direction].start(Op.ALL_REDUCE, torch.zeros(1, dtype=torch.float64))
+
     def _wait(self, work: Work) -> None:
+        """Have what follows find the result: over NCCL compute waits, else the host."""
         self.beside(work)
+        if isinstance(work, NcclWork):
+            with self.timed():
+                work.before_compute()
+            return
         if work.poll():
             return
         with self.timed(), self._keeping():
@@ -451,7 +478,7 @@ class Column(nn.Module):
             cut = _features(parts[0], self.features, group.chunks, self.groups)
             apply: Callable[..., Tensor] = _Gather.apply
             return apply(group, cut, *parts)
-        group.drawn = torch.get_rng_state()
+        group.drawn = torch_state()
         return chunked(parts)
 
 
@@ -475,7 +502,7 @@ class Row(nn.Module):
             apply: Callable[..., tuple[Tensor, ...]] = _Take.apply
             cut = _features(x, x.shape[-1], group.chunks, self.groups)
             parts = apply(group, cut, x) if x.shape[-1] == self.features else ()
-        elif group.drawn is not None and not torch.equal(group.drawn, torch.get_rng_state()):
+        elif group.drawn and not all(map(torch.equal, group.drawn, torch_state())):
             raise ConfigError(
                 "layout.g_tensor: random numbers are drawn between a column and a row split, and "
                 "would differ with the degree; move the dropout behind the row split"
@@ -587,7 +614,7 @@ class Vocabulary(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        refuse_beyond(tokens, self.words, f"no word of a vocabulary of {self.words}")
+        refuse_foreign_words(tokens, self.words)
         parts = []
         for chunk, (start, stop) in zip(self.chunks, self.bounds, strict=True):
             here = (tokens >= start) & (tokens < stop)
@@ -729,11 +756,11 @@ def vocabulary_cross_entropy(
     """
     *weights, targets = weights_and_targets
     flat, rows = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    refuse_beyond(rows, words, f"no word of a vocabulary of {words}", ignored=IGNORED)
+    refuse_foreign_words(rows, words, ignored=IGNORED)
     totals, hits = [], []
     for chunk, part, weight in zip(group.own, spread(group, flat), weights, strict=True):
         start = chunk * words // group.chunks
-        if len(rows) * len(weight) > CHUNK_LOGITS and torch.is_grad_enabled():
+        if len(rows) * len(weight) > most_logits(rows.device) and torch.is_grad_enabled():
             options: Any = {"use_reentrant": False, "preserve_rng_state": False}
             total, hit = checkpoint(_totals, part, weight, rows - start, **options)
         else:

@@ -30,7 +30,7 @@ from axsparse.pipeline.policy import (
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.bounds import telling_sample
-from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
+from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message, Work
 from axsparse.runtime.errors import AxsparseError, ConfigError
 from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.runtime.grid import Place
@@ -89,8 +89,9 @@ class Engine:
         self._while_idle = while_idle
         self._unfinished: deque[Event] = deque()
         """The ends of the actions that the GPU has not finished."""
-        self._arrived: dict[Direction, deque[Message]] = {d: deque() for d in Direction}
-        """Messages that the policy has not been told of."""
+        self._arrived: dict[Direction, deque[tuple[Message, Work | None]]]
+        self._arrived = {direction: deque() for direction in Direction}
+        """Messages that the policy has not been told of, with the work of `TensorGroup.arrived`."""
         self._inbox: dict[tuple[Direction, int], Message] = {}
         """Messages that wait for their action."""
         self._offset = 0
@@ -211,9 +212,10 @@ class Engine:
             else:
                 with self._phases("p2p"):
                     self._link.push()
-            is_congested = self._link.unsent > MOST_UNSENT or self._gpu_is_busy()
+            is_congested = self._gpu_is_busy() or self._link.unsent > MOST_UNSENT
             self._tell(policy)
-            action = None if is_congested else policy.next()
+            # Member 0 decides when to go on. The others run what it has begun, and do not wait.
+            action = None if is_congested and self._place.member == 0 else policy.next()
             if action is not None and self._members is not None and self._place.member == 0:
                 self._members.tell(action.kind, action.microbatch + self._offset)
             if action is not None:
@@ -258,7 +260,9 @@ class Engine:
     def _receive(self) -> None:
         with self._phases("p2p"):
             for message in self._link.arrivals():
-                self._arrived[message.direction].append(message)
+                members, direction = self._members, message.direction
+                of_all = None if members is None else members.arrived(direction)
+                self._arrived[direction].append((message, of_all))
 
     def _gpu_is_busy(self) -> bool:
         """Whether the GPU has as many unfinished actions as it may have."""
@@ -267,13 +271,17 @@ class Engine:
         return len(self._unfinished) >= MOST_AHEAD
 
     def _tell(self, policy: Policy) -> None:
-        """Tell the policy of the messages that it expects; others wait until it does."""
+        """Tell the policy of the messages that it expects and all members have, where they need to
+        know that; others wait."""
         for direction, arrived in self._arrived.items():
             while arrived and policy.expects(direction):
-                message = arrived.popleft()
+                message, of_all = arrived[0]
                 number = message.microbatch - self._offset
                 if not 0 <= number < EVALUATED:
                     raise self._evaluates_alone()
+                if of_all is not None and not of_all.poll():
+                    break
+                arrived.popleft()
                 self._taken[direction] += 1
                 self._inbox[direction, number] = message
                 policy.arrived(direction, number)

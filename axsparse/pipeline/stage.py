@@ -275,7 +275,8 @@ class Stage:
                 for times in (1, 2)
             )
             parts = [part for part in sample.values() if part.requires_grad]
-            gradients = torch.autograd.grad(once, parts, allow_unused=True)
+            with torch.autograd.set_multithreading_enabled(False):  # as in `backward`
+                gradients = torch.autograd.grad(once, parts, allow_unused=True)
             costs = [loss.detach().item() for loss in (once, twice)]
         except Exception:  # the loss may work for microbatches of one size only
             return

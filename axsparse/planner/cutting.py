@@ -24,9 +24,6 @@ class Cutting:
     model: Model
     survey: Survey
     """That of the whole model."""
-    refuses_gpus: bool = False
-    """Whether members are refused because ranks compute on GPUs, as in training; plans count such
-    members all the same."""
     _surveys: dict[int, Survey] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def is_needed(self, members: int) -> bool:
@@ -100,7 +97,6 @@ class Cutting:
         config, model = self.loaded.config, self.model
         refused = {
             f"{members} is no power of two": bool(members & (members - 1)),
-            "layers are cut on CPUs only so far": self.refuses_gpus,
             f"model {model.name} names no modules to cut (Layer.tensor)": not any(
                 layer.tensor for layer in model.layers
             ),

@@ -119,7 +119,8 @@ class Subject:
             raise ConfigError(f"{error}{hint}") from None
 
     def _members(self, cluster: Cluster, gpus: int) -> list[int]:
-        """The numbers of members that the configuration allows and training can run."""
+        """The numbers of members that the configuration allows and training can run; on GPUs, where
+        no training with several has been seen yet, one."""
         layout = self.loaded.config.layout
         is_asked = layout.g_tensor > 1 or "layout.g_tensor" in self.loaded.origins
         if is_asked or layout.g_data != "auto" or self.cutting is None or not self.on_host:

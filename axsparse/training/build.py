@@ -409,7 +409,8 @@ def _build_state(
     TrainingError on all ranks where a GPU has no room for them.
     """
     place, transport = run.place, placement.transport
-    members = TensorGroup(place, transport, run.chunks) if run.cuts else None
+    on_gpus = placement.gpu is not None
+    members = TensorGroup(place, transport, run.chunks, on_gpus=on_gpus) if run.cuts else None
     options = replace(_state_options(run, _replicas(run, transport), placement), members=members)
     stage_layers = [run.model.layers[number] for number in run.stages[place.stage]]
     masks: Masks | None

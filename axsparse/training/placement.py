@@ -42,6 +42,8 @@ from axsparse.samo.cuda.launch import CupyLauncher
 NCCL_BYTES = 2_000_000_000
 """Memory of a GPU that NCCL takes for the connections of a rank: in and out on either side of its
 stage, a group of replicas, and one of a tied weight. Assumed."""
+GROUP_BYTES = 400_000_000
+"""The same of each group of members of a stage. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,17 @@ def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
 
         rendezvous = Rendezvous(transport, nccl_backend)
         connections = NcclConnections(rendezvous, gpu, transport.backoff)
-        room = replace(room, nbytes=room.nbytes - NCCL_BYTES)
+        groups = groups_of_members(loaded.config.layout.g_tensor)
+        room = replace(room, nbytes=room.nbytes - NCCL_BYTES - groups * GROUP_BYTES)
     reaching = GpuTransport(transport, gpu, connections=connections)
     return Placement(reaching, backend, gpu, table, room)
+
+
+def groups_of_members(members: int) -> int:
+    """How many groups of its stage a rank has connections for: all members, and one pair for each
+    time that the members can be halved; two members are their pair."""
+    halvings = members.bit_length() - 1
+    return halvings + (members > 2)
 
 
 def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, MemoryRoom]:

@@ -217,7 +217,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     kept = kept_at_start(config, targets) if inputs.saved is None else inputs.saved
     criterion = configured_criterion(loaded, inputs.score)
     optimizer = inputs.optimizer or optimizer_of(config.optimizer)
-    cutting = Cutting(loaded, inputs.model, survey, refuses_gpus=not inputs.on_host)
+    cutting = Cutting(loaded, inputs.model, survey)
     subject = _subject(inputs, cutting, optimizer, kept, criterion)
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)

@@ -6,8 +6,10 @@ what the CPU computes, but for AdamW's square root in fp32.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from support import pretend_gpu
 from support.cuda_on_cpu import COMPRESS, EXACT, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
 from support.images import image_config, image_data, small_wide_resnet
 from support.late_device import LateDevice
-from support.oracle import Oracle, sgd
+from support.oracle import Oracle, Trace, sgd
 from support.pretend_gpu import AVAILABLE, on_host, pretend
 from support.resuming import Layout, Ran, ran, same
 from support.runs import (
@@ -26,8 +28,11 @@ from support.runs import (
     tiny_config,
     tiny_gpt,
     token_data,
+    train_here,
     train_in_process,
 )
+from support.standin_device import HoldingDevice
+from support.standin_transport import StandIn, Way, on_standins
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -36,7 +41,8 @@ from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models import losses
 from axsparse.models.layer import Model
-from axsparse.runtime.communication import Message, Transport
+from axsparse.runtime.communication import Message, Transport, wait_for
+from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalLink
 from axsparse.samo.backend import Backend
 from axsparse.samo.optim import adamw
@@ -69,6 +75,11 @@ class Placing:
         self.devices.append(LateDevice(pretend()))
         backend = Backend(pretend(), on_host(self.launch))
         return Placement(transport, backend, self.devices[-1])
+
+    def of_standin(self, transport: Transport) -> Placement:
+        """On the device of a stand-in for the transport of GPUs."""
+        assert isinstance(transport, StandIn)
+        return Placement(transport, Backend(pretend(), on_host(self.launch)), transport.device)
 
 
 @pytest.fixture(autouse=True)
@@ -185,8 +196,9 @@ def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
     )
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
 def test_the_host_asks_its_device_once_a_step(
-    on_device: Placing, monkeypatch: pytest.MonkeyPatch
+    is_cut: bool, on_device: Placing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever needs a number of the device waits for all that was enqueued before."""
     for name in ("CHUNK_LOGITS", "GPU_CHUNK_LOGITS"):
@@ -216,7 +228,7 @@ def test_the_host_asks_its_device_once_a_step(
         monkeypatch.setattr(trainer._step, "train_step", counted)
 
     steps: list[list[str]] = []
-    config = small(optimizer=SGD, train={"steps": 3})
+    config = small(optimizer=SGD, train={"steps": 3}, layout={"tensor_exact": is_cut})
     train_in_process(
         1, 1, tiny_gpt(config), config, token_data(), before=watch, placement=on_device
     )
@@ -299,6 +311,68 @@ RUNS = [
         optimizer={**SGD, **SETTINGS_OF_TENSORS},
     ),
 ]
+
+
+def of_members(layout: tuple[int, int, int], way: Way, seed: int, **sections: Any) -> Any:
+    """A run of the table below."""
+    is_usual = sections.pop("usual", False)
+    marks = [] if is_usual else [pytest.mark.exhaustive]
+    name = f"{way} {layout} {seed} {' '.join(sections)}"
+    return pytest.param(layout, way, seed, sections, id=name, marks=marks)
+
+
+MEMBERS = [
+    of_members((2, 1, 2), "nccl", 1, usual=True),
+    of_members((1, 1, 4), "pinned", 2, usual=True),
+    of_members((2, 1, 4), "nccl", 3),
+    of_members((1, 2, 2), "nccl", 4, samo={"shard_optimizer": True}),
+    of_members((2, 2, 2), "nccl", 5),
+    of_members((2, 1, 2), "nccl", 6, pipeline={"split_backward": True}),
+    of_members((2, 1, 2), "pinned", 7, pipeline={"split_backward": True}),
+    of_members((2, 1, 2), "nccl", 8, pruning={"method": "rigl", "interval": 2}, train=FIVE),
+    of_members((1, 1, 2), "pinned", 9, pruning={"method": "rigl", "interval": 2}, train=FIVE),
+    of_members((2, 1, 2), "nccl", 10, train={"steps": 2, "eval_steps": 2}),
+    of_members((2, 1, 2), "nccl", 11, optimizer=LAMB),
+    of_members((1, 2, 2), "pinned", 12, samo={"gradient": "exact"}),
+    of_members((1, 1, 4), "nccl", 13, precision="bf16", samo={"split_master": True, **OFFLOAD}),
+]
+
+
+@pytest.mark.parametrize(("layout", "way", "seed", "sections"), MEMBERS)
+def test_members_on_devices_are_bitwise_one_rank_on_a_cpu(
+    layout: tuple[int, int, int], way: Way, seed: int, sections: dict[str, Any], on_device: Placing
+) -> None:
+    """Operations end at drawn moments, and a host whose device waits for others sends nothing."""
+    config = tiny_config(
+        **{
+            "batch": {"global_batch_size": 4, "microbatch_size": 1},
+            "model": {"num_heads": 4},
+            "layout": {"tensor_exact": True},
+            "optimizer": SGD,
+            "train": {"steps": 2},
+            **sections,
+        }
+    )
+    model, data, validation = tiny_gpt(config), token_data(), token_data(24)
+    on_host = config.model_copy(update={"samo": config.samo.model_copy(update={"offload": False})})
+    replicas = layout[1]
+    expected = train_in_process(1, replicas, model, on_host, data, validation=validation)[0][1]
+
+    def on_rank(transport: StandIn) -> tuple[Trainer, Trace]:
+        found = train_here(
+            *(transport, Grid(*layout), model, config, data),
+            validation=validation,
+            placement=on_device.of_standin,
+        )
+        wait_for(transport.device.compute.record(), transport.backoff)
+        return found
+
+    device = partial(HoldingDevice, memory=pretend(), in_order=bool(seed % 2))
+    make = partial(StandIn, device=device)
+    ranks = on_standins(math.prod(layout), way, on_rank, seed=seed, make=make)
+
+    for _, trace in ranks:
+        assert_bitwise(trace, expected)
 
 
 @pytest.mark.parametrize(("layout", "sections"), RUNS)

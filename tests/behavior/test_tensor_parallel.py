@@ -29,6 +29,7 @@ from support.hf import SMALL_LLAMA, small_llama
 from support.planner_cases import planned_bytes
 from support.resuming import Ran, ran
 from support.runs import (
+    on_ranks,
     random_init,
     summed_loss,
     tiny_config,
@@ -42,7 +43,9 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model, Split
 from axsparse.models.survey import survey, survey_of_member
+from axsparse.models.tensor_parallel import TensorGroup
 from axsparse.pipeline.weight_gradients import DeferredGradients
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.seeds import keyed_generator
@@ -692,6 +695,52 @@ def test_state_and_messages_of_every_member_are_what_plans_count(
         assert trainer.state_bytes().total == state > 0
         assert parts is not None and earlier is not None
         assert parts.bytes_sent - earlier.bytes_sent == sent > 0
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_on_gpus_a_word_has_left_before_who_tells_it_goes_on(on_gpus: bool) -> None:
+    """Its host may stand still next, in the action that the others are to begin."""
+    order: list[str] = []
+
+    def on_rank(transport: Transport) -> None:
+        group = TensorGroup(Grid(1, 1, 2).place(transport.rank), transport, 2, on_gpus=on_gpus)
+        if transport.rank == 0:
+            group.tell(1, 2)
+            order.append("told")
+            return
+        order.append("asks")
+        while group.heard() is None:
+            transport.backoff.pause()
+
+    on_ranks(2, on_rank)
+
+    assert order == (["asks", "told"] if on_gpus else ["told", "asks"])
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_random_numbers_of_a_gpu_count_as_well(
+    draws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dropout on a GPU draws from the generator there, and leaves that of the CPU as it is."""
+    place = [0]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor(place))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
+
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            place[0] += draws
+            return x
+
+    def train() -> None:
+        model, config = own_model(inner=Drawing), tiny_config(train={"steps": 1})
+        train_in_process(1, 1, model, config, vector_data(), g_tensor=2)
+
+    if not draws:
+        train()
+        return
+    with pytest.raises(ConfigError, match="random numbers are drawn between a column and a row"):
+        train()
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)

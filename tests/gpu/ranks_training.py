@@ -9,6 +9,7 @@ Where it trains follows from what this process may see: a GPU, or the CPU if tha
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,8 +35,8 @@ class Case(TypedDict):
     """One training, as JSON."""
 
     name: str
-    layout: tuple[int, int]
-    """Stages and replicas."""
+    layout: tuple[int, ...]
+    """Stages, replicas and, if there are several, members."""
     settings: dict[str, Any]
     """Sections, as of `tiny_config`."""
     overflow_at: int | None
@@ -117,12 +118,11 @@ def note_state(found: Outcome, state: LayerState) -> None:
         buffers.append(state.optimizer_state.master_K)
     buffers += [tensor.parameter for tensor in state.owned]
     found["devices"] = sorted({*found["devices"], *(buffer.device.type for buffer in buffers)})
-    for tensor in state.owned:
-        found["masters"][tensor.name] = state.master(tensor.name).detach().cpu().clone()
-        found["kept"][tensor.name] = tensor.index.positions().cpu().long()
+    for name in state.wholes:
+        found["masters"][name] = state.master(name).detach().cpu().clone()
+        found["kept"][name] = state.mask(name).nonzero()[:, 0]
         for moment in state.optimizer_state.moments_K:
-            values = state.moment(tensor.name, moment)
-            found["moments"][f"{tensor.name}/{moment}"] = values.cpu().clone()
+            found["moments"][f"{name}/{moment}"] = state.moment(name, moment).cpu().clone()
 
 
 def spoil(trainer: Trainer, step: int) -> None:
@@ -172,7 +172,7 @@ ENVIRONMENT = {
 
 def case(
     name: str,
-    layout: tuple[int, int],
+    layout: tuple[int, ...],
     settings: dict[str, Any],
     *,
     overflow_at: int | None = None,
@@ -202,8 +202,8 @@ def train_cases(
     A job that fails is followed by one for the cases behind the one that it failed in; one that
     runs out of time is the last.
     """
-    [(stages, replicas)] = {tuple(one["layout"]) for one in cases}
-    ranks = stages * replicas
+    [layout] = {tuple(one["layout"]) for one in cases}
+    ranks = math.prod(layout)
     found: dict[str, list[Outcome] | CaseFailedError] = {}
     left = list(cases)
     while left:
@@ -235,7 +235,7 @@ def _start(
 
 
 def joined(outcomes: Sequence[Outcome], key: str) -> dict[str, torch.Tensor]:
-    """The tensors of all stages by name; replicas have the same bits."""
+    """The tensors of all stages and members by name; what several ranks have is the same bits."""
     found: dict[str, torch.Tensor] = {}
     for outcome in outcomes:
         tensors: dict[str, torch.Tensor] = outcome[key]  # type: ignore[literal-required]

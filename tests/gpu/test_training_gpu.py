@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is to be had here")
 
-Layout = tuple[int, int]
+Layout = tuple[int, ...]
 LAYOUTS: list[Layout] = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
+MEMBERS: list[Layout] = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
+"""Stages, replicas and members."""
 STEPS, OVERFLOW = 6, 3
 FP32_LOSS, FP32_NORM, FP32_MASTERS = 2e-6, 5e-6, 5e-5
 """Relative, masters by the norm of each tensor. The oracle in fp64 is 4e-8, 1.3e-7 and 4e-6 away
@@ -65,6 +68,20 @@ HALVES: dict[str, dict[str, Any]] = {
 DROPOUT: dict[str, Any] = {"model": {**SHAPE["model"], "dropout": 0.2}}
 
 
+EXACT: dict[str, Any] = {
+    "layout": {"tensor_exact": True},
+    "model": {**SHAPE["model"], "num_heads": 4},
+}
+"""Four chunks, at any number of members."""
+OF_MEMBERS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "exact-bf16": {"precision": "bf16"},
+    "exact-split": {"pipeline": {"split_backward": True, "checkpoint_activations": 1}},
+    "exact-rigl": {"pruning": {"method": "rigl", "interval": 2, "include": "all"}},
+    "exact-evaluated": {"train": {"steps": STEPS, "eval_steps": 2}},
+}
+
+
 def settings(*changes: dict[str, Any]) -> dict[str, Any]:
     found = {**SHAPE, "optimizer": EPS}
     for change in changes:
@@ -86,6 +103,13 @@ def cases(layout: Layout) -> list[Case]:
     return found
 
 
+def cases_of_members(layout: Layout, *changes: dict[str, Any]) -> list[Case]:
+    """All that several members train, and one rank beside them."""
+    return [
+        case(name, layout, settings(EXACT, change, *changes)) for name, change in OF_MEMBERS.items()
+    ]
+
+
 Train = Callable[[Layout, str], list[Outcome]]
 
 
@@ -95,7 +119,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
     @cache
     def job(layout: Layout) -> dict[str, list[Outcome] | CaseFailedError]:
-        return train_cases(tmp_path_factory.mktemp("layout"), cases(layout))
+        found = cases_of_members(layout) if layout in MEMBERS else cases(layout)
+        found += cases_of_members(layout) if layout in ((1, 1), (1, 2)) else []
+        return train_cases(tmp_path_factory.mktemp("layout"), found)
 
     def found(layout: Layout, name: str) -> list[Outcome]:
         outcomes = job(layout)[name]
@@ -216,6 +242,28 @@ def test_how_state_is_stored_and_in_which_order_stages_work_change_no_bit(
     trained: Train, layout: Layout, name: str
 ) -> None:
     assert_same_bits(trained(layout, name), trained(layout, "adamw"))
+
+
+@pytest.mark.parametrize("name", OF_MEMBERS)
+@pytest.mark.parametrize("layout", MEMBERS, ids=str)
+def test_members_have_the_bits_of_one_rank(trained: Train, layout: Layout, name: str) -> None:
+    ours, reference = trained(layout, name), trained((1, layout[1]), name)
+
+    assert_same_bits(ours, reference)
+    assert ours[0]["validation_loss"] == reference[0]["validation_loss"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="NCCL wants a GPU for each rank")
+@pytest.mark.parametrize("layout", MEMBERS, ids=str)
+def test_members_have_the_same_bits_over_nccl(
+    trained: Train, layout: Layout, tmp_path: Path
+) -> None:
+    """A sum over two replicas has two parts, which NCCL adds as every other transport does."""
+    found = train_cases(tmp_path, cases_of_members(layout, {"transport": "nccl"}))
+
+    for name, outcomes in found.items():
+        assert not isinstance(outcomes, CaseFailedError), outcomes
+        assert_same_bits(outcomes, trained(layout, name))
 
 
 # -- from one device to another -------------------------------------------------------------

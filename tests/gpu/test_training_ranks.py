@@ -11,8 +11,27 @@ from gpu.ranks_training import ON_CPU, CaseFailedError, case, joined, train_case
 from support.oracle import Oracle
 from support.runs import tiny_config, tiny_gpt, token_data
 
+EXACT = {"layout": {"tensor_exact": True}, "model": {"num_heads": 4}}
 STEPS = 3
 SETTINGS = {"train": {"steps": STEPS}}
+
+
+@pytest.mark.exhaustive
+def test_members_leave_whole_tensors_with_the_bits_of_one_rank(tmp_path: Path) -> None:
+    cases = {
+        layout: case(f"exact {layout}", layout, {**SETTINGS, **EXACT})
+        for layout in ((1, 1), (1, 1, 2))
+    }
+
+    one, two = (train_cases(tmp_path, [own], ON_CPU)[own["name"]] for own in cases.values())
+
+    assert not isinstance(one, CaseFailedError), one
+    assert not isinstance(two, CaseFailedError), two
+    assert (two[1]["losses"], two[1]["norms"]) == (one[0]["losses"], one[0]["norms"])
+    for key in ("masters", "kept", "moments"):
+        expected, found = joined(one, key), joined(two, key)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(values, expected[name]) for name, values in found.items())
 
 
 @pytest.mark.exhaustive

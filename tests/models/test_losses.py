@@ -9,11 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.allocated import peak_of_torch
+from support.pretend_gpu import AVAILABLE, pretend
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axsparse.models import losses
-from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
+from axsparse.models.losses import (
+    linear_cross_entropy,
+    logits_at_a_time,
+    refuse_foreign_words,
+    summed_cross_entropy,
+)
 from axsparse.runtime.bounds import IGNORED
 
 TOKENS, HIDDEN, WORDS = 24, 16, 100
@@ -227,6 +233,20 @@ def test_a_target_that_is_no_word_is_refused(target: int) -> None:
 
     with pytest.raises(IndexError, match=f"^{target} is no word of a vocabulary of 100$"):
         linear_cross_entropy(hidden, weight, targets)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python")
+@pytest.mark.parametrize("token", [5, -1, -100, 4])
+def test_a_token_that_is_no_word_is_refused_on_a_device_by_torch(token: int) -> None:
+    """The host does not read the answer, and an ignored target is one that a loss has."""
+    tokens = torch.tensor([0, token]).to(pretend())
+
+    for ignored in (None, -100):
+        if token == 4 or token == ignored:
+            refuse_foreign_words(tokens, 5, ignored)
+            continue
+        with pytest.raises(RuntimeError, match="a token is no word of a vocabulary of 5"):
+            refuse_foreign_words(tokens, 5, ignored)
 
 
 def test_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,31 @@
-"""The bound on activations in flight, held by the engine on real stages."""
+"""The bound on activations in flight, held by the engine on real stages; and members on GPUs."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from support.pretend_gpu import AVAILABLE, pretend
 from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
+from support.standin_device import HoldingDevice
+from support.standin_transport import StandIn, on_standins
+from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
+from axsparse.models.tensor_parallel import TensorGroup
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import EVALUATED, MOST_UNSENT, MOST_WAITING, Engine, Rank
+from axsparse.pipeline.policy import Kind
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
-from axsparse.runtime.communication import Direction, Message
-from axsparse.runtime.grid import Grid
+from axsparse.runtime.communication import Direction, Message, wait_for
+from axsparse.runtime.errors import TrainingError
+from axsparse.runtime.grid import Grid, Place
 
 MICROBATCHES = 12
 G_INTER = 4
@@ -110,3 +121,93 @@ def test_an_evaluation_takes_in_no_more_than_it_has_use_for() -> None:
 
     assert (link.taken, link.used) == (20, 20)
     assert link.most == MOST_WAITING + 1  # three wait, and two more come
+
+
+def test_a_member_that_follows_runs_what_it_is_told_however_much_it_has_to_send() -> None:
+    """The others stand in the same action, and wait for it there."""
+    link = Eager(4)
+    link.push = lambda: None  # type: ignore[method-assign]  # nothing is ever sent
+    link.unsent = MOST_UNSENT + 1
+    told = iter([(Kind.FORWARD, EVALUATED + number) for number in range(4)])
+    members = SimpleNamespace(heard=lambda: next(told), arrived=lambda direction: None)
+    engine = Engine(
+        Rank(Grid(3, 1, 2).place(3), link, Phases(), members=cast("Any", members)),
+        Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
+        link,
+        schedule=Schedule("message-driven", 1, "alternate"),
+        while_idle=lambda: None,
+    )
+
+    engine.evaluate(Batch(0, tuple(Microbatch((), None, n, 1) for n in range(4)), 4))
+
+    assert link.used == 4
+
+
+class Summing:
+    """A stage that sums over its members in every action, and passes on how many it has seen."""
+
+    def __init__(self, group: TensorGroup, place: Place, fails_at: int | None) -> None:
+        self._group, self._place, self._fails_at = group, place, fails_at
+
+    def forward(self, number: int, inputs: Sequence[Tensor], *_: object) -> tuple[Tensor]:
+        if number == self._fails_at and (self._place.stage, self._place.member) == (1, 2):
+            raise TrainingError("one member fails")
+        total = self._group.fold([inputs[0].detach()])
+        return (total[0] if self._place.is_last else total.requires_grad_(),)
+
+    def backward(self, number: int, gradients: Sequence[Tensor], _: float) -> list[Tensor]:
+        start = torch.full((3,), float(number), device=pretend())
+        return [self._group.fold([*gradients] or [start])]
+
+
+STAGES, MEMBERS, ROWS = 2, 4, 8
+LATE = {(0, 2): 0.01, (1, 3): 0.01, (1, 0): 0.1}
+"""How seldom a device says that it is through with what is to be sent, by stage and member."""
+
+
+def summed(seed: int, fails_at: int | None = None) -> list[list[float]]:
+    """What every rank of two stages of four members on stand-in devices has as its losses."""
+
+    def main(transport: StandIn) -> list[float]:
+        place = Grid(STAGES, 1, MEMBERS).place(transport.rank)
+        group = TensorGroup(place, transport, MEMBERS, on_gpus=True)
+        transport.device.compute.queue.chance = LATE.get((place.stage, place.member), 1.0)
+        link = transport.link(place)
+        engine = Engine(
+            Rank(place, transport.backoff, Phases(), transport.device, group),
+            cast("Any", Summing(group, place, fails_at)),
+            link,
+            schedule=Schedule("message-driven", 0, "alternate"),
+            while_idle=lambda: None,
+        )
+        rows = (torch.full((3,), float(number)) for number in range(ROWS))
+        batch = Batch(0, tuple(Microbatch((row,), None, 0, 1, (0,)) for row in rows), 1)
+        losses = engine.train(batch, 1.0, 1.0, lambda number: None, lambda is_last: None)
+        wait_for(transport.device.compute.record(), transport.backoff)
+        return [float(loss) for loss in losses]
+
+    device = partial(HoldingDevice, memory=pretend(), in_order=bool(seed % 2))
+    make = partial(StandIn, device=device)
+    return on_standins(STAGES * MEMBERS, "nccl", main, seed=seed, make=make)
+
+
+needs_devices = pytest.mark.skipif(
+    not AVAILABLE, reason="this torch knows no device written in Python"
+)
+
+
+@needs_devices
+@pytest.mark.parametrize("seed", [1, 6, 7, 9])
+def test_members_whose_hosts_stand_still_in_their_sums_come_through(seed: int) -> None:
+    """In these orders all would hang if an action began before its message has come to all members:
+    of either stage one host stands still and has a message for the other stage."""
+    *first, last = summed(seed)
+
+    assert last == [number * MEMBERS**STAGES for number in range(ROWS)]
+    assert first == [[]] * MEMBERS + [last] * (MEMBERS - 1)
+
+
+@needs_devices
+def test_a_member_that_fails_ends_those_whose_devices_wait_for_it() -> None:
+    with pytest.raises(TrainingError, match="one member fails"):
+        summed(3, fails_at=4)

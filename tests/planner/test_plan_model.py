@@ -86,7 +86,7 @@ def test_members_are_planned_where_training_can_cut_the_model_unless_it_is_said_
     assert {each for _, each, _ in members(fixed)} == {2}
 
 
-def test_members_that_training_refuses_are_planned_only_if_asked_for() -> None:
+def test_members_on_gpus_and_those_that_training_refuses_are_planned_only_if_asked_for() -> None:
     gpus = cluster(peak_bf16=1e12)
     config = tiny_config()
     on_gpus = subject(LoadedConfig(config, "tiny", {}), gpus, tiny_gpt(config))

@@ -26,7 +26,9 @@ from axsparse.runtime.communication import Event
 from axsparse.runtime.gpu.device_protocol import Mark
 from axsparse.runtime.host_channel import as_bytes
 from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.seeds import kept_rng
 
+HOST = torch.device("cpu")
 POISON = 0xA5
 MOMENTS = (0, 1, 2, 3, 15)
 """How many operations may run between two questions of a host."""
@@ -129,14 +131,16 @@ class Hardware:
         """What ends of one connection have in common."""
         self.frozen = False
         """Whether time passes in `finish` only."""
+        self.in_order = False
+        """Whether each device runs the operations of all its communicators one after the other, as
+        its host has begun them, as if all streams went through one queue."""
 
     def tick(self) -> None:
         """A moment passes."""
         for _ in [] if self.frozen else range(self.random.choice(MOMENTS)):
             able = [queue for queue in self.queues if queue.able]
-            # Some queues are slow: they run when they are drawn twice in a row.
             queue = self.random.choice(able) if able else None
-            if queue is not None and (not queue.slow or self.random.random() < 0.1):
+            if queue is not None and (queue.chance == 1 or self.random.random() < queue.chance):
                 queue.run_head()
 
     def finish(self, but: Queue | None = None) -> None:
@@ -151,7 +155,8 @@ class Queue:
     def __init__(self, device: StandInDevice, name: str) -> None:
         self.device = device
         self.name = name
-        self.slow = device.hardware.random.random() < 0.3
+        self.chance = 0.1 if device.hardware.random.random() < 0.3 else 1.0
+        """How often it runs when it is drawn: some queues are slow."""
         self.pending: deque[Operation] = deque()
         self.number = len(device.hardware.queues)
         self._issued = 0
@@ -214,7 +219,7 @@ class StandInStream:
         self.queue.enqueue(Operation(what, run, reads=[out], writes=[to]))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.queue.device.memory)
         as_bytes(tensor).fill_(POISON)
         return tensor
 
@@ -222,9 +227,8 @@ class StandInStream:
 class StandInDevice:
     """The `Device` of one rank, and what its host knows to be complete."""
 
-    kind = "cpu"
-
-    def __init__(self, hardware: Hardware, rank: int) -> None:
+    def __init__(self, hardware: Hardware, rank: int, memory: torch.device = HOST) -> None:
+        self.memory, self.kind = memory, memory.type
         self.hardware = hardware
         self.rank = rank
         self.known: Completed = {}
@@ -236,6 +240,8 @@ class StandInDevice:
         self._busy_until = 0.0
         self.marks = 0
         """Marks made."""
+        self.exchanges: deque[Operation] = deque()
+        """What communicators have begun here and not done."""
 
     def stream(self) -> StandInStream:
         self._streams += 1
@@ -300,6 +306,29 @@ class StandInDevice:
                         f"{'writes' if written else 'reads'}, which may not have run by then"
                     )
         self._touched += [(span, writes, operation) for span, writes in spans]
+
+
+class HoldingStream(StandInStream):
+    """A compute stream whose work runs when it is called. A host that gives it work while it waits
+    for other devices stands still meanwhile, and neither sends nor takes anything: so does one that
+    asks a GPU for a number."""
+
+    def wait(self, event: Event) -> None:
+        device = self.queue.device
+        with kept_rng():
+            while not event.query():
+                device.hardware.world.pass_turn(device.rank)
+
+
+class HoldingDevice(StandInDevice):
+    """A device whose compute runs when it is called; all other streams are late."""
+
+    def __init__(
+        self, hardware: Hardware, rank: int, memory: torch.device, *, in_order: bool
+    ) -> None:
+        hardware.in_order = in_order
+        super().__init__(hardware, rank, memory)
+        self.compute = HoldingStream(self, f"the compute stream of rank {rank}")
 
 
 def merge(clock: Completed, other: Completed) -> None:

@@ -166,13 +166,19 @@ def _is_head(operation: Operation) -> bool:
     return bool(pending) and pending[0] is operation
 
 
+def _is_next(operation: Operation) -> bool:
+    """Whether the device has nothing to exchange before it."""
+    device = operation.queue.device
+    return not device.hardware.in_order or device.exchanges[0] is operation
+
+
 @dataclass
 class _Round:
     """One operation of a communicator: what each member brings."""
 
     kind: tuple[object, ...]
     members: dict[int, tuple[Operation, Span]] = field(default_factory=dict)
-    before: dict[str, int] = field(default_factory=dict)
+    before: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
 
 NCCL_TYPES = {
@@ -184,8 +190,9 @@ NCCL_TYPES = {
 
 class StandInCommunicator:
     """A `Communicator` that adds in rank order; no operation runs before all members have it at
-    the head of their queues. Members that differ in operation, or in its order among those of
-    other communicators that they share, are found out."""
+    the head of their queues, and where `Hardware.in_order` says so also before those of any other
+    communicator that its member has begun earlier. Members that differ in operation, or in its
+    order among those of other communicators that they share, are found out."""
 
     def __init__(self, device: StandInDevice, name: str, ranks: Sequence[int]) -> None:
         self.rank = ranks.index(device.rank)
@@ -196,8 +203,9 @@ class StandInCommunicator:
         self._ranks = tuple(ranks)
         self._rounds: dict[int, _Round] = _shared(device, ("communicator", name, self._ranks), dict)
         self._count = 0
-        self._all: dict[str, StandInCommunicator] = _shared(device, ("all", device.rank), dict)
-        self._all[name] = self
+        self._all: dict[tuple[str, tuple[int, ...]], StandInCommunicator]
+        self._all = _shared(device, ("all", device.rank), dict)
+        self._all[name, self._ranks] = self
 
     def all_reduce(self, buffer: Tensor) -> Flag:
         def run(buffers: list[Tensor]) -> None:
@@ -257,28 +265,32 @@ class StandInCommunicator:
             members = [this.members[member] for member in range(self.size)]
             run([memory.bytes(what).view(dtype) for _, memory in members])
             for member, (operation, _) in enumerate(members):
+                operation.queue.device.exchanges.remove(operation)
                 if member != self.rank:
                     operation.queue.leave(operation)
             del self._rounds[number]
 
         def may_run() -> bool:
             return len(this.members) == self.size and all(
-                _is_head(operation) for operation, _ in this.members.values()
+                _is_head(operation) and _is_next(operation)
+                for operation, _ in this.members.values()
             )
 
         operation = Operation(f"{what} of NCCL", run_all, may_run, reads=[span], writes=[span])
         this.members[self.rank] = (operation, span)
-        return self.stream.queue.enqueue(operation)
+        flag = self.stream.queue.enqueue(operation)
+        self._device.exchanges.append(operation)
+        return flag
 
-    def _order(self) -> dict[str, int]:
+    def _order(self) -> dict[tuple[str, tuple[int, ...]], int]:
         """How many operations this rank has begun on each communicator."""
-        return {name: other._count for name, other in self._all.items()}
+        return {key: other._count for key, other in self._all.items()}
 
-    def _check_order(self, before: dict[str, int]) -> None:
+    def _check_order(self, before: dict[tuple[str, tuple[int, ...]], int]) -> None:
         """Of communicators that this member shares with the one that began the operation."""
-        for name, count in self._order().items():
-            if name != self._name and before.get(name, count) != count:
-                raise MisuseError(f"{self._name}: members differ in its order with {name}")
+        for key, count in self._order().items():
+            if key != (self._name, self._ranks) and before.get(key, count) != count:
+                raise MisuseError(f"{self._name}: members differ in its order with {key[0]}")
 
 
 class StandInConnections:
@@ -337,8 +349,14 @@ class StandInChannels:
 class StandIn(GpuTransport):
     """The GPU transport itself, over devices, channels and connections that are none."""
 
-    def __init__(self, hardware: Hardware, rank: int, way: Way) -> None:
-        self.device = StandInDevice(hardware, rank)
+    def __init__(
+        self,
+        hardware: Hardware,
+        rank: int,
+        way: Way,
+        device: Callable[[Hardware, int], StandInDevice] = StandInDevice,
+    ) -> None:
+        self.device = device(hardware, rank)
         host = StandInHost(hardware.world, self.device)
         connections = StandInConnections(self.device) if way == "nccl" else None
         super().__init__(host, self.device, connections=connections)

@@ -1,11 +1,11 @@
 """Collectives on buffers in GPU memory: over NCCL, or by way of the hosts.
 
 NCCL exchanges and adds in GPU memory. An operation is enqueued at once, behind the compute that
-makes its buffer and behind earlier operations of the same group; the host only asks whether it has
-run. Every member starts its operations in one order (`data_parallel/gradient_sync.py` sees to
-that), so nothing that becomes ready early on one GPU can hold up another. NCCL adds in an order of
-its own, so its sums equal those of other transports only within a tolerance. bf16 and fp16 travel
-and are added in their own precision.
+makes its buffer and behind earlier operations of the same group. The host only asks whether it has
+run, or has compute wait for it (`NcclWork.before_compute`). Every member starts its operations in
+one order (`data_parallel/gradient_sync.py` sees to that), so nothing that becomes ready early on
+one GPU can hold up another. NCCL adds in an order of its own, so its sums equal those of other
+transports only within a tolerance. bf16 and fp16 travel and are added in their own precision.
 
 Ranks without NCCL copy the part of a buffer that an operation reads to pinned memory, exchange it
 there by the collective of the hosts, and copy the part that it has changed back. Sums have the bits
@@ -38,12 +38,25 @@ from axsparse.runtime.rank_order import exchanged_bytes
 class NcclWork:
     """An operation under way, which keeps its buffer alive."""
 
-    buffer: Tensor
+    owner: NcclCollective
+    buffer: Tensor | None
+    """None once compute has been told to wait."""
     event: Event | None
     """None if there was nothing to do."""
 
     def poll(self) -> bool:
         return self.event is None or self.event.query()
+
+    def before_compute(self) -> None:
+        """Have compute wait for the operation, and not the host.
+
+        What is enqueued from now on finds the result in the buffer, and may use its memory anew.
+        Compute then waits for other GPUs, so that only operations will do which all members start
+        without waiting for anybody else.
+        """
+        if self.event is not None:
+            self.owner.hand_over(self.event)
+        self.buffer = None
 
 
 class NcclCollective:
@@ -61,14 +74,27 @@ class NcclCollective:
         self._device = device
         self._backoff = backoff
         self._last: NcclWork | None = None
+        self._awaited: deque[Event] = deque()
+        """Operations that compute waits for and the host has not seen complete."""
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> NcclWork:
+        self.advance()
         assert buffer.dim() == 1 and buffer.is_contiguous(), "collectives need flat buffers"
         limits = list(bounds or shard_bounds(buffer.numel(), self.size))
         self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
         is_needed = self.size > 1 and buffer.numel() > 0
-        self._last = NcclWork(buffer, self._call(op, buffer, limits) if is_needed else None)
+        self._last = NcclWork(self, buffer, self._call(op, buffer, limits) if is_needed else None)
         return self._last
+
+    def hand_over(self, event: Event) -> None:
+        """Have compute wait for an operation of this group."""
+        self._device.compute.wait(event)
+        self._awaited.append(event)
+
+    def advance(self) -> None:
+        """Look at the operations that compute waits for: TrainingError for one that failed."""
+        while self._awaited and self._awaited[0].query():
+            self._awaited.popleft()
 
     def close(self) -> None:
         """Wait for what is under way; whoever made the communicator closes it."""

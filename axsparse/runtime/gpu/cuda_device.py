@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +12,12 @@ from axsparse.runtime.communication import Event
 from axsparse.runtime.gpu.device_protocol import Mark
 
 MILLISECONDS = 1e3
+
+
+class CudaEvent(Event, Protocol):
+    """An event of CUDA's, or an operation of NCCL's, for which a stream can wait."""
+
+    def wait(self, stream: torch.cuda.Stream) -> None: ...
 
 
 class CudaStream:
@@ -25,8 +32,7 @@ class CudaStream:
         return event
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, torch.cuda.Event)
-        self.stream.wait_event(event)
+        cast("CudaEvent", event).wait(self.stream)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self.stream):

@@ -31,7 +31,8 @@ class Stream(Protocol):
         ...
 
     def wait(self, event: Event) -> None:
-        """Start what is enqueued from now on after this event, one of the same device."""
+        """Start what is enqueued from now on after this event, one of the same device; on the
+        compute stream also after what a communicator has begun there."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -129,7 +130,7 @@ class Communicator(Protocol):
 
     All calls but `close` only enqueue, behind what the stream waits for. Members make the same
     calls in the same order, on contiguous buffers of equal length and type. What a call returns is
-    complete once it has run; TrainingError if it failed. Nothing is enqueued that waits for it.
+    complete once it has run; TrainingError if it failed. Of all streams only compute waits for it.
     """
 
     rank: int

@@ -47,7 +47,7 @@ class HostTransport(Transport, Protocol):
 
 
 class PushingBackoff:
-    """Waits as another back-off does, and meanwhile moves transfers on that need the host.
+    """Waits as another back-off does, and meanwhile looks after transfers that need the host.
 
     A header is sent once the GPU has made its tensors. By then the rank may wait in a collective
     for a neighbour that waits for that header.
@@ -127,7 +127,7 @@ class GpuTransport:
         else:
             staged = self._host.collective(f"{name}, staged", ranks)
             devices = StagedCollective(staged, self._device, self.backoff)
-            self._push_while_waiting(devices.advance)
+        self._push_while_waiting(devices.advance)
         self._made.append(devices)
         return TwoWayCollective(hosts, devices, self._device.kind)
 

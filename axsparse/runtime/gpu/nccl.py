@@ -125,10 +125,11 @@ def nccl_backend(store: Store, rank: int, size: int, max_ctas: int) -> Any:
 
 
 class Operation:
-    """An operation of NCCL under way: an `Event` that the host asks torch after.
+    """An operation of NCCL under way: a `CudaEvent` that the host asks torch after.
 
-    Work of torch's could also make a stream wait for it. But torch's streams share a few queues of
-    the hardware, and a stream that waits for another GPU there could hold up one that must run.
+    A stream waits for it only where docs/decisions/026-gpu-transport.md shows that this ends:
+    torch's streams share a few queues of the hardware, and a stream that waits for another GPU
+    there could hold up one that must run.
     """
 
     def __init__(self, work: Any, backend: Any, stream: CudaStream) -> None:
@@ -140,14 +141,11 @@ class Operation:
         """Whether it has run; TrainingError if it failed."""
         if self._work is None:
             return True
-        try:
+        with _telling_failure():
             if not self._work.is_completed():
                 return False
-            # Torch lets go of the tensors in this call; what it makes the stream wait for has run.
-            with torch.cuda.stream(self._stream.stream):
-                self._work.wait()
-        except RuntimeError as reason:
-            raise _failure(" ".join(str(reason).split())) from reason
+        # Torch lets go of the tensors in this call; what it makes the stream wait for has run.
+        self.wait(self._stream.stream)
         # An operation that failed counts as completed; newer versions of torch say so here.
         ask = getattr(self._backend, "get_error", None)
         error = None if ask is None else ask().name
@@ -155,6 +153,22 @@ class Operation:
             raise _failure(error)
         self._work = None
         return True
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Have a stream wait for it. Torch lets go of the tensors, whose memory may then be used
+        anew on that stream."""
+        if self._work is not None:
+            with _telling_failure(), torch.cuda.stream(stream):
+                self._work.wait()
+
+
+@contextlib.contextmanager
+def _telling_failure() -> Iterator[None]:
+    """Raise TrainingError in place of torch's own error of an operation that failed."""
+    try:
+        yield
+    except RuntimeError as reason:
+        raise _failure(" ".join(str(reason).split())) from reason
 
 
 def _failure(what: str) -> TrainingError:

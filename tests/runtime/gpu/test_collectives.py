@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.collective_contract import CONTRACT, a_buffer_lives_until_its_operation_is_done
-from support.standin_device import Hardware, StandInDevice
+from support.standin_device import Hardware, MisuseError, StandInDevice
 from support.standin_transport import (
     WAYS,
     StandIn,
@@ -22,10 +23,20 @@ from support.standin_transport import (
 )
 from torch import Tensor
 
-from axsparse.runtime.communication import Op, Transport, Work, shard_bounds, wait
-from axsparse.runtime.gpu.collectives import StagedCollective, TwoWayCollective
+from axsparse.models.tensor_parallel import TensorGroup
+from axsparse.runtime.communication import Op, Transport, Work, shard_bounds, wait, wait_for
+from axsparse.runtime.errors import TrainingError
+from axsparse.runtime.gpu.collectives import (
+    NcclCollective,
+    NcclWork,
+    StagedCollective,
+    TwoWayCollective,
+)
+from axsparse.runtime.gpu.gpu_transport import PushingBackoff
+from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
 from axsparse.runtime.rank_order import sum_in_rank_order
+from axsparse.training.placement import groups_of_members
 
 BY_HOSTS = (a_buffer_lives_until_its_operation_is_done,)
 """Ranks meet here while others are in the middle of an operation of theirs."""
@@ -121,6 +132,56 @@ def test_a_gradient_lives_until_its_sum_is_there_and_closing_waits_for_it(way: W
         return float(buffer[4])
 
     assert on_standins(2, way, main, seed=4) == [2.0, 2.0]
+
+
+def test_compute_waits_for_an_operation_over_nccl_and_the_host_does_not() -> None:
+    def main(transport: StandIn) -> Tensor:
+        group = transport.collective("pair", range(2))
+        device, hardware = transport.device, transport.device.hardware
+        buffer = device.later(torch.tensor([1.0, 2.0]))
+        hardware.frozen = True
+        work = group.start(Op.ALL_REDUCE, buffer)
+        with pytest.raises(MisuseError, match="compute reads what all_reduce of NCCL writes"):
+            device.read(buffer)
+        assert isinstance(work, NcclWork)
+        work.before_compute()
+        hardware.frozen = False
+        wait_for(device.compute.record(), transport.backoff)
+        return device.read(buffer)
+
+    assert [found.tolist() for found in on_standins(2, "nccl", main, seed=5)] == [[2.0, 4.0]] * 2
+
+
+class Failing:
+    """An operation that takes a while and has failed then."""
+
+    asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        if self.asked > 2:
+            raise TrainingError("an exchange between GPUs failed")
+        return False
+
+
+def test_what_failed_while_compute_waited_is_told_at_the_next_pause_or_start() -> None:
+    world: LocalWorld[None] = LocalWorld(1)
+    backoff = PushingBackoff(TurnBackoff(world, 0))
+    compute = SimpleNamespace(record=lambda: None, wait=lambda event: None)
+    communicator = SimpleNamespace(
+        rank=0, size=2, stream=compute, all_reduce=lambda buffer: Failing()
+    )
+    for look in ("pause", "start"):
+        group = NcclCollective(
+            cast("Any", communicator), cast("Any", SimpleNamespace(compute=compute)), backoff
+        )
+        backoff.pushes = [group.advance]
+        group.start(Op.ALL_REDUCE, torch.ones(2)).before_compute()
+        again = backoff.pause if look == "pause" else group.advance
+        again()
+        again()
+        with pytest.raises(TrainingError, match="an exchange between GPUs failed"):
+            backoff.pause() if look == "pause" else group.start(Op.ALL_REDUCE, torch.ones(2))
 
 
 class Noted:
@@ -222,6 +283,16 @@ def test_groups_of_the_same_ranks_share_a_communicator() -> None:
             assert made.free == MEMORY, "each of them was closed once"
 
     on_standins(2, "nccl", main, seed=3, make=Counted)
+
+
+@pytest.mark.parametrize("members", [1, 2, 4, 8])
+def test_memory_is_left_for_as_many_groups_as_members_connect(members: int) -> None:
+    def main(transport: Counted) -> int:
+        TensorGroup(Grid(1, 1, members).place(transport.rank), transport, 8, on_gpus=True)
+        return len(transport.connections.groups)
+
+    found = on_standins(members, "nccl", main, seed=1, make=Counted)
+    assert found == [groups_of_members(members)] * members
 
 
 def test_a_group_of_one_has_none() -> None:

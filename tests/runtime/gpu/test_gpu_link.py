@@ -251,8 +251,7 @@ def test_what_a_branch_has_made_goes_with_it_and_the_next_one_has_names_of_its_o
             seen.append(len(pushes))
         return seen
 
-    moved = 1 if way == "nccl" else 2  # a staged collective waits for the host, too
-    assert on_standins(2, way, main, seed=2) == [[moved, 0] * 2] * 2
+    assert on_standins(2, way, main, seed=2) == [[2, 0] * 2] * 2
 
 
 @pytest.mark.parametrize(("rank", "direction"), [(0, Direction.BACKWARD), (1, Direction.FORWARD)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import torch
 
 from axsparse.runtime.errors import TrainingError
 from axsparse.runtime.gpu import nccl
+from axsparse.runtime.gpu.cuda_device import CudaStream
 from axsparse.runtime.gpu.nccl import NcclConnections, NcclGroup
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
 
@@ -57,6 +58,7 @@ class FakeWork:
     def __init__(self, name: str, failure: str = "", *, completed: bool = True) -> None:
         self.name = name
         self.completed = completed
+        self.may_be_awaited = False
         self.waits = 0
         self._failure = failure
 
@@ -64,7 +66,7 @@ class FakeWork:
         return self.completed
 
     def wait(self) -> None:
-        assert self.completed, "a stream would wait for another GPU"
+        assert self.completed or self.may_be_awaited, "a stream would wait for another GPU"
         self.waits += 1
         if self._failure:
             raise RuntimeError(self._failure)
@@ -170,6 +172,29 @@ def test_the_host_asks_after_operations_and_no_stream_waits_for_them() -> None:
         work.completed = True
     assert [event.query() for event in events * 2] == [True] * 16
     assert [work.waits for work in backend.works] == [1] * 8, "so that torch lets go of tensors"
+
+
+def test_the_stream_that_is_named_waits_and_the_host_asks_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current: list[object] = []
+
+    @contextlib.contextmanager
+    def entered(stream: object) -> Iterator[None]:
+        current.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    work = FakeWork("sum", completed=False)
+    work.may_be_awaited = True
+    own, compute = cast("Any", FakeStream()), cast("Any", "compute")
+    event = nccl.Operation(work, FakeBackend(), own)
+
+    CudaStream(compute).wait(event)
+
+    assert (current, work.waits, event.query()) == (["compute"], 1, False)
+    work.completed = True
+    assert event.query()
 
 
 @pytest.mark.usefixtures("without_cuda")
