@@ -164,7 +164,7 @@ class Loaded:
 
 
 LOADED = replace(OWN, name="loaded", model=lambda config: replace(own_model(), start=Loaded()))
-HF = {"num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": None}
+HF: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": None}
 MIXED = {"head_dim": 8, "sliding_window": 5}
 EXPERTS = {
     **{"num_experts": 4, "num_experts_per_tok": 2},
