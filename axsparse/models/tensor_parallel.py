@@ -255,7 +255,7 @@ class TensorGroup:
             return [own]
         every = own.new_empty(self.size, own.numel())
         every[self.rank] = own.reshape(-1)
-        self._wait(self._members.start(Op.ALL_GATHER, every.view(-1)))
+        self._gather(self._members, every.view(-1))
         return every.view(self.size, *own.shape).unbind()
 
     def _exchanged(self, pair: Collective, given: Tensor, size: int) -> Tensor:
@@ -263,7 +263,7 @@ class TensorGroup:
         border = given.numel() if pair.rank == 0 else size - given.numel()
         both = given.new_empty(size)
         (both[:border] if pair.rank == 0 else both[border:]).copy_(given)
-        self._wait(pair.start(Op.ALL_GATHER, both, (0, border, size)))
+        self._gather(pair, both, (0, border, size))
         return both
 
     def split_input(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -291,7 +291,7 @@ class TensorGroup:
         )
         if self.size > 1:
             each = len(self.own)
-            self._wait(self._members.start(Op.ALL_GATHER, flat, starts[::each]))
+            self._gather(self._members, flat, starts[::each])
         whole = flat.new_empty(cut.shape)
         for chunk in range(self.chunks):
             cut.put(whole, chunk, flat[starts[chunk] : starts[chunk + 1]])
@@ -334,20 +334,26 @@ class TensorGroup:
             return None
         return self._arrivals[direction].start(Op.ALL_REDUCE, torch.zeros(1, dtype=torch.float64))
 
+    def _gather(
+        self, ranks: Collective, buffer: Tensor, bounds: Sequence[int] | None = None
+    ) -> None:
+        """Fill a buffer from the shards of these ranks, and compute meanwhile what can be."""
+        with self._keeping():
+            work = ranks.start(Op.ALL_GATHER, buffer, bounds)
+            self.beside(work)
+            self._wait(work)
+
     def _wait(self, work: Work) -> None:
         """Have what follows find the result: over NCCL compute waits, else the host."""
-        self.beside(work)
         if isinstance(work, NcclWork):
             with self.timed():
                 work.before_compute()
-            return
-        if work.poll():
-            return
-        with self.timed(), self._keeping():
-            self._backoff.reset()
-            while not work.poll():
-                self.idle()
-                self._backoff.pause()
+        elif not work.poll():
+            with self.timed():
+                self._backoff.reset()
+                while not work.poll():
+                    self.idle()
+                    self._backoff.pause()
 
 
 def _nothing(*_: object) -> None:
