@@ -7,11 +7,12 @@ what the CPU computes, but for AdamW's square root in fp32.
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models import losses
 from axsparse.models.layer import Model
+from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.communication import Message, Transport, wait_for
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalLink
@@ -327,6 +329,13 @@ MEMBERS = [
     of_members((2, 1, 4), "nccl", 3),
     of_members((1, 2, 2), "nccl", 4, samo={"shard_optimizer": True}),
     of_members((2, 2, 2), "nccl", 5),
+    of_members(
+        (2, 2, 2),
+        "nccl",
+        15,
+        pipeline={"split_backward": True},
+        samo={"shard_optimizer": True},
+    ),
     of_members((2, 1, 2), "nccl", 6, pipeline={"split_backward": True}),
     of_members((2, 1, 2), "pinned", 7, pipeline={"split_backward": True}),
     of_members((2, 1, 2), "nccl", 8, pruning={"method": "rigl", "interval": 2}, train=FIVE),
@@ -342,7 +351,8 @@ MEMBERS = [
 def test_members_on_devices_are_bitwise_one_rank_on_a_cpu(
     layout: tuple[int, int, int], way: Way, seed: int, sections: dict[str, Any], on_device: Placing
 ) -> None:
-    """Operations end at drawn moments, and a host whose device waits for others sends nothing."""
+    """Operations end at drawn moments, and a host whose device waits for others sends nothing. Odd
+    seeds are those of devices that run the operations of all their groups in one order."""
     config = tiny_config(
         **{
             "batch": {"global_batch_size": 4, "microbatch_size": 1},
@@ -457,6 +467,38 @@ def test_what_forgets_its_device_is_found() -> None:
 
     with pytest.raises(RuntimeError, match="a tensor of the host among those of the device"):
         there.add_(torch.ones(3))
+
+
+class NotesThread(torch.autograd.Function):
+    """Passes a tensor on, and notes in which thread its backward runs."""
+
+    seen: ClassVar[set[int]] = set()
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, outer: Tensor) -> Tensor:
+        NotesThread.seen.add(threading.get_ident())
+        return outer
+
+
+def test_a_look_at_the_loss_sums_over_members_in_the_thread_of_its_rank() -> None:
+    """By itself torch has one thread for each device, in which others would wait for members."""
+    NotesThread.seen.clear()
+    apply: Callable[[Tensor], Tensor] = NotesThread.apply
+    stage = Stage(
+        [],
+        loss=lambda x, targets: apply(x).sum(),
+        metrics={},
+        input_dtype=None,
+        seed=0,
+    )
+
+    stage.evaluate((torch.ones(2, 3).to(pretend()),), Key(0, 0), torch.ones(2).to(pretend()))
+
+    assert NotesThread.seen == {threading.get_ident()}
 
 
 def test_weights_are_taken_from_a_device(on_device: Placing) -> None:
