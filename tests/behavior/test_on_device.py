@@ -26,11 +26,14 @@ from support.pretend_gpu import AVAILABLE, on_host, pretend
 from support.resuming import Layout, Ran, ran, same
 from support.runs import (
     assert_bitwise,
+    random_init,
+    summed_loss,
     tiny_config,
     tiny_gpt,
     token_data,
     train_here,
     train_in_process,
+    vector_data,
 )
 from support.standin_device import HoldingDevice
 from support.standin_transport import StandIn, Way, on_standins
@@ -41,7 +44,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models import losses
-from axsparse.models.layer import Model
+from axsparse.models.layer import Layer, Model, Split
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.communication import Message, Transport, wait_for
 from axsparse.runtime.grid import Grid
@@ -363,7 +366,48 @@ def test_members_on_devices_are_bitwise_one_rank_on_a_cpu(
             **sections,
         }
     )
-    model, data, validation = tiny_gpt(config), token_data(), token_data(24)
+    agree_as_members(on_device, layout, way, seed, config)
+
+
+class Gathered(nn.Module):
+    """A norm over the features of all chunks, and one that every chunk has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 48), nn.LayerNorm(48), nn.Linear(48, 16)
+        self.gate, self.slope, self.out = nn.Linear(16, 32), nn.PReLU(), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole: Tensor = self.down(self.norm(torch.tanh(self.up(x))))
+        chunked: Tensor = self.out(self.slope(self.gate(whole)))
+        return chunked
+
+
+@pytest.mark.parametrize("way", [pytest.param("pinned", marks=pytest.mark.exhaustive), "nccl"])
+def test_members_gather_and_share_on_devices_as_on_cpus(way: Way, on_device: Placing) -> None:
+    splits: dict[str, Split | str] = {
+        **{"up": Split("column", gathered=True), "down": Split("row", gathered=True)},
+        **{"gate": "column", "slope": "shared", "out": "row"},
+    }
+    layer = Layer("all", Gathered, init=random_init, tensor=splits)
+    model = Model([layer], loss=summed_loss)
+    config = small(optimizer=SGD, train={"steps": 2}, layout={"tensor_exact": True})
+
+    agree_as_members(on_device, (1, 1, 2), way, 1, config, model, vector_data())
+
+
+def agree_as_members(
+    on_device: Placing,
+    layout: tuple[int, int, int],
+    way: Way,
+    seed: int,
+    config: Config,
+    model: Model | None = None,
+    data: Dataset | None = None,
+) -> None:
+    """The same run of members on stand-in devices and of one rank a replica on a CPU."""
+    model, data = model or tiny_gpt(config), data or token_data()
+    validation = token_data(24) if config.train.eval_steps else None
     on_host = config.model_copy(update={"samo": config.samo.model_copy(update={"offload": False})})
     replicas = layout[1]
     expected = train_in_process(1, replicas, model, on_host, data, validation=validation)[0][1]
@@ -381,7 +425,8 @@ def test_members_on_devices_are_bitwise_one_rank_on_a_cpu(
     make = partial(StandIn, device=device)
     ranks = on_standins(math.prod(layout), way, on_rank, seed=seed, make=make)
 
-    for _, trace in ranks:
+    for trainer, trace in ranks:
+        assert trainer.parts.members is not None and trainer.parts.members.bytes_sent > 0
         assert_bitwise(trace, expected)
 
 
