@@ -7,11 +7,12 @@ what the CPU computes, but for AdamW's square root in fp32.
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -25,11 +26,14 @@ from support.pretend_gpu import AVAILABLE, on_host, pretend
 from support.resuming import Layout, Ran, ran, same
 from support.runs import (
     assert_bitwise,
+    random_init,
+    summed_loss,
     tiny_config,
     tiny_gpt,
     token_data,
     train_here,
     train_in_process,
+    vector_data,
 )
 from support.standin_device import HoldingDevice
 from support.standin_transport import StandIn, Way, on_standins
@@ -40,7 +44,8 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models import losses
-from axsparse.models.layer import Model
+from axsparse.models.layer import Layer, Model, Split
+from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.communication import Message, Transport, wait_for
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalLink
@@ -327,6 +332,13 @@ MEMBERS = [
     of_members((2, 1, 4), "nccl", 3),
     of_members((1, 2, 2), "nccl", 4, samo={"shard_optimizer": True}),
     of_members((2, 2, 2), "nccl", 5),
+    of_members(
+        (2, 2, 2),
+        "nccl",
+        15,
+        pipeline={"split_backward": True},
+        samo={"shard_optimizer": True},
+    ),
     of_members((2, 1, 2), "nccl", 6, pipeline={"split_backward": True}),
     of_members((2, 1, 2), "pinned", 7, pipeline={"split_backward": True}),
     of_members((2, 1, 2), "nccl", 8, pruning={"method": "rigl", "interval": 2}, train=FIVE),
@@ -342,7 +354,8 @@ MEMBERS = [
 def test_members_on_devices_are_bitwise_one_rank_on_a_cpu(
     layout: tuple[int, int, int], way: Way, seed: int, sections: dict[str, Any], on_device: Placing
 ) -> None:
-    """Operations end at drawn moments, and a host whose device waits for others sends nothing."""
+    """Operations end at drawn moments, and a host whose device waits for others sends nothing. Odd
+    seeds are those of devices that run the operations of all their groups in one order."""
     config = tiny_config(
         **{
             "batch": {"global_batch_size": 4, "microbatch_size": 1},
@@ -353,7 +366,48 @@ def test_members_on_devices_are_bitwise_one_rank_on_a_cpu(
             **sections,
         }
     )
-    model, data, validation = tiny_gpt(config), token_data(), token_data(24)
+    agree_as_members(on_device, layout, way, seed, config)
+
+
+class Gathered(nn.Module):
+    """A norm over the features of all chunks, and one that every chunk has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 48), nn.LayerNorm(48), nn.Linear(48, 16)
+        self.gate, self.slope, self.out = nn.Linear(16, 32), nn.PReLU(), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole: Tensor = self.down(self.norm(torch.tanh(self.up(x))))
+        chunked: Tensor = self.out(self.slope(self.gate(whole)))
+        return chunked
+
+
+@pytest.mark.parametrize("way", [pytest.param("pinned", marks=pytest.mark.exhaustive), "nccl"])
+def test_members_gather_and_share_on_devices_as_on_cpus(way: Way, on_device: Placing) -> None:
+    splits: dict[str, Split | str] = {
+        **{"up": Split("column", gathered=True), "down": Split("row", gathered=True)},
+        **{"gate": "column", "slope": "shared", "out": "row"},
+    }
+    layer = Layer("all", Gathered, init=random_init, tensor=splits)
+    model = Model([layer], loss=summed_loss)
+    config = small(optimizer=SGD, train={"steps": 2}, layout={"tensor_exact": True})
+
+    agree_as_members(on_device, (1, 1, 2), way, 1, config, model, vector_data())
+
+
+def agree_as_members(
+    on_device: Placing,
+    layout: tuple[int, int, int],
+    way: Way,
+    seed: int,
+    config: Config,
+    model: Model | None = None,
+    data: Dataset | None = None,
+) -> None:
+    """The same run of members on stand-in devices and of one rank a replica on a CPU."""
+    model, data = model or tiny_gpt(config), data or token_data()
+    validation = token_data(24) if config.train.eval_steps else None
     on_host = config.model_copy(update={"samo": config.samo.model_copy(update={"offload": False})})
     replicas = layout[1]
     expected = train_in_process(1, replicas, model, on_host, data, validation=validation)[0][1]
@@ -371,7 +425,8 @@ def test_members_on_devices_are_bitwise_one_rank_on_a_cpu(
     make = partial(StandIn, device=device)
     ranks = on_standins(math.prod(layout), way, on_rank, seed=seed, make=make)
 
-    for _, trace in ranks:
+    for trainer, trace in ranks:
+        assert trainer.parts.members is not None and trainer.parts.members.bytes_sent > 0
         assert_bitwise(trace, expected)
 
 
@@ -457,6 +512,38 @@ def test_what_forgets_its_device_is_found() -> None:
 
     with pytest.raises(RuntimeError, match="a tensor of the host among those of the device"):
         there.add_(torch.ones(3))
+
+
+class NotesThread(torch.autograd.Function):
+    """Passes a tensor on, and notes in which thread its backward runs."""
+
+    seen: ClassVar[set[int]] = set()
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, outer: Tensor) -> Tensor:
+        NotesThread.seen.add(threading.get_ident())
+        return outer
+
+
+def test_a_look_at_the_loss_sums_over_members_in_the_thread_of_its_rank() -> None:
+    """By itself torch has one thread for each device, in which others would wait for members."""
+    NotesThread.seen.clear()
+    apply: Callable[[Tensor], Tensor] = NotesThread.apply
+    stage = Stage(
+        [],
+        loss=lambda x, targets: apply(x).sum(),
+        metrics={},
+        input_dtype=None,
+        seed=0,
+    )
+
+    stage.evaluate((torch.ones(2, 3).to(pretend()),), Key(0, 0), torch.ones(2).to(pretend()))
+
+    assert NotesThread.seen == {threading.get_ident()}
 
 
 def test_weights_are_taken_from_a_device(on_device: Placing) -> None:
