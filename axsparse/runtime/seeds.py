@@ -15,6 +15,8 @@ from torch import Tensor
 
 _NUMPY: Any = np.random
 """numpy's module, whose type stubs lack some of its functions."""
+_FIRST = _NUMPY.get_bit_generator()
+"""numpy's global generator when this file is imported."""
 
 
 def keyed_seed(*key: int | str) -> int:
@@ -94,6 +96,8 @@ def kept_rng() -> Iterator[None]:
     of_torch, of_python = torch_state(), random.getstate()
     of_numpy = _NUMPY.get_bit_generator()
     state = of_numpy.state
+    # A thread that replaces the generator meanwhile may put the one that it finds back much later.
+    _NUMPY.set_bit_generator(_FIRST)
     try:
         yield
     finally:

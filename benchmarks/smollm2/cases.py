@@ -32,6 +32,8 @@ HEALS = ("blocks", "adapters")
 TRAINED_AT = 60
 """The sparsity, in percent, at which pruned models are trained on."""
 CALIBRATION_SAMPLES = 16
+HEALING = ("data.sequence_length=256", "pruning.calibration_samples=64")
+"""Shorter samples make more steps of the same tokens."""
 STEPS, BATCH = 100, 2
 """Steps of training on, and sequences of a step."""
 COMMON = (
@@ -164,7 +166,7 @@ class Study:
             kind: [str(texts / f"{domain}.{kind}.jsonl") for domain in DOMAINS]
             for kind in ("train", "held_out")
         }
-        settings = [*COMMON, *(TRAINING if case.heal == "adapters" else ())]
+        settings = [*COMMON, *(TRAINING if case.heal == "adapters" else HEALING)]
         command = [
             *(sys.executable, "-m", "axsparse", "prune"),
             *("--from", str(self._model(Case("dense", 0)))),
