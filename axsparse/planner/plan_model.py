@@ -229,6 +229,7 @@ def subject(
     return Subject(loaded, surveyed, targets, cluster.is_of_hosts, notes, criterion, cutting)
 
 
+# Reason: these are the arguments of the Python API, all but the first three optional.
 def plan_for(
     model: Model,
     cluster: Cluster | str,

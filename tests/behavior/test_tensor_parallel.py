@@ -463,7 +463,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"own": {"tensor": {"nowhere": "row"}}}, "^layer block0: tensor names 'nowhere', which has"),
     (
         {"own": {"tensor": {"up": "diagonal"}}},
-        "^layer block0: tensor has 'diagonal' for 'up', which",
+        "^layer block0: tensor has 'diagonal' for 'up', which is not known; give one of column",
     ),
     (
         {

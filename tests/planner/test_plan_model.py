@@ -135,7 +135,7 @@ def test_only_large_weight_gradients_are_planned_apart(monkeypatch: pytest.Monke
 
 
 def test_members_to_try_and_a_number_of_replicas_do_not_go_together() -> None:
-    with pytest.raises(ConfigError, match=r"layout.g_data .*: 2, and --members has 2 num"):
+    with pytest.raises(ConfigError, match=r"layout.g_data .*: 2, and members has 2 num"):
         asked(layout={"g_data": 2}).plan("start", MACHINE, 4, members=[1, 2])
 
 
@@ -238,9 +238,6 @@ def test_the_python_api_tries_members_as_asked_for() -> None:
             ConfigError, match=r"^plan_for: members is .*; give whole numbers from 1"
         ):
             axsparse.plan_for(model, "laptop", 4, config, members=odd)  # type: ignore[arg-type]
-    given = tiny_config(layout={"g_data": 2})
-    with pytest.raises(ConfigError, match=r"^layout.g_data .*: 2, and members has 2 numbers; give"):
-        axsparse.plan_for(model, "laptop", 4, given, members=[1, 2])
 
 
 def test_state_of_llama_3_8b_is_the_sum_over_its_tensors() -> None:
