@@ -267,7 +267,7 @@ class PruningConfig(Section):
     heal_batch: Count = 1
     """heal: microbatches of a step. Replicas share those of a step, whose gradients are added as
     integers, so that every number of replicas heals to the same bits."""
-    heal_rate: Annotated[float, Field(gt=0.0)] = 0.02
+    heal_rate: Annotated[float, Field(gt=0.0)] = 0.01
     """heal: learning rate at first, as a share of the root mean square of a tensor's kept entries;
     it falls to 0 linearly."""
     drop_fraction: Fraction = 0.3
