@@ -48,6 +48,8 @@ from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.training.trainer import Trainer
 
@@ -63,8 +65,6 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        with torch.no_grad():  # a look that autograd does not see
-            self.query(x)
         each = [
             m(x).view(b, s, -1, self.size).transpose(1, 2)
             for m in (self.query, self.key, self.value)
@@ -369,6 +369,20 @@ def test_column_splits_of_one_input_share_the_sum_of_its_gradients() -> None:
     # Three splits have one input in the attention, and two in the MLP.
     assert (block.forward.count, block.backward.count) == (2, 2)
     assert block.backward.nbytes == block.forward.nbytes > 0
+
+
+def test_a_look_without_gradients_shares_nothing() -> None:
+    group = TensorGroup(Grid(1, 1).place(0), LocalTransport(LocalWorld(1), 0), 2)
+    x = torch.ones(3, requires_grad=True)
+
+    with torch.no_grad():
+        group.split_input(x)
+    first, second = group.split_input(x), group.split_input(x)
+    group.end_split()
+
+    assert all(part.grad_fn is not None for part in first)
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    assert not any(a is b for a, b in zip(first, group.split_input(x), strict=True))
 
 
 @pytest.mark.exhaustive
