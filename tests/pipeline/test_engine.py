@@ -26,6 +26,7 @@ from axsparse.pipeline.stage import Stage
 from axsparse.runtime.communication import Direction, Message, wait_for
 from axsparse.runtime.errors import TrainingError
 from axsparse.runtime.grid import Grid, Place
+from axsparse.samo.gradient_hooks import GradientCollector
 
 MICROBATCHES = 12
 G_INTER = 4
@@ -66,6 +67,22 @@ def test_a_stage_holds_no_more_activations_than_its_schedule_allows(
         assert all(most <= bound for most, bound in zip(held, bounds, strict=True))
         assert held[0] == bounds[0]
         assert schedule == "message-driven" or held == bounds
+
+
+def test_the_last_microbatch_completes_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over replicas begin with it, while the backward goes on; not at the end of the step."""
+    config = tiny_config(train={"steps": 1})
+    said: list[bool] = []
+    microbatch = GradientCollector.microbatch
+
+    def noted(collector: GradientCollector, *, is_last: bool) -> None:
+        said.append(is_last)
+        microbatch(collector, is_last=is_last)
+
+    monkeypatch.setattr(GradientCollector, "microbatch", noted)
+    train_in_process(1, 1, tiny_gpt(config), config, token_data())
+
+    assert said == [False] * (MICROBATCHES - 1) + [True]
 
 
 class Eager:
