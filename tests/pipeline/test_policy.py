@@ -396,3 +396,15 @@ def test_members_of_a_stage_run_what_the_first_one_decides_whatever_has_arrived_
 
     assert all(policy.finished for policy in policies.values())
     assert all(ran[stage, member] == ran[stage, 0] for stage, member in places)
+
+
+def test_a_member_that_follows_waits_for_its_own_input() -> None:
+    told: list[Action | None] = [None, Action(Kind.FORWARD, 0)]
+    policy = Following(
+        stage=1, g_inter=3, microbatches=1, last=Kind.BACKWARD, told=lambda: told.pop()
+    )
+
+    assert policy.next() is None and told == [None]
+    policy.arrived(FORWARD, 0)
+    assert policy.next() == Action(Kind.FORWARD, 0)
+    assert policy.next() is None
