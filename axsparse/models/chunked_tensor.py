@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from axsparse.models.token_tensor import whole_in
 from axsparse.runtime.errors import ConfigError
 
 
@@ -34,8 +35,9 @@ class ChunkedTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        [count] = {len(each.chunks) for each in _chunked_in((args, kwargs or {}))}
-        results = [func(*chunk_of(args, n), **chunk_of(kwargs or {}, n)) for n in range(count)]
+        args, kwargs = whole_in((args, kwargs or {}))
+        [count] = {len(each.chunks) for each in _chunked_in((args, kwargs))}
+        results = [func(*chunk_of(args, n), **chunk_of(kwargs, n)) for n in range(count)]
         return of_all_chunks(func, results)
 
 

@@ -20,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from axsparse.models.layer import as_tuple
+from axsparse.models.tensor_group import TensorGroup
+from axsparse.models.tensor_parallel import whole_parameters
+from axsparse.models.token_tensor import call_layer
 from axsparse.runtime.communication import NO_SUM, Op, Sums, Work, shard_bounds
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.rank_order import exchanged_bytes
@@ -106,14 +109,12 @@ class SilentTransport:
             group.bytes_sent = group.started = group.largest = 0
 
     @property
-    def sums(self) -> Sums:
-        """What was summed and gathered for `SAMPLES` samples since `begin`."""
+    def sent(self) -> tuple[int, int]:
+        """The bytes that were sent since `begin`, and in how many exchanges with each partner."""
         members, *pairs = self._groups
-        if not pairs:
-            return NO_SUM
-        # With the last partner a sum takes one exchange.
-        count = members.started + pairs[-1].started
-        return Sums(sum(group.bytes_sent for group in self._groups) // SAMPLES, count)
+        # What all members gather is an exchange with each partner.
+        count = members.started + pairs[0].started if pairs else 0
+        return sum(group.bytes_sent for group in self._groups), count
 
     @property
     def largest(self) -> int:
@@ -209,6 +210,19 @@ FLOPS: dict[Any, Callable[..., int]] = {
 """Flop formulas of kernels that torch's counter does not know."""
 
 
+class _NoModules:
+    """Stands in for what tells torch's counter of flops the module that runs, which needs hooks on
+    activations that may have no gradient, or be those of some tokens."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 class Tracer:
     """Runs the layers of a model one after another; each gets the outputs of the one before."""
 
@@ -217,11 +231,13 @@ class Tracer:
         example: tuple[Tensor, ...],
         dtype: torch.dtype,
         silent: SilentTransport | None = None,
+        members: TensorGroup | None = None,
     ) -> None:
         """`example` is the input of the first layer, SAMPLES samples. Floating-point tensors are
-        cast to `dtype`. Members of which the layers have chunks reach each other by `silent`."""
+        cast to `dtype`. The `members` of which the layers have chunks reach each other by
+        `silent`."""
         self._dtype = dtype
-        self._silent = silent
+        self._silent, self._members = silent, members
         self._flow = tuple(self._on_meta(tensor) for tensor in example)
         self.sums = NO_SUMS
         """What members sum in the forward and in the backward of the last layer that was run."""
@@ -231,8 +247,11 @@ class Tracer:
         """The shapes and types of the inputs of the next layer."""
         return [(tensor.shape, tensor.dtype) for tensor in self._flow]
 
-    def run(self, name: str, module: nn.Module) -> tuple[float, Activations]:
-        """Flops and activations of one sample's forward through the next layer.
+    def run(
+        self, name: str, module: nn.Module, *, is_last: bool = False
+    ) -> tuple[float, Activations]:
+        """Flops and activations of one sample's forward through the next layer, the last one or
+        not.
 
         Matrix products, convolutions and attention are counted. Raises ConfigError for a
         layer that does not run on the meta device.
@@ -243,7 +262,7 @@ class Tracer:
         weights = {_storage(p) for p in (*module.parameters(), *module.buffers())}
         inputs = {_storage(tensor) for tensor in self._flow}
         if self._silent is not None:
-            self._silent.begin()
+            self._begin()
         # References keep every storage alive, so that no identity of a storage is used twice.
         kept: dict[int, Tensor] = {}
 
@@ -252,19 +271,24 @@ class Tracer:
             return tensor
 
         before = self._flow
-        calls = _Calls()
+        run: Callable[..., object] = partial(module, *before)
+        if self._members is not None:
+            whole = whole_parameters(module)
+            run = partial(call_layer, self._members, module, whole, before, is_last=is_last)
+        calls, counter = _Calls(), FlopCounterMode(display=False, custom_mapping=FLOPS)
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         try:
             with (
                 preserved_rng(),
-                FlopCounterMode(display=False, custom_mapping=FLOPS) as counter,
+                counter,
                 saved_tensors_hooks(keep, lambda tensor: tensor),
                 calls,
             ):
-                outputs = module(*before)
+                outputs = run()
         except Exception as reason:
             raise _fails_on_meta(name, reason) from reason
         given = as_tuple(name, outputs)
-        self.sums = self._layer_sums(name, given, partial(module, *before))
+        self.sums = self._layer_sums(name, given, run)
         self._flow = tuple(self._on_meta(tensor) for tensor in given)
         saved = {k: v for k, v in kept.items() if k not in weights and k not in inputs}
         own = {_storage(tensor): tensor for tensor in given if _storage(tensor) not in weights}
@@ -283,11 +307,10 @@ class Tracer:
 
     def loss_sums(self, loss: Callable[..., Tensor], targets: Tensor) -> LayerSums:
         """What members sum in the loss of the last outputs."""
-        assert self._silent is not None, "layers are cut"
-        self._silent.begin()
+        self._begin()
         with preserved_rng():
             total = loss(*self._flow, targets.to("meta"))
-        forward = self._silent.sums
+        forward = self._summed()
         return NO_SUMS._replace(forward=forward, backward=self._backward("loss", [total]) - forward)
 
     def _layer_sums(
@@ -297,7 +320,7 @@ class Tracer:
         which runs on the meta device to tell; `again` runs the forward."""
         if self._silent is None:
             return NO_SUMS
-        forward = self._silent.sums
+        forward = self._summed()
         both = self._backward(name, outputs)
         if not forward.count:
             return LayerSums(forward, both - forward, Sums())
@@ -313,13 +336,25 @@ class Tracer:
 
     def _backward(self, name: str, outputs: Sequence[Tensor]) -> Sums:
         """What members have summed since their layer began, after the backward of its outputs."""
-        assert self._silent is not None, "layers are cut"
         trained = [tensor for tensor in outputs if tensor.requires_grad]
         try:
             torch.autograd.backward(trained, [torch.empty_like(tensor) for tensor in trained])
         except Exception as reason:
             raise _fails_on_meta(name, reason) from reason
-        return self._silent.sums
+        return self._summed()
+
+    def _begin(self) -> None:
+        """Count what members sum from 0 again."""
+        assert self._silent is not None and self._members is not None, "layers are cut"
+        self._silent.begin()
+        self._members.fixed_bytes = 0
+
+    def _summed(self) -> Sums:
+        """What members have summed since `_begin`; bytes are those of one sample."""
+        assert self._silent is not None and self._members is not None, "layers are cut"
+        sent, count = self._silent.sent
+        fixed = self._members.fixed_bytes
+        return Sums((sent - fixed) // SAMPLES, count, fixed)
 
     def _on_meta(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():

@@ -36,7 +36,8 @@ from axsparse.models.layer_cost import (
 )
 from axsparse.models.losses import CHUNK_LOGITS
 from axsparse.models.module_buffers import slots
-from axsparse.models.tensor_parallel import TensorGroup, cut_module, cuts_of
+from axsparse.models.tensor_group import TensorGroup
+from axsparse.models.tensor_parallel import cut_module, cuts_of
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.grid import Place
@@ -323,7 +324,7 @@ def survey_of_member(
     silent: Any = SilentTransport()
     group = TensorGroup(place, silent, chunks)
     example = None if model.example is None else _example(model.example)
-    tracer = None if example is None else Tracer(example, dtype, silent)
+    tracer = None if example is None else Tracer(example, dtype, silent, group)
     layers = _survey_layers(model.layers, tracer, group)
     names = {parameter.name for layer in layers for parameter in layer.parameters}
     ties = {
@@ -359,10 +360,14 @@ def _survey_layers(
     shapes: object = None
     for number, layer in enumerate(layers):
         shapes_before, shapes = shapes, None if tracer is None else tracer.shapes
-        if number and shapes == shapes_before and _are_alike(layers[number - 1], layer):
+        is_last = number == len(layers) - 1
+        # Of a cut model the last layer gathers what it returns.
+        is_alone = group is not None and is_last
+        is_known = number and shapes == shapes_before and not is_alone
+        if is_known and _are_alike(layers[number - 1], layer):
             found.append(_renamed(found[-1], layer.name))
         else:
-            found.append(_survey_layer(layer, tracer, group))
+            found.append(_survey_layer(layer, tracer, group, is_last=is_last))
     return found
 
 
@@ -390,7 +395,9 @@ def _renamed(info: LayerInfo, name: str) -> LayerInfo:
     return replace(info, name=name, parameters=parameters, buffers=buffers)
 
 
-def _survey_layer(layer: Layer, tracer: Tracer | None, group: TensorGroup | None) -> LayerInfo:
+def _survey_layer(
+    layer: Layer, tracer: Tracer | None, group: TensorGroup | None, *, is_last: bool
+) -> LayerInfo:
     if layer.kind not in get_args(Kind):
         raise ConfigError(
             f"layer {layer.name}: kind is {layer.kind!r}; choose one of {', '.join(get_args(Kind))}"
@@ -432,7 +439,7 @@ def _survey_layer(layer: Layer, tracer: Tracer | None, group: TensorGroup | None
     here = sum(parameter.numel for parameter in parameters)
     flops, activations, sums = 2.0 * here, None, NO_SUMS
     if tracer is not None:
-        flops, activations = tracer.run(layer.name, module)
+        flops, activations = tracer.run(layer.name, module, is_last=is_last)
         sums = tracer.sums
     if layer.flops is not None:
         flops = float(layer.flops) * (here / numel if here != numel else 1.0)

@@ -17,29 +17,26 @@ linear module; t a token, v a word.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.chunked_tensor import ChunkedTensor, chunk_of, chunked, of_all_chunks
 from axsparse.models.layer import Layer, Split, SplitKind
 from axsparse.models.losses import most_logits, refuse_foreign_words
+from axsparse.models.tensor_group import Cut, TensorGroup, gather, join, log_total, spread, take
+from axsparse.models.token_tensor import TokenTensor, joined, whole_in
 from axsparse.runtime.bounds import IGNORED
-from axsparse.runtime.communication import Collective, Direction, Op, Transport, Work
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.exchange import sum_by_owner
-from axsparse.runtime.gpu.collectives import NcclWork
-from axsparse.runtime.grid import Place
-from axsparse.runtime.seeds import kept_rng, torch_state
+from axsparse.runtime.seeds import torch_state
 
 MOST_CHUNKS = 8
 """Chunks under `layout.tensor_exact`: the highest degree, and not so many that products of degree
@@ -47,49 +44,6 @@ MOST_CHUNKS = 8
 WHOLE = ("shared", "summed")
 """Kinds of splits that name a module; parameters inside it are cut only where other splits name
 them."""
-Combine = Callable[[Tensor, Tensor], Tensor]
-"""Combines two tensors, entry by entry."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Where the chunks of one tensor lie in the whole tensor."""
-
-    shape: tuple[int, ...]
-    """The shape of the whole tensor."""
-    dim: int
-    """The dimension that is cut."""
-    groups: int
-    """How many matrices stand one above the other (`Split.groups`); each of them is cut."""
-    chunks: int
-    """The number of chunks in all, those of other members included."""
-
-    def bounds(self, chunk: int) -> tuple[int, int]:
-        """Where a chunk begins and ends in each group."""
-        size = self.shape[self.dim] // self.groups
-        return chunk * size // self.chunks, (chunk + 1) * size // self.chunks
-
-    def shape_of(self, chunk: int) -> tuple[int, ...]:
-        """The shape of a chunk."""
-        start, stop = self.bounds(chunk)
-        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        return (*before, self.groups * (stop - start), *after)
-
-    def take(self, whole: Tensor, chunk: int) -> Tensor:
-        """A chunk of the whole tensor, contiguous."""
-        return self._part(whole, chunk).flatten(self.dim, self.dim + 1).contiguous()
-
-    def put(self, whole: Tensor, chunk: int, values: Tensor) -> None:
-        """Write a chunk into the whole tensor; `values` may be flat."""
-        part = self._part(whole, chunk)
-        part.copy_(values.view(part.shape))
-
-    def _part(self, whole: Tensor, chunk: int) -> Tensor:
-        start, stop = self.bounds(chunk)
-        size = self.shape[self.dim] // self.groups
-        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        grouped = whole.view(*before, self.groups, size, *after)
-        return grouped.narrow(self.dim + 1, start, stop - start)
 
 
 def as_splits(layer: str, given: Mapping[str, Split | str]) -> dict[str, Split]:
@@ -174,286 +128,6 @@ def most_chunks(
     return chunks
 
 
-# -- the members of a group -------------------------------------------------------------
-
-
-class TensorGroup:
-    """The ranks that compute the layers of one stage of one replica together, as one of them."""
-
-    def __init__(
-        self, place: Place, transport: Transport, chunks: int, *, on_gpus: bool = False
-    ) -> None:
-        """All ranks call this together; `chunks` is a multiple of the members, and a power of
-        two. Members compute `on_gpus` or on CPUs."""
-        grid = place.grid
-        self.rank, self.size, self.chunks = place.member, grid.g_tensor, chunks
-        each = chunks // self.size
-        self.own = range(self.rank * each, (self.rank + 1) * each)
-        """The chunks of this member."""
-        self.idle: Callable[[], object] = _nothing
-        """Called while this member waits for others, so that its messages go on."""
-        self.beside: Callable[[Work], object] = _nothing
-        """Called with a sum that is under way, to compute what need not wait for it."""
-        self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Entered around the waiting."""
-        self.drawn: tuple[Tensor, ...] = ()
-        """The state of torch's generators after the last column split, until the row split that
-        follows compares it."""
-        self._split: tuple[Tensor, tuple[Tensor, ...]] | None = None
-        """The input of the last column split that autograd recorded, and what the chunks got, until
-        the row split that follows."""
-        self._backoff = transport.backoff
-        self._keeping = kept_rng if transport.name.endswith("local") else nullcontext
-        ranks = [grid.rank(place.stage, place.replica, member) for member in range(self.size)]
-        self._members = transport.collective("members", ranks)
-        self._pairs: list[Collective] = []
-        level = 1
-        while level < self.size:
-            pair = sorted((self.rank, self.rank ^ level))
-            self._pairs.append(transport.collective(f"pair {level}", [ranks[m] for m in pair]))
-            level *= 2
-        self._arrivals: dict[Direction, Collective] = {}
-        """Of members on GPUs, what counts the messages that have come to all of them."""
-        for direction in Direction if on_gpus and self.size > 1 else ():
-            self._arrivals[direction] = transport.collective(f"arrivals {direction.name}", ranks)
-        self._telling: list[Work] = []
-        self._hearing: tuple[Tensor, Work] | None = None
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes sent to other members since the start."""
-        return sum(group.bytes_sent for group in (self._members, *self._pairs))
-
-    def fold(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum of all chunks' tensors, from those of this member, in the order of its chunks;
-        the same bits on all members, which call this together.
-
-        With its nearest partner a member exchanges halves, and goes on with the half that is its
-        own, then quarters with the next one; at the end they gather what each has summed. So a
-        member sends 2 n (T − 1) / T of n bytes, the fewest that there can be. The sum of two
-        numbers does not depend on where in a tensor they stand; for other operations it may.
-        """
-        whole = in_tree(parts, torch.add)
-        part, sizes = whole.reshape(-1), list[int]()
-        for pair in self._pairs:
-            sizes.append(part.numel())
-            if pair is self._pairs[-1]:
-                own = given = part
-            else:
-                halves = part.tensor_split(2)
-                own, given = halves[pair.rank], halves[1 - pair.rank]
-            both = self._exchanged(pair, given, given.numel() + own.numel())
-            theirs = both[given.numel() :] if pair.rank == 0 else both[: own.numel()]
-            part = own + theirs if pair.rank == 0 else theirs + own
-        for pair, size in zip(self._pairs[-2::-1], sizes[-2::-1], strict=True):
-            part = self._exchanged(pair, part, size)
-        return part.view(whole.shape)
-
-    def of_all(self, own: Tensor) -> Sequence[Tensor]:
-        """The tensors of all members, which call this together with tensors of one shape."""
-        if self.size == 1:
-            return [own]
-        every = own.new_empty(self.size, own.numel())
-        every[self.rank] = own.reshape(-1)
-        self._gather(self._members, every.view(-1))
-        return every.view(self.size, *own.shape).unbind()
-
-    def _exchanged(self, pair: Collective, given: Tensor, size: int) -> Tensor:
-        """What both members of a pair give, one after the other: `size` entries in all."""
-        border = given.numel() if pair.rank == 0 else size - given.numel()
-        both = given.new_empty(size)
-        (both[:border] if pair.rank == 0 else both[border:]).copy_(given)
-        self._gather(pair, both, (0, border, size))
-        return both
-
-    def split_input(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What each chunk of this member gets of the input of a column split. Column splits of one
-        input, such as those of query, key and value, get the same tensors until a row split
-        follows, so that the gradients of x are summed over the chunks once."""
-        if not torch.is_grad_enabled():
-            return spread(self, x)
-        if self._split is None or self._split[0] is not x:
-            self._split = x, spread(self, x)
-        return self._split[1]
-
-    def end_split(self) -> None:
-        """Begin anew: a row split has followed."""
-        self.drawn, self._split = (), None
-
-    def gathered(self, cut: Cut, parts: Sequence[Tensor]) -> Tensor:
-        """The whole of a tensor, from this member's chunks in order, which may be flat; all members
-        call this together."""
-        sizes = [torch.Size(cut.shape_of(chunk)).numel() for chunk in range(self.chunks)]
-        starts = [sum(sizes[:chunk]) for chunk in range(self.chunks + 1)]
-        flat = parts[0].new_empty(starts[-1])
-        flat[starts[self.own.start] : starts[self.own.stop]] = torch.cat(
-            [part.reshape(-1) for part in parts]
-        )
-        if self.size > 1:
-            each = len(self.own)
-            self._gather(self._members, flat, starts[::each])
-        whole = flat.new_empty(cut.shape)
-        for chunk in range(self.chunks):
-            cut.put(whole, chunk, flat[starts[chunk] : starts[chunk + 1]])
-        return whole
-
-    def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """The numbers of every member, on all of them, which call this together."""
-        return sum_by_owner(self._members, self._backoff, values)
-
-    def tell(self, first: int, second: int) -> None:
-        """Tell the other members two numbers; member 0 calls this. On GPUs the numbers have left
-        when this returns."""
-        self._telling = [work for work in self._telling if not work.poll()]
-        if self.size > 1:
-            self._telling.append(self._members.start(Op.BROADCAST, torch.tensor([first, second])))
-            if self._arrivals:
-                self._wait(self._telling[-1])
-
-    def heard(self) -> tuple[int, int] | None:
-        """The next two numbers that member 0 tells, or None if they have not come yet."""
-        if self._hearing is None:
-            words = torch.zeros(2, dtype=torch.int64)
-            self._hearing = words, self._members.start(Op.BROADCAST, words)
-        words, work = self._hearing
-        if not work.poll():
-            return None
-        self._hearing = None
-        first, second = words.tolist()
-        return first, second
-
-    def arrived(self, direction: Direction) -> Work | None:
-        """Note that the next message of a direction has come here. The work is done once it has
-        come to all members; None where a member need not know.
-
-        On GPUs each action begins after that. Its sums then wait for nothing but members that are
-        about to begin them, so that compute may wait there in place of a host that sends
-        messages, and a host that waits for compute holds up nobody for good.
-        """
-        if not self._arrivals:
-            return None
-        return self._arrivals[direction].start(Op.ALL_REDUCE, torch.zeros(1, dtype=torch.float64))
-
-    def _gather(
-        self, ranks: Collective, buffer: Tensor, bounds: Sequence[int] | None = None
-    ) -> None:
-        """Fill a buffer from the shards of these ranks, and compute meanwhile what can be."""
-        with self._keeping():
-            work = ranks.start(Op.ALL_GATHER, buffer, bounds)
-            self.beside(work)
-            self._wait(work)
-
-    def _wait(self, work: Work) -> None:
-        """Have what follows find the result: over NCCL compute waits, else the host."""
-        if isinstance(work, NcclWork):
-            with self.timed():
-                work.before_compute()
-        elif not work.poll():
-            with self.timed():
-                self._backoff.reset()
-                while not work.poll():
-                    self.idle()
-                    self._backoff.pause()
-
-
-def _nothing(*_: object) -> None:
-    """What a member does while it waits, before there is a pipeline."""
-
-
-def in_tree(parts: Sequence[Tensor], combine: Combine) -> Tensor:
-    """Tensors combined in a binary tree: the first two, the next two, then what these gave."""
-    while len(parts) > 1:
-        parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
-
-
-class _Spread(torch.autograd.Function):
-    """The same tensor for each chunk; backward, the sum of the gradients over all chunks."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, x: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(x.view_as(x) for _ in group.own)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.group.fold(outer)
-
-
-class _Join(torch.autograd.Function):
-    """The sum over all chunks; backward, the gradient of the sum for each chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, *parts: Tensor) -> Tensor:
-        ctx.count = len(parts)
-        return group.fold(parts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *[outer] * ctx.count
-
-
-class _LogTotal(torch.autograd.Function):
-    """log Σ_c exp z_c over all chunks; backward, ∂z_c = exp(z_c − total)."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, *parts: Tensor) -> Tensor:
-        own = in_tree(parts, torch.logaddexp)
-        total = in_tree(group.of_all(own), torch.logaddexp)
-        ctx.save_for_backward(total, *parts)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-        total, *parts = ctx.saved_tensors
-        return None, *[(part - total).exp_().mul_(outer) for part in parts]
-
-
-class _Gather(torch.autograd.Function):
-    """The whole of a tensor from its chunks; backward, the chunks of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, cut: Cut, *parts: Tensor) -> Tensor:
-        ctx.group, ctx.cut = group, cut
-        return group.gathered(cut, parts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-        outer = outer.contiguous()
-        return None, None, *[ctx.cut.take(outer, chunk) for chunk in ctx.group.own]
-
-
-class _Take(torch.autograd.Function):
-    """The chunks of a whole tensor; backward, the whole gradient from its chunks."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, cut: Cut, whole: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.cut = group, cut
-        whole = whole.contiguous()
-        return tuple(cut.take(whole, chunk) for chunk in group.own)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.group.gathered(ctx.cut, outer)
-
-
-def spread(group: TensorGroup, x: Tensor) -> tuple[Tensor, ...]:
-    """The same tensor for each chunk of this member; its gradient is the sum over all chunks."""
-    apply: Callable[..., tuple[Tensor, ...]] = _Spread.apply
-    return apply(group, x)
-
-
-def join(group: TensorGroup, parts: Sequence[Tensor]) -> Tensor:
-    """The sum over all chunks, from the parts of this member."""
-    apply: Callable[..., Tensor] = _Join.apply
-    return apply(group, *parts)
-
-
 def _features(like: Tensor, size: int, chunks: int, groups: int = 1) -> Cut:
     """How the last dimension of activations, of `size` features in all, is cut."""
     return Cut((*like.shape[:-1], size), like.dim() - 1, groups, chunks)
@@ -478,24 +152,26 @@ class Column(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.group
-        each = zip(self.chunks, group.split_input(x), strict=True)
+        split = x.for_chunks if isinstance(x, TokenTensor) else partial(spread, group, x)
+        each = zip(self.chunks, group.split_input(x, split), strict=True)
         parts: list[Tensor] = [chunk(part) for chunk, part in each]
         if self.gathers:
             cut = _features(parts[0], self.features, group.chunks, self.groups)
-            apply: Callable[..., Tensor] = _Gather.apply
-            return apply(group, cut, *parts)
+            return gather(group, cut, parts)
         group.drawn = torch_state()
         return chunked(parts)
 
 
 class Row(nn.Module):
     """A linear module whose inputs are cut: (…, I · own chunks / chunks), or (…, I) if they are
-    gathered, to (…, O)."""
+    gathered, to (…, O); each member gets some tokens of them if it `divides` them."""
 
-    def __init__(self, linear: nn.Linear, cut: Cut, group: TensorGroup, split: Split) -> None:
+    def __init__(
+        self, linear: nn.Linear, cut: Cut, group: TensorGroup, split: Split, *, divides: bool
+    ) -> None:
         super().__init__()
         self.group, self.groups, self.takes = group, cut.groups, split.gathered
-        self.features = linear.in_features
+        self.features, self.divides = linear.in_features, divides
         self.bias = linear.bias
         self.chunks = nn.ModuleList(
             nn.Linear(cut.shape_of(chunk)[1], linear.out_features, bias=False, device="meta")
@@ -505,9 +181,9 @@ class Row(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         group, parts = self.group, x.chunks if isinstance(x, ChunkedTensor) else (x,)
         if self.takes:
-            apply: Callable[..., tuple[Tensor, ...]] = _Take.apply
+            x = whole_in(x)
             cut = _features(x, x.shape[-1], group.chunks, self.groups)
-            parts = apply(group, cut, x) if x.shape[-1] == self.features else ()
+            parts = take(group, cut, x) if x.shape[-1] == self.features else ()
         elif group.drawn and not all(map(torch.equal, group.drawn, torch_state())):
             raise ConfigError(
                 "layout.g_tensor: random numbers are drawn between a column and a row split, and "
@@ -520,13 +196,15 @@ class Row(nn.Module):
                 "on; gather both splits (Split.gathered), since an autograd.Function there does "
                 "not see the chunks"
             )
-        if [part.shape[-1] for part in parts] != [chunk.in_features for chunk in self.chunks]:
+        widths = [part.shape[-1] for part in parts]
+        if isinstance(x, TokenTensor) or widths != [chunk.in_features for chunk in self.chunks]:
             raise ConfigError(
                 f"layout.g_tensor: a row split of {self.features} features in {group.chunks} "
                 f"chunks gets {tuple(x.shape)}; let what lies before it take the number of heads "
                 "or features from the tensor, and gather both splits or neither (Split.gathered)"
             )
-        total = join(group, [chunk(p) for chunk, p in zip(self.chunks, parts, strict=True)])
+        outputs = [chunk(part) for chunk, part in zip(self.chunks, parts, strict=True)]
+        total = joined(group, outputs) if self.divides else join(group, outputs)
         return total if self.bias is None else total + self.bias
 
 
@@ -544,7 +222,7 @@ class Shared(nn.Module):
         self.group = group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        module = vars(self)["_module"]
+        module, args, kwargs = vars(self)["_module"], whole_in(args), whole_in(kwargs)
         module.training = self.training
         # The chunks' gradients of a parameter are summed as those of an activation are.
         copies = {name: spread(self.group, p) for name, p in module.named_parameters()}
@@ -577,6 +255,7 @@ class Summed(nn.Module):
             self.chunks.append(chunk)
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        inputs, named = whole_in(inputs), whole_in(named)
         each = {
             key: spread(self.group, x)
             if isinstance(x, Tensor) and x.is_floating_point()
@@ -626,7 +305,7 @@ class Vocabulary(nn.Module):
             here = (tokens >= start) & (tokens < stop)
             rows = chunk((tokens - start).clamp(0, stop - start - 1))
             parts.append(rows.masked_fill(~here.unsqueeze(-1), 0))
-        return join(self.group, parts)
+        return joined(self.group, parts)
 
 
 class Chunks(nn.Module):
@@ -643,6 +322,12 @@ def chunk_modules(module: nn.Module) -> set[nn.Module]:
     """The linear modules inside a module that hold chunks of cut ones."""
     cut = (each for each in module.modules() if isinstance(each, (Column, Row)))
     return {chunk for each in cut for chunk in each.chunks}
+
+
+def whole_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a layer that are not cut."""
+    cut = {id(p) for chunk in chunk_modules(module) for p in chunk.parameters()}
+    return [parameter for parameter in module.parameters() if id(parameter) not in cut]
 
 
 def chunks_of(weight: nn.Parameter | Chunks) -> tuple[nn.Parameter, ...]:
@@ -667,6 +352,8 @@ def cut_module(
             raise ConfigError(
                 f"layer {layer.name}: {name} {what}, and is not cut; leave it out of tensor"
             )
+    # Experts and their router need all tokens.
+    divides = all(split.kind != "summed" for split in splits.values())
     for path, split in splits.items():
         owner = module.get_submodule(path) if split.kind in WHOLE else module
         if split.kind == "shared":
@@ -692,7 +379,10 @@ def cut_module(
             continue
         new: nn.Module
         if type(owner) is nn.Linear and path in splits:
-            new = (Row if cut.dim else Column)(owner, cut, group, splits[path])
+            split = splits[path]
+            new = Column(owner, cut, group, split)
+            if cut.dim:
+                new = Row(owner, cut, group, split, divides=divides)
         elif type(owner) is nn.Embedding and owner.padding_idx is None and not owner.max_norm:
             new = Vocabulary(cut, group)
         else:
@@ -773,8 +463,7 @@ def vocabulary_cross_entropy(
             total, hit = _totals(part, weight, rows - start)
         totals.append(total)
         hits.append(hit)
-    apply: Callable[..., Tensor] = _LogTotal.apply
-    losses = apply(group, *totals) - join(group, hits)
+    losses = log_total(group, totals) - join(group, hits)
     return torch.where(rows != IGNORED, losses, 0).sum()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
-from axsparse.models.tensor_parallel import TensorGroup
+from axsparse.models.tensor_group import TensorGroup
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.policy import (
     BACKWARD,

@@ -9,7 +9,8 @@ seeded, since a layer may begin to draw at any time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from axsparse.models.chunked_tensor import ChunkedTensor
 from axsparse.models.layer import as_tuple
 from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_norms
-from axsparse.models.tensor_parallel import is_cut
+from axsparse.models.tensor_group import TensorGroup
+from axsparse.models.tensor_parallel import is_cut, whole_parameters
+from axsparse.models.token_tensor import TokenTensor, call_layer
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError, noted
 from axsparse.runtime.seeds import preserved_rng, seed_all
@@ -42,14 +45,18 @@ class LayerRunner:
         *,
         is_recomputed: bool,
         is_compiled: bool = False,
+        members: TensorGroup | None = None,
+        is_last: bool = False,
     ) -> None:
         """`is_recomputed` says that the backward computes the activations once more instead of
-        keeping them, and `is_compiled` that torch.compile fuses the layer's operations."""
+        keeping them, and `is_compiled` that torch.compile fuses the layer's operations. `members`
+        compute the layers of a cut model together, of which this one may be the last."""
         self.name = name
         self.place = f"layer {name}"
         """The layer in the notes of what its forward raises."""
         self.is_cut = is_cut(module)
         self._module = module
+        self._members, self._is_last = members, is_last
         self._is_recomputed = is_recomputed
         self._slots = slots(module)
         self._persistent = [slot for slot in self._slots if slot.persists]
@@ -58,6 +65,7 @@ class LayerRunner:
         self._writes: dict[bool, bool] = {}
         """Whether a forward writes into its inputs, by training mode, once it is known."""
         self._parameters = list(module.named_parameters())
+        self._whole = whole_parameters(module)
         self._widened = _half_parameters_of_norms(module)
         if is_compiled:
             _allow_graphs(GRAPHS)
@@ -176,6 +184,11 @@ class LayerRunner:
                     f"layer {self.name}: its forward keeps what some heads or features only give "
                     f"in buffer {slot.name!r}; gather both splits around it (Split.gathered)"
                 )
+            if isinstance(slot.tensor, TokenTensor):
+                raise ConfigError(
+                    f"layer {self.name}: its forward keeps what each member has of some tokens "
+                    f"only in buffer {slot.name!r}; keep a sum or a mean over the tokens"
+                )
         for (name, weight), version in zip(self._parameters, weights, strict=True):
             if weight._version != version:
                 raise ConfigError(
@@ -195,10 +208,13 @@ class LayerRunner:
 
     def _call(self, inputs: Tensors) -> object:
         """Call the module, with the parameters of normalisations as wide as their statistics."""
-        if not self._widened:
-            return self._module(*inputs)
-        wide = {name: parameter.to(dtype) for name, parameter, dtype in self._widened}
-        return functional_call(self._module, wide, inputs, tie_weights=False)
+        module: Callable[..., object] = self._module
+        if self._widened:
+            wide = {name: parameter.to(dtype) for name, parameter, dtype in self._widened}
+            module = partial(_call_with, self._module, wide)
+        if self._members is None:
+            return module(*inputs)
+        return call_layer(self._members, module, self._whole, inputs, is_last=self._is_last)
 
     def _apart(self, outputs: Tensors) -> Tensors:
         """The outputs in canonical form, each a tensor of its own; those in a buffer are copied.
@@ -215,6 +231,10 @@ class LayerRunner:
                 output = output.view_as(output)
             apart.append(output)
         return tuple(apart)
+
+
+def _call_with(module: nn.Module, parameters: dict[str, Tensor], *inputs: Tensor) -> object:
+    return functional_call(module, parameters, inputs, tie_weights=False)
 
 
 def _allow_graphs(more: int) -> None:

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.module_products import forwards_in_place, has_products, product_forward
-from axsparse.models.tensor_parallel import TensorGroup, chunk_modules
+from axsparse.models.tensor_group import TensorGroup
+from axsparse.models.tensor_parallel import chunk_modules
 from axsparse.runtime.communication import Work
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight

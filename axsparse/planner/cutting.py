@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from axsparse.config.load import LoadedConfig
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey_of_member
-from axsparse.models.tensor_parallel import Cut, cuts_of, most_chunks
+from axsparse.models.tensor_group import Cut
+from axsparse.models.tensor_parallel import cuts_of, most_chunks
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.precision import DTYPES

@@ -52,7 +52,7 @@ class Layout:
         """Bytes that a member of a stage of this load sends to the other members in a step. The
         first member sends `word_bytes` besides."""
         sums = load.forward_sums + load.backward_sums
-        return self.microbatches * self.microbatch_size * sums.nbytes
+        return self.microbatches * sums.sent(self.microbatch_size)
 
     @property
     def word_bytes(self) -> int:

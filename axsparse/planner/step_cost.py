@@ -125,9 +125,9 @@ def sum_seconds(sums: Sums, cluster: Cluster, microbatch_size: int, members: int
     Partners are 1, 2, 4, … ranks apart, and all members exchange at once.
     """
     seconds = 0.0
-    for level, (nbytes, count) in enumerate(sums.exchanged(members)):
+    for level, (nbytes, count) in enumerate(sums.exchanged(members, microbatch_size)):
         pair = group(2, 2**level, cluster.gpus_per_node)
-        seconds += microbatch_size * nbytes / _ring_rate(pair, cluster)
+        seconds += nbytes / _ring_rate(pair, cluster)
         seconds += count * _latency(pair, cluster)
     return seconds
 

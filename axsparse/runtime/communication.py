@@ -140,26 +140,29 @@ class Sums:
     layer."""
 
     nbytes: int = 0
-    """Bytes that it sends."""
+    """Bytes that it sends for a sample."""
     count: int = 0
-    """How many tensors are summed, or gathered, whatever the number of samples."""
+    """How many exchanges these are with each partner, whatever the number of samples."""
+    fixed: int = 0
+    """Bytes that it sends besides, whatever the number of samples, such as gradients of norms."""
 
     def __add__(self, other: Sums) -> Sums:
-        return Sums(self.nbytes + other.nbytes, self.count + other.count)
+        return Sums(self.nbytes + other.nbytes, self.count + other.count, self.fixed + other.fixed)
 
     def __sub__(self, other: Sums) -> Sums:
-        return Sums(self.nbytes - other.nbytes, self.count - other.count)
+        return Sums(self.nbytes - other.nbytes, self.count - other.count, self.fixed - other.fixed)
 
-    def exchanged(self, members: int) -> list[tuple[float, int]]:
-        """The bytes that go to each partner, which are 1, 2, 4, … ranks apart, and how many
-        exchanges these are: with every partner half of what the one before gets, in two exchanges,
-        and with the last one in one (`TensorGroup.fold` in `models/tensor_parallel.py`)."""
-        levels = members.bit_length() - 1
-        shares = [0.5**level for level in range(levels)]
-        return [
-            (self.nbytes * share / sum(shares), self.count * (2 if share > shares[-1] else 1))
-            for share in shares
-        ]
+    def sent(self, samples: int) -> int:
+        """Bytes that a member sends for a microbatch of so many samples."""
+        return samples * self.nbytes + self.fixed
+
+    def exchanged(self, members: int, samples: int) -> list[tuple[float, int]]:
+        """The bytes of a microbatch that go to each partner, which are 1, 2, 4, … ranks apart, and
+        how many exchanges these are: with every partner half of what the one before gets
+        (`TensorGroup.fold` in `models/tensor_group.py`)."""
+        shares = [0.5**level for level in range(members.bit_length() - 1)]
+        sent = self.sent(samples)
+        return [(sent * share / sum(shares), self.count) for share in shares]
 
 
 NO_SUM = Sums()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, StartValues, odd_values, on_meta
 from axsparse.models.module_buffers import slots
-from axsparse.models.tensor_parallel import Cut, TensorGroup, cut_module, cuts_of
+from axsparse.models.tensor_group import Cut, TensorGroup
+from axsparse.models.tensor_parallel import cut_module, cuts_of
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator, preserved_rng, seed_all

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from axsparse.models.tensor_parallel import TensorGroup
+from axsparse.models.tensor_group import TensorGroup
 from axsparse.runtime.communication import Collective, Op
 from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend

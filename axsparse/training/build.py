@@ -22,7 +22,7 @@ from axsparse.data.batches import Batch, Batches, Microbatch
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
-from axsparse.models.tensor_parallel import TensorGroup
+from axsparse.models.tensor_group import TensorGroup
 from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.sinks import refuse_missing_packages
 from axsparse.observe.watchdog.watchdog import open_watchdog

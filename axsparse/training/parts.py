@@ -12,7 +12,7 @@ from axsparse.config.schema import num_microbatches
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.survey import Survey
-from axsparse.models.tensor_parallel import TensorGroup
+from axsparse.models.tensor_group import TensorGroup
 from axsparse.observe.gpu_phases import DevicePhases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
@@ -201,6 +201,8 @@ def _stage(
                 layer.module,
                 is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
                 is_compiled=pipeline.compile,
+                members=members,
+                is_last=layer.spec is model.layers[-1],
             )
             for number, layer in enumerate(layers)
         ],

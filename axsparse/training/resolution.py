@@ -18,7 +18,7 @@ from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
 from axsparse.models.survey import LayerInfo, Survey, match, named_value
-from axsparse.models.tensor_parallel import Cut
+from axsparse.models.tensor_group import Cut
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     Choice,

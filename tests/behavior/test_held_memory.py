@@ -20,7 +20,8 @@ from axsparse.config.load import made_in_python
 from axsparse.config.model_config import CnnConfig, GptConfig
 from axsparse.models.layer_cost import SilentTransport
 from axsparse.models.survey import Survey, survey, survey_of_member
-from axsparse.models.tensor_parallel import TensorGroup, cut_module, cuts_of
+from axsparse.models.tensor_group import TensorGroup
+from axsparse.models.tensor_parallel import cut_module, cuts_of
 from axsparse.models.zoo.gpt import gpt
 from axsparse.models.zoo.image_models import cnn
 from axsparse.pipeline.layer_runner import LayerRunner

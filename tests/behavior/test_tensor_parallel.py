@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model, Split
 from axsparse.models.survey import survey, survey_of_member
-from axsparse.models.tensor_parallel import TensorGroup
+from axsparse.models.tensor_group import TensorGroup, spread
 from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
@@ -364,25 +364,31 @@ def test_column_splits_of_one_input_share_the_sum_of_its_gradients() -> None:
     model = small_llama(**HF)
     whole = survey(model, torch.float32)
     member = survey_of_member(model, whole, Grid(1, 1, 4).place(1), 4, torch.float32)
-    [block, *_] = [layer.sums for layer in member.layers if layer.kind == "block"]
+    [_, block] = [layer.sums for layer in member.layers if layer.kind == "block"]
 
-    # Three splits have one input in the attention, and two in the MLP.
-    assert (block.forward.count, block.backward.count) == (2, 2)
+    # Three splits have one input in the attention, and two in the MLP. Each is gathered, and each
+    # output is scattered; gradients take the way back, and those of both norms are summed at once,
+    # in two exchanges with the nearest partner.
+    assert (block.forward.count, block.backward.count) == (4, 4 + 2)
     assert block.backward.nbytes == block.forward.nbytes > 0
+    assert (block.forward.fixed, block.backward.fixed) == (0, 2 * 32 * 4 * 2 * 3 // 4)
 
 
 def test_a_look_without_gradients_shares_nothing() -> None:
     group = TensorGroup(Grid(1, 1).place(0), LocalTransport(LocalWorld(1), 0), 2)
     x = torch.ones(3, requires_grad=True)
 
+    def given() -> tuple[Tensor, ...]:
+        return group.split_input(x, lambda: spread(group, x))
+
     with torch.no_grad():
-        group.split_input(x)
-    first, second = group.split_input(x), group.split_input(x)
+        given()
+    first, second = given(), given()
     group.end_split()
 
     assert all(part.grad_fn is not None for part in first)
     assert all(a is b for a, b in zip(first, second, strict=True))
-    assert not any(a is b for a, b in zip(first, group.split_input(x), strict=True))
+    assert not any(a is b for a, b in zip(first, given(), strict=True))
 
 
 @pytest.mark.exhaustive

@@ -21,7 +21,7 @@ from support.collective_contract import a_buffer_lives_until_its_operation_is_do
 from support.link_contract import CONTRACT
 from torch import Tensor
 
-from axsparse.models.tensor_parallel import Cut, TensorGroup
+from axsparse.models.tensor_group import Cut, TensorGroup
 from axsparse.runtime.communication import Collective, Link, Message, Op, Transport, Work
 from axsparse.runtime.gpu.cuda_device import CudaDevice
 from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport

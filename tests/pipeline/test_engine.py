@@ -17,7 +17,7 @@ from support.standin_transport import StandIn, on_standins
 from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
-from axsparse.models.tensor_parallel import TensorGroup
+from axsparse.models.tensor_group import TensorGroup
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import EVALUATED, MOST_UNSENT, MOST_WAITING, Engine, Rank
 from axsparse.pipeline.policy import Kind

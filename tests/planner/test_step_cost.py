@@ -105,10 +105,10 @@ def test_messages_cost_by_the_nodes_that_their_ranks_stand_on() -> None:
     [
         (1, 8, 0.0),
         (2, 8, 3 * 70 / 100 + 5 * 0.25),
-        (4, 8, 3 * 70 / 100 + 15 * 0.25),
-        (8, 8, 3 * 70 / 100 + 25 * 0.25),
+        (4, 8, 3 * 70 / 100 + 10 * 0.25),
+        (8, 8, 3 * 70 / 100 + 15 * 0.25),
         # Partners four ranks apart are on two nodes, whose card all four pairs share.
-        (8, 4, 3 * 60 / 100 + 20 * 0.25 + 3 * 10 / (40 / 4) + 5 * 0.5),
+        (8, 4, 3 * 60 / 100 + 10 * 0.25 + 3 * 10 / (40 / 4) + 5 * 0.5),
     ],
 )
 def test_members_exchange_less_of_each_sum_with_every_further_partner(
@@ -117,6 +117,8 @@ def test_members_exchange_less_of_each_sum_with_every_further_partner(
     machine = replace(MACHINE, gpus_per_node=on_node)
 
     assert sum_seconds(Sums(70, 5), machine, 3, members) == pytest.approx(seconds)
+    # What does not grow with the samples is sent once.
+    assert sum_seconds(Sums(60, 5, 30), machine, 3, members) == pytest.approx(seconds)
 
 
 def test_a_pass_takes_its_sums_on_top_and_weight_gradients_take_none() -> None:

@@ -246,17 +246,25 @@ def test_a_member_computes_its_part_and_sums_what_is_between_layers(
     on_all = blocks * (4 + 2) * hidden + (2 + tokens) * hidden
     assert load.trained == (whole.trained - on_all) / members + on_all
     assert load.state.total == pytest.approx((whole.state.total / whole.trained) * load.trained)
-    # Two row splits a block and the embedding. The loss sums one number a token in fp32, and
-    # gathers one of each member.
-    sent = 2 * (members - 1) / members
-    summed = sent * ((2 * blocks + 1) * activation + logits) + (members - 1) * logits
-    assert load.forward_sums == Sums(round(summed), 2 * blocks + 3)
-    # Two column splits a block and the head. What is computed again ends before its last sum.
+    # What two row splits a block and the embedding sum is scattered, and gathered behind the norm.
+    # The loss sums one number a token in fp32, and gathers one of each member.
+    sent = (members - 1) / members
+    summed = 2 * sent * ((2 * blocks + 1) * activation + logits) + (members - 1) * logits
+    # A sum takes two exchanges with the nearest of several partners.
+    whole_sum = 1 if members == 2 else 2
+    assert load.forward_sums == Sums(round(summed), 2 * (2 * blocks + 1) + whole_sum + 1)
+    # Gradients take the way back; that of what the loss gets is summed. What is computed again ends
+    # before the last of its four exchanges.
     again = (every > 0) * blocks
-    assert load.backward_sums.nbytes == sent * (2 * blocks + 1 + again) * activation
-    assert load.backward_sums.count == 2 * blocks + 1 + again
+    assert load.backward_sums.nbytes == sent * (4 * blocks + 1 + 2 + 3 * again) * activation
+    # Gradients of positions are gathered, and those of all vectors of a layer are summed at once.
+    exchanges = 4 * blocks + 1 + 3 * again + 1 + whole_sum * (1 + blocks + 1)
+    vectors = 2 * (blocks * (4 + 2) + 2) * hidden
+    assert load.backward_sums.count == exchanges
+    assert load.backward_sums.fixed == sent * (2 * vectors + 2 * tokens * hidden)
     assert load.loss_bytes(2) == CUT_LOSS_BYTES * 2 * tokens * words / members
     assert load.held == whole.held if every else load.held < whole.held
+    # A stage at the end of the model returns the whole.
     assert load.outputs == whole.outputs
     # One member saves whole tensors, which all of them gather.
     assert load.saved == whole.saved > 0

@@ -23,7 +23,7 @@ from support.standin_transport import (
 )
 from torch import Tensor
 
-from axsparse.models.tensor_parallel import TensorGroup
+from axsparse.models.tensor_group import TensorGroup
 from axsparse.runtime.communication import Op, Transport, Work, shard_bounds, wait, wait_for
 from axsparse.runtime.errors import TrainingError
 from axsparse.runtime.gpu.collectives import (

@@ -13,7 +13,7 @@ from support.dense_optimizers import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer
-from axsparse.models.tensor_parallel import TensorGroup
+from axsparse.models.tensor_group import TensorGroup
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
