@@ -345,7 +345,13 @@ def cut_module(
     """
     found: dict[str, tuple[str, int]] = {}
     splits = as_splits(layer.name, layer.tensor)
-    _refuse(layer, module, cuts, splits)
+    for name in cuts:
+        path = name.rpartition(".")[0]
+        replaced = module.get_submodule(path) if path in splits else None
+        for what in _what_is_lost(replaced, module.get_parameter(name)):
+            raise ConfigError(
+                f"layer {layer.name}: {name} {what}, and is not cut; leave it out of tensor"
+            )
     # Experts and their router need all tokens.
     divides = all(split.kind != "summed" for split in splits.values())
     for path, split in splits.items():
@@ -386,26 +392,18 @@ def cut_module(
             )
         _replace(module, path, new)
         found |= {f"{path}.chunks.{n}.{kind}": (name, c) for n, c in own}
+    _refuse_halves(layer, splits)
     return found
 
 
-def _refuse(
-    layer: Layer, module: nn.Module, cuts: Mapping[str, Cut], splits: Mapping[str, Split]
-) -> None:
-    """ConfigError for splits that leave something out, and for what would be lost by them."""
+def _refuse_halves(layer: Layer, splits: Mapping[str, Split]) -> None:
+    """ConfigError for column splits without row splits, or the other way round."""
     kinds = {split.kind for split in splits.values() if not split.gathered}
     if len(kinds & {"column", "row"}) == 1:
         raise ConfigError(
             f"layer {layer.name}: tensor has column splits or row splits, and not both; what lies "
             'between "column" and "row" is cut, so name both, or gather (Split.gathered)'
         )
-    for name in cuts:
-        path = name.rpartition(".")[0]
-        replaced = module.get_submodule(path) if path in splits else None
-        for what in _what_is_lost(replaced, module.get_parameter(name)):
-            raise ConfigError(
-                f"layer {layer.name}: {name} {what}, and is not cut; leave it out of tensor"
-            )
 
 
 def _what_is_lost(replaced: nn.Module | None, parameter: nn.Parameter) -> Iterator[str]:

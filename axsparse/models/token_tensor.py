@@ -44,9 +44,20 @@ class TokenTensor(Tensor):
     """
 
     group: TensorGroup
-    chunks: tuple[Tensor, ...]
     known: tuple[Tensor | None, Tensor | None] = (None, None)
     """The whole, once it has been gathered without and with a graph."""
+
+    _chunks: tuple[Tensor, ...]
+
+    @property
+    def chunks(self) -> tuple[Tensor, ...]:
+        """What this member has; ConfigError for what an autograd.Function returns, since autograd
+        does not see the chunks in it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            is_made = self.grad_fn is not None
+        if is_made:
+            _refuse(self)
+        return self._chunks
 
     @property
     def cut(self) -> Cut:
@@ -86,7 +97,8 @@ class TokenTensor(Tensor):
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if itself is not None and (name in _WATCHING or (name[-1:] == "_" and name[-2:] != "__")):
+        writes = name in _WATCHING or (name[-1:] == "_" and name[-2:] != "__")
+        if func is torch.autograd.grad or (itself is not None and writes):
             raise ConfigError(
                 f"layout.g_tensor: {name} writes into activations of which each member has some "
                 "tokens, or watches them; use an operation that returns another tensor"
@@ -102,7 +114,7 @@ def by_tokens(group: TensorGroup, chunks: Sequence[Tensor]) -> Tensor:
     # Its one entry is never read. Its gradient shows what has not gone by way of the chunks.
     shell = first.new_empty(()).expand(sequences, tokens * group.chunks, features)
     together: TokenTensor = Tensor._make_subclass(TokenTensor, shell, first.requires_grad)
-    together.group, together.chunks = group, tuple(chunks)
+    together.group, together._chunks = group, tuple(chunks)
     if first.requires_grad:
         together.register_hook(_refuse)  # type: ignore[no-untyped-call]
     return together
@@ -111,7 +123,7 @@ def by_tokens(group: TensorGroup, chunks: Sequence[Tensor]) -> Tensor:
 def _refuse(_: Tensor) -> None:
     raise ConfigError(
         "layout.g_tensor: an autograd.Function gets activations of which each member has some "
-        "tokens, and returns no gradient for them; give it a copy of them (x.flatten().view_as(x))"
+        "tokens, which autograd does not see in it; give it all of them (x.view(x.shape))"
     )
 
 
@@ -163,11 +175,10 @@ def call_layer(
     finally:
         group.copies = {}
         group.end_split()
-    if is_last:
-        return whole_in(outputs)
-    if isinstance(outputs, (tuple, list)):
-        return type(outputs)([_leaving(each) for each in outputs])
-    return _leaving(outputs)
+    leaving = whole_in if is_last else _leaving
+    if isinstance(outputs, (tuple, list)):  # named ones too
+        return tuple(leaving(each) for each in outputs)
+    return leaving(outputs)
 
 
 def _arrived(group: TensorGroup, given: Tensor) -> Tensor:

@@ -445,6 +445,18 @@ class Remembers(nn.PReLU):
         return super().forward(x)
 
 
+class Keeping(nn.LayerNorm):
+    """A norm that keeps what it got."""
+
+    def __init__(self) -> None:
+        super().__init__(32)
+        self.register_buffer("kept", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x.detach()
+        return super().forward(x)
+
+
 class Opaque(nn.Module):
     """Computes by a function of its own."""
 
@@ -548,6 +560,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"own": {"inner": Largest}, **ALONE},
         "^layout.g_tensor: item gives other numbers for each chunk between a column and a row",
+    ),
+    (
+        {"own": {"change": lambda m: setattr(m, "norm", Keeping()), "init": None}},
+        "^layer block1: its forward keeps what each member has of some tokens only in buffer 'norm",
+    ),
+    (
+        {"own": {"change": lambda m: setattr(m, "norm", Opaque())}},
+        "^layout.g_tensor: an autograd.Function gets activations of which each member has some tok",
     ),
     (
         {"own": {"inner": Opaque}, **ALONE},
