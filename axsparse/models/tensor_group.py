@@ -151,7 +151,9 @@ class TensorGroup:
         for pair in self._pairs:
             own, given = part.tensor_split(2)[:: 1 - 2 * pair.rank]
             part = self._summed(pair, own, given)
-        return list(part.view(len(self.own), *cut.shape_of(self.own.start)).unbind())
+        chunks = part.view(len(self.own), *cut.shape_of(self.own.start))
+        # Several have memory of their own, so that each can be written to.
+        return [chunk.clone() if len(chunks) > 1 else chunk for chunk in chunks.unbind()]
 
     def _halving_order(self) -> list[int]:
         """All chunks in an order in which those of a member are left, once it has kept its half

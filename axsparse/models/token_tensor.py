@@ -56,7 +56,10 @@ class TokenTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             is_made = self.grad_fn is not None
         if is_made:
-            _refuse(self)
+            raise ConfigError(
+                "layout.g_tensor: an autograd.Function gets activations of which each member has "
+                "some tokens, which autograd does not see in it; give it x.view(x.shape)"
+            )
         return self._chunks
 
     @property
@@ -88,7 +91,7 @@ class TokenTensor(Tensor):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if func in _OF_SHAPE or (func is Tensor.register_hook and args[1] is _refuse):
+        if func in _OF_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         itself = args[0] if args and isinstance(args[0], TokenTensor) else None
@@ -98,6 +101,8 @@ class TokenTensor(Tensor):
             return _dropout(*args, **kwargs)
         name = getattr(func, "__name__", "")
         writes = name in _WATCHING or (name[-1:] == "_" and name[-2:] != "__")
+        if itself is not None and func in _IN_PLACE and _is_written(func, itself, args, kwargs):
+            return itself
         if func is torch.autograd.grad or (itself is not None and writes):
             raise ConfigError(
                 f"layout.g_tensor: {name} writes into activations of which each member has some "
@@ -111,20 +116,12 @@ def by_tokens(group: TensorGroup, chunks: Sequence[Tensor]) -> Tensor:
     """Activations (B, S, H) of which this member has these chunks, each (B, S / C, H)."""
     first = chunks[0]
     sequences, tokens, features = first.shape
-    # Its one entry is never read. Its gradient shows what has not gone by way of the chunks.
-    shell = first.new_empty(()).expand(sequences, tokens * group.chunks, features)
+    shape = sequences, tokens * group.chunks, features
+    # Nothing is on this device, so that torch raises where it does not go by way of the chunks.
+    shell = torch.empty(shape, dtype=first.dtype, device="meta")
     together: TokenTensor = Tensor._make_subclass(TokenTensor, shell, first.requires_grad)
     together.group, together._chunks = group, tuple(chunks)
-    if first.requires_grad:
-        together.register_hook(_refuse)  # type: ignore[no-untyped-call]
     return together
-
-
-def _refuse(_: Tensor) -> None:
-    raise ConfigError(
-        "layout.g_tensor: an autograd.Function gets activations of which each member has some "
-        "tokens, which autograd does not see in it; give it all of them (x.view(x.shape))"
-    )
 
 
 def joined(group: TensorGroup, parts: Sequence[Tensor]) -> Tensor:
@@ -231,6 +228,10 @@ _ENTRYWISE = _named(
     *("to", "float", "half", "bfloat16", "double", "type_as"),
 )
 """What is computed for each entry by itself."""
+_IN_PLACE = _named(
+    *("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__"),
+)
+"""The same, in place."""
 _NORMS = _named("layer_norm", "rms_norm")
 _MEANS = _named("mean", "sum")
 
@@ -265,6 +266,17 @@ def _by_token(
     return by_tokens(first.group, results)
 
 
+def _is_written(
+    func: Callable[..., Any], itself: TokenTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether an operation in place could be done on each chunk."""
+    itself.known = (None, None)
+    try:
+        return _by_token(func, args, kwargs) is not None
+    except RuntimeError:  # as on one of several chunks that share what the layer before returned
+        return False
+
+
 def _parts(first: TokenTensor, value: Any) -> Sequence[Any] | None:
     """What each chunk gets of an argument, which broadcasting aligns with `first`."""
     group, count = first.group, len(first.chunks)
@@ -286,11 +298,7 @@ def _parts(first: TokenTensor, value: Any) -> Sequence[Any] | None:
 
 def _dropout(given: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Dropout with the numbers that the whole would draw, since all members draw them."""
-    if inplace and p and training:
-        raise ConfigError(
-            "layout.g_tensor: a dropout in place changes activations of which each member has some "
-            "tokens; leave inplace out"
-        )
     if not (p and training):
         return given
-    return given * F.dropout(torch.ones(given.shape, dtype=given.dtype, device=given.device), p)
+    numbers = F.dropout(torch.ones(given.shape, dtype=given.dtype, device=given.device), p)
+    return given.mul_(numbers) if inplace else given * numbers

@@ -342,11 +342,10 @@ class Engine:
             where = [name for name in getattr(error, "__notes__", []) if name in self._stage.cut]
             if not where:
                 raise
-            told = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ConfigError(
-                f"{where[0]}: cut into chunks (Layer.tensor), it fails with {told}; take the "
-                "number of heads or features from the tensor, use modules that are cut by calling "
-                "them only, or gather both splits (Split.gathered)"
+                f"{where[0]}: cut into chunks (Layer.tensor), it fails with {_told(error)}; take "
+                "the number of heads or features from the tensor, use modules that are cut by "
+                "calling them only, or gather both splits (Split.gathered)"
             ) from error
 
     def _backward(self, number: int, loss_scale: float) -> None:
@@ -354,7 +353,16 @@ class Engine:
         if not self._place.is_last:
             gradients = self._inbox.pop((BACKWARD, number)).tensors
         with self._phases("compute"):
-            input_gradients = self._stage.backward(number, gradients, loss_scale)
+            try:
+                input_gradients = self._stage.backward(number, gradients, loss_scale)
+            except RuntimeError as error:
+                if not self._stage.cut or "meta" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"{', '.join(sorted(self._stage.cut))}: cut into chunks (Layer.tensor), their "
+                    f"backward fails with {_told(error)}; give an autograd.Function or a "
+                    "checkpoint in a layer all tokens, x.view(x.shape)"
+                ) from error
         if not self._place.is_first:
             self._send(BACKWARD, number, tuple(input_gradients))
 
@@ -378,3 +386,8 @@ class Engine:
         requires_grad = tuple(tensor is not None and tensor.requires_grad for tensor in tensors)
         with self._phases("p2p"):
             self._link.send(Message(direction, number, tensors, requires_grad))
+
+
+def _told(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

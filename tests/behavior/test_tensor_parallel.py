@@ -40,6 +40,7 @@ from support.runs import (
 )
 from support.sums import sample_all
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import Layer, Model, Split
 from axsparse.models.survey import survey, survey_of_member
@@ -457,6 +458,16 @@ class Keeping(nn.LayerNorm):
         return super().forward(x)
 
 
+class Again(nn.LayerNorm):
+    """A norm that is recomputed, also in a layer that is."""
+
+    def __init__(self) -> None:
+        super().__init__(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class Opaque(nn.Module):
     """Computes by a function of its own."""
 
@@ -568,6 +579,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"own": {"change": lambda m: setattr(m, "norm", Opaque())}},
         "^layout.g_tensor: an autograd.Function gets activations of which each member has some tok",
+    ),
+    (
+        {
+            "own": {"change": lambda m: setattr(m, "norm", Again())},
+            "pipeline": {"checkpoint_activations": 1},
+        },
+        "^layer block0, layer block1: cut into chunks .*, their backward fails with RuntimeError: ",
     ),
     (
         {"own": {"inner": Opaque}, **ALONE},

@@ -329,6 +329,61 @@ def block(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
     }
 
 
+def behind_sums(rng: Random) -> Callable[[Any, Tensor], Tensor]:
+    """A function of what a row split returns, of which each member may have some tokens. `self` has
+    the parameters `scale`, of a feature, and `one`, and the module `matrix`."""
+    choices: list[Callable[[Any, Tensor], Tensor]] = [
+        lambda self, x: x.flip(-2) + x,
+        lambda self, x: x.cumsum(-2) / 3,
+        lambda self, x: x - x.mean(-2, keepdim=True),
+        lambda self, x: x - x.mean(-1, keepdim=True),
+        lambda self, x: x.double().pow(2).mean(-1, keepdim=True).rsqrt().to(x.dtype) * x,
+        lambda self, x: x * self.scale,
+        lambda self, x: (1 + self.scale.float()).type_as(x) * x - self.one,
+        lambda self, x: F.rms_norm(x, x.shape[-1:], self.scale),
+        lambda self, x: F.layer_norm(x, x.shape[-2:]),
+        lambda self, x: self.matrix(x) * self.scale,
+        lambda self, x: F.dropout(x, 0.3, self.training) + x,
+        lambda self, x: torch.where(x > 0, x, x * self.one),
+        lambda self, x: x + self.scale[: x.shape[-2], None, None].sum(0),
+        lambda self, x: x / (1 + x.detach().abs()),
+        lambda self, x: x * torch.linspace(0, 1, x.shape[-2], dtype=x.dtype)[:, None],
+        lambda self, x: x.softmax(-2) + x.softmax(-1),
+        lambda self, x: torch.cat([x[..., 1:], x[..., :1]], -1) + x.square(),
+        lambda self, x: torch.stack(x.unbind(-2), -2).neg(),
+        lambda self, x: x.view(-1).tanh().view(x.shape),
+        lambda self, x: F.gelu(x + 0.0, approximate="tanh"),
+        lambda self, x: checkpoint(self.matrix, x, use_reentrant=False),
+        lambda self, x: Scaled.apply(x, 0.9),  # type: ignore[no-untyped-call]
+        lambda self, x: Scaled.apply(x.view(x.shape), 0.9),  # type: ignore[no-untyped-call]
+        lambda self, x: x.clone().mul_(0.7),
+    ]
+    return rng.choice(choices)
+
+
+def tokens(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
+    """What members may compute token by token, before and between two MLPs with residuals."""
+    (one, first), (two, second) = sequential(shape, rng), sequential(shape, rng)
+    functions = [behind_sums(rng) for _ in range(3)]
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        x = functions[0](self, x)
+        x = functions[1](self, x + self.one_mlp(x))
+        return functions[2](self, x + self.two_mlp(x) * 0.5)
+
+    return Apply(
+        run,
+        one_mlp=one,
+        two_mlp=two,
+        scale=nn.Parameter(torch.rand(shape[-1]) + 0.5),
+        one=nn.Parameter(torch.full((), 0.3)),
+        matrix=nn.Linear(shape[-1], shape[-1], bias=bias(rng)),
+    ), {
+        **{f"one_mlp.{path}": split for path, split in first.items()},
+        **{f"two_mlp.{path}": split for path, split in second.items()},
+    }
+
+
 def calls(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
     """An MLP that is called in odd ways."""
     module, splits = sequential(shape, rng)
@@ -527,6 +582,7 @@ CUT_PIECES: Mapping[str, Piece] = {
     "experts": _piece(experts),
     "words": _piece(table),
     "block": _piece(block, ranks=(2,)),
+    "tokens": _piece(tokens, ranks=(2,)),
     "cut calls": _piece(calls),
     "uneven": _piece(uneven, "members"),
     "neither": _piece(neither_cut_nor_shared, "members"),

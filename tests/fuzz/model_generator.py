@@ -51,7 +51,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(FRONTS, "embedding"),
     **dict.fromkeys(("head", "cut head"), "head"),
 }
-INPUTS = ("vector", "sequence", "image", "tokens", "two")
+INPUTS = ("vector", "sequence", "odd sequence", "image", "tokens", "two")
 METHODS = (
     "magnitude",
     "magnitude",
@@ -283,9 +283,11 @@ def shape_after(recipe: Recipe, shape: Shape) -> Shape | None:
 
 
 def input_shape(case: Case) -> Shape:
-    return {"vector": (8,), "sequence": (4, 6), "image": (3, 5, 5), "tokens": (5,), "two": (6,)}[
-        case.inputs
-    ]
+    shapes: dict[str, Shape] = {
+        **{"vector": (8,), "sequence": (4, 6), "odd sequence": (5, 6)},
+        **{"image": (3, 5, 5), "tokens": (8,), "two": (6,)},
+    }
+    return shapes[case.inputs]
 
 
 def shapes_of(case: Case) -> list[Shape] | None:
@@ -458,7 +460,7 @@ def _draw_layers(rng: Random, inputs: str, room: Room) -> tuple[Recipe, ...]:
     if inputs == "tokens":
         front = "cut front" if is_cut and rng.random() < 0.7 else "front"
         layers.append(Recipe(front, init=rng.random() < 0.5))
-        shape = (5, 6)
+        shape = (8, 6)
     names = [name for name, piece in PIECES.items() if not piece.refused or rng.random() < 0.03]
     names = [*names, "linear", "linear", "tied", "tied"]
     odd = [name for name, piece in CUT_PIECES.items() if piece.refused]

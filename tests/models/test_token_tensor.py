@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.runs import on_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from axsparse.models.layer import Split
 from axsparse.models.tensor_group import Cut, TensorGroup, spread
@@ -207,15 +208,15 @@ class DoubleOfTheWhole(Double):
 
 
 REFUSED: dict[str, Callable[[Tensor], object]] = {
-    "add_": lambda x: x.add_(1),
-    "mul_": lambda x: torch.Tensor.mul_(x, 2),
+    "tanh_": lambda x: x.tanh_(),
+    "add_": lambda x: x.add_(torch.ones(3, 2, 8, 6)),
+    "zero_": lambda x: x.zero_(),
     "__setitem__": lambda x: x.__setitem__(0, 1),
     "register_hook": lambda x: x.register_hook(lambda g: g),
     "retain_grad": lambda x: x.retain_grad(),
     "requires_grad_": lambda x: x.requires_grad_(),
     "__set__": lambda x: setattr(x, "grad", None),
     "grad": lambda x: torch.autograd.grad((x * 2).whole().sum(), x),  # type: ignore[attr-defined]
-    "dropout in place": lambda x: F.dropout(x, 0.5, True, True),
 }
 
 
@@ -226,6 +227,35 @@ def test_what_writes_or_watches_is_refused_by_name(name: str) -> None:
             REFUSED[name](tokens_of(group, whole().requires_grad_()))
 
     alone(body)
+
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "add_": lambda x: x.add_(1).sub_(WEIGHT.detach()),
+    "operators": lambda x: x.__imul__(2).__iadd__(ROWS.detach()).__itruediv__(3).__isub__(1),
+    "whole": lambda x: x.mul_(torch.arange(96.0).view(SHAPE)),
+    "dropout": lambda x: F.dropout(x, 0.5, inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_entries_are_written_in_place(name: str) -> None:
+    def body(group: TensorGroup) -> Tensor:
+        leaf = whole().requires_grad_()
+        given = tokens_of(group, leaf) * 1
+        before, alias = given.whole(), given.contiguous()
+        torch.manual_seed(5)
+        assert IN_PLACE[name](given) is given
+        assert torch.equal(whole_in(given), whole_in(alias))
+        assert not torch.equal(before, whole_in(given))
+        whole_in(given).square().sum().backward()
+        return torch.stack([whole_in(given), leaf.grad])  # type: ignore[list-item]
+
+    leaf = whole().requires_grad_()
+    torch.manual_seed(5)
+    expected = IN_PLACE[name](leaf * 1)
+    expected.square().sum().backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(alone(body), torch.stack([expected, leaf.grad]))
 
 
 def test_a_whole_tensor_may_be_written_with_tokens() -> None:
@@ -239,17 +269,43 @@ def test_a_whole_tensor_may_be_written_with_tokens() -> None:
 
 
 @pytest.mark.parametrize("use", [whole_in, lambda x: x + 1, lambda x: x.view(-1)])
-@pytest.mark.parametrize("kind", [Double, DoubleOfTheWhole])
+@pytest.mark.parametrize(
+    ("kind", "error", "told"),
+    [
+        (Double, ConfigError, r"an autograd\.Function gets activations of which each member has"),
+        (DoubleOfTheWhole, RuntimeError, "expected device meta but got cpu"),
+    ],
+)
 def test_a_function_that_autograd_does_not_see_through_is_refused(
-    kind: Any, use: Callable[[Tensor], Tensor]
+    kind: Any, error: type[Exception], told: str, use: Callable[[Tensor], Tensor]
 ) -> None:
     def body(group: TensorGroup) -> None:
         x = tokens_of(group, whole().requires_grad_())
         apply: Callable[..., Tensor] = kind.apply
-        refused = pytest.raises(ConfigError, match=r"an autograd\.Function")
         apply(x.view(x.shape)).sum().backward()
-        with torch.autograd.set_multithreading_enabled(False), refused:
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            pytest.raises(error, match=told),
+        ):
             use(apply(x)).sum().backward()
+
+    alone(body)
+
+
+def test_what_torch_saves_of_it_for_a_nested_recomputation_is_on_no_device() -> None:
+    """torch makes a plain tensor of it, which must not be read."""
+    linear = nn.Linear(6, 6)
+
+    def body(group: TensorGroup) -> None:
+        def outer(x: Tensor) -> Tensor:
+            return recomputed(linear, tokens_of(group, x), use_reentrant=False).sum()  # type: ignore[no-any-return]
+
+        with torch.autograd.set_multithreading_enabled(False):
+            leaf = whole().requires_grad_()
+            outer(leaf).backward()
+            total = recomputed(outer, leaf, use_reentrant=False)
+            with pytest.raises(RuntimeError, match="meta"):
+                total.backward()
 
     alone(body)
 
@@ -342,3 +398,17 @@ def test_a_row_split_takes_no_tokens() -> None:
             row(tokens_of(group, whole().requires_grad_()))
 
     alone(body)
+
+
+def test_one_of_several_chunks_of_an_input_is_not_written_to() -> None:
+    def body(group: TensorGroup) -> None:
+        flow = torch.ones(1, 1, len(group.own), 2, 2, 6).requires_grad_() * 1
+        if len(group.own) > 1:
+            with pytest.raises(ConfigError, match="mul_ writes into activations"):
+                call_layer(group, lambda x: x.mul_(2), [], (flow,), is_last=False)
+        else:
+            call_layer(group, lambda x: x.mul_(2), [], (flow,), is_last=False)
+            assert torch.equal(flow, torch.full(flow.shape, 2.0))
+
+    for members in (1, 4):
+        on_members(members, body)
