@@ -131,6 +131,7 @@ def _is_usable(module: nn.Module, products: Products, inputs: Tensor) -> bool:
         and weight.requires_grad
         and (kind is Tensor or kind is nn.Parameter)
         and inputs.layout is torch.strided
+        and not inputs.is_meta
         and not torch.is_autocast_enabled(inputs.device.type)
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0

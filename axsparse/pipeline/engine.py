@@ -359,9 +359,9 @@ class Engine:
                 if not self._stage.cut or "meta" not in str(error):
                     raise
                 raise ConfigError(
-                    f"{', '.join(sorted(self._stage.cut))}: cut into chunks (Layer.tensor), their "
-                    f"backward fails with {_told(error)}; give an autograd.Function or a "
-                    "checkpoint in a layer all tokens, x.view(x.shape)"
+                    f"layout.g_tensor: the backward of {', '.join(sorted(self._stage.cut))} fails "
+                    f"with {_told(error)}; give an autograd.Function or a checkpoint in a layer "
+                    "x.view(x.shape), which has all tokens"
                 ) from error
         if not self._place.is_first:
             self._send(BACKWARD, number, tuple(input_gradients))
