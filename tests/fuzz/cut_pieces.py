@@ -343,7 +343,7 @@ def behind_sums(rng: Random) -> Callable[[Any, Tensor], Tensor]:
         lambda self, x: F.rms_norm(x, x.shape[-1:], self.scale),
         lambda self, x: F.layer_norm(x, x.shape[-2:]),
         lambda self, x: self.matrix(x) * self.scale,
-        lambda self, x: F.dropout(x, 0.3, self.training) + x,
+        _dropped,
         lambda self, x: torch.where(x > 0, x, x * self.one),
         lambda self, x: x + self.scale[: x.shape[-2], None, None].sum(0),
         lambda self, x: x / (1 + x.detach().abs()),
@@ -361,6 +361,10 @@ def behind_sums(rng: Random) -> Callable[[Any, Tensor], Tensor]:
     return rng.choice(choices)
 
 
+def _dropped(self: Any, x: Tensor) -> Tensor:
+    return self.dropout(x) + x  # type: ignore[no-any-return]
+
+
 def tokens(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
     """What members may compute token by token, before and between two MLPs with residuals."""
     (one, first), (two, second) = sequential(shape, rng), sequential(shape, rng)
@@ -371,14 +375,17 @@ def tokens(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
         x = functions[1](self, x + self.one_mlp(x))
         return functions[2](self, x + self.two_mlp(x) * 0.5)
 
-    return Apply(
+    module = Apply(
         run,
         one_mlp=one,
         two_mlp=two,
         scale=nn.Parameter(torch.rand(shape[-1]) + 0.5),
         one=nn.Parameter(torch.full((), 0.3)),
         matrix=nn.Linear(shape[-1], shape[-1], bias=bias(rng)),
-    ), {
+    )
+    if _dropped in functions:
+        module.dropout = nn.Dropout(0.3)
+    return module, {
         **{f"one_mlp.{path}": split for path, split in first.items()},
         **{f"two_mlp.{path}": split for path, split in second.items()},
     }
