@@ -7,8 +7,8 @@
     python three_axes.py               all of it, into results/three_axes.json
 
 Published runs sum within a layer by rings, axsparse in pairs: the table has both. They are those of
-the scoreboard with tensor parallelism, without interleaved pieces and without sequence parallelism,
-which axsparse does not have.
+the scoreboard with tensor parallelism, without interleaved pieces and without the recomputation of
+attention alone, which axsparse does not have. None of them divides norms and residuals by tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from published.run_check import check_runs, rates
 from published.run_file import RunRow, bundled_tables, load_runs
 from published.transformer import SCORE_BYTES
 
 from axsparse.config.load import LoadedConfig, configure, load_config, made_in_python
+from axsparse.models.tensor_group import join
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout import Layout, Row, simulate_layout
@@ -189,7 +191,7 @@ def why_not(row: RunRow) -> str:
     """What of a run plans do not have; empty if they have all of it."""
     if row.layout.chunks > 1 and row.layout.pipeline > 1:
         return "interleaved pieces"
-    return "sequence parallelism" if row.training.recompute == "selective" else ""
+    return "recomputation of attention alone" if row.training.recompute == "selective" else ""
 
 
 def seconds_by_plan(row: RunRow, cluster: Cluster, *, by_ring: bool) -> float:
@@ -210,7 +212,9 @@ def seconds_by_plan(row: RunRow, cluster: Cluster, *, by_ring: bool) -> float:
     workload = subject(load_config(None, settings), cluster).workload("dense")
     grid = Grid(layout.pipeline, layout.data, layout.tensor)
     asked = Layout(grid, Schedule("1f1b", 0, "alternate"), row.batch.micro, row.microbatches)
-    loads = split_layers(workload.of_member(layout.tensor), asked, 0.0, math.inf)
+    # Those programs had norms and residuals whole on all members.
+    with patch("axsparse.models.tensor_parallel.joined", join):
+        loads = split_layers(workload.of_member(layout.tensor), asked, 0.0, math.inf)
     assert not isinstance(loads, Rejection), "memory has no limit"
     if not cluster.fused_attention:
         loads = [with_scores(load, row, workload) for load in loads]
@@ -243,9 +247,11 @@ def ring_sums(sums: Sums, row: RunRow, cluster: Cluster) -> float:
     """The seconds of the same sums by rings over the members, which send as many bytes."""
     number = row.layout.tensor
     members = group(number, 1, cluster.gpus_per_node)
-    summed = row.batch.micro * sums.nbytes * number / (2 * (number - 1))
+    summed = sums.sent(row.batch.micro) * number / (2 * (number - 1))
     hops = ring_seconds(0.0, members, cluster)
-    return ring_seconds(summed, members, cluster) + (sums.count - 1) * hops
+    # In pairs a sum takes two exchanges with the nearest partner, but one with the only one.
+    rings = sums.count / min(number // 2, 2)
+    return ring_seconds(summed, members, cluster) + (rings - 1) * hops
 
 
 def with_sums(stage: StageSeconds, forward: float, backward: float) -> StageSeconds:

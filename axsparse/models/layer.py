@@ -170,7 +170,7 @@ class Model:
     """
     cut_loss: Callable[[Any], LossFunction] | None = None
     """Makes the loss of outputs of which the last layer has cut some, given the members that have
-    the chunks (`models/tensor_parallel.py`, `TensorGroup`); None if it cuts none. Plans count what
+    the chunks (`models/tensor_group.py`, `TensorGroup`); None if it cuts none. Plans count what
     it sums for targets of the shape of the inputs, as those of a language model are."""
     start: StartValues | None = None
     """Start values of parameters and buffers; they take precedence over `Layer.init`."""

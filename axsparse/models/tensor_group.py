@@ -94,9 +94,9 @@ class TensorGroup:
         self.drawn: tuple[Tensor, ...] = ()
         """The state of torch's generators after the last column split, until the row split that
         follows compares it."""
-        self._split: tuple[Tensor, bool, tuple[Tensor, ...]] | None = None
-        """The input of the last column split, whether autograd recorded it, and what the chunks
-        got, until the row split that follows."""
+        self._split: tuple[Tensor, bool, list[int], tuple[Tensor, ...]] | None = None
+        """The input of the layer's last column split, whether autograd recorded it, its versions,
+        and what the chunks got."""
         self._backoff = transport.backoff
         self._keeping = kept_rng if transport.name.endswith("local") else nullcontext
         ranks = [grid.rank(place.stage, place.replica, member) for member in range(self.size)]
@@ -187,18 +187,21 @@ class TensorGroup:
         self._gather(pair, both, (0, border, size))
         return both
 
-    def split_input(self, x: Tensor, split: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def split_input(
+        self, x: Tensor, versions: list[int], split: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
         """What each chunk of this member gets of the input of a column split, which `split` makes.
-        Column splits of one input, such as those of query, key and value, get the same tensors
-        until a row split follows, so that the gradients of x are summed over the chunks once."""
+        Column splits of one input, such as those of query, key and value, get the same tensors, so
+        that the gradients of x are summed over the chunks once. `versions` are those of x, which a
+        later write changes."""
         has_graph, known = torch.is_grad_enabled(), self._split
-        if known is None or known[0] is not x or known[1] != has_graph:
-            known = self._split = x, has_graph, split()
-        return known[2]
+        if known is None or known[0] is not x or known[1:3] != (has_graph, versions):
+            known = self._split = x, has_graph, versions, split()
+        return known[3]
 
-    def end_split(self) -> None:
-        """Begin anew: a row split has followed."""
-        self.drawn, self._split = (), None
+    def end_layer(self) -> None:
+        """Forget what has been kept while a layer ran."""
+        self.copies, self.drawn, self._split = {}, (), None
 
     def gathered(self, cut: Cut, parts: Sequence[Tensor]) -> Tensor:
         """The whole of a tensor, from this member's chunks in order, which may be flat; all members

@@ -17,7 +17,7 @@ linear module; t a token, v a word.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
@@ -152,8 +152,12 @@ class Column(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.group
-        split = x.for_chunks if isinstance(x, TokenTensor) else partial(spread, group, x)
-        each = zip(self.chunks, group.split_input(x, split), strict=True)
+        split: Callable[[], tuple[Tensor, ...]] = partial(spread, group, x)
+        held: tuple[Tensor, ...] = (x,)
+        if isinstance(x, TokenTensor):
+            split, held = x.for_chunks, x.chunks
+        versions = [part._version for part in held]
+        each = zip(self.chunks, group.split_input(x, versions, split), strict=True)
         parts: list[Tensor] = [chunk(part) for chunk, part in each]
         if self.gathers:
             cut = _features(parts[0], self.features, group.chunks, self.groups)
@@ -189,7 +193,7 @@ class Row(nn.Module):
                 "layout.g_tensor: random numbers are drawn between a column and a row split, and "
                 "would differ with the degree; move the dropout behind the row split"
             )
-        group.end_split()
+        group.drawn = ()
         if torch.is_grad_enabled() and not all(part.requires_grad for part in parts):
             raise ConfigError(
                 "layout.g_tensor: what lies between a column and a row split passes no gradient "

@@ -161,7 +161,6 @@ def call_layer(
     `parameters` are those of the layer that are not cut. What some members have of activations
     travels as one tensor of theirs; the last layer returns the whole.
     """
-    group.end_split()
     vectors = [p for p in parameters if p.dim() == 1 and p.requires_grad]
     if vectors and torch.is_grad_enabled():
         # One sum over the members for the gradients of all that the layer uses token by token.
@@ -170,8 +169,7 @@ def call_layer(
     try:
         outputs = module(*(_arrived(group, each) for each in inputs))
     finally:
-        group.copies = {}
-        group.end_split()
+        group.end_layer()
     leaving = whole_in if is_last else _leaving
     if isinstance(outputs, (tuple, list)):  # named ones too
         return tuple(leaving(each) for each in outputs)

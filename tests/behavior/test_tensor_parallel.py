@@ -379,17 +379,19 @@ def test_a_look_without_gradients_shares_nothing() -> None:
     group = TensorGroup(Grid(1, 1).place(0), LocalTransport(LocalWorld(1), 0), 2)
     x = torch.ones(3, requires_grad=True)
 
-    def given() -> tuple[Tensor, ...]:
-        return group.split_input(x, lambda: spread(group, x))
+    def given(*versions: int) -> tuple[Tensor, ...]:
+        return group.split_input(x, [*versions], lambda: spread(group, x))
 
     with torch.no_grad():
-        given()
-    first, second = given(), given()
-    group.end_split()
+        given(0)
+    first, second, written = given(0), given(0), given(1)
+    group.end_layer()
 
     assert all(part.grad_fn is not None for part in first)
     assert all(a is b for a, b in zip(first, second, strict=True))
-    assert not any(a is b for a, b in zip(first, given(), strict=True))
+    for other in (written, given(1)):
+        assert not any(a is b for a, b in zip(first, other, strict=True))
+    assert not any(a is b for a, b in zip(written, given(1), strict=True))
 
 
 @pytest.mark.exhaustive

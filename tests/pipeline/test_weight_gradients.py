@@ -713,3 +713,58 @@ def test_split_backwards_compute_weight_gradients_until_a_sum_is_there(
 
     # The first backward shows which weights have one gradient.
     assert left == [0, *[3 - while_waiting] * (MICROBATCHES - 1)]
+
+
+def test_a_weight_waits_for_all_of_its_gradients_while_members_sum() -> None:
+    """A module is called once in the first microbatch, which shows it so, and twice later."""
+    group = Group()
+    left: list[int] = []
+
+    class Often(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(SIZE, SIZE), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            apply: Callable[..., Tensor] = Summing.apply
+            y = self.linear(x)
+            if self.calls:
+                y = self.linear(apply(y, wait))
+            self.calls += 1
+            return y  # type: ignore[no-any-return]
+
+    def wait() -> None:
+        group.beside(Polled(9))
+        deferred = played.products.deferred
+        assert deferred is not None and deferred._current is not None
+        left.append(len(deferred._current.each))
+
+    played = Played(Often(), is_split=True, members=group)
+    for microbatch in range(MICROBATCHES):
+        played.backward(microbatch, played.forward(microbatch))
+        played.stage.weight_gradients(microbatch)
+
+    assert left == [1] * (MICROBATCHES - 1)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.linear(x))  # type: ignore[no-any-return]
+
+
+def test_without_split_backwards_only_chunks_wait_and_nothing_is_called_unsplit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len(Played(Twice(), members=Group()).products) == 0
+
+    monkeypatch.setattr(
+        "axsparse.pipeline.weight_gradients.chunk_modules", lambda module: {*module.modules()}
+    )
+    played = Played(Twice(), members=Group()).play()
+    assert len(played.products) == 1
+    assert not played.products.unsplit
+    assert Played(Twice(), is_split=True).play().products.unsplit == ["layer.linear.weight"]
