@@ -32,8 +32,11 @@ HEALS = ("blocks", "adapters")
 TRAINED_AT = 60
 """The sparsity, in percent, at which pruned models are trained on."""
 CALIBRATION_SAMPLES = 16
-HEALING = ("data.sequence_length=256", "pruning.calibration_samples=64")
-"""Shorter samples make more steps of the same tokens."""
+HEALING = (
+    *("data.sequence_length=256", "pruning.calibration_samples=128"),
+    *("pruning.heal_passes=2", "pruning.heal_rate=0.02"),
+)
+"""Shorter samples make more steps of the same tokens, and more tokens bear a higher rate."""
 STEPS, BATCH = 100, 2
 """Steps of training on, and sequences of a step."""
 COMMON = (
