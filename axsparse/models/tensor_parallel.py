@@ -153,10 +153,10 @@ class Column(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         group = self.group
         split: Callable[[], tuple[Tensor, ...]] = partial(spread, group, x)
-        held: tuple[Tensor, ...] = (x,)
         if isinstance(x, TokenTensor):
-            split, held = x.for_chunks, x.chunks
-        versions = [part._version for part in held]
+            split, versions = x.for_chunks, x.versions
+        else:
+            versions = [x._version]
         each = zip(self.chunks, group.split_input(x, versions, split), strict=True)
         parts: list[Tensor] = [chunk(part) for chunk, part in each]
         if self.gathers:

@@ -44,10 +44,10 @@ class TokenTensor(Tensor):
     """
 
     group: TensorGroup
-    known: tuple[Tensor | None, Tensor | None] = (None, None)
-    """The whole, once it has been gathered without and with a graph."""
-
     _chunks: tuple[Tensor, ...]
+    _known: dict[bool, tuple[list[int], Tensor]]
+    """The whole, once it has been gathered without a graph or with one, and the versions that the
+    chunks had then."""
 
     @property
     def chunks(self) -> tuple[Tensor, ...]:
@@ -70,12 +70,16 @@ class TokenTensor(Tensor):
 
     def whole(self) -> Tensor:
         """The whole, on all members, which call this together; what follows is alike on them."""
-        has_graph = torch.is_grad_enabled()
-        whole = self.known[has_graph]
-        if whole is None:
-            whole = gather(self.group, self.cut, self.chunks)
-            self.known = (self.known[0], whole) if has_graph else (whole, self.known[1])
-        return whole
+        has_graph, versions = torch.is_grad_enabled(), self.versions
+        known = self._known.get(has_graph)
+        if known is None or known[0] != versions:
+            known = self._known[has_graph] = versions, gather(self.group, self.cut, self.chunks)
+        return known[1]
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions of the chunks, which writes change."""
+        return [chunk._version for chunk in self.chunks]
 
     def for_chunks(self) -> tuple[Tensor, ...]:
         """The whole for each chunk of features, whose gradients are added."""
@@ -101,7 +105,7 @@ class TokenTensor(Tensor):
             return _dropout(*args, **kwargs)
         name = getattr(func, "__name__", "")
         writes = name in _WATCHING or (name[-1:] == "_" and name[-2:] != "__")
-        if itself is not None and func in _IN_PLACE and _is_written(func, itself, args, kwargs):
+        if itself is not None and func in _IN_PLACE and _is_written(func, args, kwargs):
             return itself
         if func is torch.autograd.grad or (itself is not None and writes):
             raise ConfigError(
@@ -120,7 +124,7 @@ def by_tokens(group: TensorGroup, chunks: Sequence[Tensor]) -> Tensor:
     # Nothing is on this device, so that torch raises where it does not go by way of the chunks.
     shell = torch.empty(shape, dtype=first.dtype, device="meta")
     together: TokenTensor = Tensor._make_subclass(TokenTensor, shell, first.requires_grad)
-    together.group, together._chunks = group, tuple(chunks)
+    together.group, together._chunks, together._known = group, tuple(chunks), {}
     return together
 
 
@@ -264,11 +268,8 @@ def _by_token(
     return by_tokens(first.group, results)
 
 
-def _is_written(
-    func: Callable[..., Any], itself: TokenTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def _is_written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation in place could be done on each chunk."""
-    itself.known = (None, None)
     try:
         return _by_token(func, args, kwargs) is not None
     except RuntimeError:  # as on one of several chunks that share what the layer before returned
