@@ -28,6 +28,7 @@ from axsparse.models.tensor_group import (
     spread_tokens,
     take,
 )
+from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 
 TRAVELLING = 6
@@ -183,8 +184,10 @@ def call_layer(
 def _arrived(group: TensorGroup, given: Tensor) -> Tensor:
     if given.dim() != TRAVELLING:
         return given
-    chunks = given.view(given.shape[2:]).unbind() if len(group.own) > 1 else [given[0, 0, 0]]
-    return by_tokens(group, chunks)
+    if len(group.own) == 1:
+        return by_tokens(group, [given[0, 0, 0]])
+    # Kernels may add in another order where memory is aligned otherwise.
+    return by_tokens(group, [canonical(chunk) for chunk in given[0, 0].unbind()])
 
 
 def _leaving(output: Any) -> Any:
@@ -234,6 +237,8 @@ _IN_PLACE = _named(
     *("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__"),
 )
 """The same, in place."""
+_PLAIN = (getattr(Tensor.__torch_function__, "__func__", None), nn.Parameter.__torch_function__)
+"""What torch calls for operations of tensors that have no rules of their own."""
 _NORMS = _named("layer_norm", "rms_norm")
 _MEANS = _named("mean", "sum")
 
@@ -283,7 +288,8 @@ def _parts(first: TokenTensor, value: Any) -> Sequence[Any] | None:
         return value.chunks
     if not isinstance(value, Tensor):
         return (value,) * count
-    if type(value) not in (Tensor, nn.Parameter):
+    own = type(value).__torch_function__
+    if getattr(own, "__func__", own) not in _PLAIN:  # such as chunks of features
         return None
     if value.dim() < 2 or (value.dim() <= 3 and value.shape[-2] == 1):  # alike for all tokens
         if not (torch.is_grad_enabled() and value.requires_grad):

@@ -12,10 +12,12 @@ from support.runs import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from axsparse.models.chunked_tensor import ChunkedTensor, chunked
 from axsparse.models.layer import Split
 from axsparse.models.tensor_group import Cut, TensorGroup, spread
 from axsparse.models.tensor_parallel import Row
 from axsparse.models.token_tensor import TokenTensor, by_tokens, call_layer, joined, whole_in
+from axsparse.runtime.canonical_form import ALIGNMENT
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -413,3 +415,37 @@ def test_one_of_several_chunks_of_an_input_is_not_written_to() -> None:
 
     for members in (1, 4):
         on_members(members, body)
+
+
+class Wrapped(Tensor):
+    """A tensor of another class, whose operations are torch's own."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_other_classes_of_tensors_have_tokens_unless_they_have_rules_of_their_own() -> None:
+    def body(group: TensorGroup) -> None:
+        x, ones = tokens_of(group, whole()), torch.full(SHAPE, 2.0)
+        assert isinstance(x * ones.as_subclass(Wrapped), TokenTensor)
+
+        features = chunked([ones, 2 * ones])
+        for product in (x * features, features * x):
+            assert isinstance(product, ChunkedTensor)
+            for chunk, factor in zip(product.chunks, (2, 4), strict=True):
+                assert torch.equal(chunk, factor * whole())
+
+    alone(body)
+
+
+def test_chunks_that_arrive_are_aligned_as_one_alone_is() -> None:
+    def body(group: TensorGroup) -> None:
+        flow = torch.arange(4.0 * 2 * 1 * 5).view(1, 1, 4, 2, 1, 5)
+
+        def look(x: Any) -> Tensor:
+            assert all(chunk.data_ptr() % ALIGNMENT == 0 for chunk in x.chunks)
+            assert torch.equal(torch.stack(x.chunks), flow[0, 0])
+            return torch.zeros(1)
+
+        call_layer(group, look, [], (flow,), is_last=False)
+
+    alone(body)
