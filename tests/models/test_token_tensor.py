@@ -420,7 +420,7 @@ def test_one_of_several_chunks_of_an_input_is_not_written_to() -> None:
 class Wrapped(Tensor):
     """A tensor of another class, whose operations are torch's own."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def test_other_classes_of_tensors_have_tokens_unless_they_have_rules_of_their_own() -> None:
