@@ -449,3 +449,15 @@ def test_chunks_that_arrive_are_aligned_as_one_alone_is() -> None:
         call_layer(group, look, [], (flow,), is_last=False)
 
     alone(body)
+
+
+def test_what_a_sum_gives_can_be_written_to() -> None:
+    def body(group: TensorGroup) -> Tensor:
+        leaf = whole().requires_grad_()
+        total = joined(group, [part / CHUNKS for part in spread(group, leaf)])
+        total.mul_(3)
+        whole_in(total).sum().backward()
+        assert leaf.grad is not None and torch.equal(leaf.grad, torch.full(SHAPE, 3.0))
+        return whole_in(total)  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(alone(body), 3 * whole())
