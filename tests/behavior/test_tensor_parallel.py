@@ -375,6 +375,25 @@ def test_column_splits_of_one_input_share_the_sum_of_its_gradients() -> None:
     assert (block.forward.fixed, block.backward.fixed) == (0, 2 * 32 * 4 * 2 * 3 // 4)
 
 
+@pytest.mark.parametrize(("name", "share"), [("llama", 2), ("mixtral", 1)])
+def test_what_a_block_gives_is_divided_by_tokens_unless_it_has_experts(
+    name: str, share: int
+) -> None:
+    model = small_llama(**HF, **FAMILIES[name], model_type=name)
+    whole = survey(model, torch.float32)
+    member = survey_of_member(model, whole, Grid(1, 1, 2).place(1), 2, torch.float32)
+
+    blocks = [
+        (mine.activations, uncut.activations)
+        for mine, uncut in zip(member.layers, whole.layers, strict=True)
+        if uncut.kind == "block"
+    ]
+    assert blocks
+    for mine, uncut in blocks:
+        assert mine is not None and uncut is not None
+        assert mine.outputs == uncut.outputs // share
+
+
 def test_a_look_without_gradients_shares_nothing() -> None:
     group = TensorGroup(Grid(1, 1).place(0), LocalTransport(LocalWorld(1), 0), 2)
     x = torch.ones(3, requires_grad=True)
