@@ -328,7 +328,7 @@ def of_members(layout: tuple[int, int, int], way: Way, seed: int, **sections: An
 
 MEMBERS = [
     of_members((2, 1, 2), "nccl", 1, usual=True),
-    of_members((1, 1, 4), "pinned", 2, usual=True),
+    of_members((1, 1, 4), "pinned", 2),
     of_members((2, 1, 4), "nccl", 3),
     of_members((1, 2, 2), "nccl", 4, samo={"shard_optimizer": True}),
     of_members((2, 2, 2), "nccl", 5),

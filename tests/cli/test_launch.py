@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from support import standin_trainer
 from support.commands import Axsparse, assert_one_line
+from support.exhaustive import by_default
 from support.mpirun import ENVIRONMENT, KILLED, LONGEST_SECONDS, mpirun_path
 from support.pretend_hosts import PretendHosts
 
@@ -176,7 +177,7 @@ def test_ranks_save_if_their_supervisor_is_killed(python: Path, tmp_path: Path, 
 # -- several hosts ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["die", "hang"])
+@pytest.mark.parametrize("how", by_default(["die"], ["die", "hang"]))
 def test_a_host_that_is_gone_is_left_out_and_taken_in_again(
     python: Path, tmp_path: Path, ready: int, hosts: PretendHosts, how: str
 ) -> None:

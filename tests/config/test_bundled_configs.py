@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.exhaustive import by_default
 
 from axsparse.config.load import bundled_configs, load_config
 from axsparse.config.model_config import GptConfig, Vgg19Config, of_family
@@ -121,7 +122,7 @@ def test_image_models_are_the_published_ones_and_trained_with_the_published_sett
         check_batch(loaded, resolve_grid(loaded, ranks, len(built.layers)))
 
 
-@pytest.mark.parametrize(("name", "parameters"), LLAMAS.items())
+@pytest.mark.parametrize(("name", "parameters"), by_default([*LLAMAS.items()][1:], LLAMAS.items()))
 def test_llamas_are_the_published_ones_and_trained_on_with_their_masks(
     transformers: Any, name: str, parameters: int
 ) -> None:

@@ -240,6 +240,7 @@ def test_the_python_api_tries_members_as_asked_for() -> None:
             axsparse.plan_for(model, "laptop", 4, config, members=odd)  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_state_of_llama_3_8b_is_the_sum_over_its_tensors() -> None:
     """16 bytes a dense parameter; a pruned one 2 and a mask's bit, and 14 a kept entry: half
     gradient, fp32 master and two moments. Embedding, head and norms stay dense."""

@@ -396,7 +396,10 @@ def test_more_samples_take_more_and_another_method_nothing() -> None:
 @pytest.mark.parametrize(
     ("method", "score", "least"),
     [
-        ("custom", lambda name, weight, gradient: (weight * gradient).abs(), 0.8),
+        pytest.param(
+            *("custom", lambda name, weight, gradient: (weight * gradient).abs(), 0.8),
+            marks=pytest.mark.exhaustive,
+        ),
         ("snip", None, 0.6),
     ],
 )
