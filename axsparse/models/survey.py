@@ -38,7 +38,7 @@ from axsparse.models.losses import CHUNK_LOGITS
 from axsparse.models.module_buffers import slots
 from axsparse.models.tensor_group import TensorGroup
 from axsparse.models.tensor_parallel import cut_module, cuts_of
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, described
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.grid import Place
 from axsparse.runtime.seeds import preserved_rng
@@ -249,7 +249,7 @@ def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         inputs = make(SAMPLES)
     except Exception as reason:
         raise ConfigError(
-            f"Model.example: {_told(reason)}; it is called with a number of samples"
+            f"Model.example: {described(reason)}; it is called with a number of samples"
         ) from reason
     if not isinstance(inputs, tuple) or not all(isinstance(tensor, Tensor) for tensor in inputs):
         raise ConfigError(
@@ -257,11 +257,6 @@ def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
             "first layer gets"
         )
     return inputs
-
-
-def _told(reason: Exception) -> str:
-    """An exception in one line."""
-    return f"{type(reason).__name__}: {' '.join(str(reason).split())}"
 
 
 def match(patterns: Sequence[str], names: Sequence[str], where: str, none: str) -> list[str]:
@@ -483,7 +478,7 @@ def _module_of(layer: Layer) -> nn.Module:
             again = () if all(p.is_meta for p in own) else _built(layer).parameters()
         except Exception as reason:
             raise ConfigError(
-                f"layer {layer.name}: its build raised {_told(reason)}; mend the function that "
+                f"layer {layer.name}: its build raised {described(reason)}; mend the function that "
                 "makes the module"
             ) from reason
     if not isinstance(module, nn.Module):

@@ -299,7 +299,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        ctx.of_parameters = all(isinstance(x, nn.Parameter) for x in given)
+        # Vectors are parameters, or made of them, such as the weight of a norm plus one.
+        ctx.is_fixed = all(isinstance(x, nn.Parameter) or x.dim() < 2 for x in given)
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in given for _ in group.own)
 
@@ -321,7 +322,7 @@ class _Spread(torch.autograd.Function):
                 part.view(parts[0].shape).to(parts[0].dtype)
                 for part, parts in zip(flat, used, strict=True)
             ]
-        if ctx.of_parameters:
+        if ctx.is_fixed:
             group.fixed_bytes += group.bytes_sent - sent
         return None, *[sums.pop(0) if parts else None for parts in found]
 

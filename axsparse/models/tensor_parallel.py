@@ -6,9 +6,10 @@ cuts inputs, so that
 
     y = Σ_c row_c(between(column_c(x))) + bias
 
-where x and y are alike on all members. The sum, and that of the gradients of x, runs in one binary
-tree over the C chunks: first those of a member, then those of two members, of four, and so on. So
-neither the shapes of the products nor the order of the additions depends on T, if C does not.
+where members have all of x and y, or each of them some tokens (`token_tensor.py`). The sum, and
+that of the gradients of x, runs in one binary tree over the C chunks: first those of a member, then
+those of two members, of four, and so on. So neither the shapes of the products nor the order of the
+additions depends on T, if C does not.
 
 Shapes: B sequences of a microbatch, S tokens of each, H hidden size; I inputs and O outputs of a
 linear module; t a token, v a word.

@@ -245,6 +245,8 @@ _MEANS = _named("mean", "sum")
 
 def _is_by_token(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function computes each token by itself, with these arguments."""
+    if "out" in kwargs:
+        return False
     if func in _NORMS:
         shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
         return len(shape) == 1
@@ -252,7 +254,7 @@ def _is_by_token(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         keeps = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
         return bool(keeps) and dim in (-1, 2, [-1], [2], (-1,), (2,))
-    return func in _ENTRYWISE and "out" not in kwargs
+    return func in _ENTRYWISE
 
 
 def _by_token(

@@ -31,7 +31,7 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message, Work
-from axsparse.runtime.errors import AxsparseError, ConfigError
+from axsparse.runtime.errors import AxsparseError, ConfigError, described
 from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.runtime.grid import Place
 
@@ -343,8 +343,8 @@ class Engine:
             if not where:
                 raise
             raise ConfigError(
-                f"{where[0]}: cut into chunks (Layer.tensor), it fails with {_told(error)}; take "
-                "the number of heads or features from the tensor, use modules that are cut by "
+                f"{where[0]}: cut into chunks (Layer.tensor), it fails with {described(error)}; "
+                "take the number of heads or features from the tensor, use modules that are cut by "
                 "calling them only, or gather both splits (Split.gathered)"
             ) from error
 
@@ -360,8 +360,8 @@ class Engine:
                     raise
                 raise ConfigError(
                     f"layout.g_tensor: the backward of {', '.join(sorted(self._stage.cut))} fails "
-                    f"with {_told(error)}; give an autograd.Function or a checkpoint in a layer "
-                    "x.view(x.shape), which has all tokens"
+                    f"with {described(error)}; give an autograd.Function or a checkpoint in a "
+                    "layer x.view(x.shape), which has all tokens"
                 ) from error
         if not self._place.is_first:
             self._send(BACKWARD, number, tuple(input_gradients))
@@ -386,8 +386,3 @@ class Engine:
         requires_grad = tuple(tensor is not None and tensor.requires_grad for tensor in tensors)
         with self._phases("p2p"):
             self._link.send(Message(direction, number, tensors, requires_grad))
-
-
-def _told(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

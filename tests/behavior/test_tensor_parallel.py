@@ -375,6 +375,17 @@ def test_column_splits_of_one_input_share_the_sum_of_its_gradients() -> None:
     assert (block.forward.fixed, block.backward.fixed) == (0, 2 * 32 * 4 * 2 * 3 // 4)
 
 
+def test_the_last_of_layers_that_are_alike_gives_the_whole() -> None:
+    build = partial(Own)
+    layers = [Layer(f"block{n}", build, init=random_init, tensor=SPLITS) for n in range(3)]
+    model = Model(layers, loss=summed_loss, example=lambda samples: (torch.zeros(samples, 4, 32),))
+    whole = survey(model, torch.float32)
+    member = survey_of_member(model, whole, Grid(1, 1, 2).place(1), 2, torch.float32)
+
+    outputs = [layer.activations and layer.activations.outputs for layer in member.layers]
+    assert outputs == [4 * 32 * 4 // 2, 4 * 32 * 4 // 2, 4 * 32 * 4]
+
+
 @pytest.mark.parametrize(("name", "share"), [("llama", 2), ("mixtral", 1)])
 def test_what_a_block_gives_is_divided_by_tokens_unless_it_has_experts(
     name: str, share: int
@@ -487,6 +498,17 @@ class Again(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class LinearAgain(Again):
+    """A matrix in the place of the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.linear, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 class Opaque(nn.Module):
@@ -605,6 +627,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {
             "own": {"change": lambda m: setattr(m, "norm", Again())},
             "pipeline": {"checkpoint_activations": 1},
+        },
+        "^layout.g_tensor: the backward of layer block0, layer block1 fails with .*meta",
+    ),
+    (
+        {
+            "own": {"change": lambda m: setattr(m, "norm", LinearAgain()), "init": None},
+            "pipeline": {"checkpoint_activations": 1, "split_backward": True},
         },
         "^layout.g_tensor: the backward of layer block0, layer block1 fails with .*meta",
     ),
@@ -746,6 +775,9 @@ COUNTED: list[tuple[tuple[int, int], int, dict[str, Any], Subject]] = [
     ((2, 1), 2, {}, COSTED),
     ((2, 1), 2, {"pipeline": {"checkpoint_activations": 2}}, family("llama")),
     ((1, 1), 2, {}, family("mixtral")),
+    # A norm that adds one to its weight, and one that all chunks use.
+    ((1, 1), 4, {}, family("gemma")),
+    ((1, 1), 2, {}, family("qwen3")),
 ]
 """Stages and replicas, members, settings and a model."""
 

@@ -395,12 +395,12 @@ def test_a_row_split_takes_no_tokens() -> None:
     """What lies between a column and a row split has features of some chunks, not some tokens."""
 
     def body(group: TensorGroup) -> None:
-        linear = nn.Linear(6, 6, device="meta")
-        row = Row(linear, Cut((6, 6), 1, 1, 1), group, Split("row"), divides=True)
-        with pytest.raises(ConfigError, match="a row split of 6 features in 4 chunks gets"):
+        linear = nn.Linear(24, 6, device="meta")
+        row = Row(linear, Cut((6, 24), 1, 1, CHUNKS), group, Split("row"), divides=True)
+        with pytest.raises(ConfigError, match="a row split of 24 features in 4 chunks gets"):
             row(tokens_of(group, whole().requires_grad_()))
 
-    alone(body)
+    on_members(CHUNKS, body)
 
 
 def test_one_of_several_chunks_of_an_input_is_not_written_to() -> None:
@@ -432,6 +432,7 @@ def test_other_classes_of_tensors_have_tokens_unless_they_have_rules_of_their_ow
         for product in (x * features, features * x):
             assert isinstance(product, ChunkedTensor)
             for chunk, factor in zip(product.chunks, (2, 4), strict=True):
+                assert type(chunk) is Tensor, "features of one chunk are those of all tokens"
                 assert torch.equal(chunk, factor * whole())
 
     alone(body)
@@ -461,3 +462,21 @@ def test_what_a_sum_gives_can_be_written_to() -> None:
         return whole_in(total)  # type: ignore[no-any-return]
 
     torch.testing.assert_close(alone(body), 3 * whole())
+
+
+def test_a_result_that_is_given_is_written_as_a_whole() -> None:
+    def body(group: TensorGroup) -> Tensor:
+        given = torch.zeros(2, 8, 1)
+        torch.mean(tokens_of(group, whole()), -1, True, out=given)
+        return given
+
+    torch.testing.assert_close(alone(body), whole().mean(-1, keepdim=True))
+
+
+def test_a_chunk_that_is_not_used_adds_nothing_to_the_gradient() -> None:
+    def body(group: TensorGroup) -> Tensor | None:
+        leaf = whole().requires_grad_()
+        spread(group, leaf)[0].sum().backward()
+        return leaf.grad
+
+    assert torch.equal(alone(body), torch.ones(SHAPE))
