@@ -394,7 +394,8 @@ class Facts:
     pruned: float | None = None
     """The validation loss of the pruned model before adapters; None where there are none."""
     blocks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """The error of a token before and after healing, of each layer that was fitted."""
+    """The error of a token before and after healing, of each layer that was fitted; of the last
+    one the loss of a target."""
 
 
 def page(order: PruneOrder, loaded: LoadedConfig, facts: Facts, seconds: dict[str, float]) -> str:
@@ -459,9 +460,13 @@ def _errors(blocks: Mapping[str, tuple[float, float]]) -> list[str]:
     """The table of errors of layers that were fitted, if any was."""
     if not blocks:
         return []
+    *_, last = blocks
     return [
         "| layer | error of a token before healing | after |",
         "|---|---|---|",
-        *(f"| {name} | {before:.4f} | {after:.4f} |" for name, (before, after) in blocks.items()),
+        *(
+            f"| {name}{', loss of a target' * (name == last)} | {before:.4f} | {after:.4f} |"
+            for name, (before, after) in blocks.items()
+        ),
         "",
     ]

@@ -100,8 +100,11 @@ class Batches:
         return self._read(step, samples, epochs_of_step(self.num_samples, size, step))
 
     def first(self, samples: int) -> tuple[Microbatch, ...]:
-        """The first samples of training, in its order; the same for every replica."""
-        whole = replace(self, global_batch_size=samples, replica=0, g_data=1)
+        """The first samples of training, in its order; the same for every replica.
+
+        Every stage that has a data set reads their targets.
+        """
+        whole = replace(self, global_batch_size=samples, replica=0, g_data=1, reads_targets=True)
         return whole.training(0).microbatches
 
     @property
@@ -174,7 +177,7 @@ class Batches:
             microbatches.append(
                 Microbatch(inputs, targets, first_sample, size, numbers, self._source)
             )
-        return Batch(step, tuple(microbatches), sum(map(self._count_targets, microbatches)))
+        return Batch(step, tuple(microbatches), sum(map(self.count_targets, microbatches)))
 
     def _start(
         self, samples: NDArray[np.int64], epochs: NDArray[np.int64]
@@ -211,7 +214,8 @@ class Batches:
         plain = [read.clone() if read.is_inference() else read.detach() for read in tensors]
         return tuple(plain[: len(inputs)]), plain[-1] if targets is not None else None
 
-    def _count_targets(self, microbatch: Microbatch) -> int:
+    def count_targets(self, microbatch: Microbatch) -> int:
+        """The number of targets in a microbatch; 0 where none are read."""
         if self.dataset is None or microbatch.targets is None:
             return 0
         if self.dataset.targets_per_sample is not None:

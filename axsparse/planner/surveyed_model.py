@@ -22,6 +22,7 @@ from axsparse.pruning.input_statistics import METHODS, STATISTICS
 from axsparse.runtime.communication import NO_SUM
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import accumulates_in_half
+from axsparse.samo.selection import CHUNK
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
 
 LOSS_BYTES = 8
@@ -33,7 +34,7 @@ measured to take 5 bytes a logit in fp32 and 6.5 in bf16."""
 CUT_LOSS_BYTES = 20
 """The same for each logit of a loss of which members compute parts and whose backward autograd
 derives: five fp32 numbers, as torch's allocator counts them."""
-Contents: TypeAlias = tuple[int, int, int, int, bool]
+Contents: TypeAlias = tuple[int, int, int, int, bool, bool]
 """`SurveyedModel._contents`."""
 CHOSEN_BYTES = 16
 """Bytes that torch takes for each entry which it picks out of a matrix by a mask."""
@@ -63,29 +64,53 @@ class CalibrationMemory:
         return max(fixed + samples * passing for fixed, passing in self.moments)
 
 
+@dataclass(frozen=True)
+class Behind:
+    """Bytes of what lies behind the last pruned layer of a model, which is fitted by the loss."""
+
+    state: float = 0.0
+    """The layers behind it."""
+    made: float = 0.0
+    """The same while they are built."""
+    passing: float = 0.0
+    """What a sample leaves in them and in the loss."""
+
+
+def _made(layers: Sequence[LayerInfo]) -> int:
+    """The most bytes in fp32 that a start value of these layers takes until it is in its place,
+    with those of it that are on their way there."""
+    largest = _largest(layers)
+    return 4 * (largest + min(largest, CHUNK))
+
+
+def _largest(layers: Sequence[LayerInfo]) -> int:
+    """The entries of the largest parameter."""
+    return max((p.numel for layer in layers for p in layer.parameters), default=0)
+
+
 def calibration_memory(
-    config: Config,
-    layers: Sequence[LayerInfo],
-    ties: Mapping[str, str],
-    kept: Mapping[str, int],
-    stored: StateFormat,
-    on_host: bool,
+    model: SurveyedModel, layers: Sequence[LayerInfo], stored: StateFormat
 ) -> CalibrationMemory:
-    """The memory of a stage of these layers while `pruning.calibration.Calibration` draws its
-    masks, layer by layer, before it has any state; `kept` and `stored` are those of its state.
+    """The memory of a stage of these layers of a whole model while `Calibration` of
+    `pruning.calibration` draws its masks, layer by layer, before it has any state; `stored` is how
+    that is stored.
 
     A layer stands there dense and without moments. It has the activations of all samples, the
     statistics of all of its matrices, and works on one of these at a time. One more microbatch,
-    which is judged, is there twice: it also passes through the layers as they were. `on_host`: the
-    memory that is planned is the host's, where masks lie until state is built.
+    which is judged, is there twice: it also passes through the layers as they were. Masks lie in
+    the host's memory until state is built.
     """
-    pruning, dense = config.pruning, replace(stored, moments=0, replicas=1)
+    pruning, dense = model.config.pruning, replace(stored, moments=0, replicas=1)
+    ties, kept, on_host = model.survey.ties, model.kept, model.on_host
+    behind = model.behind(dense)
     method, heals = STATISTICS.get(pruning.method), pruning.heal != "none"
-    drawn, moments = 0.0, []
+    drawn = 0.0
+    moments: list[tuple[float, float]] = []
     for layer in layers:
         costs = layer.activations or Activations(0, 0, 0, 0)
         matrices = [p for p in layer.parameters if p.name in kept]
         there = stage_bytes([layer], ties, {}, dense).total + drawn * on_host
+        after = behind.get(layer.name, Behind())
         # Where layers are healed the samples also pass through the layers as they were.
         flows = 1 + heals
         there += flows * pruning.calibration_samples * max(costs.inputs, costs.outputs)
@@ -112,8 +137,9 @@ def calibration_memory(
             trained = sum(p.numel for p in layer.parameters if p.trained)
             state = trained * (HEALING_BYTES + stored.weight_bytes)
             passing = costs.saved + costs.outputs + 2 * costs.widest
-            moments.append((there + state, twice + passing))
+            moments.append((there + state + after.state, twice + passing + after.passing))
             drawn += 4 * (trained - sum(p.numel for p in matrices))
+        moments.append((there + max(_made([layer]), after.made), twice))
         changes = heals or (method is not None and method.changes_weights)
         kept_bytes = 4 if heals else stored.weight_bytes
         for matrix in matrices:
@@ -255,14 +281,17 @@ class SurveyedModel:
 
     def _contents(self, numbers: range) -> Contents:
         """What decides the load of these layers: the run of equal layers that the first belongs to
-        and how many of it are here, the same of the last, and whether that is the model's last."""
+        and how many of it are here, the same of the last, whether the model's last is here, and
+        whether the last that is pruned is."""
         runs, is_last = self._runs, numbers.stop == len(self.survey.layers)
         first, last = runs[numbers[0]], runs[numbers[-1]]
+        has_last_pruned = (self.whole or self).last_pruned in numbers
         if first == last:
-            return first, len(numbers), last, len(numbers), is_last
+            return first, len(numbers), last, len(numbers), is_last, has_last_pruned
         after = bisect_right(runs, first, lo=numbers[0])
         before = bisect_left(runs, last, hi=numbers.stop)
-        return first, after - numbers[0], last, numbers.stop - before, is_last
+        count, end = after - numbers[0], numbers.stop - before
+        return first, count, last, end, is_last, has_last_pruned
 
     @cached_property
     def _runs(self) -> list[int]:
@@ -297,13 +326,10 @@ class SurveyedModel:
         samples = pruning.method in METHODS or self.sees_inputs or pruning.heal != "none"
         draws = samples and config.pruning.ticket is None
         if draws and self.kept and not self.has_masks:
-            calibration = calibration_memory(
-                config, uncut, whole.survey.ties, whole.kept, stored, self.on_host
-            )
+            calibration = calibration_memory(whole, uncut, stored)
         logits = self.survey.loss_logits if is_last else None
         each = LOSS_BYTES if self.survey.loss_sums == NO_SUMS else CUT_LOSS_BYTES
         scores = self.sees_gradients or config.pruning.method == "snip"
-        largest = max((p.numel for layer in uncut for p in layer.parameters), default=0)
         made = [4, SCORED_BYTES * (scores and self.on_host), GATHERED_BYTES * (whole is not self)]
         sums = [*(layer.sums for layer in layers), *[self.survey.loss_sums] * is_last]
         return StageLoad(
@@ -318,7 +344,7 @@ class SurveyedModel:
             kept=sum(self._kept(layer) for layer in layers),
             state=stage_bytes(layers, self.survey.ties, self.kept, stored),
             temporary=width * max(map(_trained, layers)),
-            building=calibration.drawn + max(made) * largest,
+            building=calibration.drawn + max(made) * _largest(uncut),
             saved=whole._saved(uncut, g_data),
             held=activations.held,
             working=activations.working,
@@ -359,6 +385,28 @@ class SurveyedModel:
                 largest = max(largest, size)
         share = min(sum(sizes), sum(sizes) / writers + max(sizes))
         return min(share, buffer + largest)
+
+    @cached_property
+    def last_pruned(self) -> int:
+        """The number of the last layer of which something is pruned; -1 if nothing is."""
+        layers = self.survey.layers
+        pruned = (
+            n for n, each in enumerate(layers) if any(p.name in self.kept for p in each.parameters)
+        )
+        return max(pruned, default=-1)
+
+    def behind(self, stored: StateFormat) -> Mapping[str, Behind]:
+        """What lies behind the last pruned layer, by the name of that one; `stored` is how the
+        state of a layer is stored while masks are drawn."""
+        layers, logits = self.survey.layers, self.survey.loss_logits
+        after = layers[self.last_pruned + 1 :]
+        state = stage_bytes(after, self.survey.ties, {}, stored)
+        loss = 0.0 if logits is None else _loss_bytes(LOSS_BYTES, logits, 1)
+        each = _costs(after)
+        widest = max((costs.widest for costs in each), default=0)
+        passing = loss + sum(costs.saved + costs.outputs for costs in each) + 2 * widest
+        made = state.total + _made(after)
+        return {layers[self.last_pruned].name: Behind(state.total, made, passing)}
 
     def _kept(self, layer: LayerInfo) -> int:
         ties = self.survey.ties

@@ -8,8 +8,10 @@ on that of replicas. `input_statistics` has the methods; a score of the user's o
 norms that Wanda gathers (`criteria.Score`).
 
 With a `Fit` the samples also pass through the layers as they were, and each pruned layer is fitted
-to what the dense one puts out, before the next layer is pruned (`healing`). Other samples pass
-behind them by both ways, for the losses before and after.
+to what the dense one puts out, before the next layer is pruned (`healing`); the last pruned layer
+of the model is fitted by the loss. The samples' targets travel behind the activations, since any
+stage may have that layer. Other samples pass behind them by both ways, for the losses before and
+after.
 """
 
 from __future__ import annotations
@@ -30,7 +32,15 @@ from axsparse.models.module_products import forwards_in_place
 from axsparse.models.start_weights import some_of
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.expert_statistics import ExpertProducts, ExpertStatistics
-from axsparse.pruning.healing import FITTED, KEPT, MASK, Fit, HealedLayers
+from axsparse.pruning.healing import (
+    FITTED,
+    KEPT,
+    MASK,
+    Errors,
+    Fit,
+    HealedLayers,
+    relative_error,
+)
 from axsparse.pruning.input_statistics import (
     METHODS,
     STATISTICS,
@@ -123,17 +133,22 @@ class Calibration:
     options: StateOptions
     place: Place
     transport: Transport
-    loss: Callable[[Microbatch, Tensors], float]
-    """Gives the summed loss of a microbatch, from the outputs of the last layer; called on the last
-    stage."""
+    loss: Callable[[Microbatch, Tensor, Tensors], Tensor]
+    """Gives the summed loss of a microbatch, from its targets and the outputs of the last layer."""
     samples: Sequence[Microbatch]
     """The calibration samples in microbatches; stages behind the first have them without inputs."""
+    num_targets: Sequence[int]
+    """The number of targets in each of them, on the first stage."""
     judged: Batch
     """The samples of which the loss is computed before and after; nothing is made of them else."""
     says: Callable[[str], None] = lambda _: None
     """Shows the user a line about how far the calibration is."""
     fit: Fit | None = None
     """How pruned layers are fitted to the dense ones; None leaves them as they were pruned."""
+    last_pruned: str = ""
+    """The last layer of the model of which something is pruned, which is fitted by the loss."""
+    behind: Sequence[Layer] = ()
+    """The layers of the model behind that one."""
     healed: HealedLayers | None = None
     """Where layers are kept that are done, for a start that goes on; None keeps none."""
     forgets: bool = False
@@ -177,10 +192,14 @@ class Calibration:
         # layers are fitted.
         both = self._passing
         again = both if self.fit is not None else self.judged.microbatches
-        flow = [self._prepared(each.inputs) for each in (*both, *again)]
-        if not self.place.is_first:
-            flow = self._received(link, len(flow))
-        pruned, dense = flow[: len(both)], flow[len(both) :]
+        fitted = self.samples if self.fit is not None else ()
+        if self.place.is_first:
+            flow = [self._prepared(each.inputs) for each in (*both, *again)]
+            flow += [self._targets_of(number) for number in range(len(fitted))]
+        else:
+            flow = self._received(link, len(both) + len(again) + len(fitted))
+        pruned, dense = flow[: len(both)], flow[len(both) : len(both) + len(again)]
+        targets = flow[len(both) + len(again) :]
         with torch.no_grad():
             progress = Progress(self.says)
             for number, layer in enumerate(self.layers):
@@ -188,7 +207,7 @@ class Calibration:
                     f"{self.method}: stage {self.place.stage}, layer {number + 1} of "
                     f"{len(self.layers)}, {len(self.samples)} microbatches of samples"
                 )
-                self._pass(layer, pruned, dense, masks)
+                self._pass(layer, pruned, dense, targets, masks)
             if masks.unmet:
                 self.says(
                     f"{self.method}: no token of the samples met {len(masks.unmet)} matrices of "
@@ -197,7 +216,7 @@ class Calibration:
             if self.place.is_last:
                 masks.losses.extend(map(self._mean_loss, (dense, pruned)))
         if not self.place.is_last:
-            for number, tensors in enumerate((*pruned, *dense)):
+            for number, tensors in enumerate((*pruned, *dense, *targets)):
                 link.send(Message(Direction.FORWARD, number, tensors))
         branch.close()  # and its link, once all is sent
         return masks
@@ -211,17 +230,24 @@ class Calibration:
         """The mean loss of a target of the judged samples, which are the last of a flow."""
         judged = self.judged.microbatches
         outputs = flow[len(flow) - len(judged) :]
-        losses = [self.loss(each, given) for each, given in zip(judged, outputs, strict=True)]
+        losses = []
+        for each, given in zip(judged, outputs, strict=True):
+            assert each.targets is not None, "the last stage reads targets"
+            losses.append(float(self.loss(each, each.targets, given)))
         return math.fsum(losses) / self.judged.num_targets if self.judged.num_targets else math.nan
 
     def _pass(
-        self, layer: Layer, flow: list[Tensors], dense: list[Tensors], masks: CalibratedMasks
+        self,
+        layer: Layer,
+        flow: list[Tensors],
+        dense: list[Tensors],
+        targets: Sequence[Tensors],
+        masks: CalibratedMasks,
     ) -> None:
         """Draw the masks of one layer, and replace its inputs in `flow` by its outputs, and those
         in `dense` by its outputs with the weights from before."""
-        options = replace(self.options, masks=None, moments=(), replicas=ALONE, members=None)
-        [built] = build_layers([layer], self.ties, options)
-        module = built.module.eval()
+        built = self._built(layer)
+        module = built.module
         first = len(flow) - len(dense)
         for number, inputs in enumerate(dense):
             dense[number] = self._forward(layer.name, module, first + number, inputs)
@@ -229,7 +255,12 @@ class Calibration:
             samples, errors = flow[: len(self.samples)], None
             self._draw(built, samples, masks)
             if self.fit is not None:
-                errors = self._heal(self.fit, built, samples, dense[: len(samples)], masks)
+                if layer.name == self.last_pruned:
+                    losses = self._losses(built, samples, targets)
+                    errors = self._heal(self.fit.by_loss, built, losses, masks)
+                else:
+                    differences = self._differences(built, samples, dense)
+                    errors = self._heal(self.fit, built, differences, masks)
             if self.healed is not None:
                 self._keep(self.healed, built, masks, errors)
         for number, inputs in enumerate(flow):
@@ -237,6 +268,13 @@ class Calibration:
         for tensor in built.state.owned if self.forgets else ():
             for drawn in (masks.bits, masks.kept_weights, masks.fitted):
                 drawn.pop(tensor.name, None)
+
+    def _built(self, layer: Layer) -> BuiltLayer:
+        """A layer of the model as it was, dense and without moments."""
+        options = replace(self.options, masks=None, moments=(), replicas=ALONE, members=None)
+        [built] = build_layers([layer], self.ties, options)
+        built.module.eval()
+        return built
 
     def _take_healed(self, built: BuiltLayer, masks: CalibratedMasks) -> bool:
         """Take what an earlier start has made of a layer; False if it did not come so far."""
@@ -326,12 +364,11 @@ class Calibration:
         self,
         fit: Fit,
         built: BuiltLayer,
-        flow: Sequence[Tensors],
-        wanted: Sequence[Tensors],
+        errors_of: Errors,
         masks: CalibratedMasks,
     ) -> tuple[float, float] | None:
-        """Fit a layer of which something is pruned to the outputs that are wanted; returns the
-        errors before and after, None if nothing is pruned."""
+        """Fit a layer of which something is pruned; returns the errors before and after, None if
+        nothing is pruned."""
         name, module = built.spec.name, built.module
         shared = {*self.ties, *self.ties.values()}
         owned = {
@@ -355,20 +392,45 @@ class Calibration:
             kept = masks.kept_weights.get(tensor.name)
             if kept is not None:  # the method has changed it
                 masters[local][pruned[local]] = kept.to(values)
-        before, after = fit.heal(
-            module,
-            masters,
-            pruned,
-            lambda number: self._forward(name, module, number, flow[number]),
-            wanted,
-        )
+        before, after = fit.heal(module, masters, pruned, errors_of, len(self.samples))
         for local, tensor in owned.items():
             if local in pruned:
                 masks.kept_weights[tensor.name] = masters[local][pruned[local]].cpu()
             else:
                 masks.fitted[tensor.name] = masters[local].cpu().clone()
-        self.says(f"heal: {name}: error of a token {before:.4f} before, {after:.4f} after")
+        what = "loss of a target" if name == self.last_pruned else "error of a token"
+        self.says(f"heal: {name}: {what} {before:.4f} before, {after:.4f} after")
         return before, after
+
+    def _differences(
+        self, built: BuiltLayer, flow: Sequence[Tensors], wanted: Sequence[Tensors]
+    ) -> Errors:
+        """The errors of what a layer puts out."""
+
+        def errors(number: int) -> tuple[Tensor, int]:
+            outputs = self._forward(built.spec.name, built.module, number, flow[number])
+            return relative_error(outputs, wanted[number])
+
+        return errors
+
+    def _losses(
+        self, built: BuiltLayer, flow: Sequence[Tensors], targets: Sequence[Tensors]
+    ) -> Errors:
+        """The losses of what the model says with a layer, through the layers behind it."""
+        through = [built, *map(self._built, self.behind)]
+        for layer in through[1:]:
+            layer.module.requires_grad_(False)
+
+        def errors(number: int) -> tuple[Tensor, int]:
+            outputs = flow[number]
+            for layer in through:
+                outputs = self._forward(layer.spec.name, layer.module, number, outputs)
+            wanted, count = targets[number]
+            with preserved_rng(is_seeded=True):
+                seed_all(self.options.seed, "", number, "calibrate")
+                return self.loss(self.samples[number], wanted, outputs), int(count)
+
+        return errors
 
     def _weights(self, layer: str, module: nn.Module) -> dict[str, Multiplying]:
         """The modules within a layer whose inputs decide, by the global names of their weights:
@@ -460,6 +522,12 @@ class Calibration:
             tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
             for tensor in inputs
         )
+
+    def _targets_of(self, number: int) -> Tensors:
+        """The targets of a microbatch of samples, and their number; on the first stage."""
+        targets, device = self.samples[number].targets, self.options.backend.device
+        assert targets is not None, "the first stage reads the targets of samples"
+        return targets.to(device), torch.tensor([self.num_targets[number]], device=device)
 
     def _received(self, link: Link, count: int) -> list[Tensors]:
         """The activations that the stage before sends, a message for each microbatch."""

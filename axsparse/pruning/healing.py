@@ -6,12 +6,13 @@ The error of a token is
 
     Σ (output − dense output)² / Σ (dense output)²
 
-over the entries of the token: without the division a few tokens with huge activations decide.
-Weights that are pruned stay zero; kept weights, norms and biases are trained, by Adam (Kingma and
-Ba 2015) with betas 0.9 and 0.95. Its learning rate, which falls linearly to zero, is a share of the
-root mean square of a tensor's entries, since those of large models are ten times as small as those
-of small ones. Masters are fp32, products are those of the run. Fitting block by block is from "A
-Free Lunch in LLM Compression" (arXiv 2510.14444).
+over the entries of the token: without the division a few tokens with huge activations decide. The
+last pruned layer of a model is fitted by the model's loss instead, through the layers behind it,
+which are as they were. Weights that are pruned stay zero; kept weights, norms and biases are
+trained, by Adam (Kingma and Ba 2015) with betas 0.9 and 0.95. Its learning rate, which falls
+linearly to zero, is a share of the root mean square of a tensor's entries, since those of large
+models are ten times as small as those of small ones. Masters are fp32, products are those of the
+run. Fitting block by block is from "A Free Lunch in LLM Compression" (arXiv 2510.14444).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +43,12 @@ ENTRIES = 2**18
 TINY = 1e-12
 """The least that the squares of a token's dense outputs count, so that zeros divide nothing."""
 
+LOSS_RATE = 0.15
+"""The learning rate of a layer that is fitted by the loss, in units of that of the others."""
+
 Tensors = tuple[Tensor, ...]
+Errors: TypeAlias = Callable[[int], tuple[Tensor, int]]
+"""Gives the errors of a microbatch, by its number: their sum, and of how many there are."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +65,24 @@ class Fit:
     replicas: Replicas = ALONE
     """The ranks that fit the same layer, and share the microbatches."""
 
+    @property
+    def by_loss(self) -> Fit:
+        """The same for a layer that is fitted by the loss."""
+        return replace(self, rate=LOSS_RATE * self.rate)
+
     def heal(
         self,
         module: nn.Module,
         masters: Mapping[str, Tensor],
         masks: Mapping[str, Tensor],
-        forward: Callable[[int], Tensors],
-        wanted: Sequence[Tensors],
+        errors: Errors,
+        microbatches: int,
     ) -> tuple[float, float]:
         """Fit the trained parameters of a layer in place, and return its error before and after.
 
         `masters` has the fp32 values of the parameters that are trained, by their names in the
         module, which are changed; `masks` has the bool masks of those that are pruned, of the same
-        shapes. `forward` gives the outputs for a microbatch, `wanted` those of the dense layer. The
-        errors are means over all tokens.
+        shapes. The errors before and after are means over all microbatches.
         """
         parameters = dict(module.named_parameters())
         trained = {name: parameters[name] for name in masters}
@@ -80,17 +91,18 @@ class Fit:
             for name, master in masters.items()
         }
         sizes = _sizes(masters)
-        before = self._error(forward, wanted)
+        before = self._error(errors, microbatches)
         batches = [
-            range(first, min(first + self.batch, len(wanted)))
-            for first in range(0, len(wanted), self.batch)
+            range(first, min(first + self.batch, microbatches))
+            for first in range(0, microbatches, self.batch)
         ]
         steps, step = self.passes * len(batches), 0
 
         def gradients_of(number: int) -> tuple[Tensor | None, ...]:
             with torch.enable_grad():
-                loss, tokens = relative_error(forward(number), wanted[number])
-                return torch.autograd.grad(loss / tokens, list(trained.values()), allow_unused=True)
+                total, count = errors(number)
+                mean = total / max(count, 1)
+                return torch.autograd.grad(mean, list(trained.values()), allow_unused=True)
 
         for _ in range(self.passes):
             for batch in batches:
@@ -105,7 +117,7 @@ class Fit:
                     if name in masks:
                         masters[name].mul_(masks[name])
                     parameter.detach().copy_(masters[name])
-        return before, self._error(forward, wanted)
+        return before, self._error(errors, microbatches)
 
     def _mean(
         self,
@@ -146,17 +158,16 @@ class Fit:
         return number % self.replicas.size == self.replicas.rank
 
     @torch.no_grad()
-    def _error(self, forward: Callable[[int], Tensors], wanted: Sequence[Tensors]) -> float:
-        """The mean error of a token over all microbatches, of which replicas compute their own."""
-        found = torch.zeros(len(wanted), 2, dtype=torch.float64)
-        for number, outputs in enumerate(wanted):
-            if self._is_own(number):
-                loss, tokens = relative_error(forward(number), outputs)
-                found[number] = torch.tensor([float(loss), tokens], dtype=torch.float64)
+    def _error(self, errors: Errors, microbatches: int) -> float:
+        """The mean error over all microbatches, of which replicas compute their own."""
+        found = torch.zeros(microbatches, 2, dtype=torch.float64)
+        for number in filter(self._is_own, range(microbatches)):
+            total, count = errors(number)
+            found[number] = torch.tensor([float(total), count], dtype=torch.float64)
         self.replicas.exchange(Op.ALL_REDUCE, found.view(-1))
-        losses: list[float] = found[:, 0].tolist()
+        totals: list[float] = found[:, 0].tolist()
         counts: list[float] = found[:, 1].tolist()
-        return sum(losses) / sum(counts)
+        return sum(totals) / max(sum(counts), 1.0)
 
     def all_agree(self, found: bool) -> bool:
         """Whether something is so on all replicas, which call this together."""
@@ -198,7 +209,7 @@ class HealedLayers:
                 write_safetensors(unfinished, headers, iter(tensors.values()), said)
 
     def errors(self, layer: str) -> tuple[float, float] | None:
-        """The error of a token of a layer before and after it was fitted; None if it was not."""
+        """The error of a layer before and after it was fitted; None if it was not."""
         file = self.read(layer)
         found = None if file is None else json.loads(file.metadata[_ERRORS])
         return None if found is None else (found[0], found[1])
@@ -249,7 +260,7 @@ def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:
         size = asked.float().square().flatten(keeps).sum(-1).clamp(min=TINY)
         total = total + (error / size).sum()
         tokens += error.numel()
-    return total, max(tokens, 1)
+    return total, tokens
 
 
 def _sizes(masters: Mapping[str, Tensor]) -> dict[str, float]:

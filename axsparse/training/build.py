@@ -439,18 +439,17 @@ def _alone(batches: Batches, samples: int) -> Batches:
     return replace(batches, global_batch_size=samples, replica=0, g_data=1)
 
 
-def _loss_of(run: RunSpec, microbatch: Microbatch, outputs: tuple[Tensor, ...]) -> float:
+def _loss_of(
+    run: RunSpec, microbatch: Microbatch, targets: Tensor, outputs: tuple[Tensor, ...]
+) -> Tensor:
     """The summed loss of a microbatch."""
-    targets = microbatch.targets
-    assert targets is not None, "the last stage reads targets"
     targets = targets.to(outputs[0].device)
-    loss = telling_sample(
+    return telling_sample(
         lambda: run.model.loss(*outputs, targets),
         (*outputs, targets),
         microbatch.samples,
         microbatch.source,
     )
-    return float(loss)
 
 
 def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
@@ -566,6 +565,13 @@ def _calibration(
     pruning = run.config.pruning
     assert run.targets is not None, "a run that prunes nothing draws no masks"
     fit = Fit(pruning.heal_passes, pruning.heal_rate, pruning.heal_batch, options.replicas)
+    samples = data.training.first(pruning.calibration_samples)
+    layers = run.model.layers
+    last = max(
+        number
+        for number, layer in enumerate(run.survey.layers)
+        if any(parameter.name in run.targets.shapes for parameter in layer.parameters)
+    )
     return Calibration(
         pruning.method,
         run.targets,
@@ -576,9 +582,12 @@ def _calibration(
         run.place,
         transport,
         partial(_loss_of, run),
-        data.training.first(pruning.calibration_samples),
+        samples,
+        tuple(map(data.training.count_targets, samples)),
         judged,
         fit=fit if pruning.heal != "none" else None,
+        last_pruned=layers[last].name,
+        behind=layers[last + 1 :],
     )
 
 

@@ -19,6 +19,8 @@ from figures import host_machine
 from smollm2.cases import (
     CALIBRATION_SAMPLES,
     COMMON,
+    HEALING,
+    HEALING_STEPS,
     METHODS,
     SPARSITIES,
     TRAINED_AT,
@@ -46,6 +48,7 @@ def write_report(records: Records, out: Path, name: str) -> None:
         "machine": host_machine(),
         "calibration_samples": CALIBRATION_SAMPLES,
         "settings": [*COMMON, *TRAINING],
+        "settings_of_blocks": HEALING,
         "note": NOTE,
         "cases": {case.name: dict(found) for case, found in records.items()},
     }
@@ -66,6 +69,8 @@ def table(records: Records) -> Iterator[str]:
         if "perplexity" not in found:
             continue
         steps = f"{len(found['losses'])} steps, {case.stages}×1" if case.stages else case.heal
+        if case.heal in {"adapters", "train"}:
+            steps += f", {HEALING_STEPS} steps"
         used = f"{found['cpu_seconds']:,.0f} s" if "cpu_seconds" in found else ""
         peak = f"{found['peak_bytes'] / 1e9:.2f} GB" if "peak_bytes" in found else ""
         values = [_rounded(found["perplexity"].get(text)) for text in TEXTS]

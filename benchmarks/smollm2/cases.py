@@ -27,10 +27,10 @@ from smollm2.gguf_folder import write_folder
 
 SPARSITIES = (50, 60, 70)
 METHODS = ("magnitude", "wanda", "sparsegpt")
-HEALS = ("blocks", "adapters")
-"""How pruned models are healed, beside training on."""
+HEALS = ("blocks", "adapters", "train")
+"""How pruned models are healed by `axsparse prune`."""
 TRAINED_AT = 60
-"""The sparsity, in percent, at which pruned models are trained on."""
+"""The sparsity, in percent, at which a pruned model is trained on for long, in two layouts."""
 CALIBRATION_SAMPLES = 16
 HEALING = (
     *("data.sequence_length=256", "pruning.calibration_samples=128"),
@@ -38,15 +38,23 @@ HEALING = (
 )
 """Shorter samples make more steps of the same tokens, and more tokens bear a higher rate."""
 STEPS, BATCH = 100, 2
-"""Steps of training on, and sequences of a step."""
+"""Steps of training on for long, and sequences of a step."""
+HEALING_STEPS = 30
+"""Steps by which `axsparse prune` trains adapters or all entries: with pruning about the compute
+of healing block by block."""
 COMMON = (
     *("data.sequence_length=1024", f"batch.global_batch_size={BATCH}"),
     *("batch.microbatch_size=1", "pipeline.checkpoint_activations=0"),
     *(f"pruning.calibration_samples={CALIBRATION_SAMPLES}", "train.eval_steps=0"),
 )
+LOGGED = ("train.log_every=1", "checkpoint.every=1000")
 TRAINING = (
     *(f"schedule.decay_steps={STEPS}", "optimizer.learning_rate=2e-4", "schedule.warmup_steps=10"),
-    *("train.log_every=1", "checkpoint.every=1000"),
+    *LOGGED,
+)
+SHORT_TRAINING = (
+    *(f"schedule.decay_steps={HEALING_STEPS}", "schedule.warmup_steps=5"),
+    *("optimizer.learning_rate=2e-4", *LOGGED),
 )
 LICENCE = Path("/usr/share/common-licenses/GPL-3")
 """A text of many machines (Debian's); where it is missing, its column stays empty."""
@@ -85,9 +93,9 @@ def all_cases() -> Iterator[Case]:
         yield from (Case(method, percent) for method in METHODS)
         yield from (Case(method, percent, heal="blocks") for method in reversed(METHODS))
     for percent in at:
-        yield from (Case(method, percent, 2) for method in reversed(METHODS))
-        yield from (Case(method, percent, heal="adapters") for method in reversed(METHODS))
-    yield Case(METHODS[-1], at[0], 1)
+        for heal in HEALS[1:]:
+            yield from (Case(method, percent, heal=heal) for method in reversed(METHODS))
+    yield from (Case(METHODS[-1], TRAINED_AT, stages) for stages in (2, 1))
     yield Case("dense", 0, 2)
 
 
@@ -169,13 +177,14 @@ class Study:
             kind: [str(texts / f"{domain}.{kind}.jsonl") for domain in DOMAINS]
             for kind in ("train", "held_out")
         }
-        settings = [*COMMON, *(TRAINING if case.heal == "adapters" else HEALING)]
+        trains = case.heal != "blocks"
+        settings = [*COMMON, *(SHORT_TRAINING if trains else HEALING)]
         command = [
             *(sys.executable, "-m", "axsparse", "prune"),
             *("--from", str(self._model(Case("dense", 0)))),
             *("--data", *parts["train"], "--validation", *parts["held_out"]),
             *("--method", case.method, "--sparsity", str(case.percent / 100), "--heal", case.heal),
-            *(("--steps", str(STEPS)) if case.heal == "adapters" else ()),
+            *(("--steps", str(HEALING_STEPS)) if trains else ()),
             *(part for setting in settings for part in ("--set", setting)),
             *("--out", str(out)),
         ]

@@ -298,12 +298,22 @@ EXPERTS = {"model_type": "mixtral", "num_local_experts": 4}
 
 
 def config(
-    method: str, precision: str, samples: int = SAMPLES, width: int = 96, **others: Any
+    method: str,
+    precision: str,
+    samples: int = SAMPLES,
+    width: int = 96,
+    heal: str = "none",
+    **others: Any,
 ) -> Config:
     sizes = {"hidden_size": width, "intermediate_size": 264 * width // 96, **others}
     return tiny_config(
         model={**SMALL_LLAMA, "hf": {**SMALL_LLAMA["hf"], **sizes}},
-        pruning={"method": method, "sparsity": 0.6, "calibration_samples": samples},
+        pruning={
+            "method": method,
+            "sparsity": 0.6,
+            "calibration_samples": samples,
+            "heal": heal,
+        },
         batch={"global_batch_size": 4, "microbatch_size": 2},
         train={"steps": 1},
         precision=precision,
@@ -320,7 +330,7 @@ class RandomStart:
 
     def read(self, name: str) -> Tensor:
         generator = torch.Generator().manual_seed(len(name))
-        return torch.randn(self.shapes[name], generator=generator) / 10
+        return torch.randn(self.shapes[name], generator=generator).div_(10)
 
 
 def never(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -337,6 +347,10 @@ def never(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
         # Nobody knows what a function of one's own takes: as much as Wanda is planned. The model is
         # so wide that the 2 MB of histograms by which its scores are selected do not count.
         ("custom", "fp32", 480, 0.7, lambda name, weight, inputs: weight.abs() * inputs, {}),
+        # Healing is planned for steps of several microbatches, whose gradients are added.
+        ("magnitude", "fp32", 96, 0.5, None, {"heal": "blocks"}),
+        # The last block is the fullest, and behind it lies a head of so many words.
+        ("magnitude", "bf16", 96, 0.8, None, {"heal": "blocks", "vocab_size": 16384}),
     ],
 )
 def test_drawing_masks_takes_what_torchs_allocator_counts(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from axsparse.data.dataset import Datasets
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.start_weights import open_weights, start_from
-from axsparse.pruning import healing
+from axsparse.pruning import calibration
 from axsparse.pruning.healing import Fit, HealedLayers, relative_error
 from axsparse.runtime.errors import ConfigError, OutputError
 
@@ -73,9 +75,15 @@ def started(layout: tuple[int, int], model: Model, config: Config) -> dict[str, 
 
 def microbatches(config: Config) -> list[Tensor]:
     """The inputs of the calibration samples."""
+    return [inputs for inputs, _ in read_samples(config)]
+
+
+def read_samples(config: Config) -> list[tuple[Tensor, Tensor]]:
+    """The inputs and the targets of the calibration samples."""
     data = vector_data()
     samples = samples_of_step(len(data), SAMPLES, 0, config.seed)
-    return [data.read(samples[at : at + SIZE])[0][0] for at in range(0, SAMPLES, SIZE)]
+    read = [data.read(samples[at : at + SIZE]) for at in range(0, SAMPLES, SIZE)]
+    return [(inputs[0], targets) for inputs, targets in read]
 
 
 def healed_by_torch(model: Model, config: Config) -> dict[str, Tensor]:
@@ -83,13 +91,14 @@ def healed_by_torch(model: Model, config: Config) -> dict[str, Tensor]:
     assert model.start is not None
     pruned = microbatches(config)
     dense = list(pruned)
+    head = model.layers[-1].build()
+    head.load_state_dict({name: _start(model, f"out.{name}") for name in head.state_dict()})
+    targets = [targets for _, targets in read_samples(config)]
     found: dict[str, Tensor] = {}
     for layer in model.layers:
         module = layer.build()
         for name, value in module.named_parameters():
-            given = model.start.read(f"{layer.name}.{name}")
-            assert given is not None
-            value.data.copy_(given)
+            value.data.copy_(_start(model, f"{layer.name}.{name}"))
         with torch.no_grad():
             dense = [module(x) for x in dense]
         masks = {}
@@ -101,25 +110,45 @@ def healed_by_torch(model: Model, config: Config) -> dict[str, Tensor]:
                 masks[name][order[:keep]] = True
                 masks[name] = masks[name].view_as(value)
                 value.data.mul_(masks[name])
-        if masks:
-            _fit(module, masks, pruned, dense, config)
+        if layer.name == "hidden2":  # the last one of which something is pruned
+            losses = [partial(_loss, head, *pair) for pair in zip(pruned, targets, strict=True)]
+            _fit(module, masks, losses, config, 0.15 * config.pruning.heal_rate)
+        elif masks:
+            errors = [partial(_difference, *pair) for pair in zip(pruned, dense, strict=True)]
+            _fit(module, masks, errors, config, config.pruning.heal_rate)
         with torch.no_grad():
             pruned = [module(x) for x in pruned]
         found |= {f"{layer.name}.{n}": p.detach() for n, p in module.named_parameters()}
     return found
 
 
+def _start(model: Model, name: str) -> Tensor:
+    assert model.start is not None
+    value = model.start.read(name)
+    assert value is not None
+    return value
+
+
+def _difference(x: Tensor, y: Tensor, module: nn.Module) -> Tensor:
+    difference: Tensor = module(x) - y
+    return (difference.square().sum(-1) / y.square().sum(-1)).mean()
+
+
+def _loss(head: nn.Module, x: Tensor, targets: Tensor, module: nn.Module) -> Tensor:
+    loss: Tensor = nn.functional.cross_entropy(head(module(x)), targets)
+    return loss
+
+
 def _fit(
     module: nn.Module,
     masks: dict[str, Tensor],
-    inputs: list[Tensor],
-    wanted: list[Tensor],
+    errors: Sequence[Callable[[nn.Module], Tensor]],
     config: Config,
+    rate: float,
 ) -> None:
     pruning, step = config.pruning, 0
-    pairs = [*zip(inputs, wanted, strict=True)]
     each = pruning.heal_batch
-    batches = [pairs[at : at + each] for at in range(0, len(pairs), each)]
+    batches = [errors[at : at + each] for at in range(0, len(errors), each)]
     steps = pruning.heal_passes * len(batches)
     groups = [{"params": [value]} for value in module.parameters()]
     values = [value.detach() for value in module.parameters()]
@@ -128,12 +157,11 @@ def _fit(
     for _ in range(pruning.heal_passes):
         for batch in batches:
             for group, size in zip(adam.param_groups, sizes, strict=True):
-                group["lr"] = pruning.heal_rate * size * (1 - step / steps)
+                group["lr"] = rate * size * (1 - step / steps)
             step += 1
             adam.zero_grad()
-            for x, y in batch:
-                errors = (module(x) - y).square().sum(-1) / y.square().sum(-1)
-                (errors.mean() / len(batch)).backward()
+            for error in batch:
+                (error(module) / len(batch)).backward()
             adam.step()
             for name, value in module.named_parameters():
                 if name in masks:
@@ -179,15 +207,15 @@ def test_replicas_share_the_microbatches_of_a_step(
         computed.append(torch.is_grad_enabled())
         return relative_error(outputs, wanted)
 
-    monkeypatch.setattr(healing, "relative_error", noting)
+    monkeypatch.setattr(calibration, "relative_error", noting)
     counts = []
     for layout in ((1, 1), (1, 2)):
         computed.clear()
         started(layout, model, config)
         counts.append((computed.count(True), computed.count(False)))
 
-    # Three layers, three passes, five microbatches, of which the last is a step of its own.
-    assert counts == [(3 * 3 * 5, 3 * 2 * 5), (3 * 3 * 6, 3 * 2 * 5)]
+    # Two layers, three passes, five microbatches, of which the last is a step of its own.
+    assert counts == [(2 * 3 * 5, 2 * 2 * 5), (2 * 3 * 6, 2 * 2 * 5)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -264,7 +292,10 @@ def test_a_parameter_that_nobody_uses_stays() -> None:
     masters = {name: p.detach().clone() for name, p in module.named_parameters()}
     inputs, wanted = torch.ones(4, 3), torch.full((4, 2), 2.0)
 
-    before, after = Fit(20, 0.1).heal(module, masters, {}, lambda _: (module(inputs),), [(wanted,)])
+    def errors(_: int) -> tuple[Tensor, int]:
+        return relative_error((module(inputs),), (wanted,))
+
+    before, after = Fit(20, 0.1).heal(module, masters, {}, errors, 1)
 
     assert after < before
     assert torch.equal(masters["idle"], torch.ones(1))
