@@ -43,8 +43,8 @@ dense, and why. No weights are read, and nothing is trained:
 EPILOG = """\
 ways to heal:
   none     the weights that pruning leaves
-  blocks   each layer's kept weights, norms and biases are fitted to what the dense layer put out
-           (pruning.heal_passes, pruning.heal_rate)
+  blocks   each layer's kept weights, norms and biases are fitted to what the dense layer put out,
+           those of the last one by the loss (pruning.heal_passes, pruning.heal_rate)
   adapters low-rank changes of what is kept, norms and biases are trained for --steps, and merged
   train    the pruned model is trained on for --steps
 

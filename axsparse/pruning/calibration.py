@@ -137,14 +137,14 @@ class Calibration:
     """Gives the summed loss of a microbatch, from its targets and the outputs of the last layer."""
     samples: Sequence[Microbatch]
     """The calibration samples in microbatches; stages behind the first have them without inputs."""
-    num_targets: Sequence[int]
-    """The number of targets in each of them, on the first stage."""
     judged: Batch
     """The samples of which the loss is computed before and after; nothing is made of them else."""
     says: Callable[[str], None] = lambda _: None
     """Shows the user a line about how far the calibration is."""
     fit: Fit | None = None
     """How pruned layers are fitted to the dense ones; None leaves them as they were pruned."""
+    num_targets: Sequence[int] = ()
+    """The number of targets in each microbatch of samples, on the first stage."""
     last_pruned: str = ""
     """The last layer of the model of which something is pruned, which is fitted by the loss."""
     behind: Sequence[Layer] = ()

@@ -1,4 +1,4 @@
-"""Heals one pruned layer: fits what is kept to what the dense layer put out.
+"""Heals one pruned layer: fits what is kept to what the dense layer put out, or by the loss.
 
 The layer's outputs on the activations of the pruned layers before it are fitted to the outputs of
 the dense layer on the activations of the dense layers before that, over the calibration samples.

@@ -565,7 +565,7 @@ def _calibration(
     pruning = run.config.pruning
     assert run.targets is not None, "a run that prunes nothing draws no masks"
     fit = Fit(pruning.heal_passes, pruning.heal_rate, pruning.heal_batch, options.replicas)
-    samples = data.training.first(pruning.calibration_samples)
+    samples, heals = data.training.first(pruning.calibration_samples), pruning.heal != "none"
     layers = run.model.layers
     last = max(
         number
@@ -583,9 +583,9 @@ def _calibration(
         transport,
         partial(_loss_of, run),
         samples,
-        tuple(map(data.training.count_targets, samples)),
         judged,
-        fit=fit if pruning.heal != "none" else None,
+        fit=fit if heals else None,
+        num_targets=tuple(map(data.training.count_targets, samples)) if heals else (),
         last_pruned=layers[last].name,
         behind=layers[last + 1 :],
     )

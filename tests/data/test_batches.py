@@ -360,6 +360,17 @@ def test_each_end_reads_its_own_part_of_a_dataset_in_parts() -> None:
         assert torch.equal(one.targets, behind.targets)
 
 
+def test_the_first_stage_reads_the_targets_of_the_first_samples_as_well() -> None:
+    reader = dear_batches(Dear(), inputs=True, targets=False)
+
+    found = reader.first(4)
+
+    assert [m.targets.tolist() for m in found if m.targets is not None] == [
+        m.inputs[0][:, 0].tolist() for m in found
+    ]
+    assert [reader.count_targets(m) for m in found] == [2, 2]
+
+
 def test_all_inputs_of_a_step_are_under_way_before_the_first_is_waited_for() -> None:
     dataset = Dear()
 

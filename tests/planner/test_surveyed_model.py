@@ -387,6 +387,22 @@ def test_drawing_masks_takes_what_torchs_allocator_counts(
     assert least * planned < peaks[0] < planned
 
 
+def test_the_stage_of_the_last_pruned_layer_builds_those_behind_it() -> None:
+    asked = config("magnitude", "bf16", heal="blocks")
+    asked = asked.model_copy(
+        update={"layout": asked.layout.model_copy(update={"split": (1, 1, 1, 2)})}
+    )
+    info = survey(named_model(made_in_python(asked, "tiny")), torch.bfloat16)
+    assert [layer.kind for layer in info.layers[1:3]] == ["block", "block"]
+    kept = kept_at_start(asked, what_is_pruned(asked, info))
+
+    loads = SurveyedModel(asked, info, "tiny", kept, ADAMW).stages(4, 1)
+
+    assert loads is not None
+    assert loads[1].state == loads[2].state
+    assert loads[1].calibration(2) < loads[2].calibration(2)
+
+
 def test_more_samples_take_more_and_another_method_nothing() -> None:
     peaks = []
     for method, samples in (("wanda", 24), ("wanda", 240), ("magnitude", 24)):
