@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Literal
 from torch import Tensor
 
 from axsparse.config.load import LoadedConfig, load_config
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_config
 from axsparse.data.preparation import Request, prepare
 from axsparse.data.sources import open_datasets
@@ -57,6 +57,9 @@ UNTRAINED = (
 Heal = Literal["none", "blocks", "adapters", "train"]
 """What follows the pruning; `train` trains the pruned model on for `train.steps`, and `adapters`
 its adapters."""
+SHORT = 256
+"""Tokens of a sample for calibration and healing: more and shorter ones heal better than fewer and
+longer ones of as many tokens (decision 49)."""
 ONE_BY_ONE = ("magnitude", "random", "wanda", "sparsegpt")
 """Methods that prune a layer without looking at those behind it."""
 
@@ -120,7 +123,8 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
     with timings.of("tokens"):
         together(transport, lambda: _prepare(order) if is_first else None)
     asked = together(transport, lambda: load_config(order.config, order.overrides()))
-    order = replace(order, settings=(_judging(asked.config), *order.settings))
+    implied = (_judging(asked.config), *_sampling(order.heal, asked.config))
+    order = replace(order, settings=(*implied, *order.settings))
     if order.heal == "train" or not _goes_by_layers(asked.config):
         facts = _prune_whole(job, order, timings)
     else:
@@ -142,6 +146,15 @@ def _judging(config: Config) -> str:
     """The setting of how many validation samples are judged: about as many as calibrate."""
     batches = -(-config.pruning.calibration_samples // config.batch.global_batch_size)
     return f"train.eval_steps={batches}"
+
+
+def _sampling(heal: Heal, config: Config) -> Sequence[str]:
+    """The setting of how long samples are that nothing is trained on, unless it is given: a model's
+    longest sequence takes more than such samples are worth."""
+    longest = sample_length(config)
+    if heal in ("none", "blocks") and config.data.sequence_length == "auto":
+        return [f"data.sequence_length={min(longest, SHORT)}"]
+    return []
 
 
 def _goes_by_layers(config: Config) -> bool:

@@ -262,12 +262,12 @@ class PruningConfig(Section):
     """Before the first step, for loaded weights that are pruned at once: `blocks` fits the kept
     weights, norms and biases of one layer after the other to what the dense layer put out, and of
     the last one by the loss, over the calibration samples, and takes the state of one layer."""
-    heal_passes: Count = 4
+    heal_passes: Count = 2
     """heal: how often all calibration samples are seen."""
     heal_batch: Count = 1
     """heal: microbatches of a step. Replicas share those of a step, whose gradients are added as
     integers, so that every number of replicas heals to the same bits."""
-    heal_rate: Annotated[float, Field(gt=0.0)] = 0.01
+    heal_rate: Annotated[float, Field(gt=0.0)] = 0.02
     """heal: learning rate at first, as a share of the root mean square of a tensor's kept entries;
     it falls to 0 linearly. The layer that is fitted by the loss takes 0.15 of it."""
     drop_fraction: Fraction = 0.3

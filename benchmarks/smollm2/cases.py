@@ -32,11 +32,8 @@ HEALS = ("blocks", "adapters", "train")
 TRAINED_AT = 60
 """The sparsity, in percent, at which a pruned model is trained on for long, in two layouts."""
 CALIBRATION_SAMPLES = 16
-HEALING = (
-    *("data.sequence_length=256", "pruning.calibration_samples=128"),
-    *("pruning.heal_passes=2", "pruning.heal_rate=0.02"),
-)
-"""Shorter samples make more steps of the same tokens, and more tokens bear a higher rate."""
+HEALING = ("data.sequence_length=256", "pruning.calibration_samples=128")
+"""What `axsparse prune` takes by itself."""
 STEPS, BATCH = 100, 2
 """Steps of training on for long, and sequences of a step."""
 HEALING_STEPS = 30

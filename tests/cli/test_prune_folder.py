@@ -17,7 +17,7 @@ from support.mpirun import run_alone, run_mpirun
 from support.runs import VOCABULARY
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from axsparse.cli.prune_folder import Facts, PruneOrder, page, write_page
+from axsparse.cli.prune_folder import Facts, Heal, PruneOrder, _sampling, page, write_page
 from axsparse.config.load import load_config
 from axsparse.models.start_weights import open_weights
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING, OutputError
@@ -167,6 +167,25 @@ def test_what_is_left_out_or_missing_is_said_in_a_line(
     words: list[str], code: int, text: str, axsparse: Axsparse
 ) -> None:
     assert_one_line(axsparse("prune", *words), code, text)
+
+
+@pytest.mark.parametrize(
+    ("heal", "longest", "given", "expected"),
+    [
+        ("blocks", 4096, "auto", ["data.sequence_length=256"]),
+        ("none", 64, "auto", ["data.sequence_length=64"]),
+        ("blocks", 4096, "1024", []),
+        ("train", 4096, "auto", []),
+        ("adapters", 4096, "auto", []),
+    ],
+)
+def test_samples_that_nothing_is_trained_on_are_short_unless_it_is_said(
+    heal: Heal, longest: int, given: str, expected: list[str]
+) -> None:
+    settings = [f"model.sequence_length={longest}", f"data.sequence_length={given}"]
+    config = load_config("quickstart.yaml", settings).config
+
+    assert _sampling(heal, config) == expected
 
 
 def test_the_page_says_what_gains_and_what_does_not() -> None:
