@@ -12,7 +12,7 @@
 #              and 5,000 drawn programs of users
 # make bench   set up and measure every layer in minutes, against the last committed result
 # make bench-growth   measure how time, memory and messages grow with model and ranks
-# make bench-smollm2  prune SmolLM2 135M by three methods, judge it, train it on (an hour or more on two cores)
+# make bench-smollm2  prune SmolLM2 135M by three methods, heal it, judge it (six hours of two cores)
 # make bench-peers    set up .venv-peers and measure axsparse beside DDP, FSDP2, DeepSpeed and others
 # make docs    set up and build the documentation site into site/
 # make screenshots   make the pictures in docs/pictures/ anew, of real runs (needs Chromium)
