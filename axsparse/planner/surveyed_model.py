@@ -83,6 +83,12 @@ def _made(layers: Sequence[LayerInfo]) -> int:
     return 4 * (largest + min(largest, CHUNK))
 
 
+def _frozen(layer: LayerInfo) -> LayerInfo:
+    """The same layer, of which nothing is trained: it has weights, and no other state."""
+    parameters = tuple(replace(parameter, trained=False) for parameter in layer.parameters)
+    return replace(layer, parameters=parameters)
+
+
 def _largest(layers: Sequence[LayerInfo]) -> int:
     """The entries of the largest parameter."""
     return max((p.numel for layer in layers for p in layer.parameters), default=0)
@@ -95,10 +101,10 @@ def calibration_memory(
     `pruning.calibration` draws its masks, layer by layer, before it has any state; `stored` is how
     that is stored.
 
-    A layer stands there dense and without moments. It has the activations of all samples, the
-    statistics of all of its matrices, and works on one of these at a time. One more microbatch,
-    which is judged, is there twice: it also passes through the layers as they were. Masks lie in
-    the host's memory until state is built.
+    A layer stands there dense and without moments, and with weights only where nothing is pruned.
+    It has the activations of all samples, the statistics of all of its matrices, and works on one
+    of these at a time. One more microbatch, which is judged, is there twice: it also passes through
+    the layers as they were. Masks lie in the host's memory until state is built.
     """
     pruning, dense = model.config.pruning, replace(stored, moments=0, replicas=1)
     ties, kept, on_host = model.survey.ties, model.kept, model.on_host
@@ -109,7 +115,8 @@ def calibration_memory(
     for layer in layers:
         costs = layer.activations or Activations(0, 0, 0, 0)
         matrices = [p for p in layer.parameters if p.name in kept]
-        there = stage_bytes([layer], ties, {}, dense).total + drawn * on_host
+        built = layer if matrices else _frozen(layer)
+        there = stage_bytes([built], ties, {}, dense).total + drawn * on_host
         after = behind.get(layer.name, Behind())
         # Where layers are healed the samples also pass through the layers as they were.
         flows = 1 + heals
@@ -399,7 +406,7 @@ class SurveyedModel:
         """What lies behind the last pruned layer, by the name of that one; `stored` is how the
         state of a layer is stored while masks are drawn."""
         layers, logits = self.survey.layers, self.survey.loss_logits
-        after = layers[self.last_pruned + 1 :]
+        after = list(map(_frozen, layers[self.last_pruned + 1 :]))
         state = stage_bytes(after, self.survey.ties, {}, stored)
         loss = 0.0 if logits is None else _loss_bytes(LOSS_BYTES, logits, 1)
         each = _costs(after)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 from typing import TypeAlias
 
@@ -129,6 +130,9 @@ class Calibration:
     replaces sparsities."""
     layers: Sequence[Layer]
     """The layers of this stage."""
+    pruned: Sequence[str]
+    """The names of all layers of which something is pruned, in order; the last one is fitted by the
+    loss."""
     ties: Mapping[str, str]
     options: StateOptions
     place: Place
@@ -145,10 +149,8 @@ class Calibration:
     """How pruned layers are fitted to the dense ones; None leaves them as they were pruned."""
     num_targets: Sequence[int] = ()
     """The number of targets in each microbatch of samples, on the first stage."""
-    last_pruned: str = ""
-    """The last layer of the model of which something is pruned, which is fitted by the loss."""
     behind: Sequence[Layer] = ()
-    """The layers of the model behind that one."""
+    """The layers of the model behind the last one of which something is pruned."""
     healed: HealedLayers | None = None
     """Where layers are kept that are done, for a start that goes on; None keeps none."""
     forgets: bool = False
@@ -255,7 +257,7 @@ class Calibration:
             samples, errors = flow[: len(self.samples)], None
             self._draw(built, samples, masks)
             if self.fit is not None:
-                if layer.name == self.last_pruned:
+                if layer.name == self.pruned[-1]:
                     losses = self._losses(built, samples, targets)
                     errors = self._heal(self.fit.by_loss, built, losses, masks)
                 else:
@@ -270,8 +272,11 @@ class Calibration:
                 drawn.pop(tensor.name, None)
 
     def _built(self, layer: Layer) -> BuiltLayer:
-        """A layer of the model as it was, dense and without moments."""
+        """A layer of the model as it was, dense and without moments; one of which nothing is pruned
+        has weights only."""
         options = replace(self.options, masks=None, moments=(), replicas=ALONE, members=None)
+        if layer.name not in self.pruned:
+            layer = replace(layer, build=partial(_frozen, layer.build))
         [built] = build_layers([layer], self.ties, options)
         built.module.eval()
         return built
@@ -398,7 +403,7 @@ class Calibration:
                 masks.kept_weights[tensor.name] = masters[local][pruned[local]].cpu()
             else:
                 masks.fitted[tensor.name] = masters[local].cpu().clone()
-        what = "loss of a target" if name == self.last_pruned else "error of a token"
+        what = "loss of a target" if name == self.pruned[-1] else "error of a token"
         self.says(f"heal: {name}: {what} {before:.4f} before, {after:.4f} after")
         return before, after
 
@@ -418,8 +423,6 @@ class Calibration:
     ) -> Errors:
         """The losses of what the model says with a layer, through the layers behind it."""
         through = [built, *map(self._built, self.behind)]
-        for layer in through[1:]:
-            layer.module.requires_grad_(False)
 
         def errors(number: int) -> tuple[Tensor, int]:
             outputs = flow[number]
@@ -541,6 +544,10 @@ class Calibration:
             if len(flow) < count:
                 backoff.pause()
         return flow
+
+
+def _frozen(build: Callable[[], nn.Module]) -> nn.Module:
+    return build().requires_grad_(False)
 
 
 class Progress:

@@ -568,17 +568,19 @@ def _calibration(
     assert run.targets is not None, "a run that prunes nothing draws no masks"
     fit = Fit(pruning.heal_passes, pruning.heal_rate, pruning.heal_batch, options.replicas)
     samples, heals = data.training.first(pruning.calibration_samples), pruning.heal != "none"
-    layers = run.model.layers
-    last = max(
-        number
-        for number, layer in enumerate(run.survey.layers)
-        if any(parameter.name in run.targets.shapes for parameter in layer.parameters)
-    )
+    shapes, layers = run.targets.shapes, run.model.layers
+    pruned = [
+        layer.name
+        for layer in run.survey.layers
+        if any(parameter.name in shapes for parameter in layer.parameters)
+    ]
+    last = [layer.name for layer in layers].index(pruned[-1])
     return Calibration(
         pruning.method,
         run.targets,
         run.criterion,
         own,
+        pruned,
         run.survey.ties,
         options,
         run.place,
@@ -588,7 +590,6 @@ def _calibration(
         judged,
         fit=fit if heals else None,
         num_targets=tuple(map(data.training.count_targets, samples)) if heals else (),
-        last_pruned=layers[last].name,
         behind=layers[last + 1 :],
     )
 
