@@ -44,7 +44,7 @@ EPILOG = """\
 ways to heal:
   none     the weights that pruning leaves
   blocks   each layer's kept weights, norms and biases are fitted to what the dense layer put out,
-           those of the last one by the loss (pruning.heal_passes, pruning.heal_rate)
+           those of the last one by the loss as well (pruning.heal_passes, pruning.heal_rate)
   adapters low-rank changes of what is kept, norms and biases are trained for --steps, and merged
   train    the pruned model is trained on for --steps
 

@@ -9,9 +9,9 @@ norms that Wanda gathers (`criteria.Score`).
 
 With a `Fit` the samples also pass through the layers as they were, and each pruned layer is fitted
 to what the dense one puts out, before the next layer is pruned (`healing`); the last pruned layer
-of the model is fitted by the loss. The samples' targets travel behind the activations, since any
-stage may have that layer. Other samples pass behind them by both ways, for the losses before and
-after.
+of the model is then fitted by the loss. The samples' targets travel behind the activations, since
+any stage may have that layer. Other samples pass behind them by both ways, for the losses before
+and after.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Calibration:
     """The layers of this stage."""
     pruned: Sequence[str]
     """The names of all layers of which something is pruned, in order; the last one is fitted by the
-    loss."""
+    loss as well."""
     ties: Mapping[str, str]
     options: StateOptions
     place: Place
@@ -257,12 +257,13 @@ class Calibration:
             samples, errors = flow[: len(self.samples)], None
             self._draw(built, samples, masks)
             if self.fit is not None:
+                differences = self._differences(built, samples, dense)
+                errors = self._heal(self.fit, built, differences, masks)
+                self._tell(layer, "error of a token", errors)
                 if layer.name == self.pruned[-1]:
                     losses = self._losses(built, samples, targets)
                     errors = self._heal(self.fit.by_loss, built, losses, masks)
-                else:
-                    differences = self._differences(built, samples, dense)
-                    errors = self._heal(self.fit, built, differences, masks)
+                    self._tell(layer, "loss of a target", errors)
             if self.healed is not None:
                 self._keep(self.healed, built, masks, errors)
         for number, inputs in enumerate(flow):
@@ -395,17 +396,23 @@ class Calibration:
             # The layer's own masters where they are no copy: nobody needs these afterwards.
             masters[local] = values.mul_(pruned[local]) if local in pruned else values
             kept = masks.kept_weights.get(tensor.name)
-            if kept is not None:  # the method has changed it
+            if kept is not None:  # the method has changed it, or an earlier fit
                 masters[local][pruned[local]] = kept.to(values)
-        before, after = fit.heal(module, masters, pruned, errors_of, len(self.samples))
+            fitted = masks.fitted.get(tensor.name)
+            if fitted is not None:
+                masters[local].copy_(fitted)
+        errors = fit.heal(module, masters, pruned, errors_of, len(self.samples))
         for local, tensor in owned.items():
             if local in pruned:
                 masks.kept_weights[tensor.name] = masters[local][pruned[local]].cpu()
             else:
                 masks.fitted[tensor.name] = masters[local].cpu().clone()
-        what = "loss of a target" if name == self.pruned[-1] else "error of a token"
-        self.says(f"heal: {name}: {what} {before:.4f} before, {after:.4f} after")
-        return before, after
+        return errors
+
+    def _tell(self, layer: Layer, what: str, errors: tuple[float, float] | None) -> None:
+        if errors is not None:
+            before, after = errors
+            self.says(f"heal: {layer.name}: {what} {before:.4f} before, {after:.4f} after")
 
     def _differences(
         self, built: BuiltLayer, flow: Sequence[Tensors], wanted: Sequence[Tensors]

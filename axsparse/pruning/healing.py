@@ -1,4 +1,4 @@
-"""Heals one pruned layer: fits what is kept to what the dense layer put out, or by the loss.
+"""Heals one pruned layer: fits what is kept to what the dense layer put out, and by the loss.
 
 The layer's outputs on the activations of the pruned layers before it are fitted to the outputs of
 the dense layer on the activations of the dense layers before that, over the calibration samples.
@@ -7,8 +7,8 @@ The error of a token is
     Σ (output − dense output)² / Σ (dense output)²
 
 over the entries of the token: without the division a few tokens with huge activations decide. The
-last pruned layer of a model is fitted by the model's loss instead, through the layers behind it,
-which are as they were. Weights that are pruned stay zero; kept weights, norms and biases are
+last pruned layer of a model is then fitted by the model's loss, through the layers behind it, which
+are as they were. Weights that are pruned stay zero; kept weights, norms and biases are
 trained, by Adam (Kingma and Ba 2015) with betas 0.9 and 0.95. Its learning rate, which falls
 linearly to zero, is a share of the root mean square of a tensor's entries, since those of large
 models are ten times as small as those of small ones. Masters are fp32, products are those of the

@@ -110,12 +110,12 @@ def healed_by_torch(model: Model, config: Config) -> dict[str, Tensor]:
                 masks[name][order[:keep]] = True
                 masks[name] = masks[name].view_as(value)
                 value.data.mul_(masks[name])
+        if masks:
+            errors = [partial(_difference, *pair) for pair in zip(pruned, dense, strict=True)]
+            _fit(module, masks, errors, config, config.pruning.heal_rate)
         if layer.name == "hidden2":  # the last one of which something is pruned
             losses = [partial(_loss, head, *pair) for pair in zip(pruned, targets, strict=True)]
             _fit(module, masks, losses, config, 0.15 * config.pruning.heal_rate)
-        elif masks:
-            errors = [partial(_difference, *pair) for pair in zip(pruned, dense, strict=True)]
-            _fit(module, masks, errors, config, config.pruning.heal_rate)
         with torch.no_grad():
             pruned = [module(x) for x in pruned]
         found |= {f"{layer.name}.{n}": p.detach() for n, p in module.named_parameters()}
@@ -214,8 +214,8 @@ def test_replicas_share_the_microbatches_of_a_step(
         started(layout, model, config)
         counts.append((computed.count(True), computed.count(False)))
 
-    # Two layers, three passes, five microbatches, of which the last is a step of its own.
-    assert counts == [(2 * 3 * 5, 2 * 2 * 5), (2 * 3 * 6, 2 * 2 * 5)]
+    # Three layers, three passes, five microbatches, of which the last is a step of its own.
+    assert counts == [(3 * 3 * 5, 3 * 2 * 5), (3 * 3 * 6, 3 * 2 * 5)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -351,7 +351,7 @@ def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
 
     found = ax.run_here(weights)
 
-    assert len(healed) == 4, "the third layer alone"
+    assert len(healed) == 5, "the third layer alone, by its outputs and by the loss"
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
