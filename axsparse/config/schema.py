@@ -261,7 +261,8 @@ class PruningConfig(Section):
     heal: Literal["none", "blocks"] = "none"
     """Before the first step, for loaded weights that are pruned at once: `blocks` fits the kept
     weights, norms and biases of one layer after the other to what the dense layer put out, and of
-    the last one by the loss as well, over the calibration samples, and takes the state of one layer."""
+    the last one by the loss as well, over the calibration samples, and takes the state of one
+    layer."""
     heal_passes: Count = 2
     """heal: how often all calibration samples are seen."""
     heal_batch: Count = 1
