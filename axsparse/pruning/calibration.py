@@ -393,8 +393,11 @@ class Calibration:
         masters = {}
         for local, tensor in owned.items():
             values = built.state.dense_master(tensor.name).to(tensor.parameter.device)
-            # The layer's own masters where they are no copy: nobody needs these afterwards.
-            masters[local] = values.mul_(pruned[local]) if local in pruned else values
+            # The layer's own masters where they are no copy: nobody needs these afterwards. Of
+            # split masters only the weights have become zeros, which may make no number of them.
+            masters[local] = values
+            if local in pruned:
+                values.masked_fill_(~pruned[local], 0)
             kept = masks.kept_weights.get(tensor.name)
             if kept is not None:  # the method has changed it, or an earlier fit
                 masters[local][pruned[local]] = kept.to(values)

@@ -8,11 +8,11 @@ The error of a token is
 
 over the entries of the token: without the division a few tokens with huge activations decide. The
 last pruned layer of a model is then fitted by the model's loss, through the layers behind it, which
-are as they were. Weights that are pruned stay zero; kept weights, norms and biases are
-trained, by Adam (Kingma and Ba 2015) with betas 0.9 and 0.95. Its learning rate, which falls
-linearly to zero, is a share of the root mean square of a tensor's entries, since those of large
-models are ten times as small as those of small ones. Masters are fp32, products are those of the
-run. Fitting block by block is from "A Free Lunch in LLM Compression" (arXiv 2510.14444).
+are as they were. Weights that are pruned stay zero; kept weights, norms and biases are trained, by
+Adam (Kingma and Ba 2015) with betas 0.9 and 0.95. Its learning rate, which falls linearly to zero,
+is a share of the root mean square of a tensor's entries, since those of large models are ten times
+as small as those of small ones. Masters are fp32, products are those of the run. Fitting block by
+block is from "A Free Lunch in LLM Compression" (arXiv 2510.14444).
 """
 
 from __future__ import annotations

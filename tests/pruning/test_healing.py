@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -430,6 +431,29 @@ def test_it_begins_at_the_weights_that_the_method_has_changed(
     found, expected = started((1, 1), model, barely), started((1, 1), model, unhealed)
 
     torch.testing.assert_close(found["hidden0.0.weight"], expected["hidden0.0.weight"])
+
+
+def test_a_loss_that_draws_numbers_heals_alike_in_every_layout(tmp_path: Path) -> None:
+    def drawing(logits: Tensor, targets: Tensor) -> Tensor:
+        return summed_loss(nn.functional.dropout(logits), targets)
+
+    model = replace(trained_model(tmp_path), loss=drawing)
+
+    found, expected = (started(layout, model, config_of()) for layout in ((4, 1), (1, 1)))
+
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_masters_that_are_split_are_fitted_alike(tmp_path: Path) -> None:
+    """The last layer is fitted twice, and its masters are copies there."""
+    model = trained_model(tmp_path)
+
+    found, expected = (
+        started((1, 1), model, config_of(precision="bf16", samo={"split_master": is_split}))
+        for is_split in (True, False)
+    )
+
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_tied_parameter_stays_since_its_other_use_is_in_another_layer(tmp_path: Path) -> None:
