@@ -1,25 +1,27 @@
 """All that asks for a GPU, in parts, as a table and as JSON; `scripts/gpu_check.sh` starts it.
 
-    scripts/gpu_check.sh [--part kernels,step,transport,speed,numerics,compare,big]
+    scripts/gpu_check.sh [--part step,kernels,transport,commands,numerics,bandwidth,speed,…]
         [--seconds 560]
         [--mpi-wheel mpich-5.0.2-….whl] [--wheel OTHER.whl] [--save FILE]
     scripts/gpu_check.sh --merge A.json B.json --save benchmarks/results/gpu_check-h200.json
 
-    kernels      the kernels' contract; their share of the copy's bandwidth; unfused torch in
-                 turn; the paper's Figure 1
     step         a training of one rank on the GPU against the same one on the CPU; doctor
+    kernels      the kernels' contract
     transport    staged links between ranks that share it; streams and phases; NCCL at size 1
+    commands     what users type, on the GPU and on the CPU
+    numerics     whole trainings of up to four ranks that share the GPU, against the oracle
+    bandwidth    the kernels' share of the copy's bandwidth; unfused torch in turn; the paper's
+                 Figure 1
     speed        GPT-3 2.7B with microbatches of 1 and 4: steps, part of the matrix peak, memory,
                  a profile
-    numerics     whole trainings of up to four ranks that share the GPU, against the oracle
     compare      SAMO against dense, in turn
     big          GPT-3 13B; dense 13B does not fit; the largest GPT that does
 
-Parts run in this order: what we have to know first comes first. Each is begun with what is there,
-and none waits for what another has set up. Only `numerics`, and of `transport` a part, need an MPI
-library. Models are as large as the memory that is there. Where an earlier call has saved, the
-parts that run are replaced and the others stay, so that one machine's checks may be made in
-several calls.
+The first five, which time nothing, run at once and share the GPU; the others follow in this order.
+Each is begun with what is there, and none waits for what another has set up. Only `numerics`, and
+of `transport` and `commands` a part, need an MPI library. Models are as large as the memory that is
+there. Where an earlier call has saved, the parts that run are replaced and the others stay, so that
+one machine's checks may be made in several calls.
 Without --save the file is $OUT/gpu_check-<device>.json, or in benchmarks/results/ without $OUT.
 
 What has no time left, or lacks something, is skipped with the reason. The exit code is 1 if a
@@ -42,6 +44,7 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +63,9 @@ from gpu_report import (
 )
 
 HERE = Path(__file__).parent
-PARTS = ("kernels", "step", "transport", "speed", "numerics", "compare", "big")
+AT_ONCE = ("step", "kernels", "transport", "commands", "numerics")
+"""Parts that time nothing."""
+PARTS = (*AT_ONCE, "bandwidth", "speed", "compare", "big")
 SHARE_AIM = 0.8
 SHARED_NCCL = (2, 30)
 """From where two ranks may share a GPU over NCCL."""
@@ -93,7 +98,7 @@ class Around:
     def script(self, name: str, *words: str, seconds: float | None = None) -> tuple[str, Any]:
         """What a benchmark of this folder saved, and what went wrong, empty if nothing did."""
         saved = self.folder / f"{name}.json"
-        saved.unlink(missing_ok=True)  # another part's
+        saved.unlink(missing_ok=True)  # another run's
         command = [sys.executable, str(HERE / f"{name}.py"), *words, "--save", str(saved)]
         ended = self.host.run(command, min(seconds or self.left, self.left))
         print(ended.stdout, end="", flush=True)
@@ -216,10 +221,13 @@ def has(test: ElementTree.Element, what: str) -> bool:
 
 
 def kernels(around: Around) -> Found:
-    part = "kernels"
-    rows, failed_tests = pytest(around, part, ["test_kernels_on_gpu"])
+    return pytest(around, "kernels", ["test_kernels_on_gpu"])
+
+
+def bandwidth(around: Around) -> Found:
+    part = "bandwidth"
     problem, shares = around.script("gpu_kernels", "--machine", str(around.seen["device"]))
-    rows += [Row(part, "gpu_kernels", "fail", problem)] if problem else bandwidths(part, shares)
+    rows = [Row(part, "gpu_kernels", "fail", problem)] if problem else bandwidths(part, shares)
     figure: Any = None
     if around.left < EXPECTED_SECONDS:
         rows.append(Row(part, "fig1_fc_layer", "skip", "no time left"))
@@ -227,7 +235,7 @@ def kernels(around: Around) -> Found:
         words = ("--device", "cuda", "--machine", str(around.seen["device"]))
         problem, figure = around.script("fig1_fc_layer", *words)
         rows += [Row(part, "fig1_fc_layer", "fail", problem)] if problem else figure1(part, figure)
-    return rows, {"tests": failed_tests, "gpu_kernels": shares, "fig1_fc_layer": figure}
+    return rows, {"gpu_kernels": shares, "fig1_fc_layer": figure}
 
 
 def bandwidths(part: str, shares: Mapping[str, Any]) -> list[Row]:
@@ -280,6 +288,10 @@ def numerics(around: Around) -> Found:
     return pytest(around, "numerics", ["test_training_gpu"])
 
 
+def commands(around: Around) -> Found:
+    return pytest(around, "commands", ["test_commands_gpu"])
+
+
 def transport(around: Around) -> Found:
     part = "transport"
     rows, details = pytest(around, part, ["test_transport_gpu", "test_phases_gpu"])
@@ -317,11 +329,13 @@ def trainings(part: str) -> Callable[[Around], Found]:
 
 KEYS = ("outcome", "measured", "aim")
 RUN: dict[str, Callable[[Around], Found]] = {
-    "kernels": kernels,
     "step": step,
+    "kernels": kernels,
     "transport": transport,
-    "speed": trainings("speed"),
+    "commands": commands,
     "numerics": numerics,
+    "bandwidth": bandwidth,
+    "speed": trainings("speed"),
     "compare": trainings("compare"),
     "big": trainings("big"),
 }
@@ -369,23 +383,38 @@ def result_path(device: str, environ: Mapping[str, str]) -> Path:
 def check(around: Around, parts: Sequence[str], report: Report) -> list[Row]:
     """Run the parts, save after each, and return what these say."""
     rows: list[Row] = []
-    wanted = {"environment": environment, **{part: RUN[part] for part in parts}}
-    for part, run in wanted.items():
-        if part != "environment" and around.left < EXPECTED_SECONDS:
-            own, details = [Row(part, "all", "skip", "no time left; name it by --part")], None
-        else:
-            began = time.monotonic()
-            try:
-                own, details = run(around)
-            except Exception as error:  # the other parts go on
-                traceback.print_exc()
-                said = f"{type(error).__name__}: {error}"
-                own, details = [Row(part, "all", "fail", said[:300])], None
-            own.append(Row(part, "seconds", "info", f"{time.monotonic() - began:.0f}"))
+
+    def put(part: str, found: Found) -> None:
+        own, details = found
         report.put(part, own, details)
         print("\n".join(table(own)), flush=True)
-        rows += own
+        rows.extend(own)
+
+    put("environment", environment(around))
+    together = [part for part in parts if part in AT_ONCE]
+    with ThreadPoolExecutor(max(1, len(together))) as pool:
+        begun = {pool.submit(part_of, part, around): part for part in together}
+        for done in as_completed(begun):
+            put(begun[done], done.result())
+    for part in parts:
+        if part not in AT_ONCE:
+            put(part, part_of(part, around))
     return rows
+
+
+def part_of(part: str, around: Around) -> Found:
+    """What a part found, and its seconds; one that breaks is a row as well."""
+    if around.left < EXPECTED_SECONDS:
+        return [Row(part, "all", "skip", "no time left; name it by --part")], None
+    began = time.monotonic()
+    try:
+        rows, details = RUN[part](around)
+    except Exception as error:  # the other parts go on
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {error}"
+        rows, details = [Row(part, "all", "fail", said[:300])], None
+    rows.append(Row(part, "seconds", "info", f"{time.monotonic() - began:.0f}"))
+    return rows, details
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -397,6 +426,9 @@ def main(words: Sequence[str] | None = None) -> int:
             joined.merge(Report.opened(path, {}))
         print("\n".join(table(joined.rows)))
         return EXIT_FAILED if failed(joined.rows) else 0
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # What a shell starts in the background ignores it, and hands that on.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     host = Host()
     try:
         for wheel in arguments.wheels:
@@ -511,9 +543,6 @@ class Host:
 
     def run(self, command: Sequence[str], seconds: float) -> Ended:
         """In a group of processes that is killed when time is over."""
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            # What a shell starts in the background ignores it, and hands that on.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         # Files, since what outlives its parent would keep a pipe open.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(  # noqa: S603  our own scripts

@@ -6,6 +6,7 @@ There nothing is computed and nothing is stored; flops and bytes are counted by 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from axsparse.models.layer import as_tuple
 from axsparse.models.tensor_group import TensorGroup
@@ -202,12 +203,27 @@ def _attention(
     return outputs
 
 
-FLOPS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
-    )
-}
-"""Flop formulas of kernels that torch's counter does not know."""
+def _attention_flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object
+) -> int:
+    """Of two products for each head of the query, by shapes; those of key and value may be shared
+    by several."""
+    *batch, queries, width = query
+    return 2 * math.prod(batch) * queries * key[-2] * (width + value[-1])
+
+
+_ATEN = torch.ops.aten
+FLOPS: dict[Any, Callable[..., int]] = dict.fromkeys(
+    (
+        _ATEN._scaled_dot_product_flash_attention_for_cpu,
+        _ATEN._scaled_dot_product_flash_attention,
+        _ATEN._scaled_dot_product_efficient_attention,
+        _ATEN._scaled_dot_product_cudnn_attention,
+    ),
+    _attention_flops,
+)
+"""Flop formulas of kernels that torch's counter does not know, or that of 2.11 only where each head
+of a query has a key of its own."""
 
 
 class _NoModules:

@@ -1,0 +1,248 @@
+"""What users type, on a GPU and on the CPU: both end well and have the same losses, to rounding.
+
+All commands run side by side, as many at once as the machine has cores for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from gpu.ranks_training import ON_CPU
+from support.hf import write_llama
+from support.mpirun import TESTS, Finished, run_alone, run_mpirun
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is to be had here")
+
+LIMIT_SECONDS = 170
+CORES_OF_A_JOB = 2
+TOLERANCE = 0.02
+"""Relative, of a loss: bf16 has 8 bits of mantissa, and steps build on each other."""
+STEPS = 6
+SHORT = (
+    *(f"train.steps={STEPS}", "train.log_every=1", "train.eval_every=3", "train.eval_steps=2"),
+    *("batch.global_batch_size=8", "schedule.warmup_steps=2", "train.peak_flops=1e12"),
+)
+SMALL = ("model.num_layers=2", "model.hidden_size=64", "model.sequence_length=32")
+SMALL_IMAGES = ("pruning.at_step=2", "batch.microbatch_size=2")
+ONE_STAGE = "layout.g_inter=1"
+TWO_STAGES = "layout.g_inter=2"
+
+
+def given(settings: Sequence[str], config: str = "quickstart.yaml") -> list[str]:
+    """Words of a command line."""
+    return ["--config", config, *(word for one in settings for word in ("--set", one))]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training of the quickstart, or of another configuration."""
+
+    settings: tuple[str, ...] = ()
+    ranks: int = 1
+    config: str = "quickstart.yaml"
+    on_gpu: tuple[str, ...] = ()
+    """Settings that only a GPU knows."""
+
+
+TRAININGS = {
+    "as it is": Training(),
+    "fp32": Training(("precision=fp32",)),
+    "fp16": Training(("precision=fp16",)),
+    "dense": Training(("samo.enabled=false",)),
+    "stages and replicas": Training((TWO_STAGES,), 4),
+    "1F1B": Training((TWO_STAGES, "pipeline.schedule=1f1b"), 2),
+    "split backwards": Training((TWO_STAGES, "pipeline.split_backward=true"), 2),
+    "members": Training((ONE_STAGE, "layout.g_tensor=2"), 2),
+    "exact members": Training((ONE_STAGE, "layout.g_tensor=2", "layout.tensor_exact=true"), 2),
+    "sharded": Training((ONE_STAGE, "samo.shard_optimizer=true"), 2),
+    "exact gradients": Training((ONE_STAGE, "samo.gradient=exact"), 2),
+    "offloaded": Training(on_gpu=("samo.offload=true",)),
+    "split masters": Training(("samo.split_master=true",)),
+    "masks": Training(("samo.index=mask",)),
+    "sparse products": Training(("samo.sparse_products=true", "pruning.sparsity=0.95")),
+    "recomputed": Training(("pipeline.checkpoint_activations=1",)),
+    "compiled": Training(("pipeline.compile=true",)),
+    "dropout": Training(("model.dropout=0.1",)),
+    "SGD": Training(("optimizer.name=sgd", "optimizer.learning_rate=0.1")),
+    "LAMB": Training(("optimizer.name=lamb",)),
+    "2:4": Training(("pruning.pattern=2:4", "pruning.sparsity=0.5")),
+    "wanda": Training(("pruning.method=wanda", "pruning.calibration_samples=8")),
+    "SET": Training(("pruning.method=set", "pruning.interval=2")),
+    "RigL": Training(("pruning.method=rigl", "pruning.interval=2")),
+    "pruned later": Training(("pruning.at_step=3",)),
+    "traced": Training(("train.trace=2",), on_gpu=("train.memory_history=true",)),
+    "images": Training(SMALL_IMAGES, config="digits_cnn.yaml"),
+    "images of replicas": Training((ONE_STAGE, *SMALL_IMAGES), 2, config="digits_cnn.yaml"),
+}
+LLAMA = (
+    *("--from", "model", "--data", "texts.jsonl", "--validation", "held.jsonl"),
+    *("--set", "batch.global_batch_size=4", "--set", "pruning.calibration_samples=8"),
+    *("--set", "train.peak_flops=1e12", "--set", "schedule.warmup_steps=1"),
+)
+PRUNINGS = {
+    "blocks": (1, ("--heal", "blocks")),
+    "blocks by SparseGPT": (1, ("--heal", "blocks", "--method", "sparsegpt")),
+    "blocks of two stages": (2, ("--heal", "blocks", "--set", TWO_STAGES)),
+    "blocks of two replicas": (2, ("--heal", "blocks", "--set", ONE_STAGE)),
+    "training": (1, ("--heal", "train", "--steps", "2")),
+    "adapters": (1, ("--heal", "adapters", "--steps", "2")),
+    "magnitude": (1, ("--heal", "none", "--method", "magnitude")),
+}
+BEHIND = {
+    # Commands that read what the first training has left, and a word of what they say.
+    "resume": (("train", *given((*SHORT, *SMALL, "train.steps=8")), "--resume", "RUN"), "8/8"),
+    "generate": (("generate", "RUN", "--prompt", "def ", "--tokens", "20"), ""),
+    "evaluate": (("evaluate", "RUN"), "loss"),
+    "export": (("export", "RUN", "--to", "hf", "--out", "exported"), "exported"),
+    "report": (("report", "RUN", "--out", "page.html"), "page.html"),
+}
+
+
+@dataclass
+class Devices:
+    """How the same command ended on each device, where it ran."""
+
+    gpu: Future[Finished]
+    cpu: Future[Finished]
+    folders: dict[str, Path]
+
+    def both(self) -> Iterator[tuple[str, Finished]]:
+        yield "gpu", self.gpu.result()
+        yield "cpu", self.cpu.result()
+
+
+class Jobs:
+    """All commands that tests ask for, begun at once."""
+
+    def __init__(self, folder: Path, pool: ThreadPoolExecutor, names: set[str]) -> None:
+        self._folder = folder
+        self._pool = pool
+        if names & BEHIND.keys():
+            names = {"as it is", *names}
+        self.trained = {n: self._begun(n, self._train) for n in TRAININGS if n in names}
+        self.pruned = {n: self._begun(n, self._prune) for n in PRUNINGS if n in names}
+
+    def _begun(self, name: str, job: Callable[[str, Path, dict[str, str]], Finished]) -> Devices:
+        folders = {device: self._folder / device / name for device in ("gpu", "cpu")}
+        for folder in folders.values():
+            folder.mkdir(parents=True, exist_ok=True)
+        gpu = self._pool.submit(job, name, folders["gpu"], {})
+        return Devices(gpu, self._pool.submit(job, name, folders["cpu"], ON_CPU), folders)
+
+    def _train(self, name: str, folder: Path, environment: dict[str, str]) -> Finished:
+        training = TRAININGS[name]
+        small = SMALL if training.config == "quickstart.yaml" else ()
+        settings = [*SHORT, *small, *training.settings, f"run_dir={folder / 'run'}"]
+        settings += () if environment == ON_CPU else training.on_gpu
+        done = run(
+            ["train", *given(settings, training.config)], training.ranks, folder, environment
+        )
+        if name != "as it is" or done.returncode != 0:
+            return done
+        for behind, (more, _) in BEHIND.items():
+            own = [word.replace("RUN", str(folder / "run")) for word in more]
+            ended = run(own, 1, folder, environment)
+            (folder / f"{behind}.json").write_text(
+                json.dumps([ended.returncode, ended.stdout, ended.stderr])
+            )
+        return done
+
+    def _prune(self, name: str, folder: Path, environment: dict[str, str]) -> Finished:
+        ranks, more = PRUNINGS[name]
+        write_texts(folder)
+        return run(["prune", *LLAMA, "--out", "out", *more], ranks, folder, environment)
+
+
+def run(words: list[str], ranks: int, folder: Path, environment: dict[str, str]) -> Finished:
+    path = os.pathsep.join(filter(None, [str(TESTS.parent), os.environ.get("PYTHONPATH")]))
+    own = {**environment, "PYTHONPATH": path}
+    command = ["-m", "axsparse", *words]
+    if ranks == 1:
+        return run_alone(command, own, LIMIT_SECONDS, folder)
+    return run_mpirun(ranks, command, own, LIMIT_SECONDS, folder)
+
+
+def write_texts(folder: Path) -> None:
+    """A small Llama with a tokenizer of single letters, and texts beside it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    weights = write_llama(folder / "model")
+    words = next(v for k, v in weights.items() if "embed" in k).shape[0]
+    letters = {chr(97 + n % 26) * (1 + n // 26): n for n in range(1, words)}
+    tokenizer = Tokenizer(models.WordLevel({"<|endoftext|>": 0, **letters}, "b"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    told = json.dumps({"eos_token": "<|endoftext|>"})
+    (folder / "model" / "tokenizer_config.json").write_text(told)
+    for name, numbers in (("texts", range(20)), ("held", range(20, 22))):
+        lines = [
+            json.dumps({"text": " ".join(chr(97 + (k + n * n) % 26) for n in range(150))})
+            for k in numbers
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Jobs]:
+    pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES_OF_A_JOB))
+    own = [item for item in request.session.items if item.path == request.path]
+    names = {item.callspec.params["name"] for item in own if hasattr(item, "callspec")}
+    try:
+        yield Jobs(tmp_path_factory.mktemp("commands"), pool, names)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Those of steps and of evaluations, in their order."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line[key] for line in lines for key in ("loss", "eval_loss") if key in line]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_on_the_gpu_has_the_losses_of_the_cpu(jobs: Jobs, name: str) -> None:
+    trained = jobs.trained[name]
+
+    found = {}
+    for device, done in trained.both():
+        assert done.returncode == 0, f"{device}: {done}"
+        found[device] = losses(trained.folders[device] / "run")
+
+    assert len(found["gpu"]) >= STEPS
+    assert found["gpu"] == pytest.approx(found["cpu"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_commands_read_what_was_trained_on_the_gpu(jobs: Jobs, name: str) -> None:
+    trained = jobs.trained["as it is"]
+
+    for device, done in trained.both():
+        assert done.returncode == 0, f"{device}: {done}"
+        saved = trained.folders[device] / f"{name}.json"
+        code, screen, errors = json.loads(saved.read_text())
+        assert code == 0, f"{device}: {errors}{screen}"
+        assert BEHIND[name][1] in screen
+
+
+@pytest.mark.parametrize("name", PRUNINGS)
+def test_a_folder_is_pruned_and_healed_as_on_the_cpu(jobs: Jobs, name: str) -> None:
+    pruned = jobs.pruned[name]
+
+    found = {}
+    for device, done in pruned.both():
+        assert done.returncode == 0, f"{device}: {done}"
+        page = (pruned.folders[device] / "out" / "README.md").read_text()
+        [line] = [line for line in page.splitlines() if line.startswith("| perplexity")]
+        found[device] = [math.log(float(cell)) for cell in line.split("|")[2:4]]
+
+    assert found["gpu"] == pytest.approx(found["cpu"], rel=TOLERANCE)
