@@ -1,27 +1,27 @@
 """All that asks for a GPU, in parts, as a table and as JSON; `scripts/gpu_check.sh` starts it.
 
-    scripts/gpu_check.sh [--part step,kernels,transport,commands,numerics,bandwidth,speed,…]
-        [--seconds 560]
+    scripts/gpu_check.sh [--part step,kernels,bandwidth,speed,…] [--only NAMES] [--seconds 560]
         [--mpi-wheel mpich-5.0.2-….whl] [--wheel OTHER.whl] [--save FILE]
     scripts/gpu_check.sh --merge A.json B.json --save benchmarks/results/gpu_check-h200.json
 
     step         a training of one rank on the GPU against the same one on the CPU; doctor
     kernels      the kernels' contract
-    transport    staged links between ranks that share it; streams and phases; NCCL at size 1
-    commands     what users type, on the GPU and on the CPU
-    numerics     whole trainings of up to four ranks that share the GPU, against the oracle
     bandwidth    the kernels' share of the copy's bandwidth; unfused torch in turn; the paper's
                  Figure 1
     speed        GPT-3 2.7B with microbatches of 1 and 4: steps, part of the matrix peak, memory,
                  a profile
     compare      SAMO against dense, in turn
+    transport    staged links between ranks that share it; streams and phases; NCCL at size 1
+    numerics     whole trainings of up to four ranks that share the GPU, against the oracle
+    commands     what users type, on the GPU and on the CPU
     big          GPT-3 13B; dense 13B does not fit; the largest GPT that does
 
-The first five, which time nothing, run at once and share the GPU; the others follow in this order.
-Each is begun with what is there, and none waits for what another has set up. Only `numerics`, and
-of `transport` and `commands` a part, need an MPI library. Models are as large as the memory that is
-there. Where an earlier call has saved, the parts that run are replaced and the others stay, so that
-one machine's checks may be made in several calls.
+Parts run in this order: what we have to know first comes first. Each is begun with what is there,
+and none waits for what another has set up. Side by side they are no faster, since processes that
+share a GPU take turns. Only `numerics`, and of `transport` and `commands` a part, need an MPI
+library. Models are as large as the memory that is there. Where an earlier call has saved, the parts
+that run are replaced and the others stay, so that one machine's checks may be made in several
+calls.
 Without --save the file is $OUT/gpu_check-<device>.json, or in benchmarks/results/ without $OUT.
 
 What has no time left, or lacks something, is skipped with the reason. The exit code is 1 if a
@@ -44,7 +44,6 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,10 @@ from gpu_report import (
 )
 
 HERE = Path(__file__).parent
-AT_ONCE = ("step", "kernels", "transport", "commands", "numerics")
-"""Parts that time nothing."""
-PARTS = (*AT_ONCE, "bandwidth", "speed", "compare", "big")
+PARTS = (
+    *("step", "kernels", "bandwidth", "speed", "compare"),
+    *("transport", "numerics", "commands", "big"),
+)
 SHARE_AIM = 0.8
 SHARED_NCCL = (2, 30)
 """From where two ranks may share a GPU over NCCL."""
@@ -88,6 +88,8 @@ class Around:
     seen: Mapping[str, Any]
     ends: float
     folder: Path
+    only: str = ""
+    """Of the tests those of these names, as pytest's -k takes them; empty: all."""
     shared_nccl: bool = False
     """Whether to try NCCL between two ranks on one GPU, an experiment of NCCL's."""
 
@@ -166,6 +168,7 @@ def pytest(around: Around, part: str, files: Sequence[str], *words: str) -> Foun
                 *(sys.executable, "-m", "pytest", f"tests/gpu/{name}.py", "-v"),
                 # Warnings of other versions than the ones developed with are no failures.
                 *("-W", "default", "-p", "no:cacheprovider", f"--junitxml={saved}", *words),
+                *(["-k", around.only] if around.only else []),
             ],
             around.left,
         )
@@ -355,6 +358,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=float, default=560.0, help="for all parts together (default 560)")
     add("--mpi-wheel", type=Path, help="an mpich wheel, where no MPI library is installed")
     add("--wheel", type=Path, action="append", default=[], help="another missing package")
+    add("--only", default="", metavar="NAMES", help="of the tests only these; pytest's -k")
     add("--shared-nccl", action="store_true", help="try NCCL between two ranks on one GPU")
     add("--save", type=Path, help="write JSON here")
     add("--merge", type=Path, nargs="+", metavar="JSON", help="only join these into --save")
@@ -383,22 +387,11 @@ def result_path(device: str, environ: Mapping[str, str]) -> Path:
 def check(around: Around, parts: Sequence[str], report: Report) -> list[Row]:
     """Run the parts, save after each, and return what these say."""
     rows: list[Row] = []
-
-    def put(part: str, found: Found) -> None:
-        own, details = found
+    for part in ("environment", *parts):
+        own, details = environment(around) if part == "environment" else part_of(part, around)
         report.put(part, own, details)
         print("\n".join(table(own)), flush=True)
-        rows.extend(own)
-
-    put("environment", environment(around))
-    together = [part for part in parts if part in AT_ONCE]
-    with ThreadPoolExecutor(max(1, len(together))) as pool:
-        begun = {pool.submit(part_of, part, around): part for part in together}
-        for done in as_completed(begun):
-            put(begun[done], done.result())
-    for part in parts:
-        if part not in AT_ONCE:
-            put(part, part_of(part, around))
+        rows += own
     return rows
 
 
@@ -446,7 +439,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return EXIT_NO_DEVICE
     report = Report.opened(arguments.save or result_path(seen["device"], os.environ), seen)
     with tempfile.TemporaryDirectory() as folder:
-        around = Around(host, seen, ends, Path(folder), arguments.shared_nccl)
+        around = Around(host, seen, ends, Path(folder), arguments.only, arguments.shared_nccl)
         rows = check(around, arguments.parts, report)
     print(f"\n{count(rows)}; saved in {report.path}")
     return EXIT_FAILED if failed(rows) else 0

@@ -6,6 +6,7 @@ import os
 import socket
 from typing import NoReturn
 
+from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
 from axsparse.runtime.launcher import (
@@ -91,4 +92,5 @@ def _alone() -> Transport:
     from axsparse.runtime.local.local_transport import LocalTransport
     from axsparse.runtime.local.local_world import LocalWorld
 
-    return LocalTransport(LocalWorld(1), 0)
+    # What a rank by itself waits for is its GPU, which takes no turns.
+    return LocalTransport(LocalWorld(1), 0, SleepingBackoff())

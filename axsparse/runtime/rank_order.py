@@ -25,8 +25,14 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def store_sum_in_rank_order(parts: Sequence[Tensor], into: Tensor) -> None:
-    """Write the sum of flat parts to `into`, which may be one of them, with temporaries that stay
-    in the processor's cache."""
+    """Write the sum of flat parts to `into`, which may be one of them.
+
+    Two are added by one operation of torch's, which rounds once. More are summed with temporaries
+    that stay in the processor's cache.
+    """
+    if len(parts) == 2:
+        torch.add(*parts, out=into)
+        return
     for start in range(0, into.numel(), PIECE):
         piece = slice(start, start + PIECE)
         into[piece] = sum_in_rank_order([part[piece] for part in parts])

@@ -1,6 +1,7 @@
 """What users type, on a GPU and on the CPU: both end well and have the same losses, to rounding.
 
-All commands run side by side, as many at once as the machine has cores for.
+All commands run side by side: on the CPU as many at once as there are cores for, on the GPU a few,
+since processes that share one take turns.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is
 
 LIMIT_SECONDS = 170
 CORES_OF_A_JOB = 2
+JOBS_OF_A_GPU = 3
 TOLERANCE = 0.02
 """Relative, of a loss: bf16 has 8 bits of mantissa, and steps build on each other."""
 STEPS = 6
@@ -122,9 +124,10 @@ class Devices:
 class Jobs:
     """All commands that tests ask for, begun at once."""
 
-    def __init__(self, folder: Path, pool: ThreadPoolExecutor, names: set[str]) -> None:
+    def __init__(self, folder: Path, names: set[str]) -> None:
         self._folder = folder
-        self._pool = pool
+        self._on_gpu = ThreadPoolExecutor(JOBS_OF_A_GPU)
+        self._on_cpu = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES_OF_A_JOB))
         if names & BEHIND.keys():
             names = {"as it is", *names}
         self.trained = {n: self._begun(n, self._train) for n in TRAININGS if n in names}
@@ -134,8 +137,13 @@ class Jobs:
         folders = {device: self._folder / device / name for device in ("gpu", "cpu")}
         for folder in folders.values():
             folder.mkdir(parents=True, exist_ok=True)
-        gpu = self._pool.submit(job, name, folders["gpu"], {})
-        return Devices(gpu, self._pool.submit(job, name, folders["cpu"], ON_CPU), folders)
+        gpu = self._on_gpu.submit(job, name, folders["gpu"], {})
+        return Devices(gpu, self._on_cpu.submit(job, name, folders["cpu"], ON_CPU), folders)
+
+    def end(self) -> None:
+        """Begin no further one, and wait for those that run."""
+        for pool in (self._on_gpu, self._on_cpu):
+            pool.shutdown(cancel_futures=True)
 
     def _train(self, name: str, folder: Path, environment: dict[str, str]) -> Finished:
         training = TRAININGS[name]
@@ -194,13 +202,13 @@ def write_texts(folder: Path) -> None:
 def jobs(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Jobs]:
-    pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES_OF_A_JOB))
     own = [item for item in request.session.items if item.path == request.path]
     names = {item.callspec.params["name"] for item in own if hasattr(item, "callspec")}
+    begun = Jobs(tmp_path_factory.mktemp("commands"), names)
     try:
-        yield Jobs(tmp_path_factory.mktemp("commands"), pool, names)
+        yield begun
     finally:
-        pool.shutdown(cancel_futures=True)
+        begun.end()
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -20,8 +20,9 @@ SHAPE: dict[str, Any] = {
     "train": {"steps": 3},
     "optimizer": {"eps": 1e-5},
 }
-TOLERANCES = {"fp32": (2e-6, 5e-5), "bf16": (2e-3, 2e-2)}
-"""Relative, of losses and, by the norm of each tensor, of masters."""
+TOLERANCES = {"fp32": (2e-6, 5e-5), "bf16": (2e-3, 6e-2)}
+"""Relative, of losses and, by the norm of each tensor, of masters. On one CPU bf16 is 4.1e-2 away
+from fp32 in a bias after these steps."""
 
 
 def test_three_steps_on_the_gpu_follow_those_on_the_cpu(tmp_path: Path) -> None:

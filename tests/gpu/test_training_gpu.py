@@ -8,9 +8,7 @@ and cuBLAS workspaces of a fixed size), on tensors of the same shapes.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ LAYOUTS: list[Layout] = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 MEMBERS: list[Layout] = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
 """Stages, replicas and members."""
 STEPS, OVERFLOW = 6, 3
-CORES_OF_A_JOB = 4
 FP32_LOSS, FP32_NORM, FP32_MASTERS = 2e-6, 5e-6, 5e-5
 """Relative, masters by the norm of each tensor. The oracle in fp64 is 4e-8, 1.3e-7 and 4e-6 away
 from itself in fp32 over these steps: ten times that and more for sums of other orders, and for
@@ -117,30 +114,21 @@ Train = Callable[[Layout, str], list[Outcome]]
 
 
 @pytest.fixture(scope="module")
-def trained(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Train]:
-    """What the ranks of a layout saw of a case. The jobs of all layouts that tests ask for begin
-    at once, as many as there are cores for."""
-    folder = tmp_path_factory.mktemp("layouts")
-    pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES_OF_A_JOB))
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Train:
+    """What the ranks of a layout saw of a case; a layout's job runs when it is first asked for,
+    with the cases of those tests that were chosen."""
+    chosen = [item for item in request.session.items if item.path == request.path]
 
     @cache
-    def job(layout: Layout) -> Future[dict[str, list[Outcome] | CaseFailedError]]:
-        own = cases_of_members(layout) if layout in MEMBERS else cases(layout)
-        own += cases_of_members(layout) if layout in ((1, 1), (1, 2)) else []
-        place = folder / "x".join(map(str, layout))
-        place.mkdir()
-        return pool.submit(train_cases, place, own)
-
-    for item in request.session.items:
-        if item.path == request.path and isinstance(item, pytest.Function):
-            told: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
-            for name in {"layout", "reference"} & told.keys():
-                job(told[name])
+    def job(layout: Layout) -> dict[str, list[Outcome] | CaseFailedError]:
+        every = cases_of_members(layout) if layout in MEMBERS else cases(layout)
+        every += cases_of_members(layout) if layout in ((1, 1), (1, 2)) else []
+        wanted = {name for item in chosen for name in asked(item)}
+        own = [one for one in every if one["name"] in wanted]
+        return train_cases(tmp_path_factory.mktemp("layout"), own)
 
     def found(layout: Layout, name: str) -> list[Outcome]:
-        outcomes = job(layout).result()[name]
+        outcomes = job(layout)[name]
         if isinstance(outcomes, CaseFailedError):
             raise outcomes
         for outcome in outcomes:
@@ -149,10 +137,13 @@ def trained(
             assert outcome["norms"] == outcomes[0]["norms"]
         return outcomes
 
-    try:
-        yield found
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return found
+
+
+def asked(item: pytest.Item) -> set[str]:
+    """The names of the cases that a test looks at."""
+    told: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    return {"adamw", "overflow", *(told[key] for key in ("name", "optimizer") if key in told)}
 
 
 @cache

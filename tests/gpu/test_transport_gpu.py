@@ -77,13 +77,14 @@ def test_memory_of_a_stream_is_not_reused_while_compute_needs_it() -> None:
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
 )
 def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> None:
+    from axsparse.runtime.backoff import SleepingBackoff
     from axsparse.runtime.communication import wait_for
     from axsparse.runtime.gpu.cuda_device import CudaDevice
     from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
     from axsparse.runtime.local.local_transport import LocalTransport
     from axsparse.runtime.local.local_world import LocalWorld
 
-    alone = LocalTransport(LocalWorld(1), 0)
+    alone = LocalTransport(LocalWorld(1), 0, SleepingBackoff())
     device = CudaDevice(torch.device("cuda", 0))
     connections = NcclConnections(Rendezvous(alone, nccl_backend), device, alone.backoff)
     communicator = connections.communicator("alone", (0,))

@@ -54,17 +54,21 @@ def test_the_parts_themselves_are_left_alone(count: int) -> None:
     assert all(part.tolist() == [1.0] * 3 for part in parts)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
 @pytest.mark.parametrize("numel", [0, 1, PIECE, 2 * PIECE + 3])
-def test_a_stored_sum_may_take_the_place_of_any_of_its_parts(numel: int) -> None:
+def test_a_stored_sum_may_take_the_place_of_any_of_its_parts(
+    numel: int, dtype: torch.dtype, count: int
+) -> None:
     generator = torch.Generator().manual_seed(numel)
-    parts = [torch.randn(numel, generator=generator).bfloat16() for _ in range(3)]
+    parts = [(9 * torch.randn(numel, generator=generator)).to(dtype) for _ in range(count)]
     wanted = sum_in_rank_order(parts)
 
-    for place in range(3):
+    for place in range(count):
         own = [part.clone() for part in parts]
         store_sum_in_rank_order(own, own[place])
         assert torch.equal(own[place], wanted)
-        assert all(torch.equal(own[p], parts[p]) for p in range(3) if p != place)
+        assert all(torch.equal(own[p], parts[p]) for p in range(count) if p != place)
 
 
 @examples

@@ -34,10 +34,11 @@ class LocalTransport:
 
     name = "local"
 
-    def __init__(self, world: LocalWorld[Any], rank: int) -> None:
+    def __init__(self, world: LocalWorld[Any], rank: int, backoff: Backoff | None = None) -> None:
+        """`backoff` is how this rank waits, by default until another rank has had its turn."""
         self.rank = rank
         self.size = world.size
-        self.backoff: Backoff = TurnBackoff(world, rank)
+        self.backoff: Backoff = backoff or TurnBackoff(world, rank)
         self._local = world
         self.world: Collective = self.collective("world", range(world.size))
 
