@@ -136,8 +136,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         )
     if cluster.host_memory_bytes is not None and any(map(has_members, answers)):
         notes.append(
-            "no GPU has trained with several members of a stage so far: there they are tested on "
-            "devices that are played"
+            "no two GPUs have trained with several members of a stage so far: they are tested on "
+            "one that they share, and over NCCL on devices that are played"
         )
     if len(gpus) == 1 and methods == ["start"]:
         notes += _training_differs(asked, answers[0])

@@ -50,7 +50,7 @@ def test_members_are_tried_as_asked_for_and_what_training_does_by_itself_is_said
     assert "recommended: 1 stage × 2 members × 2 replicas" in fewer
     assert "note: training by itself takes as many members as layout.g_tensor says, 1; " in fewer
     assert "member" not in one
-    assert "note: no GPU has trained with several members of a stage so far: " in summit
+    assert "note: no two GPUs have trained with several members of a stage so far: " in summit
 
 
 @pytest.mark.parametrize("wish", ["layout.split=[4]", "layout.memory_per_rank=2"])
