@@ -60,6 +60,8 @@ its adapters."""
 SHORT = 256
 """Tokens of a sample for calibration and healing: more and shorter ones heal better than fewer and
 longer ones of as many tokens (decision 49)."""
+TRAINED = 1024
+"""Tokens of a sample where all entries or adapters are trained, as the study has them."""
 ONE_BY_ONE = ("magnitude", "random", "wanda", "sparsegpt")
 """Methods that prune a layer without looking at those behind it."""
 
@@ -149,12 +151,12 @@ def _judging(config: Config) -> str:
 
 
 def _sampling(heal: Heal, config: Config) -> Sequence[str]:
-    """The setting of how long samples are that nothing is trained on, unless it is given: a model's
-    longest sequence takes more than such samples are worth."""
-    longest = sample_length(config)
-    if heal in ("none", "blocks") and config.data.sequence_length == "auto":
-        return [f"data.sequence_length={min(longest, SHORT)}"]
-    return []
+    """The setting of how long samples are, unless it is given: a model's longest sequence takes
+    more memory and time than its samples are worth."""
+    if config.data.sequence_length != "auto":
+        return []
+    most = TRAINED if heal in ("train", "adapters") else SHORT
+    return [f"data.sequence_length={min(sample_length(config), most)}"]
 
 
 def _goes_by_layers(config: Config) -> bool:

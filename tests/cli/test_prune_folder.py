@@ -175,11 +175,12 @@ def test_what_is_left_out_or_missing_is_said_in_a_line(
         ("blocks", 4096, "auto", ["data.sequence_length=256"]),
         ("none", 64, "auto", ["data.sequence_length=64"]),
         ("blocks", 4096, "1024", []),
-        ("train", 4096, "auto", []),
-        ("adapters", 4096, "auto", []),
+        ("train", 4096, "auto", ["data.sequence_length=1024"]),
+        ("adapters", 600, "auto", ["data.sequence_length=600"]),
+        ("train", 4096, "2048", []),
     ],
 )
-def test_samples_that_nothing_is_trained_on_are_short_unless_it_is_said(
+def test_samples_are_shorter_than_the_longest_unless_it_is_said(
     heal: Heal, longest: int, given: str, expected: list[str]
 ) -> None:
     settings = [f"model.sequence_length={longest}", f"data.sequence_length={given}"]
