@@ -35,11 +35,8 @@ from axsparse.samo.selection import Bits
 from axsparse.samo.shards import ALONE, Replicas
 
 BETAS = (0.9, 0.95)
-EPS = 1e-8
 BITS = 40
 """Bits of the largest entry of a gradient that is added as integers."""
-ENTRIES = 2**18
-"""Entries that a step of Adam updates at a time."""
 TINY = 1e-12
 """The least that the squares of a token's dense outputs count, so that zeros divide nothing."""
 
@@ -86,10 +83,7 @@ class Fit:
         """
         parameters = dict(module.named_parameters())
         trained = {name: parameters[name] for name in masters}
-        moments = {
-            name: (torch.zeros_like(master), torch.zeros_like(master))
-            for name, master in masters.items()
-        }
+        optimizers = {name: _adam(master) for name, master in masters.items()}
         sizes = _sizes(masters)
         before = self._error(errors, microbatches)
         batches = [
@@ -113,10 +107,14 @@ class Fit:
                 for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
                     if gradient is None:
                         continue
-                    _adam(masters[name], gradient, moments[name], rate * sizes[name], step)
+                    master, optimizer = masters[name], optimizers[name]
+                    optimizer.param_groups[0]["lr"] = rate * sizes[name]
+                    master.grad = gradient.float().contiguous()
+                    optimizer.step()
+                    master.grad = None  # One tensor's is there in fp32 at a time.
                     if name in masks:
-                        masters[name].mul_(masks[name])
-                    parameter.detach().copy_(masters[name])
+                        master.mul_(masks[name])
+                    parameter.detach().copy_(master)
         return before, self._error(errors, microbatches)
 
     def _mean(
@@ -273,15 +271,6 @@ def _sizes(masters: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: size or max(sizes.values()) for name, size in sizes.items()}
 
 
-def _adam(
-    master: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], rate: float, step: int
-) -> None:
-    """One step of Adam without weight decay, in place; some entries at a time, since a matrix in
-    between would take as much memory as its moment."""
-    parts = (tensor.view(-1).split(ENTRIES) for tensor in (master, *moments))
-    for value, mean, square, given in zip(*parts, gradient.reshape(-1).split(ENTRIES), strict=True):
-        slope = given.float()
-        mean.lerp_(slope, 1 - BETAS[0])
-        square.mul_(BETAS[1]).addcmul_(slope, slope, value=1 - BETAS[1])
-        denominator = (square / (1 - BETAS[1] ** step)).sqrt_().add_(EPS)
-        value.addcdiv_(mean, denominator, value=-rate / (1 - BETAS[0] ** step))
+def _adam(master: Tensor) -> torch.optim.Adam:
+    """What updates one tensor, without another one as large in between."""
+    return torch.optim.Adam([master], betas=BETAS, fused=master.device.type in ("cpu", "cuda"))
