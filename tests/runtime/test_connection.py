@@ -8,7 +8,8 @@ import sys
 import pytest
 from support.mpirun import LONGEST_SECONDS, run_mpirun
 
-from axsparse.runtime.connection import connect
+from axsparse.runtime import backoff
+from axsparse.runtime.connection import connect, connect_alone
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.launcher import (
     JOB_SIZE,
@@ -18,6 +19,7 @@ from axsparse.runtime.launcher import (
     check_size,
     speaks,
 )
+from axsparse.runtime.local.local_world import IDLE_TURNS
 
 ABORT = """
 import threading
@@ -134,3 +136,16 @@ def test_a_job_of_another_size_than_asked_for_is_refused_once() -> None:
         "many"
     ], str(job)
     assert job.returncode == 78, str(job)
+
+
+def test_a_rank_by_itself_waits_for_a_device_as_long_as_that_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(backoff.time, "sleep", slept.append)
+    transport = connect_alone()
+
+    for _ in range(2 * IDLE_TURNS):
+        transport.backoff.pause()
+
+    assert len(slept) > IDLE_TURNS
