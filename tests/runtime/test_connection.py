@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 from support.mpirun import LONGEST_SECONDS, run_mpirun
 
-from axsparse.runtime import backoff
 from axsparse.runtime.connection import connect, connect_alone
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.launcher import (
@@ -142,7 +142,7 @@ def test_a_rank_by_itself_waits_for_a_device_as_long_as_that_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(backoff.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     transport = connect_alone()
 
     for _ in range(2 * IDLE_TURNS):
