@@ -540,7 +540,7 @@ class Calibration:
         """The targets of a microbatch of samples, and their number; on the first stage."""
         targets, device = self.samples[number].targets, self.options.backend.device
         assert targets is not None, "the first stage reads the targets of samples"
-        return targets.to(device), torch.tensor([self.num_targets[number]], device=device)
+        return targets.to(device), torch.tensor([self.num_targets[number]]).to(device)
 
     def _received(self, link: Link, count: int) -> list[Tensors]:
         """The activations that the stage before sends, a message for each microbatch."""

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import pretend_gpu
 from support.cuda_on_cpu import COMPRESS, EXACT, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
 from support.images import image_config, image_data, small_wide_resnet
@@ -45,7 +46,9 @@ from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models import losses
 from axsparse.models.layer import Layer, Model, Split
+from axsparse.models.start_weights import open_weights, start_from
 from axsparse.pipeline.stage import Key, Stage
+from axsparse.pruning import healing
 from axsparse.runtime.communication import Message, Transport, wait_for
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalLink
@@ -567,3 +570,48 @@ def test_weights_are_taken_from_a_device(on_device: Placing) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected_model.get_parameter(name)), name
         assert parameter.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+@pytest.mark.parametrize("layout", [(1, 1), pytest.param((2, 2), marks=pytest.mark.exhaustive)])
+def test_layers_are_pruned_and_healed_on_devices_as_on_cpus(
+    layout: Layout,
+    method: str,
+    on_device: Placing,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The fused one has other roundings, and no device that is written in Python has it.
+    plain = partial(torch.optim.Adam, betas=healing.BETAS, foreach=False)
+    monkeypatch.setattr(healing, "_adam", lambda master: plain([master]))
+    config = small(
+        optimizer=SGD,
+        train={"steps": 1},
+        pruning={"method": method, "sparsity": 0.6, "calibration_samples": 6}
+        | {"heal": "blocks", "heal_passes": 2, "heal_batch": 2},
+    )
+    drawn, generator = tiny_gpt(config), torch.Generator().manual_seed(6)
+    weights = {
+        f"{layer.name}.{name}": 0.1 * torch.randn(value.shape, generator=generator)
+        for layer in drawn.layers
+        for name, value in layer.build().state_dict().items()
+    }
+    del weights["head.weight"]  # the tied one's second use
+    save_file(weights, tmp_path / "model.safetensors")
+    model = start_from(drawn, open_weights(tmp_path / "model.safetensors"))
+
+    def started(placement: Placing | None) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+
+        def note(trainer: Trainer) -> None:
+            for layer in trainer.parts.layers:
+                for tensor in layer.state.owned:
+                    found[tensor.name] = layer.state.dense_master(tensor.name).cpu().clone()
+
+        train_in_process(*layout, model, config, token_data(), before=note, placement=placement)
+        return found
+
+    ours, expected = started(on_device), started(None)
+
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
