@@ -181,6 +181,21 @@ def test_it_is_the_formula(batch: int, tmp_path: Path) -> None:
         assert torch.equal(ours[name] == 0, value == 0), name
 
 
+def test_a_gradient_may_lie_in_memory_in_any_order() -> None:
+    given = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
+
+    def healed(loss: Callable[[Tensor], Tensor]) -> Tensor:
+        module = nn.Linear(4, 3, bias=False)
+        nn.init.ones_(module.weight)
+        masters = {"weight": module.weight.detach().clone()}
+        Fit(passes=2, rate=0.1).heal(module, masters, {}, lambda _: (loss(module.weight), 1), 1)
+        return masters["weight"]
+
+    across = healed(lambda weight: (weight.t() * given).sum())
+
+    assert torch.equal(across, healed(lambda weight: (weight * given.t().contiguous()).sum()))
+
+
 @pytest.mark.parametrize(("g_inter", "g_data"), by_default([(2, 2)], LAYOUTS))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
