@@ -93,7 +93,8 @@ class Fit:
         steps, step = self.passes * len(batches), 0
 
         def gradients_of(number: int) -> tuple[Tensor | None, ...]:
-            with torch.enable_grad():
+            # In the thread of this rank, as a training's backward (`pipeline/stage.py`).
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                 total, count = errors(number)
                 mean = total / max(count, 1)
                 return torch.autograd.grad(mean, list(trained.values()), allow_unused=True)
