@@ -206,24 +206,17 @@ def _attention(
 def _attention_flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object
 ) -> int:
-    """Of two products for each head of the query, by shapes; those of key and value may be shared
-    by several."""
+    """The flops of the two products of attention, by shapes. Each head of the query has its own,
+    while several may share a head of keys and values."""
     *batch, queries, width = query
     return 2 * math.prod(batch) * queries * key[-2] * (width + value[-1])
 
 
-_ATEN = torch.ops.aten
-FLOPS: dict[Any, Callable[..., int]] = dict.fromkeys(
-    (
-        _ATEN._scaled_dot_product_flash_attention_for_cpu,
-        _ATEN._scaled_dot_product_flash_attention,
-        _ATEN._scaled_dot_product_efficient_attention,
-        _ATEN._scaled_dot_product_cudnn_attention,
-    ),
-    _attention_flops,
-)
-"""Flop formulas of kernels that torch's counter does not know, or that of 2.11 only where each head
-of a query has a key of its own."""
+FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops
+}
+"""Flop formulas of kernels that torch's counter does not know. Its own formula for attention
+refuses shared heads in torch 2.11."""
 
 
 class _NoModules:

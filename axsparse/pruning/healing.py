@@ -273,5 +273,5 @@ def _sizes(masters: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _adam(master: Tensor) -> torch.optim.Adam:
-    """What updates one tensor, without another one as large in between."""
+    """The optimizer of one tensor; fused, it takes one pass and no memory in between."""
     return torch.optim.Adam([master], betas=BETAS, fused=master.device.type in ("cpu", "cuda"))

@@ -88,6 +88,27 @@ def test_parts_that_fail_or_break_are_rows_and_the_exit_code(
     assert rows() == [("big", "pass", ""), broken, ("speed", "pass", "")]
 
 
+def test_only_some_tests_of_a_part_are_run_where_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "environment", lambda _: ([], None))
+    monkeypatch.setattr(gpu_check.Host, "look", lambda _: dict(SEEN))
+    begun: list[list[str]] = []
+
+    def run(_: object, command: list[str], seconds: float) -> gpu_check.Ended:
+        del seconds
+        begun.append(command)
+        return gpu_check.Ended(4, "", "nothing was chosen")
+
+    monkeypatch.setattr(gpu_check.Host, "run", run)
+    words = ["--part", "numerics", "--only", "members and bf16", "--save", str(tmp_path / "a.json")]
+
+    assert gpu_check.main(words) == 1
+
+    [command] = begun
+    assert command[-2:] == ["-k", "members and bf16"]
+
+
 def test_kernels_are_judged_by_the_copy_and_by_torch() -> None:
     def timed(ms: float, share: float) -> dict[str, list[float]]:
         return {"ms": [ms] * 3, "share of copy bandwidth": [share] * 3}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -12,10 +11,8 @@ import pytest
 import torch
 from support.commands import Axsparse, assert_one_line
 from support.commands import axsparse as axsparse
-from support.hf import write_llama
+from support.hf import write_folder
 from support.mpirun import run_alone, run_mpirun
-from support.runs import VOCABULARY
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from axsparse.cli.prune_folder import Facts, Heal, PruneOrder, _sampling, page, write_page
 from axsparse.config.load import load_config
@@ -27,21 +24,6 @@ FEW = (
     *("--set", "precision=fp32", "--set", "batch.global_batch_size=4"),
     *("--set", "pruning.calibration_samples=8", "--set", "train.peak_flops=1e12"),
 )
-
-
-def write_folder(folder: Path) -> None:
-    """A small Llama with a tokenizer of single letters, and a text beside it."""
-    write_llama(folder)
-    letters = {chr(97 + n % 26) * (1 + n // 26): n for n in range(1, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel({"<|endoftext|>": 0, **letters}, "b"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    for name, numbers in (("texts", range(20)), ("held", range(20, 22))):
-        (folder.parent / name).mkdir(exist_ok=True)
-        for number in numbers:
-            words = (chr(97 + (number + n * n) % 26) for n in range(150))
-            (folder.parent / name / f"{number}.txt").write_text(" ".join(words))
 
 
 def pruned(cwd: Path, out: str, *more: str, ranks: int = 1) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ since processes that share one take turns.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,8 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from gpu.ranks_training import ON_CPU
-from support.hf import write_llama
+from support.hf import write_folder
 from support.mpirun import TESTS, Finished, run_alone, run_mpirun
+
+from axsparse.models.start_weights import open_weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is to be had here")
 
@@ -27,6 +28,9 @@ CORES_OF_A_JOB = 2
 JOBS_OF_A_GPU = 3
 TOLERANCE = 0.02
 """Relative, of a loss: bf16 has 8 bits of mantissa, and steps build on each other."""
+PRUNED_TOLERANCE = 0.07
+"""Relative, by the norm, of a pruned weight in fp32: two entries whose scores are all but equal may
+change places, which is 0.05, and healing moves a weight by 0.09 to 0.15."""
 STEPS = 6
 SHORT = (
     *(f"train.steps={STEPS}", "train.log_every=1", "train.eval_every=3", "train.eval_steps=2"),
@@ -85,7 +89,7 @@ TRAININGS = {
     "images of replicas": Training((ONE_STAGE, *SMALL_IMAGES), 2, config="digits_cnn.yaml"),
 }
 LLAMA = (
-    *("--from", "model", "--data", "texts.jsonl", "--validation", "held.jsonl"),
+    *("--from", "model", "--data", "texts", "--validation", "held", "--set", "precision=fp32"),
     *("--set", "batch.global_batch_size=4", "--set", "pruning.calibration_samples=8"),
     *("--set", "train.peak_flops=1e12", "--set", "schedule.warmup_steps=1"),
 )
@@ -116,9 +120,12 @@ class Devices:
     cpu: Future[Finished]
     folders: dict[str, Path]
 
-    def both(self) -> Iterator[tuple[str, Finished]]:
-        yield "gpu", self.gpu.result()
-        yield "cpu", self.cpu.result()
+    def both(self) -> Iterator[tuple[str, Path]]:
+        """Both devices and their folders; AssertionError for a command that failed."""
+        for device, job in (("gpu", self.gpu), ("cpu", self.cpu)):
+            done = job.result()
+            assert done.returncode == 0, f"{device}: {done}"
+            yield device, self.folders[device]
 
 
 class Jobs:
@@ -165,7 +172,7 @@ class Jobs:
 
     def _prune(self, name: str, folder: Path, environment: dict[str, str]) -> Finished:
         ranks, more = PRUNINGS[name]
-        write_texts(folder)
+        write_folder(folder / "model")
         return run(["prune", *LLAMA, "--out", "out", *more], ranks, folder, environment)
 
 
@@ -176,26 +183,6 @@ def run(words: list[str], ranks: int, folder: Path, environment: dict[str, str])
     if ranks == 1:
         return run_alone(command, own, LIMIT_SECONDS, folder)
     return run_mpirun(ranks, command, own, LIMIT_SECONDS, folder)
-
-
-def write_texts(folder: Path) -> None:
-    """A small Llama with a tokenizer of single letters, and texts beside it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    weights = write_llama(folder / "model")
-    words = next(v for k, v in weights.items() if "embed" in k).shape[0]
-    letters = {chr(97 + n % 26) * (1 + n // 26): n for n in range(1, words)}
-    tokenizer = Tokenizer(models.WordLevel({"<|endoftext|>": 0, **letters}, "b"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "model" / "tokenizer.json"))
-    told = json.dumps({"eos_token": "<|endoftext|>"})
-    (folder / "model" / "tokenizer_config.json").write_text(told)
-    for name, numbers in (("texts", range(20)), ("held", range(20, 22))):
-        lines = [
-            json.dumps({"text": " ".join(chr(97 + (k + n * n) % 26) for n in range(150))})
-            for k in numbers
-        ]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -217,14 +204,14 @@ def losses(run_dir: Path) -> list[float]:
     return [line[key] for line in lines for key in ("loss", "eval_loss") if key in line]
 
 
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    file = open_weights(folder / "model.safetensors")
+    return {name: file.read(name).float() for name in file.shapes}
+
+
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_on_the_gpu_has_the_losses_of_the_cpu(jobs: Jobs, name: str) -> None:
-    trained = jobs.trained[name]
-
-    found = {}
-    for device, done in trained.both():
-        assert done.returncode == 0, f"{device}: {done}"
-        found[device] = losses(trained.folders[device] / "run")
+    found = {device: losses(folder / "run") for device, folder in jobs.trained[name].both()}
 
     assert len(found["gpu"]) >= STEPS
     assert found["gpu"] == pytest.approx(found["cpu"], rel=TOLERANCE)
@@ -232,25 +219,18 @@ def test_a_training_on_the_gpu_has_the_losses_of_the_cpu(jobs: Jobs, name: str) 
 
 @pytest.mark.parametrize("name", BEHIND)
 def test_commands_read_what_was_trained_on_the_gpu(jobs: Jobs, name: str) -> None:
-    trained = jobs.trained["as it is"]
-
-    for device, done in trained.both():
-        assert done.returncode == 0, f"{device}: {done}"
-        saved = trained.folders[device] / f"{name}.json"
-        code, screen, errors = json.loads(saved.read_text())
+    for device, folder in jobs.trained["as it is"].both():
+        code, screen, errors = json.loads((folder / f"{name}.json").read_text())
         assert code == 0, f"{device}: {errors}{screen}"
         assert BEHIND[name][1] in screen
 
 
 @pytest.mark.parametrize("name", PRUNINGS)
 def test_a_folder_is_pruned_and_healed_as_on_the_cpu(jobs: Jobs, name: str) -> None:
-    pruned = jobs.pruned[name]
+    found = {device: weights(folder / "out") for device, folder in jobs.pruned[name].both()}
 
-    found = {}
-    for device, done in pruned.both():
-        assert done.returncode == 0, f"{device}: {done}"
-        page = (pruned.folders[device] / "out" / "README.md").read_text()
-        [line] = [line for line in page.splitlines() if line.startswith("| perplexity")]
-        found[device] = [math.log(float(cell)) for cell in line.split("|")[2:4]]
-
-    assert found["gpu"] == pytest.approx(found["cpu"], rel=TOLERANCE)
+    ours, expected = found["gpu"], found["cpu"]
+    assert ours.keys() == expected.keys()
+    for tensor, value in expected.items():
+        distance = (ours[tensor] - value).norm()
+        assert distance <= PRUNED_TOLERANCE * value.norm(), tensor

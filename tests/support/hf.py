@@ -71,6 +71,24 @@ def write_llama(
     return weights
 
 
+def write_folder(folder: Path) -> None:
+    """Write a small Llama with a tokenizer of single letters, and two folders of texts beside it,
+    `texts` and `held`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    write_llama(folder)
+    letters = {chr(97 + n % 26) * (1 + n // 26): n for n in range(1, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel({"<|endoftext|>": 0, **letters}, "b"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    for name, numbers in (("texts", range(20)), ("held", range(20, 22))):
+        (folder.parent / name).mkdir(exist_ok=True)
+        for number in numbers:
+            words = (chr(97 + (number + n * n) % 26) for n in range(150))
+            (folder.parent / name / f"{number}.txt").write_text(" ".join(words))
+
+
 def saved_model(transformers: Any, settings: Any, path: Path) -> Any:
     """A small model of transformers of random parameters, biases and norms included; saved."""
     torch.manual_seed(3)
