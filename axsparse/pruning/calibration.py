@@ -4,8 +4,7 @@ Calibration samples pass through the stages once. A stage has its samples' activ
 layer: it runs the layer on all samples to gather statistics, prunes the layer's matrices, and runs
 it again to make the inputs of the next layer. The last activations of a stage travel to the next
 one. Every replica does the same by itself, so that masks depend neither on the number of stages nor
-on that of replicas. `input_statistics` has the methods; a score of the user's own may decide by the
-norms that Wanda gathers (`criteria.Score`).
+on that of replicas. `layer_pruning` has what is done for one layer.
 
 With a `Fit` the samples also pass through the layers as they were, and each pruned layer is fitted
 to what the dense one puts out, before the next layer is pruned (`healing`); the last pruned layer
@@ -17,22 +16,17 @@ and after.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
-from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from axsparse.data.batches import Batch, Microbatch
-from axsparse.models.layer import Layer, StartValues, as_tuple, on_meta
-from axsparse.models.module_products import forwards_in_place
+from axsparse.models.layer import Layer, as_tuple
 from axsparse.models.start_weights import some_of
-from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.expert_statistics import ExpertProducts, ExpertStatistics
 from axsparse.pruning.healing import (
     FITTED,
     KEPT,
@@ -42,16 +36,7 @@ from axsparse.pruning.healing import (
     HealedLayers,
     relative_error,
 )
-from axsparse.pruning.input_statistics import (
-    METHODS,
-    STATISTICS,
-    Convolution,
-    HowMany,
-    InputStatistics,
-    PatchStatistics,
-    WandaStatistics,
-)
-from axsparse.pruning.targets import Targets
+from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
 from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
@@ -59,81 +44,24 @@ from axsparse.runtime.errors import ConfigError, noted
 from axsparse.runtime.grid import Place
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
-from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits
 from axsparse.samo.shards import ALONE
 
 Tensors = tuple[Tensor, ...]
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-Multiplying: TypeAlias = "nn.Linear | Convolution"
-"""A module that multiplies its inputs with a weight."""
 SECONDS = 5.0
 """The shortest time between two lines that say how far the calibration is."""
-
-
-@dataclass(frozen=True)
-class CalibratedMasks:
-    """The masks of this stage's matrices, in one bit an entry, and the weights that stay."""
-
-    kept: Mapping[str, int]
-    """The number of kept entries of each matrix, of all stages."""
-    start: StartValues | None
-    """The values that the model starts from."""
-    bits: dict[str, Bits] = field(default_factory=dict)
-    kept_weights: dict[str, Tensor] = field(default_factory=dict)
-    """The kept weights of the matrices that pruning has changed, in the precision of the run, or
-    in fp32 where they were fitted."""
-    fitted: dict[str, Tensor] = field(default_factory=dict)
-    """The fp32 values of parameters that are not pruned and were fitted."""
-    unmet: list[str] = field(default_factory=list)
-    """The matrices of experts that no token of the samples met."""
-    losses: list[float] = field(default_factory=list)
-    """On the last stage: the mean loss of a target before and after, over the judged samples."""
-
-    @property
-    def changes_weights(self) -> bool:
-        """Whether the model starts from other weights than before it was pruned."""
-        return bool(self.kept_weights or self.fitted)
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the start values before pruning."""
-        return "" if self.start is None else self.start.fingerprint
-
-    def read(self, name: str) -> Tensor | None:
-        """The start value of a parameter or buffer, changed if pruning has changed it."""
-        assert self.start is not None, "only loaded weights are changed"
-        value = self.start.read(name)
-        if value is not None and name in self.fitted:
-            return self.fitted[name]
-        if value is None or name not in self.kept_weights:
-            return value
-        mask_D, kept_K = self.bits[name].mask(), self.kept_weights[name]
-        changed_D = torch.zeros(mask_D.shape, dtype=kept_K.dtype).masked_scatter_(mask_D, kept_K)
-        return changed_D.view(value.shape)
-
-    def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
-        del weight
-        assert within is None and self.bits[name].numel == torch.Size(shape).numel(), name
-        return self.bits[name].mask()
 
 
 @dataclass(frozen=True)
 class Calibration:
     """What decides the masks, and the stage that this rank is."""
 
-    method: str
-    """One of `input_statistics.STATISTICS`; with a fit also one that looks at weights alone."""
-    targets: Targets
-    criterion: Criterion
-    """Its score decides if that is the user's own and takes inputs. Its pattern, if it has one,
-    replaces sparsities."""
+    pruning: LayerPruning
     layers: Sequence[Layer]
     """The layers of this stage."""
     pruned: Sequence[str]
     """The names of all layers of which something is pruned, in order; the last one is fitted by the
     loss as well."""
-    ties: Mapping[str, str]
     options: StateOptions
     place: Place
     transport: Transport
@@ -157,37 +85,19 @@ class Calibration:
     """Whether what is kept there leaves the memory, since no state is built of it."""
 
     def check(self) -> None:
-        """ConfigError for a matrix of this stage whose inputs no linear layer sees, or two see,
-        and for a model that is to be healed and was never trained."""
+        """ConfigError for a matrix of this stage that the method cannot prune, and for a model that
+        is to be healed and was never trained."""
         if self.fit is not None and self.options.start is None:
             raise ConfigError(
                 "pruning.heal: layers are fitted to what they put out as they were loaded, and "
                 "this model starts from drawn values; load weights (model.from, model.weights or "
                 "start_from), or leave pruning.heal out"
             )
-        twice = {*self.ties, *self.ties.values()} & {*self.targets.shapes}
-        if twice:
-            raise ConfigError(
-                f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
-                f"{min(twice)} is used in two; name it in pruning.exclude"
-            )
-        if not self._sees_inputs:
-            return
-        for layer in self.layers:
-            module = layer.build() if layer.init is None else on_meta(layer)
-            seen = {*self._weights(layer.name, module), *self._stacks}
-            for parameter, _ in module.named_parameters():
-                name = f"{layer.name}.{parameter}"
-                if name in self.targets.shapes and name not in seen:
-                    also = " or a convolution" if self.criterion.sees_inputs else ""
-                    raise ConfigError(
-                        f"pruning.method: {self.method} scores a matrix by the inputs of a linear "
-                        f"layer{also}, and {name} is of none; name it in pruning.exclude"
-                    )
+        self.pruning.check(self.layers)
 
     def draw(self) -> CalibratedMasks:
         """The masks; all ranks call this together."""
-        masks = CalibratedMasks(self._kept(), self.options.start)
+        masks = CalibratedMasks(self.pruning.kept(), self.options.start)
         branch = self.transport.branch()
         link = branch.link(self.place)
         # What is judged also passes through the layers as they were, and all samples do where
@@ -206,14 +116,14 @@ class Calibration:
             progress = Progress(self.says)
             for number, layer in enumerate(self.layers):
                 progress.show(
-                    f"{self.method}: stage {self.place.stage}, layer {number + 1} of "
+                    f"{self.pruning.method}: stage {self.place.stage}, layer {number + 1} of "
                     f"{len(self.layers)}, {len(self.samples)} microbatches of samples"
                 )
                 self._pass(layer, pruned, dense, targets, masks)
             if masks.unmet:
                 self.says(
-                    f"{self.method}: no token of the samples met {len(masks.unmet)} matrices of "
-                    f"experts, which are pruned by magnitude: {some_of(masks.unmet)}"
+                    f"{self.pruning.method}: no token of the samples met {len(masks.unmet)} "
+                    f"matrices of experts, which are pruned by magnitude: {some_of(masks.unmet)}"
                 )
             if self.place.is_last:
                 masks.losses.extend(map(self._mean_loss, (dense, pruned)))
@@ -249,28 +159,46 @@ class Calibration:
         """Draw the masks of one layer, and replace its inputs in `flow` by its outputs, and those
         in `dense` by its outputs with the weights from before."""
         built = self._built(layer)
-        module = built.module
         first = len(flow) - len(dense)
         for number, inputs in enumerate(dense):
-            dense[number] = self._forward(layer.name, module, first + number, inputs)
+            dense[number] = self._forward(built, first + number, inputs)
         if self.healed is None or not self._take_healed(built, masks):
-            samples, errors = flow[: len(self.samples)], None
-            self._draw(built, samples, masks)
-            if self.fit is not None:
-                differences = self._differences(built, samples, dense)
-                errors = self._heal(self.fit, built, differences, masks)
-                self._tell(layer, "error of a token", errors)
-                if layer.name == self.pruned[-1]:
-                    losses = self._losses(built, samples, targets)
-                    errors = self._heal(self.fit.by_loss, built, losses, masks)
-                    self._tell(layer, "loss of a target", errors)
+            # Without a name here, the inputs of the samples go as their outputs come below.
+            errors = self._prune(built, flow[: len(self.samples)], dense, targets, masks)
             if self.healed is not None:
                 self._keep(self.healed, built, masks, errors)
         for number, inputs in enumerate(flow):
-            flow[number] = self._forward(layer.name, module, number, inputs)
+            flow[number] = self._forward(built, number, inputs)
         for tensor in built.state.owned if self.forgets else ():
             for drawn in (masks.bits, masks.kept_weights, masks.fitted):
                 drawn.pop(tensor.name, None)
+
+    def _prune(
+        self,
+        built: BuiltLayer,
+        samples: Sequence[Tensors],
+        dense: Sequence[Tensors],
+        targets: Sequence[Tensors],
+        masks: CalibratedMasks,
+    ) -> tuple[float, float] | None:
+        """Draw the masks of one layer and fit what is kept; returns the errors before and after
+        the last fit, None if nothing is fitted."""
+
+        def pass_samples() -> None:
+            for number, inputs in enumerate(samples):
+                self._forward(built, number, inputs)
+
+        self.pruning.draw(built, pass_samples, masks)
+        if self.fit is None:
+            return None
+        differences = self._differences(built, samples, dense)
+        errors = self._heal(self.fit, built, differences, masks)
+        self._tell(built, "error of a token", errors)
+        if built.spec.name == self.pruned[-1]:
+            losses = self._losses(built, samples, targets)
+            errors = self._heal(self.fit.by_loss, built, losses, masks)
+            self._tell(built, "loss of a target", errors)
+        return errors
 
     def _built(self, layer: Layer) -> BuiltLayer:
         """A layer of the model as it was, dense and without moments; one of which nothing is pruned
@@ -278,7 +206,7 @@ class Calibration:
         options = replace(self.options, masks=None, moments=(), replicas=ALONE, members=None)
         if layer.name not in self.pruned:
             layer = replace(layer, build=partial(_frozen, layer.build))
-        [built] = build_layers([layer], self.ties, options)
+        [built] = build_layers([layer], self.pruning.ties, options)
         built.module.eval()
         return built
 
@@ -321,51 +249,6 @@ class Calibration:
         if kept:
             healed.write(built.spec.name, kept, errors)
 
-    def _draw(self, built: BuiltLayer, flow: Sequence[Tensors], masks: CalibratedMasks) -> None:
-        """Draw the masks of one layer and put them into its weights."""
-        layer, module = built.spec, built.module
-        multiplying = {
-            name: one
-            for name, one in self._weights(layer.name, module).items()
-            if name in self.targets.shapes and self._sees_inputs
-        }
-        linear = {name: self._statistics(one) for name, one in multiplying.items()}
-        stacks = {
-            tensor.name: tensor.parameter.detach()
-            for tensor in built.state.owned
-            if tensor.name in self._stacks
-        }
-        experts = {
-            name: ExpertStatistics(METHODS[self.method], name, stack, self._stacks[name])
-            for name, stack in stacks.items()
-        }
-        gathered: dict[str, InputStatistics | ExpertStatistics] = {**linear, **experts}
-        unseen = set(multiplying)
-        # The replaced forwards hold the statistics, so no variable may keep them alive afterwards.
-        with (
-            forwards_in_place(
-                {m: _adding(name, m, linear[name], unseen) for name, m in multiplying.items()}
-            ),
-            ExpertProducts(stacks, experts),
-        ):
-            for number, inputs in enumerate(flow if multiplying or stacks else ()):
-                self._forward(layer.name, module, number, inputs)
-        unmet = {name: one.unmet for name, one in experts.items()}
-        unseen |= {name for name, none in unmet.items() if len(none) == len(stacks[name])}
-        if unseen:
-            raise ConfigError(
-                f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
-                f"nobody calls that of {min(unseen)}; name it in pruning.exclude"
-            )
-        del linear, experts
-        masks.unmet.extend(name for none in unmet.values() for name in none)
-        for tensor in built.state.owned:
-            if tensor.name in self.targets.shapes:
-                before = built.state.dense_master(tensor.name).to(tensor.parameter.device)
-                self._prune(
-                    tensor.name, tensor.parameter, before, gathered.pop(tensor.name, None), masks
-                )
-
     def _heal(
         self,
         fit: Fit,
@@ -376,7 +259,7 @@ class Calibration:
         """Fit a layer of which something is pruned; returns the errors before and after, None if
         nothing is pruned."""
         name, module = built.spec.name, built.module
-        shared = {*self.ties, *self.ties.values()}
+        shared = {*self.pruning.ties, *self.pruning.ties.values()}
         owned = {
             tensor.name.removeprefix(f"{name}."): tensor
             for tensor in built.state.owned
@@ -412,10 +295,10 @@ class Calibration:
                 masks.fitted[tensor.name] = masters[local].cpu().clone()
         return errors
 
-    def _tell(self, layer: Layer, what: str, errors: tuple[float, float] | None) -> None:
+    def _tell(self, built: BuiltLayer, what: str, errors: tuple[float, float] | None) -> None:
         if errors is not None:
             before, after = errors
-            self.says(f"heal: {layer.name}: {what} {before:.4f} before, {after:.4f} after")
+            self.says(f"heal: {built.spec.name}: {what} {before:.4f} before, {after:.4f} after")
 
     def _differences(
         self, built: BuiltLayer, flow: Sequence[Tensors], wanted: Sequence[Tensors]
@@ -423,7 +306,7 @@ class Calibration:
         """The errors of what a layer puts out."""
 
         def errors(number: int) -> tuple[Tensor, int]:
-            outputs = self._forward(built.spec.name, built.module, number, flow[number])
+            outputs = self._forward(built, number, flow[number])
             return relative_error(outputs, wanted[number])
 
         return errors
@@ -437,7 +320,7 @@ class Calibration:
         def errors(number: int) -> tuple[Tensor, int]:
             outputs = flow[number]
             for layer in through:
-                outputs = self._forward(layer.spec.name, layer.module, number, outputs)
+                outputs = self._forward(layer, number, outputs)
             wanted, count = targets[number]
             with preserved_rng(is_seeded=True):
                 seed_all(self.options.seed, "", number, "calibrate")
@@ -445,27 +328,9 @@ class Calibration:
 
         return errors
 
-    def _weights(self, layer: str, module: nn.Module) -> dict[str, Multiplying]:
-        """The modules within a layer whose inputs decide, by the global names of their weights:
-        linear ones, and convolutions for a score of the user's own.
-
-        A class with a forward of its own may multiply another input than it gets.
-        """
-        kinds = (nn.Linear, *(CONVOLUTIONS if self.criterion.sees_inputs else ()))
-        return {
-            ".".join(part for part in (layer, path, "weight") if part): child
-            for path, child in module.named_modules()
-            for kind in kinds
-            if isinstance(child, kind) and type(child).forward is kind.forward
-        }
-
-    def _statistics(self, module: Multiplying) -> InputStatistics:
-        if not isinstance(module, nn.Linear):
-            return PatchStatistics(module)
-        return STATISTICS[self.method](module.in_features, module.weight.device)
-
-    def _forward(self, name: str, module: nn.Module, number: int, inputs: Tensors) -> Tensors:
+    def _forward(self, built: BuiltLayer, number: int, inputs: Tensors) -> Tensors:
         """The outputs of a layer for a microbatch; what it draws is the same in every pass."""
+        name, module = built.spec.name, built.module
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
             own = self._passing[number]
@@ -473,60 +338,6 @@ class Calibration:
                 lambda: _named(name, module, inputs), inputs, own.samples, own.source
             )
             return tuple(map(canonical, as_tuple(name, outputs)))
-
-    def _prune(
-        self,
-        name: str,
-        weight: Tensor,
-        before: Tensor,
-        statistics: InputStatistics | ExpertStatistics | None,
-        masks: CalibratedMasks,
-    ) -> None:
-        """Draw the mask of a matrix and put its kept entries into `weight`.
-
-        A function of its own, so that all this is freed before the next matrix.
-        """
-        if self.criterion.sees_inputs or statistics is None:
-            criterion = replace(self.criterion, stacks=self.targets.stacks)
-            if statistics is not None:
-                assert isinstance(statistics, WandaStatistics)
-                criterion = criterion.given(inputs=statistics.norms.cpu())
-            shape = tuple(before.shape)
-            mask = criterion.mask(name, shape, before.cpu, masks.kept[name])
-            mask = mask.view(shape).to(before.device)
-            after = before * mask
-        else:
-            mask, after = statistics.prune(before, self._how_many(name))
-        masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())
-        weight.copy_(after)
-        if statistics is not None and statistics.changes_weights:
-            # Indices of two dimensions take less memory than those of a stack's three.
-            masks.kept_weights[name] = weight.flatten(0, -2)[mask.flatten(0, -2)].cpu()
-
-    def _kept(self) -> dict[str, int]:
-        """How many entries of each matrix stay."""
-        if self.method not in METHODS:
-            return self.targets.kept()
-        kept = {}
-        for name in self.targets.shapes:
-            number, shape = self.targets.matrices(name)
-            kept[name] = number * STATISTICS[self.method].kept(shape, self._how_many(name))
-        return kept
-
-    @property
-    def _stacks(self) -> Mapping[str, int]:
-        """The tensors that are a matrix for each expert, if their inputs decide."""
-        return self.targets.stacks if self.method in METHODS else {}
-
-    @property
-    def _sees_inputs(self) -> bool:
-        """Whether the method looks at inputs, and not at weights alone."""
-        return self.method in METHODS or self.criterion.sees_inputs
-
-    def _how_many(self, name: str) -> HowMany:
-        if self.criterion.pattern is not None:
-            return self.criterion.pattern
-        return self.targets.own.get(name, self.targets.sparsity)
 
     def _prepared(self, inputs: Tensors) -> Tensors:
         """Inputs of the first layer on its device, floating-point ones in the run's precision."""
@@ -578,22 +389,3 @@ def _named(name: str, module: nn.Module, inputs: Tensors) -> object:
     """What a layer returns, whose errors name it."""
     with noted(f"layer {name}"):
         return module(*inputs)
-
-
-def _adding(
-    name: str, module: Multiplying, statistics: InputStatistics, unseen: set[str]
-) -> Callable[[Tensor], Tensor]:
-    """The forward of a module that also adds its inputs to statistics.
-
-    It takes the module's name out of `unseen`. Some modules are never called: the projection of an
-    `nn.MultiheadAttention` hands over its weight alone.
-    """
-    forward = module.forward
-
-    def add_and_call(input: Tensor) -> Tensor:  # noqa: A002
-        is_linear = isinstance(module, nn.Linear)
-        statistics.add(input.reshape(-1, input.shape[-1]) if is_linear else input)
-        unseen.discard(name)
-        return forward(input)
-
-    return add_and_call

@@ -26,10 +26,11 @@ from axsparse.models.tensor_group import TensorGroup
 from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.sinks import refuse_missing_packages
 from axsparse.observe.watchdog.watchdog import open_watchdog
-from axsparse.pruning.calibration import CalibratedMasks, Calibration
+from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.healing import Fit, HealedLayers
 from axsparse.pruning.input_statistics import METHODS
+from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.bounds import telling_sample
@@ -576,12 +577,9 @@ def _calibration(
     ]
     last = [layer.name for layer in layers].index(pruned[-1])
     return Calibration(
-        pruning.method,
-        run.targets,
-        run.criterion,
+        LayerPruning(pruning.method, run.targets, run.criterion, run.survey.ties),
         own,
         pruned,
-        run.survey.ties,
         options,
         run.place,
         transport,

@@ -27,8 +27,9 @@ from axsparse.planner.stage_memory import stage_memory
 from axsparse.planner.step_cost import step_costs
 from axsparse.planner.surveyed_model import CUT_LOSS_BYTES, SurveyedModel
 from axsparse.planner.workload import StageLoad, value_bytes
-from axsparse.pruning.calibration import CalibratedMasks, Calibration
+from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.criteria import Criterion, Score
+from axsparse.pruning.layer_pruning import CalibratedMasks
 from axsparse.pruning.targets import kept_at_start, what_is_pruned
 from axsparse.runtime.communication import Sums
 from axsparse.runtime.grid import Grid

@@ -1,0 +1,264 @@
+"""Prunes one layer: gathers what its matrices get as input, draws their masks, and puts the kept
+entries into its weights.
+
+`input_statistics` has the methods that look at inputs, and `expert_statistics` their way through
+the experts of a mixture. A score of the user's own may decide by the norms that Wanda gathers
+(`criteria.Score`), and methods that look at weights alone gather nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from axsparse.models.layer import Layer, StartValues, on_meta
+from axsparse.models.module_products import forwards_in_place
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.expert_statistics import ExpertProducts, ExpertStatistics
+from axsparse.pruning.input_statistics import (
+    METHODS,
+    STATISTICS,
+    Convolution,
+    HowMany,
+    InputStatistics,
+    PatchStatistics,
+    WandaStatistics,
+)
+from axsparse.pruning.targets import Targets
+from axsparse.runtime.errors import ConfigError
+from axsparse.samo.layer_construction import BuiltLayer
+from axsparse.samo.masks import Shape, Weight
+from axsparse.samo.selection import Bits
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Multiplying: TypeAlias = "nn.Linear | Convolution"
+"""A module that multiplies its inputs with a weight."""
+
+
+@dataclass(frozen=True)
+class CalibratedMasks:
+    """The masks of this stage's matrices, in one bit an entry, and the weights that stay."""
+
+    kept: Mapping[str, int]
+    """The number of kept entries of each matrix, of all stages."""
+    start: StartValues | None
+    """The values that the model starts from."""
+    bits: dict[str, Bits] = field(default_factory=dict)
+    kept_weights: dict[str, Tensor] = field(default_factory=dict)
+    """The kept weights of the matrices that pruning has changed, in the precision of the run, or
+    in fp32 where they were fitted."""
+    fitted: dict[str, Tensor] = field(default_factory=dict)
+    """The fp32 values of parameters that are not pruned and were fitted."""
+    unmet: list[str] = field(default_factory=list)
+    """The matrices of experts that no token of the samples met."""
+    losses: list[float] = field(default_factory=list)
+    """On the last stage: the mean loss of a target before and after, over the judged samples."""
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether the model starts from other weights than before it was pruned."""
+        return bool(self.kept_weights or self.fitted)
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the start values before pruning."""
+        return "" if self.start is None else self.start.fingerprint
+
+    def read(self, name: str) -> Tensor | None:
+        """The start value of a parameter or buffer, changed if pruning has changed it."""
+        assert self.start is not None, "only loaded weights are changed"
+        value = self.start.read(name)
+        if value is not None and name in self.fitted:
+            return self.fitted[name]
+        if value is None or name not in self.kept_weights:
+            return value
+        mask_D, kept_K = self.bits[name].mask(), self.kept_weights[name]
+        changed_D = torch.zeros(mask_D.shape, dtype=kept_K.dtype).masked_scatter_(mask_D, kept_K)
+        return changed_D.view(value.shape)
+
+    def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
+        del weight
+        assert within is None and self.bits[name].numel == torch.Size(shape).numel(), name
+        return self.bits[name].mask()
+
+
+@dataclass(frozen=True)
+class LayerPruning:
+    """What decides the masks of a layer."""
+
+    method: str
+    """One of `input_statistics.STATISTICS`, or a method that looks at weights alone."""
+    targets: Targets
+    criterion: Criterion
+    """Its score decides if that is the user's own and takes inputs. Its pattern, if it has one,
+    replaces sparsities."""
+    ties: Mapping[str, str]
+
+    def check(self, layers: Sequence[Layer]) -> None:
+        """ConfigError for a matrix of these layers whose inputs no linear layer sees, or two
+        see."""
+        twice = {*self.ties, *self.ties.values()} & {*self.targets.shapes}
+        if twice:
+            raise ConfigError(
+                f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
+                f"{min(twice)} is used in two; name it in pruning.exclude"
+            )
+        if not self._sees_inputs:
+            return
+        for layer in layers:
+            module = layer.build() if layer.init is None else on_meta(layer)
+            seen = {*self._weights(layer.name, module), *self._stacks}
+            for parameter, _ in module.named_parameters():
+                name = f"{layer.name}.{parameter}"
+                if name in self.targets.shapes and name not in seen:
+                    also = " or a convolution" if self.criterion.sees_inputs else ""
+                    raise ConfigError(
+                        f"pruning.method: {self.method} scores a matrix by the inputs of a linear "
+                        f"layer{also}, and {name} is of none; name it in pruning.exclude"
+                    )
+
+    def kept(self) -> dict[str, int]:
+        """How many entries of each matrix stay."""
+        if self.method not in METHODS:
+            return self.targets.kept()
+        kept = {}
+        for name in self.targets.shapes:
+            number, shape = self.targets.matrices(name)
+            kept[name] = number * STATISTICS[self.method].kept(shape, self._how_many(name))
+        return kept
+
+    def draw(
+        self, built: BuiltLayer, pass_samples: Callable[[], None], masks: CalibratedMasks
+    ) -> None:
+        """Draw the masks of one layer and put them into its weights.
+
+        `pass_samples` runs the layer on the inputs that decide; it is called if any do.
+        """
+        multiplying = {
+            name: one
+            for name, one in self._weights(built.spec.name, built.module).items()
+            if name in self.targets.shapes and self._sees_inputs
+        }
+        linear = {name: self._statistics(one) for name, one in multiplying.items()}
+        stacks = {
+            tensor.name: tensor.parameter.detach()
+            for tensor in built.state.owned
+            if tensor.name in self._stacks
+        }
+        experts = {
+            name: ExpertStatistics(METHODS[self.method], name, stack, self._stacks[name])
+            for name, stack in stacks.items()
+        }
+        gathered: dict[str, InputStatistics | ExpertStatistics] = {**linear, **experts}
+        unseen = set(multiplying)
+        # The replaced forwards hold the statistics, so no variable may keep them alive afterwards.
+        with (
+            forwards_in_place(
+                {m: _adding(name, m, linear[name], unseen) for name, m in multiplying.items()}
+            ),
+            ExpertProducts(stacks, experts),
+        ):
+            if multiplying or stacks:
+                pass_samples()
+        unmet = {name: one.unmet for name, one in experts.items()}
+        unseen |= {name for name, none in unmet.items() if len(none) == len(stacks[name])}
+        if unseen:
+            raise ConfigError(
+                f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
+                f"nobody calls that of {min(unseen)}; name it in pruning.exclude"
+            )
+        del linear, experts
+        masks.unmet.extend(name for none in unmet.values() for name in none)
+        for tensor in built.state.owned:
+            if tensor.name in self.targets.shapes:
+                before = built.state.dense_master(tensor.name).to(tensor.parameter.device)
+                self._prune(
+                    tensor.name, tensor.parameter, before, gathered.pop(tensor.name, None), masks
+                )
+
+    def _weights(self, layer: str, module: nn.Module) -> dict[str, Multiplying]:
+        """The modules within a layer whose inputs decide, by the global names of their weights:
+        linear ones, and convolutions for a score of the user's own.
+
+        A class with a forward of its own may multiply another input than it gets.
+        """
+        kinds = (nn.Linear, *(CONVOLUTIONS if self.criterion.sees_inputs else ()))
+        return {
+            ".".join(part for part in (layer, path, "weight") if part): child
+            for path, child in module.named_modules()
+            for kind in kinds
+            if isinstance(child, kind) and type(child).forward is kind.forward
+        }
+
+    def _statistics(self, module: Multiplying) -> InputStatistics:
+        if not isinstance(module, nn.Linear):
+            return PatchStatistics(module)
+        return STATISTICS[self.method](module.in_features, module.weight.device)
+
+    def _prune(
+        self,
+        name: str,
+        weight: Tensor,
+        before: Tensor,
+        statistics: InputStatistics | ExpertStatistics | None,
+        masks: CalibratedMasks,
+    ) -> None:
+        """Draw the mask of a matrix and put its kept entries into `weight`.
+
+        A function of its own, so that all this is freed before the next matrix.
+        """
+        if self.criterion.sees_inputs or statistics is None:
+            criterion = replace(self.criterion, stacks=self.targets.stacks)
+            if statistics is not None:
+                assert isinstance(statistics, WandaStatistics)
+                criterion = criterion.given(inputs=statistics.norms.cpu())
+            shape = tuple(before.shape)
+            mask = criterion.mask(name, shape, before.cpu, masks.kept[name])
+            mask = mask.view(shape).to(before.device)
+            after = before * mask
+        else:
+            mask, after = statistics.prune(before, self._how_many(name))
+        masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())
+        weight.copy_(after)
+        if statistics is not None and statistics.changes_weights:
+            # Indices of two dimensions take less memory than those of a stack's three.
+            masks.kept_weights[name] = weight.flatten(0, -2)[mask.flatten(0, -2)].cpu()
+
+    @property
+    def _stacks(self) -> Mapping[str, int]:
+        """The tensors that are a matrix for each expert, if their inputs decide."""
+        return self.targets.stacks if self.method in METHODS else {}
+
+    @property
+    def _sees_inputs(self) -> bool:
+        """Whether the method looks at inputs, and not at weights alone."""
+        return self.method in METHODS or self.criterion.sees_inputs
+
+    def _how_many(self, name: str) -> HowMany:
+        if self.criterion.pattern is not None:
+            return self.criterion.pattern
+        return self.targets.own.get(name, self.targets.sparsity)
+
+
+def _adding(
+    name: str, module: Multiplying, statistics: InputStatistics, unseen: set[str]
+) -> Callable[[Tensor], Tensor]:
+    """The forward of a module that also adds its inputs to statistics.
+
+    It takes the module's name out of `unseen`. Some modules are never called: the projection of an
+    `nn.MultiheadAttention` hands over its weight alone.
+    """
+    forward = module.forward
+
+    def add_and_call(input: Tensor) -> Tensor:  # noqa: A002
+        is_linear = isinstance(module, nn.Linear)
+        statistics.add(input.reshape(-1, input.shape[-1]) if is_linear else input)
+        unseen.discard(name)
+        return forward(input)
+
+    return add_and_call
