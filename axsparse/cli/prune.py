@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import signal
@@ -104,19 +105,22 @@ def main(argv: Sequence[str]) -> NoReturn:
         refuse(f"--steps: --heal {arguments.heal} makes no step; choose --heal train")
     settings = [
         f"pruning.method={arguments.method}",
-        f"pruning.sparsity={arguments.sparsity or 0.5}",
+        *([] if arguments.sparsity is None else [f"pruning.sparsity={arguments.sparsity}"]),
         f"pruning.heal={'blocks' if arguments.heal == 'blocks' else 'none'}",
         *([] if arguments.steps is None else [f"train.steps={arguments.steps}"]),
         *arguments.overrides,
     ]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments.config = arguments.config or "prune_llama.yaml"
-    refuse_early(arguments, [f"model.from={arguments.source}", *settings])
+    # As in `PruneOrder.overrides`, where quotes let a path be any text.
+    source = json.dumps(str(arguments.source), ensure_ascii=False)
+    refuse_early(arguments, [f"model.from={source}", *settings])
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.runtime.job import run
 
     def work(job: Job) -> None:
-        from axsparse.cli.prune_folder import PruneOrder, prune_folder
+        from axsparse.cli.prune_folder import prune_folder
+        from axsparse.cli.prune_order import PruneOrder
 
         order = PruneOrder(
             source=arguments.source,

@@ -250,6 +250,8 @@ def _document(number: int, record: object, field: str) -> Stretch:
     """The document of a record or a row, or why it cannot be used."""
     values = [record.get(key) for key in (field, *OTHER_FIELDS)] if isinstance(record, dict) else []
     value = next((value for value in values if value is not None), None)
+    if isinstance(value, str | bytes) and values[0] is None:
+        return Stretch(number, "", problem="missing field")  # A chat or ids are no text.
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         return Stretch(number, "", problem=None if value else "empty", content=value)
     if isinstance(value, list) and all(isinstance(one, int) for one in value):

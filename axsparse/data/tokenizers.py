@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from axsparse.config.hf_config import read_json
 from axsparse.data.token_file import TOKENIZER, TokenizerRecord
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
@@ -135,7 +135,7 @@ def in_folder(path: Path) -> tuple[Path, str | None]:
     """A tokenizer.json and the token that ends a text, of a Hugging Face folder.
 
     `path` may be the file itself; then the token is None, as where the folder names none.
-    MissingInputError if the folder has no tokenizer.json.
+    MissingInputError if the folder has no tokenizer.json, DataError if its settings are none.
     """
     if not path.is_dir():
         return path, None
@@ -145,13 +145,12 @@ def in_folder(path: Path) -> tuple[Path, str | None]:
             f"--tokenizer: {path} has no {TOKENIZER}; name a folder that save_pretrained of a "
             "recent transformers wrote"
         )
-    try:
-        settings: object = json.loads((path / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return file, None
-    end = settings.get("eos_token") if isinstance(settings, dict) else None
+    beside = path / "tokenizer_config.json"
+    end = read_json(beside).get("eos_token") if beside.exists() else None
     name = end.get("content") if isinstance(end, dict) else end
-    return file, name if isinstance(name, str) else None
+    if not (name is None or isinstance(name, str)):
+        raise DataError(f"{beside}: eos_token is {name!r}, not the text of a token; mend it")
+    return file, name
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:

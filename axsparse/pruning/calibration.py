@@ -40,7 +40,7 @@ from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
 from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
-from axsparse.runtime.errors import ConfigError, noted
+from axsparse.runtime.errors import ConfigError, TrainingError, noted
 from axsparse.runtime.grid import Place
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
@@ -288,12 +288,26 @@ class Calibration:
             if fitted is not None:
                 masters[local].copy_(fitted)
         errors = fit.heal(module, masters, pruned, errors_of, len(self.samples))
+        self._refuse_no_numbers(name, *errors)
         for local, tensor in owned.items():
             if local in pruned:
                 masks.kept_weights[tensor.name] = masters[local][pruned[local]].cpu()
             else:
                 masks.fitted[tensor.name] = masters[local].cpu().clone()
         return errors
+
+    def _refuse_no_numbers(self, layer: str, before: float, after: float) -> None:
+        """TrainingError where a layer's outputs, or what healing has made of them, are none."""
+        if not math.isfinite(before):
+            raise TrainingError(
+                f"pruning.heal: {layer} puts out numbers in {self.options.dtype} that are not "
+                "finite; choose another precision, or other texts"
+            )
+        if self.fit is not None and not math.isfinite(after):
+            raise TrainingError(
+                f"pruning.heal_rate: at {self.fit.rate:g} the error of {layer} goes from "
+                f"{before:.4f} to {after}; choose a smaller rate"
+            )
 
     def _tell(self, built: BuiltLayer, what: str, errors: tuple[float, float] | None) -> None:
         if errors is not None:

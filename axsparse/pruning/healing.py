@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import DataError, writing
-from axsparse.runtime.files.atomic import new_path
+from axsparse.runtime.files.atomic import new_path, remove_unfinished
 from axsparse.runtime.files.safetensors import SafetensorsFile, header_of, write_safetensors
 from axsparse.samo.selection import Bits
 from axsparse.samo.shards import ALONE, Replicas
@@ -204,6 +204,7 @@ class HealedLayers:
         said = {_FINGERPRINT: self.fingerprint, _ERRORS: json.dumps(errors)}
         with writing(f"{self._path(layer)}: what is healed", "free the disk"):
             self.folder.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(self._path(layer))
             with new_path(self._path(layer)) as unfinished:
                 write_safetensors(unfinished, headers, iter(tensors.values()), said)
 
@@ -214,13 +215,16 @@ class HealedLayers:
         return None if found is None else (found[0], found[1])
 
     def value(self, layer: str, name: str, value: Tensor) -> Tensor:
-        """The value of a parameter, by its global name, once its layer is pruned.
+        """The value of a parameter, by its global name, of a layer that is pruned.
 
         `value` is the one from before. Pruned entries are zeros, and none is a negative one.
+        DataError if the layer's file is gone.
         """
         file = self.read(layer)
         if file is None:
-            return value
+            raise DataError(
+                f"{self._path(layer)}: is gone, or of another run; start the command again"
+            )
         if f"{FITTED}{name}" in file.shapes:
             return file.read(f"{FITTED}{name}")
         if f"{MASK}{name}" not in file.shapes:

@@ -119,7 +119,8 @@ class LayerPruning:
                     also = " or a convolution" if self.criterion.sees_inputs else ""
                     raise ConfigError(
                         f"pruning.method: {self.method} scores a matrix by the inputs of a linear "
-                        f"layer{also}, and {name} is of none; name it in pruning.exclude"
+                        f"layer{also}, and {name} is of none; name it in pruning.exclude, or "
+                        "choose pruning.method: magnitude"
                     )
 
     def kept(self) -> dict[str, int]:

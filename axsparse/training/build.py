@@ -53,7 +53,10 @@ from axsparse.training.checkpoint.layer_files import CheckpointFiles, Checkpoint
 from axsparse.training.checkpoint.manifest import DataEntry
 from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.checkpoint.verification import (
+    MEANS,
+    START,
     Checkpoint,
+    flat,
     refuse_other_data,
     refuse_other_model,
     refuse_other_settings,
@@ -69,6 +72,9 @@ from axsparse.training.trainer import OnCheckpoint, OnEvaluation, OnStep, Traine
 HEALED = "healing"
 """The folder in the run directory with the layers that are healed, until the first checkpoint has
 them."""
+OF_HEALING = ("pruning.", "data.", "model.", "seed", "precision", "batch.microbatch_size")
+"""Settings, or beginnings of settings, that decide what pruning at once and healing make of a
+layer, beside the first weights and the texts."""
 SILENT_SECONDS = 2.0
 """How long a start waits for compiled loops before it says so."""
 
@@ -187,6 +193,8 @@ class PrunedLayers:
     run: RunSpec
     healed: HealedLayers
     """A file for each layer of which something is pruned."""
+    pruned: Sequence[str]
+    """The names of these layers."""
     before: float
     """The mean loss of a validation target of the model as it was; NaN without validation data."""
     after: float
@@ -207,8 +215,9 @@ def prune_layers(
 
     All ranks call this together. Every stage has one of its layers at a time and the activations
     of the samples, and what is made of the layer goes into a file in `folder`, where a killed start
-    finds it. The losses are of as many validation samples as there are calibration samples, which
-    pass through the layers by the side. Raises what `build` raises.
+    finds it. The losses are of the first `train.eval_steps` batches of validation samples, which
+    pass through the layers by the side. Raises what `build` raises, and TrainingError where healing
+    diverges.
     """
     _check_settings(job, loaded, model)
     placement = _place(job, loaded)
@@ -222,7 +231,9 @@ def prune_layers(
     data = open_data(run, loaded, transport, open_datasets)
     count, judged = 0, Batch(0, (), 0)
     if data.validation is not None:
-        count = min(run.config.pruning.calibration_samples, data.validation.num_samples)
+        batches, count = run.config.train.eval_steps, data.validation.num_samples
+        if batches != "all":
+            count = min(count, batches * run.config.batch.global_batch_size)
         judged = _alone(data.validation, count).evaluation(0)
     options = _state_options(run, _replicas(run, transport), placement)
     own = [model.layers[number] for number in run.stages[run.place.stage]]
@@ -237,7 +248,7 @@ def prune_layers(
     losses = json.dumps(_calibrated(transport, calibration).losses)
     known = gather_texts(transport.world, transport.backoff, losses)
     before, after = next(json.loads(text) for text in known if text != "[]")
-    return PrunedLayers(run, healed, before, after, count)
+    return PrunedLayers(run, healed, calibration.pruned, before, after, count)
 
 
 # -- settings -----------------------------------------------------------------------------
@@ -600,14 +611,14 @@ def _calibrated(transport: Transport, calibration: Calibration) -> CalibratedMas
 
 def _healed_layers(run: RunSpec, data: Data, folder: Path) -> HealedLayers:
     """Where layers are kept that are healed; what decides them is in their fingerprint."""
-    config, start = run.config, run.model.start
-    decides = (
-        config.pruning.model_dump_json(),
-        f"{config.seed} {config.precision} {config.batch.microbatch_size}",
-        "" if start is None else start.fingerprint,
-        data.fingerprint,
-    )
-    fingerprint = hashlib.sha256("\n".join(decides).encode()).hexdigest()
+    settings, start = flat(run.config.model_dump(mode="json")), run.model.start
+    decides = {
+        key: value
+        for key, value in settings.items()
+        if key.startswith(OF_HEALING) and not key.startswith((*MEANS, *START, "data.validation"))
+    }
+    of = (json.dumps(decides), "" if start is None else start.fingerprint, data.fingerprint)
+    fingerprint = hashlib.sha256("\n".join(of).encode()).hexdigest()
     is_first = run.place.replica == 0 == run.place.member
     return HealedLayers(folder, fingerprint, writes=is_first)
 

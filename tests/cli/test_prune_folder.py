@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,18 @@ from support.commands import axsparse as axsparse
 from support.hf import write_folder
 from support.mpirun import run_alone, run_mpirun
 
-from axsparse.cli.prune_folder import Facts, Heal, PruneOrder, _sampling, page, write_page
-from axsparse.config.load import load_config
 from axsparse.models.start_weights import open_weights
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING, OutputError
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING
 
 FEW = (
     *("--from", "model", "--data", "texts", "--validation", "held"),
     *("--set", "precision=fp32", "--set", "batch.global_batch_size=4"),
     *("--set", "pruning.calibration_samples=8", "--set", "train.peak_flops=1e12"),
 )
+
+
+JUDGED = ("--set", "train.eval_steps=1")
+"""One batch is judged, which are fewer samples than calibrate."""
 
 
 def pruned(cwd: Path, out: str, *more: str, ranks: int = 1) -> dict[str, torch.Tensor]:
@@ -38,22 +41,52 @@ def pruned(cwd: Path, out: str, *more: str, ranks: int = 1) -> dict[str, torch.T
 
 def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path: Path) -> None:
     write_folder(tmp_path / "model")
+    out = "it's [out]: #1"
 
-    found = pruned(tmp_path, "out")
+    found = pruned(tmp_path, out)
 
     gates = "model.layers.1.mlp.gate_proj.weight"
     assert float((found[gates] == 0).float().mean()) == pytest.approx(0.5, abs=0.02)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / out)
     assert torch.equal(dict(model.named_parameters())[gates], found[gates])
-    said = (tmp_path / "out" / "README.md").read_text()
+    said = (tmp_path / out / "README.md").read_text()
     assert re.search(r"\| 8 validation samples \| dense \| this folder \|", said)
     assert re.search(r"\| perplexity \| \d+\.\d+ \| \d+\.\d+ \|", said)
     assert "50.0 % of the entries are zero (by wanda), healed: blocks" in said
     assert re.search(r"\| model\.layers\.0 \| \d\.\d{4} \| \d\.\d{4} \|", said)
     assert re.search(r"layers\.1, loss of a target \| \d\.\d{4} \| \d\.\d{4} \|", said)
-    again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", "out"], cwd=tmp_path)
+    again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", out], cwd=tmp_path)
     assert again.returncode == EXIT_CONFIG
-    assert "--out: out is there already; remove it" in again.stderr
+    assert f"--out: {out} is there already; remove it" in again.stderr
+    shutil.rmtree(tmp_path / out)
+    other = ["--set", "pruning.calibration_samples=7"]
+    again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", out, *other], cwd=tmp_path)
+    assert again.returncode == EXIT_CONFIG
+    assert "pruning.calibration_samples: 7, but what is in" in again.stderr
+
+
+def test_the_page_has_the_zeros_that_are_there_and_its_command_trains_them(
+    transformers: Any, tmp_path: Path
+) -> None:
+    del transformers
+    write_folder(tmp_path / "model")
+
+    found = pruned(tmp_path, "out", "--sparsity", "0.55", "--heal", "none", *JUDGED)
+
+    matrices = [value for name, value in found.items() if "_proj" in name]
+    zeros = sum(int((value == 0).sum()) for value in matrices)
+    share = zeros / sum(value.numel() for value in matrices)
+    said = (tmp_path / "out" / "README.md").read_text()
+    # Wanda removes whole entries of each row, which are 32 or 44 here.
+    assert 0.52 < share < 0.549
+    assert f"{100 * share:.1f} % of the entries are zero (by wanda), healed: none." in said
+    assert "| 4 validation samples | dense | this folder |" in said
+    [command] = re.findall(r"^axsparse train .*$", said, re.MULTILINE)
+    few = ("precision=fp32", "batch.global_batch_size=4", "train.peak_flops=1e12", "train.steps=1")
+    words = ["-m", *shlex.split(command), *(word for one in few for word in ("--set", one))]
+    trained = run_alone(words, cwd=tmp_path)
+    assert trained.returncode == 0, trained
+    assert f"of which {sum(v.numel() for v in matrices) - zeros:,} stay" in trained.stdout
 
 
 @pytest.mark.exhaustive
@@ -63,7 +96,7 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
     write_folder(tmp_path / "model")
     more = ["--heal", heal, *(["--steps", "2"] if heal in ("train", "adapters") else [])]
     more += ["--set", "schedule.warmup_steps=1", "--set", "samo.gradient=exact"]
-    more += ["--set", "batch.microbatch_size=2", "--set", "pruning.heal_batch=2"]
+    more += ["--set", "batch.microbatch_size=2", "--set", "pruning.heal_batch=2", *JUDGED]
 
     alone = pruned(tmp_path, "alone", *more)
     staged = pruned(tmp_path, "staged", *more, "--set", "layout.g_inter=2", ranks=2)
@@ -78,6 +111,8 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
         set_all = [word for one in members for word in ("--set", one)]
         others.append(pruned(tmp_path, "members", *more, *set_all, ranks=2))
     if heal == "adapters":
+        page = (tmp_path / "alone" / "README.md").read_text()
+        assert "| 4 validation samples | dense | pruned | this folder |" in page
         file = open_weights(tmp_path / "alone.run" / "pruned" / "model.safetensors")
         for name, value in alone.items():
             assert torch.equal(file.read(name) == 0, value == 0), name
@@ -149,49 +184,3 @@ def test_what_is_left_out_or_missing_is_said_in_a_line(
     words: list[str], code: int, text: str, axsparse: Axsparse
 ) -> None:
     assert_one_line(axsparse("prune", *words), code, text)
-
-
-@pytest.mark.parametrize(
-    ("heal", "longest", "given", "expected"),
-    [
-        ("blocks", 4096, "auto", ["data.sequence_length=256"]),
-        ("none", 64, "auto", ["data.sequence_length=64"]),
-        ("blocks", 4096, "1024", []),
-        ("train", 4096, "auto", ["data.sequence_length=1024"]),
-        ("adapters", 600, "auto", ["data.sequence_length=600"]),
-        ("train", 4096, "2048", []),
-    ],
-)
-def test_samples_are_shorter_than_the_longest_unless_it_is_said(
-    heal: Heal, longest: int, given: str, expected: list[str]
-) -> None:
-    settings = [f"model.sequence_length={longest}", f"data.sequence_length={given}"]
-    config = load_config("quickstart.yaml", settings).config
-
-    assert _sampling(heal, config) == expected
-
-
-def test_the_page_says_what_gains_and_what_does_not() -> None:
-    order = PruneOrder(
-        Path("model"), (Path("texts"),), (), Path("out"), "quickstart.yaml", (), "train"
-    )
-    blocks = {"block7": (0.5, 0.25), "block8": (3.0, 2.5)}
-    facts = Facts(2.0, 2.5, 1000, 400, 8000, 9_000_000, 10**9, 7, 2.2, blocks)
-
-    said = page(order, load_config(None), facts, {"tokens": 61.0})
-    patterned = page(order, load_config(None, ["pruning.pattern=2:4"]), facts, {})
-
-    assert "60.0 % of the entries are zero (by magnitude), trained on." in said
-    assert "| 7 validation samples | dense | pruned | this folder |" in said
-    assert "| perplexity | 7.389 | 9.025 | 12.182 |" in said
-    assert "| block7 | 0.5000 | 0.2500 |\n| block8, loss of a target | 3.0000 | 2.5000 |" in said
-    assert "2 bits each | 3.2 kB |" in patterned
-    assert "whose state is 9.0 MB a rank here; and 2:4 patterns" in said
-    assert "| tokens | 01:01 |" in said
-    assert "A rank had at most 1.0 GB of memory." in said
-    assert "and its pattern, 2:4, on NVIDIA GPUs" in patterned
-
-
-def test_a_page_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"^--out: the page in .*/none cannot be written \("):
-        write_page(tmp_path / "none", "text")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,13 @@ def test_a_folder_names_its_tokenizer_and_the_token_that_ends_a_text(tmp_path: P
         ('{"eos_token": "</s>"}', "</s>"),
         ('{"eos_token": {"content": "<end>"}}', "<end>"),
         ('{"eos_token": null}', None),
-        ("[", None),
     ):
         settings.write_text(text)
         assert in_folder(tmp_path) == (file, end)
+    for text, problem in (
+        ("[", "tokenizer_config.json: cannot be read as JSON"),
+        ('{"eos_token": 5}', "eos_token is 5, not the text of a token; mend it"),
+    ):
+        settings.write_text(text)
+        with pytest.raises(DataError, match=re.escape(problem)):
+            in_folder(tmp_path)

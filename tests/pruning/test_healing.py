@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.exhaustive import by_default
 from support.runs import (
     mlp,
@@ -30,7 +30,7 @@ from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.pruning import calibration
 from axsparse.pruning.healing import Fit, HealedLayers, relative_error
-from axsparse.runtime.errors import ConfigError, OutputError
+from axsparse.runtime.errors import ConfigError, DataError, OutputError, TrainingError
 
 SAMPLES, SIZE = 10, 2
 LAYOUTS = [(2, 1), (4, 1), (1, 2), (2, 2)]
@@ -335,12 +335,47 @@ def test_a_model_that_was_never_trained_is_refused() -> None:
         started((1, 1), mlp(), config_of())
 
 
+def test_healing_that_diverges_is_told(tmp_path: Path) -> None:
+    model = trained_model(tmp_path)
+
+    with pytest.raises(
+        TrainingError,
+        match=r"^pruning\.heal_rate: at 1e\+35 the error of hidden. goes from \d\.\d+ "
+        r"to (inf|nan); choose a smaller rate$",
+    ):
+        started((1, 1), model, config_of(pruning={"heal_rate": 1e35}))
+
+
+def test_a_layer_that_puts_out_infinities_is_told(tmp_path: Path) -> None:
+    trained_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {name: value * (1e6 if "hidden1" in name else 1) for name, value in weights.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    model = start_from(mlp(), open_weights(tmp_path / "model.safetensors"))
+
+    with pytest.raises(
+        TrainingError, match=r"^pruning\.heal: hidden1 puts out numbers in torch\.float16 that are"
+    ):
+        started((1, 1), model, config_of(precision="fp16"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "fits"),
+    [
+        ({}, 2),
+        ({"checkpoint": {"every": 7}}, 2),
+        ({"data": {"sequence_length": 7}}, 4),
+        ({"pruning": {"heal_passes": 2}}, 4),
+    ],
+)
 def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any], fits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What the third layer takes are a fit to its outputs and one by the loss."""
     model = trained_model(tmp_path)
     config = config_of(run_dir=str(tmp_path / "run"))
-    expected = started((1, 1), model, config)
+    now = config_of(run_dir=str(tmp_path / "run"), **changed)
+    expected = started((1, 1), model, now)
     real, healed = Fit.heal, list[int]()
 
     def counting(self: Fit, *given: Any) -> tuple[float, float]:
@@ -359,7 +394,7 @@ def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
     ]
 
     def weights(job: ax.Job) -> dict[str, Tensor]:
-        trainer = ax.build(job, model, lambda: data, config, resume="auto")
+        trainer = ax.build(job, model, lambda: data, now, resume="auto")
         found = trainer.state_dict()
         trainer.close()
         assert found is not None
@@ -367,7 +402,7 @@ def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
 
     found = ax.run_here(weights)
 
-    assert len(healed) == 5, "the third layer alone, by its outputs and by the loss"
+    assert len(healed) == 3 + fits
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
@@ -401,7 +436,9 @@ def test_values_are_those_of_the_file_and_zeros_are_no_negative_ones(tmp_path: P
     assert not found["a"][:, 1].signbit().any()
     assert found["b"].tolist() == [[5, 0], [6, 0]]
     assert torch.equal(found["c"], mask)
-    assert found["d"] is layers.value("other", "a", before) is before
+    assert found["d"] is before
+    with pytest.raises(DataError, match="is gone, or of another run; start the command again"):
+        layers.value("other", "a", before)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 import shutil
@@ -34,6 +35,12 @@ def new_path(path: Path) -> Iterator[Path]:
         sync_folder(path.parent)
     finally:
         _remove(unfinished)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed processes have left of `new_path(path)`; no other process may use it."""
+    for left in path.absolute().parent.glob(f".{glob.escape(path.name)}{UNFINISHED}*"):
+        _remove(left)
 
 
 def write_new(path: Path, content: bytes) -> None:

@@ -58,8 +58,10 @@ class FileLock:
 class RunLock:
     """Holds a run directory for this process."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, option: str = "--run-dir") -> None:
         """InUseError if another process holds the directory, OutputError if it cannot be written.
+
+        `option` is the one by which the user names the directory.
 
         If its file system has no locks, a warning is printed, and the directory is used without.
         The ranks of a supervisor, which itself holds the directory for all attempts, take no lock:
@@ -80,14 +82,14 @@ class RunLock:
                 raise
             raise InUseError(
                 f"{run_dir}: is in use by {_holder(path)}; wait for its end, or choose another "
-                "--run-dir"
+                f"{option}"
             ) from reason
         self.is_exclusive = lock.problem is None
         self.release = lock.release
         if lock.problem is not None:
             print(
                 f"axsparse: warning: {path}: cannot be locked ({lock.problem}); see that no "
-                "other job has this --run-dir",
+                f"other job has this {option}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -211,16 +211,20 @@ def steps_in(run_dir: Path) -> list[int]:
 
 # -- whether a run may go on from it --------------------------------------------------------
 
-FREE = (
-    *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.workers"),
-    *("data.path", "data.blend", "data.validation"),
-    *("train.steps", "train.eval_", "train.log_every", "train.peak_flops"),
-    *("train.trace", "train.nvtx", "train.memory_history", "train.compare_replicas_every"),
-    *("watchdog.", "observe.", "pruning.calibration_samples"),
+MEANS = (
+    *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.workers", "data.path"),
+    *("train.log_every", "train.peak_flops", "train.trace", "train.nvtx", "train.memory_history"),
+    *("train.compare_replicas_every", "watchdog.", "observe."),
     *("samo.index", "samo.split_master", "samo.shard_optimizer", "samo.offload"),
     "samo.sparse_products",
 )
-"""Keys, or beginnings of keys, whose values may change: at most they change the order of sums."""
+"""Keys, or beginnings of keys, that say where and how a run computes: at most they change the order
+of sums."""
+FREE = (
+    *(*MEANS, "data.blend", "data.validation", "train.steps", "train.eval_"),
+    "pruning.calibration_samples",
+)
+"""Keys, or beginnings of keys, whose values may change in a run that goes on."""
 TOLD = (
     *("optimizer.learning_rate", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay"),
     *("optimizer.clip_norm", "optimizer.nesterov", "schedule.", "loss_scale.", "train.threads"),

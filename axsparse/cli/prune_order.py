@@ -1,0 +1,181 @@
+"""What `axsparse prune` is asked for, and the folder that keeps its work between starts.
+
+`OUT.run` has the tokens, the layers or the run, and `order.json`: all that decides the result. One
+process at a time has it, and a start that would give another result is refused there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from axsparse.config.hf_config import read_json
+from axsparse.config.messages import shorten
+from axsparse.config.schema import Config, prunes, sample_length
+from axsparse.models.start_weights import fingerprint, open_weights
+from axsparse.runtime.errors import ConfigError, writing
+from axsparse.runtime.files.atomic import new_path, remove_unfinished
+from axsparse.runtime.files.run_lock import RunLock
+from axsparse.training.checkpoint.verification import MEANS, START, flat
+
+PAGE = "README.md"
+ORDER = "order.json"
+"""The file in the folder of the work that says what its contents are of."""
+Heal = Literal["none", "blocks", "adapters", "train"]
+"""What follows the pruning; `train` trains the pruned model on for `train.steps`, and `adapters`
+its adapters."""
+SHORT = 256
+"""Tokens of a sample for calibration and healing: more and shorter ones heal better than fewer and
+longer ones of as many tokens (decision 49)."""
+TRAINED = 1024
+"""Tokens of a sample where all entries or adapters are trained, as the study has them."""
+
+
+ONE_BY_ONE = ("magnitude", "random", "wanda", "sparsegpt")
+"""Methods that prune a layer without looking at those behind it."""
+
+
+@dataclass(frozen=True)
+class PruneOrder:
+    """What is asked for."""
+
+    source: Path
+    """The Hugging Face folder of the dense model."""
+    data: tuple[Path, ...]
+    """Files and folders of text, for calibration, healing and training."""
+    validation: tuple[Path, ...]
+    """Files and folders of text to evaluate on; without any, a twentieth of `data`."""
+    out: Path
+    """The folder that is written; beside it, `OUT.run` has the tokens and the run."""
+    config: str
+    settings: tuple[str, ...]
+    """Overrides KEY=VALUE, of which later ones win."""
+    heal: Heal
+    rank: int = 16
+    """The rank of adapters."""
+
+    @property
+    def work(self) -> Path:
+        """The folder of the tokens and of the run."""
+        # `.` and `..` have no name to add to.
+        named = self.out if self.out.name.strip(".") else self.out.resolve()
+        return named.parent / f"{named.name}.run"
+
+    def overrides(self, *more: str) -> list[str]:
+        """The settings of one of the runs."""
+        return [
+            setting("model.from", self.source),
+            "data.source=tokens",
+            setting("data.path", self.work / "tokens"),
+            setting("run_dir", self.work / "run"),
+            "pruning.at_step=0",
+            *self.settings,
+            *more,
+        ]
+
+    def implied(self, config: Config) -> Sequence[str]:
+        """The settings that the order gives unless they are given: as many validation samples are
+        judged as calibrate, and samples are shorter than a model's longest sequence, which takes
+        more memory and time than it is worth."""
+        batches = -(-config.pruning.calibration_samples // config.batch.global_batch_size)
+        judged = f"train.eval_steps={batches}"
+        if config.data.sequence_length != "auto":
+            return [judged]
+        most = TRAINED if self.heal in ("train", "adapters") else SHORT
+        return [judged, f"data.sequence_length={min(sample_length(config), most)}"]
+
+    def take(self) -> RunLock:
+        """Reserve the folder of the work for this process, and remove what killed ones began.
+
+        ConfigError if the place is taken, OutputError if it cannot be
+        written, InUseError if another process has it.
+        """
+        if not self.out.resolve().name:
+            raise ConfigError(f"--out: {self.out} is no place for a folder; choose another one")
+        if self.out.resolve() == self.source.resolve():
+            raise ConfigError(f"--out: {self.out} is the model itself; choose another place")
+        # Without its page a folder is what a start of this order has left that was killed there.
+        is_begun = (self.work / ORDER).exists() and not (self.out / PAGE).exists()
+        is_there = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
+        if is_there and not is_begun:
+            raise ConfigError(
+                f"--out: {self.out} is there already; remove it, or choose another place "
+                f"(what was begun stays in {self.work})"
+            )
+        with writing(f"--out: the work in {self.work}", "choose another place"):
+            self.work.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(self.work, "--out")
+        remove_unfinished(self.out)
+        return lock
+
+    def settle(self, config: Config) -> None:
+        """Write down what decides the result, or compare it with what the work was begun with.
+
+        ConfigError for the first difference, and for settings that prune or judge nothing.
+        """
+        pruning = config.pruning
+        if not prunes(pruning):
+            raise ConfigError("pruning.sparsity: 0.0 prunes nothing; choose more than that")
+        if self.heal == "adapters" and not goes_by_layers(config):
+            raise ConfigError(
+                "--heal: adapters are trained where each layer is pruned by itself; choose train, "
+                "or neither pruning.distribution: global nor layout.g_tensor nor a method or "
+                "ticket that sees the whole model"
+            )
+        if config.train.eval_steps == 0:
+            raise ConfigError("train.eval_steps: 0 judges nothing; choose at least 1")
+        asked = [text for text in self.settings if text.startswith("pruning.sparsity=")]
+        if asked and pruning.pattern is not None:
+            kept, of = map(int, pruning.pattern.split(":"))
+            if not math.isclose(pruning.sparsity, 1 - kept / of):
+                raise ConfigError(
+                    f"pruning.sparsity: {pruning.sparsity}, but pruning.pattern {pruning.pattern} "
+                    f"makes it {1 - kept / of:g}; leave one of them out"
+                )
+        decides = self._decides(config)
+        path = self.work / ORDER
+        if not path.exists():
+            with writing(f"--out: {path}", "free the disk"), new_path(path) as unfinished:
+                unfinished.write_text(json.dumps(decides), encoding="utf-8")
+            return
+        begun = read_json(path)
+        for key, new in decides.items():
+            # A setting that is younger than the file is what it was then.
+            if begun.get(key, new) != new:
+                raise ConfigError(
+                    f"{key}: {shorten(repr(new))}, but what is in {self.work} was begun with "
+                    f"{shorten(repr(begun[key]))}; set it back, choose another --out, or remove "
+                    f"{self.work}"
+                )
+
+    def _decides(self, config: Config) -> dict[str, Any]:
+        """All that decides the result but the tokens, which say themselves what they are of."""
+        settings = flat(config.model_dump(mode="json"))
+        return {
+            "weights of --from": fingerprint(*open_weights(self.source).files),
+            "--heal": self.heal,
+            **({"--rank": self.rank} if self.heal == "adapters" else {}),
+            **{key: settings[key] for key in settings if not key.startswith((*MEANS, *START))},
+        }
+
+
+def goes_by_layers(config: Config) -> bool:
+    """Whether each layer is pruned by itself; otherwise masks need all of them, or change later, or
+    members share every layer."""
+    pruning = config.pruning
+    return (
+        pruning.method in ONE_BY_ONE
+        and pruning.distribution != "global"
+        and pruning.ticket is None
+        and pruning.at_step == 0
+        and config.layout.g_tensor == 1
+    )
+
+
+def setting(key: str, path: Path) -> str:
+    """A setting whose value is a path, quoted as YAML has it."""
+    return f"{key}={json.dumps(str(path), ensure_ascii=False)}"

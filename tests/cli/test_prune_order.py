@@ -1,0 +1,177 @@
+"""What `axsparse prune` is asked for, and what it refuses before any work is done."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.hf import write_llama
+
+from axsparse.cli.prune_order import ORDER, Heal, PruneOrder
+from axsparse.config.load import load_config
+from axsparse.runtime.errors import ConfigError, OutputError
+from axsparse.runtime.files.run_lock import InUseError
+
+
+def order_of(folder: Path, *settings: str, heal: Heal = "blocks") -> PruneOrder:
+    """An order for the folder `model` in a folder, with the model's settings of the quick start."""
+    return PruneOrder(
+        folder / "model", (Path("texts"),), (), folder / "out", "quickstart.yaml", settings, heal
+    )
+
+
+def settled(order: PruneOrder, *settings: str) -> None:
+    order.work.mkdir(exist_ok=True)
+    order.settle(load_config("quickstart.yaml", ["pruning.sparsity=0.5", *settings]).config)
+
+
+@pytest.mark.parametrize(
+    ("heal", "longest", "given", "expected"),
+    [
+        ("blocks", 4096, "auto", ["data.sequence_length=256"]),
+        ("none", 64, "auto", ["data.sequence_length=64"]),
+        ("blocks", 4096, "1024", []),
+        ("train", 4096, "auto", ["data.sequence_length=1024"]),
+        ("adapters", 600, "auto", ["data.sequence_length=600"]),
+        ("train", 4096, "2048", []),
+    ],
+)
+def test_samples_are_shorter_than_the_longest_unless_it_is_said(
+    heal: Heal, longest: int, given: str, expected: list[str]
+) -> None:
+    settings = [f"model.sequence_length={longest}", f"data.sequence_length={given}"]
+    config = load_config("quickstart.yaml", settings).config
+
+    assert order_of(Path(), heal=heal).implied(config)[1:] == expected
+
+
+def test_paths_are_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    order = replace(order_of(Path()), source=Path("it's: a #1"), out=Path("[null] é"))
+    write_llama(order.source)
+
+    config = load_config("prune_llama.yaml", order.overrides()).config
+
+    assert config.run_dir == "[null] é.run/run"
+    assert config.data.path == "[null] é.run/tokens"
+    assert config.model_dump(by_alias=True)["model"]["from"] == "it's: a #1"
+
+
+@pytest.mark.parametrize("out", [".", "..", "x/.."])
+def test_a_folder_without_a_name_of_its_own_has_one(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "x")
+
+    work = replace(order_of(Path()), out=Path(out)).work
+
+    assert work.name in ("x.run", f"{tmp_path.name}.run")
+    with pytest.raises(ConfigError, match="is there already; remove it"):
+        replace(order_of(Path()), out=Path("..")).take()
+    with pytest.raises(ConfigError, match="--out: / is no place for a folder"):
+        replace(order_of(Path()), out=Path("/")).take()
+
+
+def test_one_process_at_a_time_has_the_work(tmp_path: Path) -> None:
+    order = order_of(tmp_path)
+    left = [tmp_path / f".out.unfinished-{number}" for number in range(2)]
+    for folder in left:
+        folder.mkdir()
+    other = tmp_path / ".outer.unfinished-1"
+    other.mkdir()
+
+    lock = order.take()
+
+    assert not any(folder.exists() for folder in left), "what killed processes left is gone"
+    assert other.exists()
+    with pytest.raises(InUseError, match=r"out\.run: is in use by .*; .* choose another --out"):
+        order.take()
+    lock.release()
+    order.take().release()
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "out.run").touch()
+
+    with pytest.raises(OutputError, match=r"^--out: the work in .*out\.run cannot be written"):
+        order_of(tmp_path).take()
+
+
+def test_a_folder_of_a_start_that_was_killed_before_its_page_is_written_again(
+    tmp_path: Path,
+) -> None:
+    write_llama(tmp_path / "model")
+    order = order_of(tmp_path)
+    order.out.mkdir()
+    (order.out / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="is there already"):
+        order.take()
+
+    settled(order)
+
+    order.take().release()
+    (order.out / "README.md").touch()
+    with pytest.raises(ConfigError, match="is there already"):
+        order.take()
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("pruning.calibration_samples=9", "pruning.calibration_samples: 9, but what is in"),
+        ("data.sequence_length=9", "data.sequence_length: 9, but"),
+        ("train.steps=9", "train.steps: 9, but"),
+        ("precision=fp32", "precision: 'fp32', but"),
+    ],
+)
+def test_work_of_another_order_is_refused(setting: str, text: str, tmp_path: Path) -> None:
+    write_llama(tmp_path / "model")
+    order = order_of(tmp_path, heal="adapters")
+    settled(order, "samo.enabled=false")
+
+    settled(order, "samo.enabled=false", "layout.g_inter=1", "run_dir=x", "train.log_every=3")
+    with pytest.raises(ConfigError) as refused:
+        settled(order, "samo.enabled=false", setting)
+    with pytest.raises(ConfigError, match="--rank: 4, but"):
+        settled(replace(order, rank=4), "samo.enabled=false")
+    with pytest.raises(ConfigError, match="--heal: 'none', but"):
+        settled(replace(order, heal="none"), "samo.enabled=false")
+    write_llama(tmp_path / "model", lambda _, tensor: tensor + 1)
+    with pytest.raises(ConfigError, match=r"^weights of --from: .* but what is in"):
+        settled(order, "samo.enabled=false")
+
+    assert str(refused.value).startswith(text)
+    assert str(refused.value).endswith(f"set it back, choose another --out, or remove {order.work}")
+    assert (order.work / ORDER).exists()
+
+
+@pytest.mark.parametrize(
+    ("heal", "settings", "text"),
+    [
+        ("blocks", ["pruning.sparsity=0"], "pruning.sparsity: 0.0 prunes nothing; choose more"),
+        ("train", ["train.eval_steps=0"], "train.eval_steps: 0 judges nothing; choose at least 1"),
+        (
+            "none",
+            ["pruning.sparsity=0.7", "pruning.pattern=2:4"],
+            "pruning.sparsity: 0.7, but pruning.pattern 2:4 makes it 0.5; leave one of them out",
+        ),
+        ("adapters", ["pruning.distribution=global"], "--heal: adapters are trained where each"),
+        ("adapters", ["pruning.method=random", "layout.g_tensor=2"], "--heal: adapters are"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    heal: Heal, settings: list[str], text: str, tmp_path: Path
+) -> None:
+    order = order_of(tmp_path, *settings, heal=heal)
+
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        settled(order, *settings)
+
+
+def test_a_sparsity_that_a_pattern_has_is_no_contradiction(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model")
+
+    settled(order_of(tmp_path, "pruning.sparsity=0.5"), "pruning.pattern=2:4")
