@@ -54,6 +54,8 @@ TABLES = (".parquet", ".arrow", ".idx")
 """Endings of files whose documents have no lines, but rows."""
 STATE = "state.json"
 """Lies beside the Arrow files that save_to_disk of `datasets` writes."""
+WHY = 200
+"""Letters of why a file cannot be read that are told."""
 WORD_END = re.compile(r"\S(?=[ \t\r\n])")
 """Finds the last letter of a word before white space."""
 
@@ -414,8 +416,9 @@ def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Pie
                     rest = ""
                 begins = ends
             _check_unchanged(raw, source)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError):
-        yield Piece(source.name, "", True, "unreadable", held_out, read)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as reason:
+        why = " ".join((getattr(reason, "strerror", None) or str(reason)).split())[:WHY]
+        yield Piece(f"{source.name} ({why})", "", True, "unreadable", held_out, read)
         return
     if is_empty:
         yield Piece(f"{source.name}, {unit} 1", "", True, "empty", held_out, read)

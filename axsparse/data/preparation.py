@@ -328,7 +328,7 @@ class _Run:
             killed.unlink()
         tokenizer = self._tokenizer()
         progress = self._write(tokenizer, unreadable)
-        _refuse_empty(progress)
+        _refuse_empty(progress, request)
         records = {
             split: SplitRecord(
                 documents=progress.documents[split],
@@ -603,7 +603,7 @@ def _batches(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, 
         yield batch
 
 
-def _refuse_empty(progress: Progress) -> None:
+def _refuse_empty(progress: Progress, request: Request) -> None:
     """Raise DataError if a split has no document."""
     documents = sum(progress.documents.values())
     if documents == 0:
@@ -613,6 +613,11 @@ def _refuse_empty(progress: Progress) -> None:
             f"input: no document can be used ({progress.reasons or 'there is none'}{first}); {mend}"
         )
     for split, count in progress.documents.items():
+        if count == 0 and request.validation:
+            raise DataError(
+                f"{split}: none of the {_count(documents, 'document')} is of it; name files by "
+                "--validation that have documents, and others than those that are trained on"
+            )
         if count == 0:
             raise DataError(
                 f"{split}: none of the {_count(documents, 'document')} is left for it; "

@@ -151,6 +151,8 @@ RECORDS = {
     b'{"input_ids": [5], "text": "a"}': ("a", None),
     b'{"text": ["a"]}': ("", "missing field"),
     b'{"input_ids": []}': ("", "empty"),
+    b'{"input_ids": "5"}': ("", "missing field"),
+    b'{"messages": "hello", "text": null}': ("", "missing field"),
     b'{"text": "x"': ("", "malformed JSON"),
     b"[" * 100_000: ("", "malformed JSON"),
     b'{"text": "\xe9"}': ("", "not UTF-8"),
@@ -215,7 +217,9 @@ def test_a_compressed_file_is_what_it_was_before(
     path.write_bytes(compress(text.encode() * 9)[:-9])
     assert [piece.problem for piece in pieces_of(path)][-1] == "unreadable"
     path.write_bytes(b"no archive")
-    assert [piece.problem for piece in pieces_of(path)] == ["unreadable"]
+    [piece] = pieces_of(path)
+    assert piece.problem == "unreadable"
+    assert re.fullmatch(rf"{re.escape(str(path))} \(\w.+\)", piece.place), piece.place
 
 
 @pytest.mark.parametrize("data", [b"", b" \n\n", b"\xef\xbb\xbf", "\u3000\n".encode()])

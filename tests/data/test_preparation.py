@@ -120,6 +120,16 @@ def test_validation_files_are_no_training_files(library: Path, tmp_path: Path) -
     assert LINE * 3 not in documents_of(tmp_path / "o")
 
 
+def test_a_split_without_a_document_is_told_by_the_option_that_says_which(tmp_path: Path) -> None:
+    texts, empty = tmp_path / "texts.txt", tmp_path / "empty.txt"
+    texts.write_text(LINE)
+    empty.touch()
+    for held, split in ((texts, "train"), (empty, "validation")):
+        request = Request((texts,), tmp_path / split, validation=(held,), validation_fraction=0.0)
+        with pytest.raises(DataError, match=f"^{split}: none of the 1 document is of it; name fi"):
+            run(request)
+
+
 def test_what_is_left_out_is_counted_on_the_screen_and_in_the_sidecar(
     library: Path, tmp_path: Path
 ) -> None:
@@ -428,7 +438,7 @@ def test_progress_that_does_not_fit_the_files_is_no_progress(
     assert outputs(request.out) == expected
 
 
-def interrupt(_: object) -> None:
+def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
