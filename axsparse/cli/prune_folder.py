@@ -24,7 +24,7 @@ from functools import partial
 
 from torch import Tensor
 
-from axsparse.cli.prune_order import PruneOrder, goes_by_layers
+from axsparse.cli.prune_order import PruneOrder, goes_by_layers, setting
 from axsparse.cli.prune_page import Facts, page, write_page
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.config.validate import check_config
@@ -167,7 +167,7 @@ def _adapt(job: Job, order: PruneOrder, done: PrunedLayers, timings: Timings) ->
     bytes of the weights."""
     transport = job.transport
     pruned = order.work / "pruned"
-    more = ("samo.enabled=false", f"model.from={pruned}")
+    more = ("samo.enabled=false", setting("model.from", pruned))
     loaded = together(transport, lambda: load_config(order.config, order.overrides(*more)))
     together(transport, partial(check_config, loaded))
     assert done.run.targets is not None, "something is pruned"
