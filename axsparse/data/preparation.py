@@ -385,7 +385,8 @@ class _Run:
             digest=digest_of(path),
             library=library_version(),
         )
-        return Subwords(path, record, request.separator)
+        # Errors then name the file that the user gave, and not its copy.
+        return Subwords(request.tokenizer or path, record, request.separator)
 
     def _sample(self) -> Iterator[str]:
         """A share of the training documents, spread evenly, to learn a vocabulary from."""
