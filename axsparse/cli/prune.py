@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import signal
@@ -21,7 +20,8 @@ from axsparse.cli.parser import (
     say,
     whole,
 )
-from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.hf_config import BUNDLED, FROM
+from axsparse.config.load import LoadedConfig, load_config, setting_to_yaml
 from axsparse.config.validate import check_config
 from axsparse.planner.plan_report import table
 
@@ -55,6 +55,11 @@ the state of the adapters, train the state of the pruned model.
 Settings come from prune_llama.yaml or --config, and --set changes them:
 pruning.calibration_samples, data.sequence_length, precision. OUT.run has the tokens and the run.
 """
+SPARSITY = (
+    "short for --set pruning.sparsity=S (default: the configuration's, of prune_llama.yaml 0.5)"
+)
+DECIDED = (FROM, "data.source", "data.path", "run_dir", "pruning.at_step")
+"""The settings that this command makes itself."""
 NEEDED = ("from", "data", "out")
 """The options that pruning a folder needs."""
 NUMBER = re.compile(r"\d+")
@@ -76,7 +81,7 @@ def parser() -> CommandParser:
         default=[],
         help="files and folders of text to evaluate on (default: a twentieth of --data)",
     )
-    add("--sparsity", metavar="S", help="short for --set pruning.sparsity=S (default 0.5)")
+    add("--sparsity", metavar="S", help=SPARSITY)
     add("--method", choices=("wanda", "sparsegpt", "magnitude"), default="wanda")
     add("--heal", choices=("blocks", "adapters", "train", "none"), default="blocks")
     add("--steps", metavar="N", help="adapters, train: short for --set train.steps=N")
@@ -103,6 +108,9 @@ def main(argv: Sequence[str]) -> NoReturn:
         )
     if arguments.steps is not None and arguments.heal not in ("train", "adapters"):
         refuse(f"--steps: --heal {arguments.heal} makes no step; choose --heal train")
+    for key in DECIDED:
+        if any(each.startswith(f"{key}=") for each in arguments.overrides):
+            refuse(f"--set: {key} is what --from and --out say; leave it out")
     settings = [
         f"pruning.method={arguments.method}",
         *([] if arguments.sparsity is None else [f"pruning.sparsity={arguments.sparsity}"]),
@@ -111,10 +119,9 @@ def main(argv: Sequence[str]) -> NoReturn:
         *arguments.overrides,
     ]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    arguments.config = arguments.config or "prune_llama.yaml"
-    # As in `PruneOrder.overrides`, where quotes let a path be any text.
-    source = json.dumps(str(arguments.source), ensure_ascii=False)
-    refuse_early(arguments, [f"model.from={source}", *settings])
+    arguments.config = arguments.config or BUNDLED
+    source = setting_to_yaml(FROM, str(arguments.source)).replace(": ", "=", 1)
+    refuse_early(arguments, [source, *settings])
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.runtime.job import run
 

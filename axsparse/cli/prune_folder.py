@@ -24,7 +24,7 @@ from functools import partial
 
 from torch import Tensor
 
-from axsparse.cli.prune_order import PruneOrder, goes_by_layers, setting
+from axsparse.cli.prune_order import PRUNED, PruneOrder, goes_by_layers, setting
 from axsparse.cli.prune_page import Facts, page, write_page
 from axsparse.config.load import LoadedConfig, load_config
 from axsparse.config.validate import check_config
@@ -112,27 +112,29 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     assert start is not None and targets is not None, "the model is of a folder, and pruned"
     kept: dict[str, int] = {}
 
-    def read(layer: str, name: str) -> Tensor | None:
-        value = start.read(name)
-        if value is None or layer not in done.pruned:
-            return value
-        value = done.healed.value(layer, name, value)
-        if name in targets.shapes:
+    def counted(name: str, value: Tensor | None) -> Tensor | None:
+        if value is not None and name in targets.shapes:
             kept[name] = int(value.count_nonzero())
         return value
 
+    def read(layer: str, name: str) -> Tensor | None:
+        value = start.read(name)
+        if value is not None and layer in done.pruned:
+            value = done.healed.value(layer, name, value)
+        return counted(name, value)
+
     adapts = order.heal == "adapters"
-    folder = order.work / "pruned" if adapts else order.out
+    folder = order.work / PRUNED if adapts else order.out
 
     def write() -> int:
         return export_folder(done.run.config, done.run.survey, read, folder) if is_first else 0
 
     with timings.of("export"):
         nbytes = together(transport, write)
-    kept = json.loads(text_of_first(transport, json.dumps(kept)))
     after = done.after
     if adapts:
-        after, nbytes = _adapt(job, order, done, timings)
+        after, nbytes = _adapt(job, order, done, timings, counted)
+    kept = json.loads(text_of_first(transport, json.dumps(kept)))
     blocks = {
         layer.name: errors
         for layer in done.run.survey.layers
@@ -162,11 +164,17 @@ def _state_of(order: PruneOrder, done: PrunedLayers, kept: Mapping[str, int]) ->
     return run.state_bytes(run.survey.layers, kept)
 
 
-def _adapt(job: Job, order: PruneOrder, done: PrunedLayers, timings: Timings) -> tuple[float, int]:
+def _adapt(
+    job: Job,
+    order: PruneOrder,
+    done: PrunedLayers,
+    timings: Timings,
+    counted: Callable[[str, Tensor | None], Tensor | None],
+) -> tuple[float, int]:
     """Train adapters of the pruned folder and write the merged one; returns the loss after, and the
-    bytes of the weights."""
+    bytes of the weights. `counted` sees all that is written."""
     transport = job.transport
-    pruned = order.work / "pruned"
+    pruned = order.work / PRUNED
     more = ("samo.enabled=false", setting("model.from", pruned))
     loaded = together(transport, lambda: load_config(order.config, order.overrides(*more)))
     together(transport, partial(check_config, loaded))
@@ -185,7 +193,10 @@ def _adapt(job: Job, order: PruneOrder, done: PrunedLayers, timings: Timings) ->
         start = named_model(loaded).start
         assert start is not None, "the model is of a folder"
         weights = Weights(checkpoint_of(order.work / "run", None), trained=False)
-        read = partial(_merged_value, weights, start)
+
+        def read(_: str, name: str) -> Tensor | None:
+            return counted(name, _merged_value(weights, start, name))
+
         return export_folder(loaded.config, done.run.survey, read, order.out)
 
     with timings.of("merging"):
@@ -193,7 +204,7 @@ def _adapt(job: Job, order: PruneOrder, done: PrunedLayers, timings: Timings) ->
     return after, nbytes
 
 
-def _merged_value(weights: Weights, start: StartValues, _: str, name: str) -> Tensor | None:
+def _merged_value(weights: Weights, start: StartValues, name: str) -> Tensor | None:
     """The value of a parameter or buffer of the model with merged adapters."""
     stem = name.rpartition(".")[0]
     inner, outer = f"{stem}.{INNER}", f"{stem}.{OUTER}"
@@ -238,20 +249,16 @@ def _prune_whole(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     assert targets is not None, "something is pruned"
     trainer.close()
 
-    def write() -> int:
+    def write() -> tuple[int, int]:
         if not is_first:
-            return 0
-        return export(order.work / "run", "hf", order.out, force=True).nbytes
+            return 0, 0
+        done = export(order.work / "run", "hf", order.out, force=True)
+        weights = Weights(done.checkpoint, trained=False)
+        kept = sum(int(weights.dense(name).count_nonzero()) for name in targets.shapes)
+        return done.nbytes, kept
 
     with timings.of("export"):
-        nbytes = together(transport, write)
-    saved = checkpoint_of(order.work / "run", None).manifest.layers.values()
-    kept = sum(
-        entry.kept
-        for layer in saved
-        for name, entry in layer.parameters.items()
-        if name in targets.shapes
-    )
+        nbytes, kept = together(transport, write)
     return Facts(
         before,
         after,

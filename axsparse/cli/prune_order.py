@@ -1,7 +1,7 @@
 """What `axsparse prune` is asked for, and the folder that keeps its work between starts.
 
 `OUT.run` has the tokens, the layers or the run, and `order.json`: all that decides the result. One
-process at a time has it, and a start that would give another result is refused there.
+process at a time has it, and a start that would go on with training of another order is refused.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from axsparse.config.hf_config import read_json
+from axsparse.config.hf_config import BUNDLED, read_json
+from axsparse.config.load import setting_to_yaml
 from axsparse.config.messages import shorten
 from axsparse.config.schema import Config, prunes, sample_length
 from axsparse.models.start_weights import fingerprint, open_weights
 from axsparse.runtime.errors import ConfigError, writing
 from axsparse.runtime.files.atomic import new_path, remove_unfinished
 from axsparse.runtime.files.run_lock import RunLock
-from axsparse.training.checkpoint.verification import MEANS, START, flat
+from axsparse.training.checkpoint.verification import MEANS, START, flat, steps_in
+from axsparse.training.export import is_export
 
 PAGE = "README.md"
-ORDER = "order.json"
-"""The file in the folder of the work that says what its contents are of."""
+ORDER, PRUNED = "order.json", "pruned"
+"""In the folder of the work, the file that says what is trained there, and the pruned folder whose
+adapters are trained."""
 Heal = Literal["none", "blocks", "adapters", "train"]
 """What follows the pruning; `train` trains the pruned model on for `train.steps`, and `adapters`
 its adapters."""
@@ -81,45 +84,55 @@ class PruneOrder:
         """The settings that the order gives unless they are given: as many validation samples are
         judged as calibrate, and samples are shorter than a model's longest sequence, which takes
         more memory and time than it is worth."""
-        batches = -(-config.pruning.calibration_samples // config.batch.global_batch_size)
-        judged = f"train.eval_steps={batches}"
-        if config.data.sequence_length != "auto":
-            return [judged]
-        most = TRAINED if self.heal in ("train", "adapters") else SHORT
-        return [judged, f"data.sequence_length={min(sample_length(config), most)}"]
+        implied = []
+        if self.config == BUNDLED:
+            batches = -(-config.pruning.calibration_samples // config.batch.global_batch_size)
+            implied.append(f"train.eval_steps={batches}")
+        if config.data.sequence_length == "auto":
+            most = TRAINED if self.heal in ("train", "adapters") else SHORT
+            implied.append(f"data.sequence_length={min(sample_length(config), most)}")
+        return implied
 
     def take(self) -> RunLock:
         """Reserve the folder of the work for this process, and remove what killed ones began.
 
-        ConfigError if the place is taken, OutputError if it cannot be
-        written, InUseError if another process has it.
+        ConfigError if the place is taken, OutputError if it cannot be written, InUseError if
+        another process has it.
         """
         if not self.out.resolve().name:
             raise ConfigError(f"--out: {self.out} is no place for a folder; choose another one")
         if self.out.resolve() == self.source.resolve():
             raise ConfigError(f"--out: {self.out} is the model itself; choose another place")
-        # Without its page a folder is what a start of this order has left that was killed there.
-        is_begun = (self.work / ORDER).exists() and not (self.out / PAGE).exists()
+        taken = ConfigError(
+            f"--out: {self.out} is there already; remove it, or choose another place "
+            f"(what was begun stays in {self.work})"
+        )
         is_there = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
-        if is_there and not is_begun:
-            raise ConfigError(
-                f"--out: {self.out} is there already; remove it, or choose another place "
-                f"(what was begun stays in {self.work})"
-            )
+        if is_there and not (self.work / ORDER).exists():
+            raise taken
         with writing(f"--out: the work in {self.work}", "choose another place"):
             self.work.mkdir(parents=True, exist_ok=True)
         lock = RunLock(self.work, "--out")
-        remove_unfinished(self.out)
+        for path in (self.out, self.out / PAGE, self.work / ORDER, self.work / PRUNED):
+            remove_unfinished(path)
+        # What an export leaves, and has no page, is of a start that was killed between the two.
+        if is_there and not is_export(self.out):
+            lock.release()
+            raise taken
         return lock
 
     def settle(self, config: Config) -> None:
-        """Write down what decides the result, or compare it with what the work was begun with.
+        """Write down what decides the result; where something is trained already, compare it.
 
-        ConfigError for the first difference, and for settings that prune or judge nothing.
+        ConfigError for the first difference, and for settings that prune or judge nothing. Layers
+        that are pruned say themselves what they are of, and are pruned again by other settings.
         """
         pruning = config.pruning
-        if not prunes(pruning):
-            raise ConfigError("pruning.sparsity: 0.0 prunes nothing; choose more than that")
+        if not (prunes(pruning) and config.samo.enabled):
+            raise ConfigError(
+                "pruning.sparsity: nothing is pruned at 0, or with samo.enabled: false; choose "
+                "more, and leave samo.enabled out"
+            )
         if self.heal == "adapters" and not goes_by_layers(config):
             raise ConfigError(
                 "--heal: adapters are trained where each layer is pruned by itself; choose train, "
@@ -138,7 +151,7 @@ class PruneOrder:
                 )
         decides = self._decides(config)
         path = self.work / ORDER
-        if not path.exists():
+        if not (path.exists() and steps_in(self.work / "run")):
             with writing(f"--out: {path}", "free the disk"), new_path(path) as unfinished:
                 unfinished.write_text(json.dumps(decides), encoding="utf-8")
             return
@@ -177,5 +190,5 @@ def goes_by_layers(config: Config) -> bool:
 
 
 def setting(key: str, path: Path) -> str:
-    """A setting whose value is a path, quoted as YAML has it."""
-    return f"{key}={json.dumps(str(path), ensure_ascii=False)}"
+    """A setting whose value is a path, quoted where YAML would read another value."""
+    return f"{key}={setting_to_yaml(key, str(path)).removeprefix(f'{key}: ')}"

@@ -7,17 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from axsparse.cli.prune_order import PAGE, PruneOrder
+from axsparse.cli.prune_order import PAGE, PruneOrder, setting
 from axsparse.config.load import LoadedConfig
 from axsparse.observe.metrics import perplexity
 from axsparse.runtime.console import format_bytes, format_seconds
 from axsparse.runtime.errors import writing
+from axsparse.runtime.files.atomic import new_path
 
 
 def write_page(folder: Path, text: str) -> None:
     """Write the page beside the weights; OutputError if that fails."""
-    with writing(f"--out: the page in {folder}", "choose another place"):
-        (folder / PAGE).write_text(text, encoding="utf-8")
+    with (
+        writing(f"--out: the page in {folder}", "choose another place"),
+        new_path(folder / PAGE) as unfinished,
+    ):
+        unfinished.write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -111,15 +115,15 @@ def page(order: PruneOrder, loaded: LoadedConfig, facts: Facts, seconds: dict[st
 
 def _training_on(order: PruneOrder, removed: float) -> list[str]:
     """The command that trains the folder on, with the zeros that it has."""
-    settings = {
-        "model.from": order.out,
-        "data.path": order.work / "tokens",
-        "pruning.method": "zeros",
-        "pruning.sparsity": f"{removed:.4f}",
-    }
+    settings = (
+        setting("model.from", order.out),
+        setting("data.path", order.work / "tokens"),
+        "pruning.method=zeros",
+        f"pruning.sparsity={removed:.4f}",
+    )
     return [
         *("axsparse", "train", "--config", order.config, "--run-dir", f"{order.out}.trained"),
-        *(word for key, value in settings.items() for word in ("--set", f"{key}={value}")),
+        *(word for each in settings for word in ("--set", each)),
     ]
 
 

@@ -17,6 +17,8 @@ from axsparse.config.model_config import Family, GptConfig, HfConfig
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 CONFIG_FILE = "config.json"
+BUNDLED = "prune_llama.yaml"
+"""The bundled configuration of a model of a folder."""
 FROM = "model.from"
 HF = "model.hf"
 

@@ -350,8 +350,8 @@ def _refuse_taken(path: Path, *, is_folder: bool, force: bool) -> None:
             return
         inside = sorted(one.name for one in path.iterdir()) if path.is_dir() else None
         is_empty = is_folder and inside == []
-        is_ours = path.is_file() if not is_folder else _is_export(path, set(inside or ["?"]))
-    if path.is_symlink() or not (is_empty or is_ours):
+        is_ours = is_export(path) if is_folder else path.is_file() and not path.is_symlink()
+    if not (is_empty or is_ours):
         raise OutputError(
             f"--out: {path} is not what an export leaves, and stays; choose another place"
         )
@@ -361,12 +361,15 @@ def _refuse_taken(path: Path, *, is_folder: bool, force: bool) -> None:
         )
 
 
-def _is_export(folder: Path, inside: set[str]) -> bool:
-    """Whether an export may have written these files.
+def is_export(folder: Path) -> bool:
+    """Whether an export may have written this folder.
 
     Other programs write a tokenizer's files too, so that beside them the weights must say that
     they were exported.
     """
+    inside = {one.name for one in folder.iterdir()} if folder.is_dir() else set()
+    if folder.is_symlink() or not inside:
+        return False
     if inside <= _FOLDER_FILES:
         return True
     if not inside <= {*_FOLDER_FILES, *COMPANIONS}:

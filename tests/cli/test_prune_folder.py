@@ -58,11 +58,6 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", out], cwd=tmp_path)
     assert again.returncode == EXIT_CONFIG
     assert f"--out: {out} is there already; remove it" in again.stderr
-    shutil.rmtree(tmp_path / out)
-    other = ["--set", "pruning.calibration_samples=7"]
-    again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", out, *other], cwd=tmp_path)
-    assert again.returncode == EXIT_CONFIG
-    assert "pruning.calibration_samples: 7, but what is in" in again.stderr
 
 
 def test_the_page_has_the_zeros_that_are_there_and_its_command_trains_them(
@@ -154,8 +149,13 @@ def test_a_command_that_is_killed_in_its_training_goes_on_to_the_same_weights(
     died = run_alone(["-c", DYING, "prune", *FEW, "--out", "killed", *more], cwd=tmp_path)
     metrics = tmp_path / "killed.run" / "run" / "metrics.jsonl"
     [first, *_] = metrics.read_text().splitlines()
+    other = run_alone(
+        ["-m", "axsparse", "prune", *FEW, "--out", "killed", *more, "--set", "seed=7"], cwd=tmp_path
+    )
     found = pruned(tmp_path, "killed", *more)
 
+    assert other.returncode == EXIT_CONFIG
+    assert "seed: 7, but what is in killed.run was begun with" in other.stderr
     assert died.returncode in (-9, 137), died
     # The time of the first step is that of the killed command: it was not made again.
     assert metrics.read_text().startswith(f"{first}\n")
@@ -172,6 +172,11 @@ def test_a_command_that_is_killed_in_its_training_goes_on_to_the_same_weights(
             ["--from", "model", "--data", "texts", "--out", "out", "--steps", "3"],
             EXIT_CONFIG,
             "--steps: --heal blocks makes no step; choose --heal train",
+        ),
+        (
+            [*["--from", "model", "--data", "texts", "--out", "out", "--set", "run_dir=x"]],
+            EXIT_CONFIG,
+            "--set: run_dir is what --from and --out say; leave it out",
         ),
         (
             ["--from", "nowhere", "--data", "texts", "--out", "out"],

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support.hf import write_llama
 
 from axsparse.cli.prune_order import ORDER, Heal, PruneOrder
@@ -15,11 +17,12 @@ from axsparse.runtime.errors import ConfigError, OutputError
 from axsparse.runtime.files.run_lock import InUseError
 
 
-def order_of(folder: Path, *settings: str, heal: Heal = "blocks") -> PruneOrder:
-    """An order for the folder `model` in a folder, with the model's settings of the quick start."""
-    return PruneOrder(
-        folder / "model", (Path("texts"),), (), folder / "out", "quickstart.yaml", settings, heal
-    )
+def order_of(
+    folder: Path, *settings: str, heal: Heal = "blocks", config: str = "prune_llama.yaml"
+) -> PruneOrder:
+    """An order for the folder `model` in a folder."""
+    out = folder / "out"
+    return PruneOrder(folder / "model", (Path("texts"),), (), out, config, settings, heal)
 
 
 def settled(order: PruneOrder, *settings: str) -> None:
@@ -45,6 +48,14 @@ def test_samples_are_shorter_than_the_longest_unless_it_is_said(
     config = load_config("quickstart.yaml", settings).config
 
     assert order_of(Path(), heal=heal).implied(config)[1:] == expected
+    assert order_of(Path(), heal=heal, config="own.yaml").implied(config) == expected
+
+
+def test_as_many_are_judged_as_calibrate_unless_a_configuration_says_it() -> None:
+    settings = ["pruning.calibration_samples=9", "batch.global_batch_size=4"]
+    config = load_config("quickstart.yaml", settings).config
+
+    assert order_of(Path()).implied(config)[0] == "train.eval_steps=3"
 
 
 def test_paths_are_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +88,12 @@ def test_a_folder_without_a_name_of_its_own_has_one(
 
 def test_one_process_at_a_time_has_the_work(tmp_path: Path) -> None:
     order = order_of(tmp_path)
-    left = [tmp_path / f".out.unfinished-{number}" for number in range(2)]
+    places = (".out", "out.run/.pruned", "out.run/.order.json", "out/.README.md")
+    left = [tmp_path / f"{place}.unfinished-{number}" for place in places for number in range(2)]
     for folder in left:
-        folder.mkdir()
+        folder.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, tmp_path / "out" / "model.safetensors")
+    (tmp_path / "out.run" / "order.json").touch()
     other = tmp_path / ".outer.unfinished-1"
     other.mkdir()
 
@@ -106,16 +120,18 @@ def test_a_folder_of_a_start_that_was_killed_before_its_page_is_written_again(
     write_llama(tmp_path / "model")
     order = order_of(tmp_path)
     order.out.mkdir()
-    (order.out / "model.safetensors").touch()
+    save_file({"a": torch.ones(2)}, order.out / "model.safetensors")
     with pytest.raises(ConfigError, match="is there already"):
         order.take()
 
     settled(order)
 
     order.take().release()
-    (order.out / "README.md").touch()
-    with pytest.raises(ConfigError, match="is there already"):
-        order.take()
+    for other in ("README.md", "mine.txt"):
+        (order.out / other).touch()
+        with pytest.raises(ConfigError, match="is there already"):
+            order.take()
+        (order.out / other).unlink()
 
 
 @pytest.mark.parametrize(
@@ -130,18 +146,20 @@ def test_a_folder_of_a_start_that_was_killed_before_its_page_is_written_again(
 def test_work_of_another_order_is_refused(setting: str, text: str, tmp_path: Path) -> None:
     write_llama(tmp_path / "model")
     order = order_of(tmp_path, heal="adapters")
-    settled(order, "samo.enabled=false")
+    settled(order, setting)
+    settled(order)  # Nothing was trained, so that this is what counts.
+    (order.work / "run" / "checkpoints" / "step-3").mkdir(parents=True)
 
-    settled(order, "samo.enabled=false", "layout.g_inter=1", "run_dir=x", "train.log_every=3")
+    settled(order, "layout.g_inter=1", "run_dir=x", "train.log_every=3")
     with pytest.raises(ConfigError) as refused:
-        settled(order, "samo.enabled=false", setting)
+        settled(order, setting)
     with pytest.raises(ConfigError, match="--rank: 4, but"):
-        settled(replace(order, rank=4), "samo.enabled=false")
+        settled(replace(order, rank=4))
     with pytest.raises(ConfigError, match="--heal: 'none', but"):
-        settled(replace(order, heal="none"), "samo.enabled=false")
+        settled(replace(order, heal="none"))
     write_llama(tmp_path / "model", lambda _, tensor: tensor + 1)
     with pytest.raises(ConfigError, match=r"^weights of --from: .* but what is in"):
-        settled(order, "samo.enabled=false")
+        settled(order)
 
     assert str(refused.value).startswith(text)
     assert str(refused.value).endswith(f"set it back, choose another --out, or remove {order.work}")
@@ -151,7 +169,8 @@ def test_work_of_another_order_is_refused(setting: str, text: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("heal", "settings", "text"),
     [
-        ("blocks", ["pruning.sparsity=0"], "pruning.sparsity: 0.0 prunes nothing; choose more"),
+        ("blocks", ["pruning.sparsity=0"], "pruning.sparsity: nothing is pruned at 0, or with"),
+        ("none", ["samo.enabled=false"], "pruning.sparsity: nothing is pruned at 0, or with"),
         ("train", ["train.eval_steps=0"], "train.eval_steps: 0 judges nothing; choose at least 1"),
         (
             "none",
