@@ -93,7 +93,7 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
     more += ["--set", "schedule.warmup_steps=1", "--set", "samo.gradient=exact"]
     more += ["--set", "batch.microbatch_size=2", "--set", "pruning.heal_batch=2", *JUDGED]
 
-    alone = pruned(tmp_path, "alone", *more)
+    alone = pruned(tmp_path, "model #2", *more)
     staged = pruned(tmp_path, "staged", *more, "--set", "layout.g_inter=2", ranks=2)
     replicas = pruned(tmp_path, "replicas", *more, "--set", "layout.g_inter=1", ranks=2)
     # What has been done is found done: of the run, only the folder is written again.
@@ -106,9 +106,9 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
         set_all = [word for one in members for word in ("--set", one)]
         others.append(pruned(tmp_path, "members", *more, *set_all, ranks=2))
     if heal == "adapters":
-        page = (tmp_path / "alone" / "README.md").read_text()
+        page = (tmp_path / "model #2" / "README.md").read_text()
         assert "| 4 validation samples | dense | pruned | this folder |" in page
-        file = open_weights(tmp_path / "alone.run" / "pruned" / "model.safetensors")
+        file = open_weights(tmp_path / "model #2.run" / "pruned" / "model.safetensors")
         for name, value in alone.items():
             assert torch.equal(file.read(name) == 0, value == 0), name
             assert not value[value == 0].signbit().any(), name
