@@ -181,7 +181,8 @@ def test_matrices_that_no_linear_layer_sees_are_refused_by_name() -> None:
         (
             untied,
             "pruning.method: wanda scores a matrix by the inputs of a linear layer, and "
-            "head.weight is of none; name it in pruning.exclude",
+            "head.weight is of none; name it in pruning.exclude, or choose pruning.method: "
+            "magnitude",
         ),
     ):
         with pytest.raises(ConfigError) as caught:
