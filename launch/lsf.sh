@@ -36,8 +36,8 @@ while :; do
   code=$?
   [ -n "$again" ] || break # a signal ends `wait`, but not the ranks
 done
-# A signal that comes just as the ranks end costs bash their code, and leaves 255.
-[ -z "$warned" ] || [ "$code" -ne 255 ] || code=75
+# A signal that comes just as the ranks end costs their code: bash leaves 255, Python 138.
+case "$warned$code" in 1255 | 1138) code=75 ;; esac
 
 ?chained case "$code" in
 ?chained   # Done, or what would only happen again: the rest of the chain is not needed.

@@ -348,10 +348,9 @@ def _refuse_taken(path: Path, *, is_folder: bool, force: bool) -> None:
     with writing(f"--out: {path}", "free the disk, or choose another place"):
         if not path.is_symlink() and not path.exists():
             return
-        inside = sorted(one.name for one in path.iterdir()) if path.is_dir() else None
-        is_empty = is_folder and inside == []
-        is_ours = is_export(path) if is_folder else path.is_file() and not path.is_symlink()
-    if not (is_empty or is_ours):
+        is_empty = is_folder and path.is_dir() and not any(path.iterdir())
+        is_ours = is_export(path) if is_folder else path.is_file()
+    if path.is_symlink() or not (is_empty or is_ours):
         raise OutputError(
             f"--out: {path} is not what an export leaves, and stays; choose another place"
         )

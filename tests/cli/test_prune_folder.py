@@ -15,16 +15,17 @@ from support.commands import axsparse as axsparse
 from support.hf import write_folder
 from support.mpirun import run_alone, run_mpirun
 
+import axsparse as ax
+from axsparse.cli import prune_folder
+from axsparse.cli.prune_order import PruneOrder
 from axsparse.models.start_weights import open_weights
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING, OutputError
 
 FEW = (
     *("--from", "model", "--data", "texts", "--validation", "held"),
     *("--set", "precision=fp32", "--set", "batch.global_batch_size=4"),
     *("--set", "pruning.calibration_samples=8", "--set", "train.peak_flops=1e12"),
 )
-
-
 JUDGED = ("--set", "train.eval_steps=1")
 """One batch is judged, which are fewer samples than calibrate."""
 
@@ -163,6 +164,16 @@ def test_a_command_that_is_killed_in_its_training_goes_on_to_the_same_weights(
     assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
+def test_the_work_is_held_while_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = PruneOrder(
+        Path("model"), (Path("texts"),), (), tmp_path / "out", "prune_llama.yaml", (), "none"
+    )
+    monkeypatch.setattr(prune_folder, "_prepare", lambda again: again.take())
+
+    with pytest.raises(OutputError, match=r"out\.run: is in use by"):
+        ax.run_here(lambda job: prune_folder.prune_folder(job, order))
+
+
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
@@ -182,6 +193,11 @@ def test_a_command_that_is_killed_in_its_training_goes_on_to_the_same_weights(
             ["--from", "nowhere", "--data", "texts", "--out", "out"],
             EXIT_MISSING,
             "model.from: 'nowhere' has no config.json; name a Hugging Face folder",
+        ),
+        (
+            ["--from", "[no]: where #1", "--data", "texts", "--out", "out"],
+            EXIT_MISSING,
+            "model.from: '[no]: where #1' has no config.json",
         ),
     ],
 )

@@ -408,8 +408,10 @@ def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
 
 def test_what_was_healed_with_other_settings_is_passed_over(tmp_path: Path) -> None:
     layers = HealedLayers(tmp_path / "healing", "these", writes=True)
+    (tmp_path / "healing" / ".one.safetensors.unfinished-7").mkdir(parents=True)
     layers.write("one", {"kept a": torch.ones(2)}, (0.5, 0.25))
 
+    assert [path.name for path in (tmp_path / "healing").iterdir()] == ["one.safetensors"]
     assert layers.read("other") is None
     assert HealedLayers(tmp_path / "healing", "those", writes=True).read("one") is None
     found = layers.read("one")

@@ -383,8 +383,10 @@ def test_nothing_else_is_ever_replaced(run: Path, tmp_path: Path) -> None:
     (tmp_path / "real.safetensors").touch()
     (tmp_path / "link.safetensors").symlink_to("real.safetensors")
     (tmp_path / "dangling").symlink_to("nowhere")
-    folders: tuple[Form, ...] = ("hf",) * 4
-    forms = dict(zip(("model", "theirs", "file", "dangling"), folders, strict=True))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    names = ("model", "theirs", "file", "dangling", "link")
+    forms: dict[str, Form] = dict.fromkeys(names, "hf")
 
     for name in (*forms, "folder.safetensors", "link.safetensors"):
         before = sorted(tmp_path.rglob("*"))
