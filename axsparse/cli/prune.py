@@ -55,9 +55,6 @@ the state of the adapters, train the state of the pruned model.
 Settings come from prune_llama.yaml or --config, and --set changes them:
 pruning.calibration_samples, data.sequence_length, precision. OUT.run has the tokens and the run.
 """
-SPARSITY = (
-    "short for --set pruning.sparsity=S (default: the configuration's, of prune_llama.yaml 0.5)"
-)
 DECIDED = (FROM, "data.source", "data.path", "run_dir", "pruning.at_step")
 """The settings that this command makes itself."""
 NEEDED = ("from", "data", "out")
@@ -81,7 +78,12 @@ def parser() -> CommandParser:
         default=[],
         help="files and folders of text to evaluate on (default: a twentieth of --data)",
     )
-    add("--sparsity", metavar="S", help=SPARSITY)
+    add(
+        "--sparsity",
+        metavar="S",
+        help="short for --set pruning.sparsity=S (default: the configuration's, which is 0.5 in "
+        "prune_llama.yaml)",
+    )
     add("--method", choices=("wanda", "sparsegpt", "magnitude"), default="wanda")
     add("--heal", choices=("blocks", "adapters", "train", "none"), default="blocks")
     add("--steps", metavar="N", help="adapters, train: short for --set train.steps=N")
