@@ -352,7 +352,8 @@ class Forward:
         )
 
     def head_of_zeros(self) -> Any:
-        """The head, its weight zeros without memory."""
+        """The head, its weight zeros without memory; a linear one computes no product, for which
+        torch would make 2 GB of the zeros of a large vocabulary."""
         zeros = torch.zeros((), dtype=torch.float32).expand(self.head.weight.shape)
         head = copy.copy(self.head)
         vars(head)["_parameters"] = {
@@ -361,6 +362,10 @@ class Forward:
             else nn.Parameter(zeros if name == "weight" else torch.zeros(p.shape), False)
             for name, p in self.head._parameters.items()
         }
+        if type(head).forward is nn.Linear.forward:
+            vars(head)["forward"] = lambda given: given.new_zeros(()).expand(
+                *given.shape[:-1], len(zeros)
+            )
         return head
 
 

@@ -454,6 +454,21 @@ def test_a_model_without_a_folder_starts_as_transformers_would_in_every_pipeline
     assert torch.equal(norm, torch.ones_like(norm))
 
 
+def test_looking_at_a_head_multiplies_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would make the zeros that stand for a head real, 2 GB of those of a Llama 3 8B."""
+    shapes: list[torch.Size] = []
+    linear = F.linear
+
+    def watched(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        shapes.append(weight.shape)
+        return linear(given, weight, bias)
+
+    monkeypatch.setattr(F, "linear", watched)
+    small_llama(vocab_size=1000)
+
+    assert not any(1000 in shape for shape in shapes)
+
+
 def test_saved_activations_of_a_layer_are_those_that_its_forward_keeps() -> None:
     model = small_llama(64)
     surveyed = survey(model).layers[1].activations
