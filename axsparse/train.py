@@ -40,7 +40,7 @@ examples of --set (any key of the configuration, later ones win):
 what a run leaves behind, in --run-dir:
   config.yaml     every setting as it ran, with versions
   metrics.jsonl   one object a step, and one an evaluation (axsparse report draws them)
-  trace/          every moment of some steps, with train.trace=N (axsparse trace --help)
+  trace/          every moment of some steps, with train.trace=N (axsparse report draws the last)
   checkpoints/    what --resume goes on from (axsparse checkpoint --help)
 
 Ctrl-C, SIGUSR1 or SIGTERM ends the step under way, saves, and exits with 75; a second one ends at

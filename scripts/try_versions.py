@@ -4,8 +4,8 @@
     python scripts/try_versions.py --python python3.13 --without-torch
     python scripts/try_versions.py --torch 2.4.1 --tests tests/samo tests/pipeline
 
-The second installs all but torch, and tries what does without it: settings, schema, completion,
-job scripts. The third runs these tests of the checkout as well. Where the package index offers
+The second installs all but torch, and tries what does without it: settings, schema, job
+scripts. The third runs these tests of the checkout as well. Where the package index offers
 torch with CUDA only, an environment takes gigabytes. Ends with the code of the first step that
 fails; the environment is removed, unless --keep names a folder for it.
 """
@@ -30,7 +30,6 @@ WITHOUT_TORCH = (
     ("--version",),
     ("config", "show", "--config", "quickstart.yaml"),
     ("config", "schema"),
-    ("completion",),
     ("train", "--help"),
 )
 WITH_TORCH = (

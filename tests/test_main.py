@@ -20,9 +20,7 @@ commands:
   train      train what a configuration file describes (axsparse train --help)
   config     show every setting and where it comes from (axsparse config --help)
   plan       find a layout, its memory and its time, without a GPU (axsparse plan --help)
-  calibrate  measure this machine, for plans of it (axsparse calibrate --help)
   report     draw runs as a page for a browser (axsparse report --help)
-  trace      compare two traces of steps (axsparse trace --help)
   compare    say whether two runs are the same, bit by bit (axsparse compare --help)
   data       turn text files into tokens (axsparse data --help)
   ticket     say what a file of masks holds (axsparse ticket --help)
@@ -34,7 +32,6 @@ commands:
   submit     give a training run to SLURM or LSF (axsparse submit --help)
   launch     train on this machine, and go on after failures (axsparse launch --help)
   doctor     check whether this machine is fit for training (axsparse doctor --help)
-  completion let a shell complete commands (axsparse completion --help)
 """
 
 HELPS = """
@@ -61,7 +58,12 @@ def test_every_command_has_help_that_costs_neither_torch_nor_mpi() -> None:
     subprocess.run([sys.executable, "-c", code], timeout=LONGEST_SECONDS, check=True)
 
 
-@pytest.mark.parametrize("group", ["ticket", "config", "data", "trace", "checkpoint"])
+def test_no_command_is_left_out() -> None:
+    assert {words.partition(" ")[0] for words in all_parsers()} == set(COMMANDS)
+    assert all(parser.prog == f"axsparse {words}" for words, parser in all_parsers().items())
+
+
+@pytest.mark.parametrize("group", ["ticket", "config", "data", "checkpoint"])
 def test_a_command_of_several_words_says_which_may_follow(axsparse: Axsparse, group: str) -> None:
     code, screen, errors = axsparse(group)
 

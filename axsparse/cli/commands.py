@@ -1,4 +1,4 @@
-"""The table of all commands, and their command lines: for the help, completion and the pages."""
+"""The table of all commands, and their command lines: for the help and the pages."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ COMMANDS = {
     "train": Command("axsparse.train", "train what a configuration file describes"),
     "config": Command("axsparse.cli.config", "show every setting and where it comes from"),
     "plan": Command("axsparse.cli.plan", "find a layout, its memory and its time, without a GPU"),
-    "calibrate": Command("axsparse.cli.calibrate", "measure this machine, for plans of it"),
     "report": Command("axsparse.cli.report", "draw runs as a page for a browser"),
-    "trace": Command("axsparse.cli.trace", "compare two traces of steps"),
     "compare": Command("axsparse.cli.compare", "say whether two runs are the same, bit by bit"),
     "data": Command("axsparse.cli.data", "turn text files into tokens"),
     "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds"),
@@ -33,7 +31,6 @@ COMMANDS = {
     "submit": Command("axsparse.cli.submit", "give a training run to SLURM or LSF"),
     "launch": Command("axsparse.cli.launch", "train on this machine, and go on after failures"),
     "doctor": Command("axsparse.cli.doctor", "check whether this machine is fit for training"),
-    "completion": Command("axsparse.cli.completion", "let a shell complete commands"),
 }
 
 

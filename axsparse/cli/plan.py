@@ -36,7 +36,7 @@ stage together. The fewest ranks for a copy of the model that fit are recommende
 microbatch size; the other layouts follow by predicted step. Phases are the mean over stages.
 
 A configuration with layout.g_inter, g_tensor, g_data or split leaves only those layouts.
-A cluster file says where each constant comes from; axsparse calibrate measures one.
+A cluster file says where each constant comes from; benchmarks/calibrate.py measures one.
 """
 METHODS = ("dense", "samo")
 
@@ -132,7 +132,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.cluster is None:
         notes.append(
             f"no --cluster, hence planned for the bundled cluster {DEFAULT_CLUSTER}; "
-            "axsparse calibrate measures one of your own"
+            "benchmarks/calibrate.py measures one of your own"
         )
     if cluster.host_memory_bytes is not None and any(map(has_members, answers)):
         notes.append(

@@ -141,7 +141,7 @@ class LayoutConfig(Section):
     """GB (10⁹ bytes) that model state and activations of a rank may take; `auto` sets no limit.
     Python, torch and MPI take some 0.3 GB more."""
     cluster: str | None = None
-    """A cluster file (`axsparse calibrate` measures one), or the name of a bundled one: its
+    """A cluster file (`benchmarks/calibrate.py` measures one), or the name of a bundled one: its
     constants predict the time of a step. null predicts memory only."""
 
 
@@ -522,7 +522,7 @@ class TrainConfig(Section):
     peak_flops: Annotated[float, Field(gt=0.0)] | Auto = "auto"
     """Peak flop/s of one rank's device, for `mfu`; `auto` times a matrix product at the start."""
     trace: Natural = 0
-    """Steps after the first one that are recorded in `trace/`, for Perfetto and `trace compare`."""
+    """Steps after the first one that are recorded in `trace/`, for reports and Perfetto."""
     memory_history: bool = False
     """Whether the snapshot that is written when GPU memory runs out says where in the code each
     block was allocated; GPUs only."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -237,19 +236,3 @@ class TraceRecorder:
         together(self._transport, lambda: _write(parts[rank], [part(replica, stage, spans)]))
         if rank == 0:
             join(trace, parts, f"run: {self._folder}")
-
-
-def step_seconds(spans: Sequence[Span]) -> float:
-    """The mean time of a step, from the beginning of its first span to the end of its last."""
-    of_steps = [[s for s in spans if s.step == step] for step in {s.step for s in spans}]
-    lengths = [max(s.end for s in each) - min(s.begin for s in each) for each in of_steps]
-    return sum(lengths) / len(lengths) if lengths else 0.0
-
-
-def phase_seconds(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
-    """Seconds of each stage's phases, the mean over its replicas and steps."""
-    runs = Counter(stage for stage, _, _ in {(s.stage, s.replica, s.step) for s in spans})
-    totals: dict[tuple[int, str], float] = defaultdict(float)
-    for span in spans:
-        totals[span.stage, span.phase] += span.end - span.begin
-    return {(stage, phase): total / runs[stage] for (stage, phase), total in totals.items()}

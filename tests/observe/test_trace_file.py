@@ -1,4 +1,4 @@
-"""Traces: the schema, writing and reading, how two differ, and steps of all ranks in one."""
+"""Traces: the schema, writing and reading, and steps of all ranks in one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from axsparse.observe.trace_file import (
     from_json,
     join,
     part,
-    phase_seconds,
     read,
-    step_seconds,
     write,
 )
 from axsparse.runtime.errors import DataError, MissingInputError, OutputError
@@ -111,23 +109,6 @@ def test_bytes_that_are_no_text_are_no_trace(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(DataError, match="no trace of axsparse"):
         read(tmp_path / "bytes")
-
-
-def test_seconds_of_phases_are_means_over_replicas_and_steps() -> None:
-    second = [
-        Span(1, 0, 0, "compute", "F0", 0.0, 1.0),
-        Span(2, 0, 0, "compute", "F0", 5.0, 7.0),
-        Span(1, 0, 1, "p2p", "p2p", 0.5, 1.0),
-    ]
-
-    assert phase_seconds(SPANS) == {(0, "compute"): 1.5, (0, "bubble"): 1.0, (1, "p2p"): 0.25}
-    assert phase_seconds(second) == {(0, "compute"): 1.5, (1, "p2p"): 0.5}
-
-
-def test_a_step_lasts_from_its_first_begin_to_its_last_end() -> None:
-    assert step_seconds(SPANS) == 3.0
-    assert step_seconds([*SPANS, Span(2, 0, 0, "compute", "F0", 9.0, 10.0)]) == 2.0
-    assert step_seconds([]) == 0.0
 
 
 # -- steps of all ranks -----------------------------------------------------------------

@@ -1,15 +1,19 @@
-"""From a machine's figures to its constants, and back through the cost model."""
+"""From a machine's figures to its constants and back through the cost model, and on two ranks."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import calibrate
 import pytest
+from calibrate import Measurements, fitted, spread
+from support.mpirun import run_mpirun
 from support.planner_cases import surveyed
 
-from axsparse.planner.cluster import Cluster, parse_cluster, to_yaml
-from axsparse.planner.cluster_fit import Measurements, fitted, spread
+from axsparse.planner.cluster import Cluster, load_cluster, parse_cluster, to_yaml
 from axsparse.planner.step_cost import all_reduce_seconds, edges, stage_seconds, step_costs
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.errors import TrainingError
@@ -139,3 +143,26 @@ def test_spread_is_that_of_logarithms_without_the_slowest_tenth() -> None:
     assert spread([1.0] * 18 + [50.0, 60.0]) == 0
     assert spread([1.0]) == 0
     assert spread([1.0, 1.1, 1.21, 99.0]) > 0.05
+
+
+@pytest.mark.exhaustive
+def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
+    small = ["--config", "quickstart.yaml", "--set", "model.hidden_size=128"]
+    # Medians of two steps are at times nonsense where tests beside this one have the cores.
+    command = [calibrate.__file__, *small, "--out", "mine.yaml", "--steps", "9"]
+    done = run_mpirun(2, command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+    machine = load_cluster(str(tmp_path / "mine.yaml"))
+    kinds = {name: origin.kind for name, origin in machine.origins.items()}
+    assert machine.gpus_per_node == 2
+    assert 0 < machine.efficiency <= 1
+    for name in ("intra_node_bandwidth", "ring_bandwidth", "compression_rate", "overhead_bytes"):
+        assert kinds[name] == "measured"
+        assert getattr(machine, name) > 0
+    assert kinds["weight_share"] == "fitted"
+
+    plan = ["-m", "axsparse", "plan", *small, "--gpus", "2", "--cluster", "mine.yaml", "--json"]
+    done = run_mpirun(1, plan, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["plans"][0]["rows"][0]["step_seconds"] > 0
