@@ -31,7 +31,7 @@ Start it by itself, or on many ranks with an MPI launcher:
 EPILOG = """\
 examples of --set (any key of the configuration, later ones win):
   --set layout.g_inter=2              pipeline stages; the other ranks become replicas
-  --set precision=fp32                fp32, bf16 or fp16
+  --set precision=fp32                auto, fp32, bf16 or fp16
   --set samo.enabled=false            train dense: the baseline of all comparisons
   --set pruning.sparsity=0.8          fraction of the block weights that is removed
   --set batch.microbatch_size=4       sequences that pass through the pipeline together

@@ -91,6 +91,7 @@ def calibrate(transport: Transport, loaded: LoadedConfig, name: str, steps: int)
     if not loaded.config.pipeline.compile:
         weight = _profile(loaded, steps, size, is_split=True).weight
     precision = profile.trainer.config.precision
+    assert precision != "auto", "the run has decided"
     peak, copy = matrix_peak(DTYPES[precision]), _copy_bandwidth()
     figures = [profile.compute, compute_of_other, profile.compress, weight, peak, copy]
     rows = sum_by_owner(transport.world, transport.backoff, [*figures, profile.overhead])

@@ -68,10 +68,12 @@ def _decided(loaded: LoadedConfig, ranks: int) -> Config:
     from axsparse.runtime.local.local_transport import LocalTransport
     from axsparse.runtime.local.local_world import LocalWorld
     from axsparse.samo.precision import DTYPES
+    from axsparse.training.placement import decided_precision
     from axsparse.training.resolution import RunInputs, resolve
 
     # How ranks communicate decides no other setting, and need not be there to be looked at.
     asked = replace(loaded, config=loaded.config.model_copy(update={"transport": "auto"}))
+    asked, _ = decided_precision(asked, LocalTransport(LocalWorld(1), 0), on_host=True)
     model = named_model(asked)
     surveyed = survey(model, DTYPES[asked.config.precision])
     world: LocalWorld[None] = LocalWorld(ranks)

@@ -610,8 +610,10 @@ class Config(Section):
     """How the ranks are arranged."""
     pipeline: PipelineConfig = PipelineConfig()
     """In which order a stage works."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of weights, activations and messages; master weights always have the bits of fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of weights, activations and messages; master weights always have the bits of fp32.
+    `auto` is bf16, and fp32 on CPUs without instructions for bf16, where that takes a multiple of
+    the time of fp32."""
     pruning: PruningConfig = PruningConfig()
     """Which weights are kept."""
     samo: SamoConfig = SamoConfig()

@@ -29,8 +29,6 @@ class ModelLayout:
     """Bytes of model state on the fullest rank if nothing were pruned."""
     live_bytes: int
     """Bytes of model state on the fullest rank as the run begins."""
-    arithmetic: str = ""
-    """How this machine computes, where that is not what the precision says."""
 
 
 def banner(
@@ -49,10 +47,9 @@ def banner(
     survey, grid = model.survey, model.grid
     parameters = f"{format_count(survey.num_params)} parameters"
     ranks = f"{grid.size} rank" + "s" * (grid.size > 1)
-    precision = " ".join(filter(None, [config.precision, model.arithmetic]))
     yield (
         f"axsparse {__version__} · {model.name} {parameters} · {_pruning(config)} · "
-        f"{precision} · {ranks} = {grid} · {model.transport}"
+        f"{config.precision} · {ranks} = {grid} · {model.transport}"
     )
     yield "   ".join(
         f"stage {number}: {_layers([survey.layers[layer] for layer in stage], survey.work)}"

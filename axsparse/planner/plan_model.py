@@ -261,11 +261,11 @@ def plan_for(
 
 
 def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
-    """Replace bf16 by fp16, with a note, on devices without bf16, unless --set asks for bf16."""
-    if loaded.config.precision != "bf16" or loaded.origins.get("precision") == "--set":
+    """Decide `precision: auto`: bf16, or with a note fp16 or fp32 on devices without it."""
+    if loaded.config.precision != "auto":
         return loaded, []
-    if cluster.peak_bf16 is not None or cluster.peak_fp16 is None:
-        return loaded, []
-    config = loaded.config.model_copy(update={"precision": "fp16"})
-    note = f"{cluster.name} has no bf16: planned as precision=fp16"
-    return replace(loaded, config=config), [note]
+    peaks = {"bf16": cluster.peak_bf16, "fp16": cluster.peak_fp16, "fp32": cluster.peak_fp32}
+    found = next(name for name, peak in peaks.items() if peak is not None)
+    config = loaded.config.model_copy(update={"precision": found})
+    note = f"{cluster.name} has no bf16: planned as precision={found}"
+    return replace(loaded, config=config), [] if found == "bf16" else [note]

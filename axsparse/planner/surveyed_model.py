@@ -159,6 +159,7 @@ def state_format(
 ) -> StateFormat:
     """How a run of `g_data` replicas stores its state; `adds_in_half` decides `samo.gradient:
     auto`."""
+    assert config.precision != "auto", "decided before a survey"
     samo, width = config.samo, value_bytes(config.precision)
     is_half = adds_in_half if samo.gradient == "auto" else samo.gradient == "half"
     return StateFormat(
@@ -216,6 +217,7 @@ class SurveyedModel:
 
     @property
     def precision(self) -> Precision:
+        assert self.config.precision != "auto", "decided before a survey"
         return self.config.precision
 
     @property

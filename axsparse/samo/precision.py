@@ -11,6 +11,7 @@ training does not depend on how they are stored. NaN stays NaN.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 
 import torch
@@ -26,6 +27,21 @@ MOST_HALF_MICROBATCHES = 8
 """The number of microbatches up to which accumulation in half precision errs by less than 0.4 %."""
 _HALF_UNIT = 0x8000
 _QUIET_NAN = 0x7FC0
+
+
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for products of a type, as oneDNN says.
+
+    Without them torch multiplies bf16 and fp16 by plain loops. Other processors than x86 are taken
+    to have them.
+    """
+    checks = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    if dtype not in checks or platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return torch.backends.mkldnn.is_available() and bool(checks[dtype]())
 
 
 def accumulates_in_half(microbatches: int) -> bool:

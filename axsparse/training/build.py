@@ -38,7 +38,6 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, everywhere
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.half_products import multiply_in_fp32
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks
 from axsparse.samo.host.compiled_loops import FEW, cache_folder
@@ -62,7 +61,7 @@ from axsparse.training.checkpoint.verification import (
     refuse_other_settings,
 )
 from axsparse.training.parts import Parts, assemble
-from axsparse.training.placement import Placement, bind_rank, found_memory
+from axsparse.training.placement import Placement, bind_rank, decided_precision, found_memory
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 from axsparse.training.run_checks import facts_of, refuse_odd_rank
 from axsparse.training.run_data import Data, open_data
@@ -152,7 +151,7 @@ def build(
         together(job.transport, lambda: _refuse_quiet(resume))
     if overwrite:
         together(job.transport, lambda: _refuse_overwriting(loaded, resume))
-    placement = _place(job, loaded)
+    placement, loaded = _place(job, loaded)
     transport = placement.transport
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
 
@@ -220,7 +219,7 @@ def prune_layers(
     diverges.
     """
     _check_settings(job, loaded, model)
-    placement = _place(job, loaded)
+    placement, loaded = _place(job, loaded)
     transport = placement.transport
     surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
     inputs = RunInputs(model, surveyed, transport, on_host=placement.gpu is None)
@@ -309,8 +308,9 @@ def _refuse_overwriting(loaded: LoadedConfig, resume: str | None) -> None:
 # -- this process among the others --------------------------------------------------------
 
 
-def _place(job: Job, loaded: LoadedConfig) -> Placement:
-    """This rank's device, and a new transport that only the coming trainer uses."""
+def _place(job: Job, loaded: LoadedConfig) -> tuple[Placement, LoadedConfig]:
+    """This rank's device, with a new transport that only the coming trainer uses, and the
+    configuration with a precision for all devices."""
     placement = job.placement
     if not isinstance(placement, Placement):
         job.placement = placement = bind_rank(job.transport, loaded)
@@ -319,7 +319,8 @@ def _place(job: Job, loaded: LoadedConfig) -> Placement:
     together(transport, lambda: check_gpu_settings(loaded, has_gpu=has_gpu))
     if loaded.config.train.memory_history:
         record_history()
-    return replace(placement, transport=transport)
+    loaded, lines = decided_precision(loaded, transport, on_host=not has_gpu)
+    return replace(placement, transport=transport, table=(*placement.table, *lines)), loaded
 
 
 def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
@@ -344,7 +345,6 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> Thread | N
     together(transport, lambda: refuse_odd_rank(transport, facts))
     torch.set_num_threads(run.config.train.threads)
     if run.on_host:
-        multiply_in_fp32(run.dtype)
         # Memory that a build takes for a while would leave holes between the blocks that stay.
         give_back_at_once()
         layers = run.layers_of(run.place.stage)

@@ -38,6 +38,7 @@ from axsparse.runtime.process_memory import (
 )
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.launch import CupyLauncher
+from axsparse.samo.precision import DTYPES, cpu_multiplies
 
 NCCL_BYTES = 2_000_000_000
 """Memory of a GPU that NCCL takes for the connections of a rank: in and out on either side of its
@@ -117,6 +118,30 @@ def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
         room = replace(room, nbytes=room.nbytes - NCCL_BYTES - groups * GROUP_BYTES)
     reaching = GpuTransport(transport, gpu, connections=connections)
     return Placement(reaching, backend, gpu, table, room)
+
+
+def decided_precision(
+    loaded: LoadedConfig, transport: Transport, *, on_host: bool
+) -> tuple[LoadedConfig, Sequence[str]]:
+    """The configuration with `precision: auto` decided, and a line if a CPU lacks the type.
+
+    All ranks call this together.
+    """
+    asked = loaded.config.precision
+    wanted = "bf16" if asked == "auto" else asked
+    has_type = not on_host or cpu_multiplies(DTYPES[wanted])
+    is_slow = sum_of(transport, [float(not has_type)]) != [0.0]
+    lines = []
+    if is_slow and asked == "auto":
+        wanted = "fp32"
+        lines = ["precision auto: fp32, since a CPU has no instructions for bf16"]
+    elif is_slow:
+        lines = [
+            f"warning: precision {asked}: a CPU has no instructions for it, and multiplies "
+            "matrices 3 to 20 times as slowly as in fp32; choose auto"
+        ]
+    config = loaded.config.model_copy(update={"precision": wanted})
+    return replace(loaded, config=config), lines
 
 
 def groups_of_members(members: int) -> int:

@@ -21,7 +21,6 @@ from axsparse.pruning.targets import pruning_lines
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_count, make_console
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
-from axsparse.runtime.half_products import lacking_types
 from axsparse.runtime.process_memory import resident_memory_bytes
 from axsparse.samo.backend import HOST
 from axsparse.samo.layer_construction import BuiltLayer
@@ -96,7 +95,6 @@ def _banner(
             run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
         ),
         live_bytes=state_bytes,
-        arithmetic="multiplied in fp32" if run.on_host and run.dtype in lacking_types() else "",
     )
     return banner(
         run.config,

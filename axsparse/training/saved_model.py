@@ -29,7 +29,6 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.half_products import multiply_in_fp32
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.precision import DTYPES
@@ -102,7 +101,6 @@ def evaluate_saved(
     config, model = saved.loaded.config, saved.model
     validation = _validation_data(saved, datasets)
     torch.set_num_threads(config.train.threads)
-    multiply_in_fp32(DTYPES[config.precision])
     transport = LocalTransport(LocalWorld[object](1), 0)
     place = Grid(1, 1).place(0)
     stage = Stage(

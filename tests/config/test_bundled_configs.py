@@ -132,7 +132,7 @@ def test_llamas_are_the_published_ones_and_trained_on_with_their_masks(
     assert survey(replace(named_model(loaded), example=None)).num_params == parameters
     assert config.model.name == "hf"
     assert config.model.from_ is None
-    assert (config.data.source, config.precision) == ("tokens", "bf16")
+    assert (config.data.source, config.precision) == ("tokens", "auto")
     assert config.schedule.warmup_steps * 10 <= config.train.steps
 
 

@@ -22,7 +22,12 @@ from axsparse.runtime.grid import Grid
 def config(**sections: dict[str, Any]) -> Config:
     model = {"num_layers": 5, "hidden_size": 64, "num_heads": 2, "vocab_size": 256}
     return Config.model_validate(
-        {"model": model, "batch": {"global_batch_size": 24, "microbatch_size": 2}, **sections}
+        {
+            "model": model,
+            "batch": {"global_batch_size": 24, "microbatch_size": 2},
+            "precision": "bf16",
+            **sections,
+        }
     )
 
 

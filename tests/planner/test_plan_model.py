@@ -165,15 +165,27 @@ def test_where_nothing_fits_it_says_how_many_devices_would_do() -> None:
         asked(**sections).plan("start", replace(MACHINE, memory_bytes=1.0), 1)
 
 
-def test_half_a_precision_is_exchanged_where_the_devices_lack_it() -> None:
+@pytest.mark.parametrize(
+    ("lacking", "taken"), [((), "bf16"), (("bf16",), "fp16"), (("bf16", "fp16"), "fp32")]
+)
+def test_a_precision_left_to_auto_is_one_that_the_devices_have(
+    lacking: tuple[str, ...], taken: str
+) -> None:
+    peaks = {f"peak_{name}": None if name in lacking else 1e14 for name in ("bf16", "fp16")}
+    devices = cluster(host_memory_bytes=None, **peaks)
+    config = tiny_config(precision="auto")
+
+    found = subject(LoadedConfig(config, "tiny", {}), devices, tiny_gpt(config))
+
+    assert found.workload("start").precision == taken
+    notes = [f"summit has no bf16: planned as precision={taken}"] if lacking else []
+    assert found.notes == notes
+
+
+def test_a_precision_that_is_asked_for_is_not_exchanged() -> None:
     volta = cluster(peak_bf16=None, host_memory_bytes=None)
     config = tiny_config(precision="bf16")
-    model = tiny_gpt(config)
-
-    swapped = subject(LoadedConfig(config, "tiny", {}), volta, model)
-    assert swapped.workload("start").precision == "fp16"
-    assert swapped.notes == ["summit has no bf16: planned as precision=fp16"]
-    kept = subject(LoadedConfig(config, "tiny", {"precision": "--set"}), volta, model)
+    kept = subject(LoadedConfig(config, "tiny", {}), volta, tiny_gpt(config))
     with pytest.raises(ConfigError, match="have no peak_bf16"):
         kept.plan("start", volta, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axsparse.samo.precision import join, remainder, round_to
+from axsparse.samo.precision import cpu_multiplies, join, remainder, round_to
 
 BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40)
 LARGEST, INFINITY, SMALLEST = 0x7F7FFFFF, 0x7F800000, 1
@@ -61,3 +62,31 @@ def test_other_types_round_as_torch_does(dtype: torch.dtype) -> None:
     values = torch.tensor([1.0004883, -3.1e-9, 7e4, math.inf])
 
     assert torch.equal(round_to(values, dtype), values.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("machine", "has_library", "supported", "expected"),
+    [
+        ("x86_64", True, (True, True), (True, True)),
+        ("x86_64", True, (True, False), (True, False)),
+        ("AMD64", True, (False, False), (False, False)),
+        ("x86_64", False, (True, True), (False, False)),
+        ("arm64", False, (False, False), (True, True)),
+    ],
+)
+def test_the_types_that_a_cpu_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    has_library: bool,
+    supported: tuple[bool, bool],
+    expected: tuple[bool, bool],
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_library)
+    for name, value in zip(("bf16", "fp16"), supported, strict=True):
+        monkeypatch.setattr(
+            torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda value=value: value
+        )
+
+    assert (cpu_multiplies(torch.bfloat16), cpu_multiplies(torch.float16)) == expected
+    assert cpu_multiplies(torch.float32)

@@ -52,22 +52,21 @@ def build_quietly(config: Config, job: Job, datasets: Datasets | None = None) ->
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_gpus_copy_from_pinned_batches_and_cpus_alone_ask_for_products_in_fp32(
+def test_gpus_copy_from_pinned_batches_and_may_record_their_memory(
     has_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[object] = []
     parts = vars(axsparse.training.build)
     monkeypatch.setitem(parts, "record_history", lambda: heard.append("blocks"))
-    monkeypatch.setitem(parts, "multiply_in_fp32", heard.append)
     monkeypatch.setitem(parts, "open_data", opening)
     train = {"memory_history": has_gpu}
-    config = tiny_config(train=train, precision="bf16", samo={"enabled": False})
+    config = tiny_config(train=train, samo={"enabled": False})
 
     with pytest.raises(OpenedError) as asked:
         build_quietly(config, job_of_one(has_gpu=has_gpu))
 
     assert asked.value.args == (has_gpu,)
-    assert heard == (["blocks"] if has_gpu else [torch.bfloat16])
+    assert heard == ["blocks"] * has_gpu
 
 
 @pytest.mark.parametrize(("gigabytes", "is_tight"), [(6e-4, True), (1.0, False), ("auto", False)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from support.late_device import LateDevice
 from support.resuming import records_of
 from support.runs import tiny_config, tiny_gpt, token_data
@@ -46,33 +45,6 @@ def test_the_predicted_peak_has_10_mb_for_what_comes_with_the_first_steps(
     [record] = records_of(tmp_path, key)
     subject = SurveyedModel(config, survey(model), "tiny", {}, optimizer_of(config.optimizer))
     assert record[key] == predict(subject, None, config, Grid(1, 1), 1, None).memory_bytes + 10e6
-
-
-@pytest.mark.parametrize(
-    ("lacking", "has_gpu", "said"),
-    [
-        ((torch.bfloat16, torch.float16), False, "bf16 multiplied in fp32 · "),
-        ((torch.float16,), False, "bf16 · "),
-        ((torch.bfloat16,), True, "bf16 · "),
-    ],
-)
-def test_the_banner_says_what_a_cpu_multiplies_in_fp32(
-    lacking: tuple[torch.dtype, ...],
-    has_gpu: bool,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(vars(axsparse.training.run_recorder), "lacking_types", lambda: lacking)
-    config = tiny_config(run_dir=str(tmp_path), precision="bf16", samo={"enabled": False})
-    job = Job(LocalTransport(LocalWorld(1), 0))
-    if has_gpu:
-        job.placement = Placement(job.transport, HOST, LateDevice(), ["GPU 0"])
-    trainer = build(job, tiny_gpt(config), lambda: Datasets(token_data(), None), config)
-    trainer.close()
-
-    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_on_a_gpu_the_plan_is_the_gpus_and_the_table_is_shown(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from support.hf import SMALL_LLAMA
 from support.resuming import ran
 from support.runs import mlp, tiny_config, tiny_gpt, token_data, vector_data
@@ -80,22 +79,6 @@ def test_texts_have_the_loss_that_the_run_reported(
     assert progress == [(1, 3), (2, 3), (3, 3)]
     assert found.samples == found.available == 31
     assert evaluate_saved(saved, datasets, 1).samples == 12
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)]
-)
-def test_products_are_made_as_the_run_made_them(
-    precision: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heard: list[torch.dtype] = []
-    monkeypatch.setitem(vars(axsparse.training.saved_model), "multiply_in_fp32", heard.append)
-    datasets = Datasets(token_data(), token_data(samples=31))
-    reported((1, 1), tiny_config(train=TRAIN, precision=precision), tmp_path / "run", datasets)
-
-    evaluate_saved(open_saved_model(tmp_path / "run", None, trained=True), datasets, 1)
-
-    assert heard == [dtype]
 
 
 def test_images_have_the_loss_and_the_accuracy_that_the_run_reported(tmp_path: Path) -> None:
