@@ -133,7 +133,7 @@ $(VENV)/run.stamp: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/run.stamp
-	$(PIP) --editable '.[mpich,fast,images,text,test]'
+	$(PIP) --editable '.[mpich,fast,text,test]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp

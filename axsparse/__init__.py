@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from axsparse.data.dataset import ArrayDataset as ArrayDataset
     from axsparse.data.dataset import Dataset as Dataset
     from axsparse.data.dataset import Datasets as Datasets
-    from axsparse.data.dataset import PartedDataset as PartedDataset
     from axsparse.data.dataset import TokenDataset as TokenDataset
     from axsparse.data.torch_dataset import from_torch as from_torch
     from axsparse.models.layer import Layer as Layer
@@ -58,7 +57,6 @@ _HOMES = {
     "Layer": "axsparse.models.layer",
     "Model": "axsparse.models.layer",
     "Optimizer": "axsparse.samo.optim.optimizer",
-    "PartedDataset": "axsparse.data.dataset",
     "Split": "axsparse.models.layer",
     "Tie": "axsparse.models.layer",
     "TokenDataset": "axsparse.data.dataset",

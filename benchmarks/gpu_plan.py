@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from axsparse.config.load import load_config
-from axsparse.config.model_config import TextFamily, of_family
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.plan_model import Method, subject
 from axsparse.planner.run_workload import predict
@@ -97,7 +96,7 @@ def planned(training: Training, method: Method) -> Planned:
         state=loads[0].state,
         model_flops=3 * asked.survey.flops * samples,
         all_flops=workload.sample_flops * samples,
-        tokens=samples * of_family(config.model, TextFamily).sequence_length,
+        tokens=samples * config.model.sequence_length,
         parameters=asked.survey.num_params,
         seconds=predict(workload, cluster, config, Grid(1, 1), 0, None).step_seconds or math.nan,
     )

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from digits import digits_datasets
 from torch import Tensor, nn
 
 import axsparse as ax
-from axsparse.data.digits import digits_datasets
 
 SETTINGS = Path(__file__).with_name("afternoon.yaml")
 

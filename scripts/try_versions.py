@@ -59,7 +59,7 @@ def main() -> int:
             run(*pip, *RUNS_WITHOUT_TORCH)
             run(*pip, "--no-deps", wheel)
         else:
-            extras = "mpich,images,text,test" if asked.tests else "mpich"
+            extras = "mpich,text,test" if asked.tests else "mpich"
             run(*pip, f"torch=={asked.torch}", f"{wheel}[{extras}]")
         tried = WITHOUT_TORCH if asked.without_torch else WITH_TORCH
         for words in tried:

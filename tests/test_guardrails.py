@@ -139,7 +139,7 @@ def test_hints_name_extras_that_can_be_installed() -> None:
         for name in found.split(",")
     }
 
-    assert {"mpich", "text", "images"} <= named <= extras
+    assert {"mpich", "text"} <= named <= extras
 
 
 def test_the_house_has_three_doors_and_twelve_rooms() -> None:

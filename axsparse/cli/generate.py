@@ -51,11 +51,9 @@ def _generate(arguments: argparse.Namespace) -> None:
         Sampling,
         continuation,
         open_saved_model,
-        refuse_textless,
     )
 
     saved = open_saved_model(arguments.run, arguments.step, trained=False)
-    refuse_textless(saved)
     tokenizer, end = run_tokenizer(saved.loaded.config.data)
     draws = arguments.temperature is not None or arguments.top_k is not None
     temperature = arguments.temperature if arguments.temperature is not None else float(draws)

@@ -39,7 +39,6 @@ Or say which tensors a run prunes and how many of their entries stay in the end,
 dense, and why. No weights are read, and nothing is trained:
 
   axsparse prune --dry-run --config quickstart.yaml
-  axsparse prune --dry-run --set model.name=vgg19 --set 'pruning.exclude=[classifier.*]'
 """
 EPILOG = """\
 ways to heal:

@@ -31,14 +31,14 @@ from axsparse.config.section import (
 
 
 class Family(Section):
-    """What the settings of all families have."""
+    """The settings of all language models."""
 
     name: str
     """A built-in model; models of your own come through the Python API."""
     weights: str | None = None
     """A file of initial weights, safetensors or torch, or a Hugging Face folder of `config.json`
-    and safetensors. It names tensors as this model does, or as torchvision (vgg19,
-    wide_resnet101_2) or Hugging Face (gpt, hf). null initializes at random."""
+    and safetensors. It names tensors as this model does, or as Hugging Face. null initializes at
+    random."""
     from_: str | None = Field(default=None, alias="from")
     """A Hugging Face folder of `config.json` and safetensors that the model is: family, sizes and
     weights come from there. Sizes that are given all the same have to agree. null: no folder."""
@@ -46,6 +46,10 @@ class Family(Section):
     new: Annotated[tuple[str, ...], FromList] = ()
     """Names of tensors that begin at random all the same, such as `head.*`: a pretrained body with
     a new head. What the file has in their places is left out; the start of the run names them."""
+    sequence_length: Width = 128
+    """Longest sequence, in tokens, that the model is for; those of the data are at most so long."""
+    vocab_size: Width = 256
+    """Rows of the token embedding; at least the vocabulary of the data."""
 
     @model_serializer(mode="wrap")
     def _by_key(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -64,16 +68,7 @@ class Family(Section):
         return self
 
 
-class TextFamily(Family):
-    """What the settings of all language models have."""
-
-    sequence_length: Width = 128
-    """Longest sequence, in tokens, that the model is for; those of the data are at most so long."""
-    vocab_size: Width = 256
-    """Rows of the token embedding; at least the vocabulary of the data."""
-
-
-class GptConfig(TextFamily):
+class GptConfig(Family):
     """A decoder like GPT-2 and GPT-3."""
 
     name: Literal["gpt"] = "gpt"
@@ -100,7 +95,7 @@ class GptConfig(TextFamily):
         return self
 
 
-class HfConfig(TextFamily):
+class HfConfig(Family):
     """A causal language model of Hugging Face's transformers, by its own code."""
 
     name: Literal["hf"] = "hf"
@@ -109,38 +104,6 @@ class HfConfig(TextFamily):
     """The settings of the model as its `config.json` has them, `model_type` among them. With
     `model.from` they are those of the folder, and `sequence_length` and `vocab_size` come from
     them."""
-
-
-class ImageFamily(Family):
-    """What the settings of all image classifiers have."""
-
-    num_classes: Width = 1000
-    """Classes of images."""
-
-
-class Vgg19Config(ImageFamily):
-    """VGG-19."""
-
-    name: Literal["vgg19"] = "vgg19"
-    """19 layers of 3×3 convolutions and wide linear layers."""
-    dropout: Rate = 0.0
-    """Fraction of activations dropped after each hidden linear layer (the paper has 0.5)."""
-
-
-class WideResnetConfig(ImageFamily):
-    """WideResNet-101-2."""
-
-    name: Literal["wide_resnet101_2"] = "wide_resnet101_2"
-    """101 layers with residual connections, twice as wide as ResNet-101."""
-
-
-class CnnConfig(ImageFamily):
-    """A small convolutional network."""
-
-    name: Literal["cnn"] = "cnn"
-    """Four convolutions, for images of a few pixels."""
-    channels: Few = 3
-    """Channels of an image, 1 for grey and 3 for colour."""
 
 
 def family_of(given: object) -> str | None:
@@ -152,15 +115,11 @@ def family_of(given: object) -> str | None:
 
 
 ModelConfig = Annotated[
-    Annotated[GptConfig, Tag("gpt")]
-    | Annotated[HfConfig, Tag("hf")]
-    | Annotated[Vgg19Config, Tag("vgg19")]
-    | Annotated[WideResnetConfig, Tag("wide_resnet101_2")]
-    | Annotated[CnnConfig, Tag("cnn")],
+    Annotated[GptConfig, Tag("gpt")] | Annotated[HfConfig, Tag("hf")],
     Discriminator(
         family_of,
         custom_error_type="family",
-        custom_error_message=("Input should be 'gpt', 'hf', 'vgg19', 'wide_resnet101_2' or 'cnn'"),
+        custom_error_message="Input should be 'gpt' or 'hf'",
     ),
 ]
 """The settings of one model, of whichever family."""

@@ -16,12 +16,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from axsparse.config.model_config import GptConfig, ModelConfig, TextFamily
+from axsparse.config.model_config import GptConfig, ModelConfig
 from axsparse.config.section import (
     Auto,
     BrokenRule,
     Count,
-    Few,
     Fraction,
     FromList,
     Natural,
@@ -38,13 +37,11 @@ ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
 class DataConfig(Section):
     """What the model is trained on."""
 
-    source: Literal["stdlib", "tokens", "digits", "images"] = "stdlib"
+    source: Literal["stdlib", "tokens"] = "stdlib"
     """`stdlib`: the bytes of the source files of Python's own standard library. `tokens`: token
-    ids at `path`. `digits`: 1,797
-    handwritten digits of 8×8 pixels, which come with axsparse. `images`: image folders in
-    ImageNet's layout, `path/train/<class>/*` and `path/val/<class>/*`."""
+    ids at `path`."""
     path: str | None = None
-    """images: the folder of the data. tokens: a folder that `axsparse data prepare` wrote, or ids
+    """tokens: a folder that `axsparse data prepare` wrote, or ids
     that are read where they lie: Megatron's PATH.bin and PATH.idx, a folder that save_to_disk of
     `datasets` wrote, or an .arrow file, with a column `input_ids`."""
     blend: Annotated[tuple[str, ...], FromList] = ()
@@ -54,11 +51,6 @@ class DataConfig(Section):
     validation: str | None = None
     """tokens: what evaluations read, a path as `path` is, whose training part is taken. null: the
     validation part of `path`, or all of those of `blend`."""
-    image_size: Few = 224
-    """images: height and width of the model's input, in pixels. Training crops and mirrors at
-    random; validation takes the middle."""
-    workers: Annotated[int, Field(ge=0, le=1024)] = 2
-    """images: threads that decode for a rank of the first stage; 0 decodes when a batch is read."""
     sequence_length: Count | Auto = "auto"
     """Tokens of one sample; `auto` takes the model's `sequence_length`."""
     separate_documents: bool = False
@@ -68,13 +60,11 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _lies_somewhere(self) -> DataConfig:
-        folder = {
-            "images": "that holds train/<class>/ and val/<class>/",
-            "tokens": "that `axsparse data prepare` wrote",
-        }.get(self.source)
-        if folder is not None and self.path is None and not self.blend:
+        if self.source == "tokens" and self.path is None and not self.blend:
             raise BrokenRule(
-                "path", f"data.source {self.source} needs the folder {folder}; set data.path"
+                "path",
+                "data.source tokens needs the folder that `axsparse data prepare` wrote; set "
+                "data.path",
             )
         return self
 
@@ -644,12 +634,8 @@ class Config(Section):
     """Where the run writes; `auto` is `runs/<config name>`, numbered if that exists."""
 
 
-NO_TEXT = 128
-"""What `data.sequence_length: auto` becomes for a model of images, where nothing reads it."""
-
-
 def sample_length(config: Config) -> int:
     """Tokens of one sample; `data.sequence_length: auto` takes the model's longest sequence."""
     if config.data.sequence_length != "auto":
         return config.data.sequence_length
-    return config.model.sequence_length if isinstance(config.model, TextFamily) else NO_TEXT
+    return config.model.sequence_length

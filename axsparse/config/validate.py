@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.model_config import CnnConfig, HfConfig, TextFamily
+from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import ONCE, Config, num_microbatches, prunes
 from axsparse.config.section import counted as counted
 from axsparse.config.section import divisors as divisors
@@ -22,9 +22,7 @@ DISTANCES = 5
 def check_config(loaded: LoadedConfig) -> None:
     """ConfigError for the first broken rule that needs nothing but the configuration."""
     config = loaded.config
-    if isinstance(config.model, TextFamily):
-        _check_text_model(loaded, config.model)
-    _check_source_fits_model(loaded)
+    _check_model(loaded)
     if config.samo.enabled and prunes(config.pruning) and config.pruning.ticket is None:
         _check_pruning(loaded)
     if config.samo.split_master and config.precision not in ("auto", "bf16"):
@@ -62,7 +60,8 @@ def _check_checkpoints(loaded: LoadedConfig) -> None:
         )
 
 
-def _check_text_model(loaded: LoadedConfig, model: TextFamily) -> None:
+def _check_model(loaded: LoadedConfig) -> None:
+    model = loaded.config.model
     if isinstance(model, HfConfig) and "model_type" not in model.hf:
         raise ConfigError(
             f"{loaded.where('model.hf')}: has no model_type; name a folder of Hugging Face "
@@ -219,28 +218,6 @@ def check_data(
             f"{source}: {counted(num_samples, 'sample')} cannot fill a step of "
             f"{loaded.where('batch.global_batch_size')} {batch}; take more data, "
             "a smaller batch or a smaller data.sequence_length"
-        )
-
-
-def _check_source_fits_model(loaded: LoadedConfig) -> None:
-    """ConfigError for texts with an image model, or images with other channels than the model's."""
-    model, source = loaded.config.model, loaded.config.data.source
-    is_text = isinstance(model, TextFamily)
-    readable = ("stdlib", "tokens") if is_text else ("digits", "images")
-    if source not in readable:
-        raise ConfigError(
-            f"{loaded.where('data.source')}: {source} is nothing that model.name {model.name} can "
-            f"read; choose {' or '.join(readable)}, or another model"
-        )
-    if is_text:
-        return
-    has = {"digits": 1, "images": 3}[source]
-    takes = model.channels if isinstance(model, CnnConfig) else 3
-    if has != takes:
-        raise ConfigError(
-            f"{loaded.where('data.source')}: {source} have {has} channels, model.name {model.name} "
-            f"takes {takes}; choose data.source {'images' if takes == 3 else 'digits'}, "
-            f"or model.name cnn with model.channels {has}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.data.dataset import Dataset, PartedDataset, length_of, some_samples, steady_digest
+from axsparse.data.dataset import Dataset, length_of, some_samples, steady_digest
 from axsparse.data.order import Share, blended_step, epochs_of_step, samples_of_step
 from axsparse.runtime.communication import shard_bounds
 from axsparse.runtime.errors import DataError
@@ -60,7 +60,7 @@ class Batches:
     as those of the stages that read, without tensors.
     """
 
-    dataset: Dataset | PartedDataset | None
+    dataset: Dataset | None
     _: KW_ONLY
     num_samples: int
     global_batch_size: int
@@ -69,10 +69,6 @@ class Batches:
     replica: int
     g_data: int
     seed: int
-    reads_inputs: bool = True
-    """Whether the inputs of a `PartedDataset` are read here: true on the first stage."""
-    reads_targets: bool = True
-    """Whether the targets of a `PartedDataset` are read here: true on the last stage."""
     shares: tuple[Share, ...] = ()
     """The sources of the training data, if it is a blend."""
     pinned: bool = False
@@ -84,7 +80,7 @@ class Batches:
 
     @property
     def targets_per_sample(self) -> int | None:
-        """`Samples.targets_per_sample` of the dataset; None on a stage that reads nothing."""
+        """`Dataset.targets_per_sample` of the dataset; None on a stage that reads nothing."""
         return None if self.dataset is None else self.dataset.targets_per_sample
 
     @property
@@ -104,7 +100,7 @@ class Batches:
 
         Every stage that has a data set reads their targets.
         """
-        whole = replace(self, global_batch_size=samples, replica=0, g_data=1, reads_targets=True)
+        whole = replace(self, global_batch_size=samples, replica=0, g_data=1)
         return whole.training(0).microbatches
 
     @property
@@ -127,7 +123,7 @@ class Batches:
         some = some_samples(self.num_samples)
 
         def read() -> Sequence[Tensor]:
-            inputs, targets = self._plain(*self._start(some, np.zeros_like(some))(), len(some))
+            inputs, targets = self._plain(some, np.zeros_like(some))
             return inputs if targets is None else (*inputs, targets)
 
         if steady_digest(read) is None:
@@ -136,11 +132,6 @@ class Batches:
                 "the global generators of torch, random or numpy; draw from a generator that is "
                 "made in read, of the numbers of epoch and sample (reads_epochs = True)"
             )
-
-    def close(self) -> None:
-        """Release what a `PartedDataset` needs for reading; a later read acquires it again."""
-        if isinstance(self.dataset, PartedDataset):
-            self.dataset.close()
 
     def _check_length(self) -> None:
         """Raise DataError if the dataset has another length than when it was opened."""
@@ -164,11 +155,9 @@ class Batches:
         shares = shard_bounds(len(cuts) - 1, self.g_data)
         own = cuts[shares[self.replica] : shares[self.replica + 1] + 1]
         spans = [slice(begin, end) for begin, end in itertools.pairwise(own)]
-        # All reads begin before the first one is waited for, so that threads read in parallel.
-        parts = [self._start(samples[span], epochs[span]) for span in spans]
         microbatches = []
-        for span, part in zip(spans, parts, strict=True):
-            inputs, targets = self._plain(*part(), span.stop - span.start)
+        for span in spans:
+            inputs, targets = self._plain(samples[span], epochs[span])
             if self.pinned:
                 inputs = tuple(tensor.pin_memory() for tensor in inputs)
                 targets = None if targets is None else targets.pin_memory()
@@ -179,31 +168,21 @@ class Batches:
             )
         return Batch(step, tuple(microbatches), sum(map(self.count_targets, microbatches)))
 
-    def _start(
-        self, samples: NDArray[np.int64], epochs: NDArray[np.int64]
-    ) -> Callable[[], tuple[tuple[Tensor, ...], Tensor | None]]:
-        """Begin to read a microbatch; the returned function waits for its inputs and targets."""
-        dataset = self.dataset
-        if dataset is None:
-            return lambda: ((), None)
-        if not isinstance(dataset, PartedDataset):
-            return lambda: _pair(dataset, samples, epochs)
-        inputs = dataset.start(samples, epochs) if self.reads_inputs else lambda: ()
-        return lambda: (inputs(), dataset.targets(samples) if self.reads_targets else None)
-
     def _plain(
-        self, inputs: object, targets: object, size: int
+        self, samples: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What a dataset has read, without gradients; DataError if it is not what `Dataset.read`
-        may return."""
+        """The inputs and the targets of samples, without gradients; DataError if they are not what
+        `Dataset.read` may return."""
         if self.dataset is None:
             return (), None
+        size = len(samples)
+        inputs, targets = _pair(self.dataset, samples, epochs)
         if not isinstance(inputs, (tuple, list)):
             raise DataError(
                 f"data ({self.dataset.name}): inputs are read as {type(inputs).__name__}; give a "
                 "tuple of tensors"
             )
-        tensors = [*inputs, *([targets] if targets is not None else [])]
+        tensors = [*inputs, targets]
         for read in tensors:
             what, mend = _odd(read, size)
             if what:
@@ -212,7 +191,7 @@ class Batches:
                 )
         # Tensors of torch.inference_mode cannot be saved for a backward; a copy can.
         plain = [read.clone() if read.is_inference() else read.detach() for read in tensors]
-        return tuple(plain[: len(inputs)]), plain[-1] if targets is not None else None
+        return tuple(plain[:-1]), plain[-1]
 
     def count_targets(self, microbatch: Microbatch) -> int:
         """The number of targets in a microbatch; 0 where none are read."""

@@ -37,9 +37,7 @@ class Blend:
         names = [dataset.name for dataset in datasets]
         for name, dataset in zip(names, datasets, strict=True):
             if not hasattr(dataset, "read"):
-                raise DataError(
-                    f"blend: {name} has no read; give data sets that are no parted ones"
-                )
+                raise DataError(f"blend: {name} has no read; give data sets with all members")
         for name, weight in zip(names, weights, strict=True):
             if not 0 < weight < float("inf"):
                 raise DataError(f"blend: {name} has weight {weight}; choose one above 0")

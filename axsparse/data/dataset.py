@@ -1,7 +1,6 @@
-"""Data sets: the protocols that training reads samples by, and two implementations.
+"""Data sets: the protocol that training reads samples by, and two implementations.
 
-A sample is known by its number, from 0 to the number of samples. `Dataset` reads inputs and
-targets together; `PartedDataset` reads them apart, for inputs that are expensive to make.
+A sample is known by its number, from 0 to the number of samples.
 `ArrayDataset` holds tensors in memory, `TokenDataset` cuts samples out of an array of tokens.
 """
 
@@ -11,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,8 +27,36 @@ COMPARED = 4
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
-class Samples(Protocol):
-    """The members that `Dataset` and `PartedDataset` share: what is known before any reading."""
+class Dataset(Protocol):
+    """Samples that are read by their numbers, inputs and targets together.
+
+    To bring data of your own, write a class with these members, for example:
+
+        class Sines:
+            name, fingerprint = "sines", "sines, version 1"
+            vocab_size, targets_per_sample = None, 1
+
+            def __len__(self):
+                return 10_000
+
+            def read(self, indices):
+                x = torch.from_numpy(indices / 100.0).float().unsqueeze(1)
+                return (x,), torch.sin(x)
+
+            def count_targets(self, targets):
+                return targets.numel()
+
+    The first and the last stage of every replica open the data and read it. Batches are read
+    ahead of the steps in a thread, and an evaluation may read at the same time: therefore
+    `read` is a pure function of the sample numbers, draws no random numbers, and changes
+    nothing that others see. A few samples are read twice at the start, and a DataError says so if
+    they differ or the global generators have moved.
+
+    Samples that are augmented differ from epoch to epoch. A class with `reads_epochs = True` has
+    `read(indices, epochs)` instead: `epochs` is (b,), the epoch that each sample belongs to (0 in
+    evaluations), and `read` draws from a generator that is keyed by epoch and sample. `from_torch`
+    makes such a data set of one for torch.
+    """
 
     @property
     def name(self) -> str:
@@ -68,39 +95,6 @@ class Samples(Protocol):
         """
         ...
 
-
-class Dataset(Samples, Protocol):
-    """Samples that are read by their numbers, inputs and targets together.
-
-    To bring data of your own, write a class with these members and those of `Samples`, for
-    example:
-
-        class Sines:
-            name, fingerprint = "sines", "sines, version 1"
-            vocab_size, targets_per_sample = None, 1
-
-            def __len__(self):
-                return 10_000
-
-            def read(self, indices):
-                x = torch.from_numpy(indices / 100.0).float().unsqueeze(1)
-                return (x,), torch.sin(x)
-
-            def count_targets(self, targets):
-                return targets.numel()
-
-    The first and the last stage of every replica open the data and read it. Batches are read
-    ahead of the steps in a thread, and an evaluation may read at the same time: therefore
-    `read` is a pure function of the sample numbers, draws no random numbers, and changes
-    nothing that others see. A few samples are read twice at the start, and a DataError says so if
-    they differ or the global generators have moved.
-
-    Samples that are augmented differ from epoch to epoch. A class with `reads_epochs = True` has
-    `read(indices, epochs)` instead: `epochs` is (b,), the epoch that each sample belongs to (0 in
-    evaluations), and `read` draws from a generator that is keyed by epoch and sample. `from_torch`
-    makes such a data set of one for torch.
-    """
-
     def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
         """The inputs and the targets of the samples with these numbers, in this order.
 
@@ -112,40 +106,6 @@ class Dataset(Samples, Protocol):
         ...
 
 
-@runtime_checkable
-class PartedDataset(Samples, Protocol):
-    """Samples whose inputs are expensive to make, so that each stage reads only its own part.
-
-    The first stage reads the inputs, the last stage the targets. `start` begins to read, so
-    that several threads may work on a batch at once. Inputs may change from epoch to epoch
-    (random crops), as long as they are a pure function of sample and epoch. Two threads may
-    read at once: one ahead of the steps, one for an evaluation.
-
-    A class that has all of these members is used as a `PartedDataset`; it needs no `read`.
-    `axsparse.data.images.ImageFolder` is one.
-    """
-
-    def start(
-        self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
-    ) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin to read the inputs of samples; the returned function waits for them.
-
-        `indices` and `epochs` are both (b,): the numbers of the samples, and the epoch that
-        each of them belongs to (0 in evaluations). The returned function is called once or
-        never. It returns a tuple of tensors as `Dataset.read` does, and raises what reading
-        raises.
-        """
-        ...
-
-    def targets(self, indices: NDArray[np.int64]) -> Tensor:
-        """The targets of the samples with these numbers, (b, ...)."""
-        ...
-
-    def close(self) -> None:
-        """Release what reading needs, such as threads; a later `start` acquires it again."""
-        ...
-
-
 @dataclass(frozen=True)
 class Datasets:
     """The data of a run, as the function that is passed to `axsparse.build` returns it.
@@ -153,8 +113,8 @@ class Datasets:
     That function is called only on ranks that read.
     """
 
-    training: Dataset | PartedDataset
-    validation: Dataset | PartedDataset | None = None
+    training: Dataset
+    validation: Dataset | None = None
     """The data of evaluations; None if the run has none."""
 
 
@@ -295,7 +255,7 @@ def counted(targets: Tensor, ignore_index: int | None = IGNORED) -> int:
     return int((targets != ignore_index).sum())
 
 
-def length_of(samples: Samples, name: str) -> int:
+def length_of(samples: Dataset, name: str) -> int:
     """The length of a data set; DataError for a `__len__` that gives none."""
     try:
         length = len(samples)

@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.model_config import ImageFamily, TextFamily, of_family
 from axsparse.config.schema import sample_length, token_sources
 from axsparse.data.blend import Blend
 from axsparse.data.dataset import Dataset, Datasets, TokenDataset
-from axsparse.data.digits import CLASSES, digits_datasets
-from axsparse.data.images import image_folders
 from axsparse.data.in_place import InPlace, in_place
 from axsparse.data.stdlib import stdlib_dataset
 from axsparse.data.token_file import token_datasets
@@ -18,27 +15,12 @@ from axsparse.runtime.errors import ConfigError
 
 
 def open_datasets(loaded: LoadedConfig) -> Datasets:
-    """The training and validation data of `data.source`, for the model of the configuration.
+    """The training and validation data of `data.source`.
 
-    Raises ConfigError, DataError or MissingInputError if the data cannot be opened, or has
-    more classes than the model.
+    Raises ConfigError, DataError or MissingInputError if the data cannot be opened.
     """
     config = loaded.config
     data = config.data
-    if data.source == "digits":
-        _check_classes(loaded, CLASSES, "digits")
-        return Datasets(*digits_datasets())
-    if data.source == "images":
-        assert data.path is not None, "check_config asks for it"
-        training, validation = image_folders(
-            Path(data.path),
-            size=data.image_size,
-            workers=data.workers,
-            seed=config.seed,
-            validate=config.train.eval_steps != 0,
-        )
-        _check_classes(loaded, len(training.classes), training.name)
-        return Datasets(training, validation)
     if data.source == "tokens":
         return _token_datasets(loaded)
     assert data.source == "stdlib", f"nobody opens {data.source}"
@@ -89,7 +71,7 @@ def _tokens_at(
     found = in_place(path, where)
     if found is None:
         return token_datasets(path, length, validate=validate, separate=separate, where=where)
-    vocabulary = of_family(loaded.config.model, TextFamily).vocab_size
+    vocabulary = loaded.config.model.vocab_size
 
     def dataset(ids: InPlace, name: str) -> TokenDataset:
         separator = ids.begins() if separate else None
@@ -100,12 +82,3 @@ def _tokens_at(
     if held_out is None or not validate:
         return dataset(training, ""), None
     return dataset(training, " train"), dataset(held_out, " validation")
-
-
-def _check_classes(loaded: LoadedConfig, classes: int, name: str) -> None:
-    has = of_family(loaded.config.model, ImageFamily).num_classes
-    if has < classes:
-        raise ConfigError(
-            f"{loaded.where('model.num_classes')}: {has} is below the {classes} classes of {name}; "
-            f"choose {classes}"
-        )

@@ -35,7 +35,7 @@ from axsparse.config.hf_config import (
     refuse_other_sizes,
 )
 from axsparse.config.load import LoadedConfig
-from axsparse.config.model_config import Family, GptConfig, TextFamily
+from axsparse.config.model_config import Family, GptConfig
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.models.start_weights import WHOLE_FILE
@@ -394,11 +394,6 @@ def _new(path: Path) -> Iterator[Path]:
 def _of_hf(weights: Weights) -> Tensors:
     """All tensors as transformers names and stores them; ConfigError if it has no such model."""
     path, config = weights.checkpoint.path, weights.config()
-    if not isinstance(config.model, TextFamily):
-        raise ConfigError(
-            f"--to hf: {path} is of model.name {config.model.name}, and only a gpt or an hf has a "
-            "place in Hugging Face's transformers; choose --to torch"
-        )
     shapes = {name: entry.shape for name, entry in weights.parameters.items()}
     model = model_without_weights(LoadedConfig(config, path.name, {}))
     if shapes != survey(replace(model, example=None)).shapes:
@@ -446,7 +441,6 @@ def hf_files(
         return {**files, CONFIG_FILE: _json({**settings, "dtype": named})}, []
     texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}
     if tokenizer is not None:
-        assert isinstance(config, TextFamily), "transformers has these models only"
         texts[CONFIG_FILE] |= tokenizer.ids
         texts |= tokenizer.files(config.sequence_length)
     elif source is not None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from axsparse.config.load import LoadedConfig
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, whole_number
-from axsparse.data.dataset import Datasets, PartedDataset, length_of
+from axsparse.data.dataset import Datasets, length_of
 from axsparse.data.order import Share
 from axsparse.data.torch_dataset import mend_for
 from axsparse.runtime.communication import Transport
@@ -91,8 +91,6 @@ def open_data(
         replica=run.place.replica,
         g_data=run.place.grid.g_data,
         seed=run.config.seed,
-        reads_inputs=run.place.is_first,
-        reads_targets=run.place.is_last,
         pinned=pinned,
     )
     training = batches(
@@ -110,8 +108,11 @@ def open_data(
     return Data(facts["name"], training, validation, unit, facts["fingerprint"])
 
 
-MEMBERS = ("name", "fingerprint", "vocab_size", "targets_per_sample", "__len__", "count_targets")
-"""The members of a `Dataset` that every kind has; each kind also has a method that reads."""
+MEMBERS = (
+    *("name", "fingerprint", "vocab_size", "targets_per_sample"),
+    *("__len__", "count_targets", "read"),
+)
+"""The members of a `Dataset`."""
 
 
 def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
@@ -126,8 +127,7 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
         )
     datasets = [opened.training] + ([] if opened.validation is None else [opened.validation])
     for dataset in datasets:
-        reads = "start" if isinstance(dataset, PartedDataset) else "read"
-        missing = [member for member in (*MEMBERS, reads) if not hasattr(dataset, member)]
+        missing = [member for member in MEMBERS if not hasattr(dataset, member)]
         if missing:
             raise DataError(
                 f"data: {type(dataset).__name__} has no {', '.join(missing)}, which data sets "

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axsparse.config.load import LoadedConfig
-from axsparse.config.model_config import TextFamily
 from axsparse.config.schema import sample_length
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches
-from axsparse.data.dataset import Dataset, Datasets, PartedDataset
+from axsparse.data.dataset import Dataset, Datasets
 from axsparse.models.layer import Model, as_tuple
 from axsparse.models.sequential import filled_modules
 from axsparse.models.survey import survey
@@ -129,21 +128,18 @@ def evaluate_saved(
         g_data=1,
         seed=config.seed,
     )
-    try:
-        return evaluate(
-            engine,
-            batches,
-            number,
-            tuple(model.metrics),
-            transport=transport,
-            place=place,
-            after_batch=after_batch,
-        )
-    finally:
-        batches.close()
+    return evaluate(
+        engine,
+        batches,
+        number,
+        tuple(model.metrics),
+        transport=transport,
+        place=place,
+        after_batch=after_batch,
+    )
 
 
-def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset | PartedDataset:
+def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
     """The validation data, after a check that the data are those of the run."""
     training, validation = datasets.training, datasets.validation
     data = DataEntry(
@@ -174,16 +170,6 @@ class Sampling:
     top_k: int | None = None
     """Only so many of the most likely tokens may be drawn; None: all."""
     seed: int = 0
-
-
-def refuse_textless(saved: SavedModel) -> None:
-    """ConfigError if the model does not predict tokens."""
-    family = saved.loaded.config.model
-    if not isinstance(family, TextFamily):
-        raise ConfigError(
-            f"generate: {saved.checkpoint.path} is of model.name {family.name}, which writes no "
-            "text; name a run of a gpt or an hf"
-        )
 
 
 def continuation(

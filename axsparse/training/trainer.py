@@ -313,9 +313,6 @@ class Trainer:
         if self._stop is not None:
             self._stop.release()
         self._step.close()
-        for batches in (self.parts.data.training, self.parts.data.validation):
-            if batches is not None:
-                batches.close()
         self.parts.collector.close()
         self.parts.recorder.close()
         if self._watchdog is not None:

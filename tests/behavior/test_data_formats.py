@@ -98,7 +98,7 @@ def losses(settings: tuple[str, ...], layout: tuple[int, int] = (1, 1)) -> list[
     loaded = loaded_of(*settings)
     data = open_datasets(loaded).training
     model = named_model(loaded)
-    ranks = train_in_process(*layout, model, loaded.config, data)  # type: ignore[arg-type]
+    ranks = train_in_process(*layout, model, loaded.config, data)
     return ranks[0][1].losses
 
 

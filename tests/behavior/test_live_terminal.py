@@ -14,6 +14,12 @@ from support.mpirun import ENVIRONMENT, LONGEST_SECONDS
 from support.terminal import Terminal
 
 STEPS = 120
+SMALL = """\
+model: {num_layers: 2, hidden_size: 64, num_heads: 4, sequence_length: 64}
+batch: {global_batch_size: 16, microbatch_size: 8}
+pruning: {sparsity: 0.9}
+train: {eval_every: 40, eval_steps: 2}
+"""
 BAR = "░"
 """In the row with the bar, and nowhere else."""
 
@@ -22,12 +28,13 @@ def watched(
     terminal: Terminal,
     run: Path,
     becomes: tuple[int, int] = (60, 24),
-    program: Sequence[str] = ("-m", "axsparse.train", "--config", "digits_cnn.yaml"),
+    program: Sequence[str] = ("-m", "axsparse.train", "--config", "small.yaml"),
 ) -> tuple[list[list[str]], list[str], int]:
     """Train in the terminal, which has other columns and lines after ten steps and a bar.
 
     Returns what the screen showed again and again, what it shows in the end, and the exit code.
     """
+    (run.parent / "small.yaml").write_text(SMALL)
     command = [sys.executable, *program]
     command += ["--steps", str(STEPS), "--run-dir", str(run), "--set", "pruning.at_step=0"]
     # These would come before the size that the terminal has; processes of pytest-xdist have them.

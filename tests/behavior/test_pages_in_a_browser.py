@@ -157,7 +157,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     run, other = folder / "run", folder / ("a-long-name-of-a-run_" * 5)
     small = ["--steps", "12", "--set", "train.trace=2", "--set", "pruning.at_step=4"]
     small += ["--set", "train.eval_every=4", "--set", "train.peak_flops=1e12"]
-    axsparse("train", "--config", "digits_cnn.yaml", *small, "--run-dir", run)
+    small += ["--set", "train.eval_steps=1", "--set", "model.num_layers=2"]
+    axsparse("train", "--config", "quickstart.yaml", *small, "--run-dir", run)
     other.mkdir()
     lines = [step_line(n, skipped=n == 20, loss=None if n == 20 else 3 / n) for n in range(1, 400)]
     (other / "metrics.jsonl").write_text("".join(lines))

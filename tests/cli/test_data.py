@@ -18,7 +18,6 @@ from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.cli.data import parser
 from axsparse.config.load import load_config
-from axsparse.config.model_config import TextFamily, of_family
 from axsparse.runtime.errors import ConfigError
 
 TEXT = "The cat sat on the mat, and the dog did not.\n"
@@ -155,7 +154,7 @@ def test_bundled_configs_say_how_their_data_are_prepared(name: str) -> None:
     config = load_config(name).config
     assert str(arguments.out) == config.data.path
     assert config.data.source == "tokens"
-    assert 0 <= of_family(config.model, TextFamily).vocab_size - arguments.train_bpe < 128
+    assert 0 <= config.model.vocab_size - arguments.train_bpe < 128
 
 
 def test_the_tokenizer_of_a_folder_ends_documents_as_its_settings_say(

@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 from support.commands import Axsparse, assert_one_line
-from support.images import image_data
 from support.preparing import LINE, run
 from support.resuming import ran
 from support.runs import tiny_config
 
 from axsparse.cli.evaluate import EVERY_SECONDS, _progress
-from axsparse.config.load import made_in_python
-from axsparse.config.model_config import CnnConfig
 from axsparse.data.preparation import Request
 from axsparse.data.token_file import token_datasets
-from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING
 
 LENGTH = 25
@@ -150,15 +146,3 @@ def test_what_is_missing_or_changed_is_named(
         assert_one_line(said, EXIT_MISSING, "tokenizer.json cannot be read")
     finally:
         tokenizer.write_text(text)
-
-
-def test_a_model_that_writes_no_text_is_refused(axsparse: Axsparse, tmp_path: Path) -> None:
-    config = tiny_config(train={"steps": 1}, data={"source": "digits"})
-    config = config.model_copy(update={"model": CnnConfig(channels=1)})
-    cnn = named_model(made_in_python(config, "cnn"))
-    ran((1, 1), config, tmp_path / "run", model=lambda _: cnn, data=image_data(8, channels=1))
-
-    said = axsparse("generate", tmp_path / "run", "--prompt", "x")
-
-    refusal = "is of model.name cnn, which writes no text; name a run of a gpt or an hf"
-    assert_one_line(said, EXIT_CONFIG, refusal)

@@ -10,10 +10,9 @@ import pytest
 from support.exhaustive import by_default
 
 from axsparse.config.load import bundled_configs, load_config
-from axsparse.config.model_config import GptConfig, Vgg19Config, of_family
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config
-from axsparse.data.digits import VALIDATION_SAMPLES
 from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt import gpt
 from axsparse.models.zoo.model_registry import named_model
@@ -31,11 +30,6 @@ WARM_UP_TOKENS, DECAY_TOKENS = 375e6, 260e9
 WORDS = 50257
 STUDY = {"gpt_wikitext103": "gpt3_xl", "gpt_bookcorpus": "gpt3_2.7b"}
 """Models of the SAMO study that were trained to the end, and what they are otherwise."""
-IMAGENET = {
-    # name: model, parameters, learning rate, weight decay, steps, steps between falls
-    "vgg19": ("vgg19", 143_667_240, 1e-2, 5e-4, 370_000, 92_500),
-    "wideresnet101": ("wide_resnet101_2", 126_886_696, 0.1, 1e-4, 90 * 5005, 30 * 5005),
-}
 LLAMAS = {
     # name: parameters of the published model
     "llama3_8b": 8_030_261_248,
@@ -50,10 +44,7 @@ def config_of(name: str) -> Config:
 
 
 def test_these_are_all() -> None:
-    assert set(bundled_configs()) == {
-        *("quickstart", "digits_cnn"),
-        *(*IMAGENET, *GPT3, *STUDY, *LLAMAS, "prune_llama"),
-    }
+    assert set(bundled_configs()) == {*("quickstart", "prune_llama", *GPT3, *STUDY, *LLAMAS)}
 
 
 @pytest.mark.parametrize("name", ["quickstart", *GPT3, *STUDY, *LLAMAS])
@@ -72,17 +63,6 @@ def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_digits_train_on_usual_numbers_of_ranks_and_are_evaluated_on_all_images(ranks: int) -> None:
-    loaded = load_config("digits_cnn")
-    config = loaded.config
-
-    check_config(loaded)
-    check_batch(loaded, resolve_grid(loaded, ranks, len(named_model(loaded).layers)))
-    assert config.train.eval_steps != "all"
-    assert config.train.eval_steps * config.batch.global_batch_size >= VALIDATION_SAMPLES
-
-
 @every_gpt3
 def test_models_have_the_published_shapes_and_numbers_of_parameters(name: str) -> None:
     layers, width, heads, parameters, _, _ = GPT3[name]
@@ -94,32 +74,6 @@ def test_models_have_the_published_shapes_and_numbers_of_parameters(name: str) -
     assert model.vocab_size % 128 == 0
     counted = survey(gpt(model, model.sequence_length)).num_params
     assert counted == pytest.approx(parameters, rel=0.03)
-
-
-@pytest.mark.parametrize("name", IMAGENET)
-def test_image_models_are_the_published_ones_and_trained_with_the_published_settings(
-    name: str,
-) -> None:
-    model, parameters, rate, decay, steps, fall = IMAGENET[name]
-    loaded = load_config(name)
-    config = loaded.config
-    optimizer, schedule = config.optimizer, config.schedule
-    built = named_model(loaded)
-
-    assert (config.model.name, survey(built).num_params) == (model, parameters)
-    assert (optimizer.name, optimizer.momentum, optimizer.nesterov) == ("sgd", 0.9, False)
-    assert (optimizer.learning_rate, optimizer.weight_decay) == (rate, decay)
-    assert (optimizer.clip_norm, schedule.warmup_steps) == (0, 0)
-    assert (schedule.decay, schedule.step_every, schedule.step_factor) == ("step", fall, 0.1)
-    assert (config.batch.global_batch_size, config.train.steps) == (256, steps)
-    assert (config.data.source, config.data.image_size) == ("images", 224)
-    if isinstance(config.model, Vgg19Config):
-        assert config.model.dropout == 0.5
-    assert config.train.eval_steps != "all"
-    assert config.train.eval_steps * 256 >= 50_000  # all of the validation images
-    check_config(loaded)
-    for ranks in (1, 2, 4, 8):
-        check_batch(loaded, resolve_grid(loaded, ranks, len(built.layers)))
 
 
 @pytest.mark.parametrize(("name", "parameters"), by_default([*LLAMAS.items()][1:], LLAMAS.items()))

@@ -54,7 +54,7 @@ def test_bundled_configurations_pass(name: str, validator: Any) -> None:
         {"train": {"steps": "many"}},
         {"layout": {"g_inter": "none"}},
         {"model": {"num_key_value_heads": 2}},
-        {"model": {"name": "cnn", "num_layers": 2}},
+        {"model": {"name": "hf", "num_layers": 2}},
         {"optimizer": {"betas": [0.9]}},
     ],
 )

@@ -49,9 +49,6 @@ def test_the_end_of_a_search_says_where_it_comes_from() -> None:
         ("pipeline.split_backward=auto", "pipeline.compile=true"),
         ("data.separate_documents=true", "model.name=hf", "model.hf={model_type: llama}"),
         ("pruning.method=rigl", "pruning.at_step=0", "pruning.rewind_step=never"),
-        ("model.name=cnn", "model.channels=1", "data.source=digits"),
-        ("model.name=cnn", "data.source=images", "data.path=x"),
-        ("model.name=vgg19", "data.source=images", "data.path=x"),
     ],
 )
 def test_consistent_settings_pass(overrides: tuple[str, ...]) -> None:
@@ -59,15 +56,16 @@ def test_consistent_settings_pass(overrides: tuple[str, ...]) -> None:
 
 
 def test_a_model_is_written_without_the_fields_of_others() -> None:
-    config = load_config(None, ["model.name=cnn", "model.channels=1"]).config
+    config = load_config(None, ["model.name=hf", "model.hf={model_type: llama}"]).config
 
     assert config.model_dump()["model"] == {
-        "name": "cnn",
+        "name": "hf",
         "weights": None,
         "from": None,
         "new": (),
-        "num_classes": 1000,
-        "channels": 1,
+        "sequence_length": config.model.sequence_length,
+        "vocab_size": config.model.vocab_size,
+        "hf": {"model_type": "llama"},
     }
 
 

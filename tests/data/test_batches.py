@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -290,100 +289,36 @@ def test_evaluation_sees_every_sample_once_in_its_own_order(
     assert seen == list(range(num_samples))
 
 
-class Dear:
-    """A `PartedDataset` that records its calls; an input is (number, epoch) of its sample."""
+class Dated:
+    """A data set whose inputs are (number, epoch) of each sample."""
 
-    name = "dear"
-    fingerprint = ""
-    vocab_size = None
-    targets_per_sample = 1
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    name, fingerprint = "dated", ""
+    vocab_size, targets_per_sample = None, 1
+    reads_epochs = True
 
     def __len__(self) -> int:
         return 10
 
-    def start(
-        self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
-    ) -> Callable[[], tuple[Tensor, ...]]:
-        self.calls.append("start")
-
-        def wait() -> tuple[Tensor, ...]:
-            self.calls.append("wait")
-            return (torch.from_numpy(np.stack([indices, epochs], axis=1)),)
-
-        return wait
-
-    def targets(self, indices: NDArray[np.int64]) -> Tensor:
-        self.calls.append("targets")
-        return torch.from_numpy(indices)
+    def read(
+        self, indices: NDArray[np.int64], epochs: NDArray[np.int64] | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        pairs = np.stack([indices, np.zeros_like(indices) if epochs is None else epochs], axis=1)
+        return (torch.from_numpy(pairs),), torch.from_numpy(indices)
 
     def count_targets(self, targets: Tensor) -> int:
         return targets.numel()
 
-    def close(self) -> None:
-        self.calls.append("close")
 
-
-def dear_batches(dataset: Dear, *, inputs: bool, targets: bool) -> Batches:
-    return Batches(
-        dataset,
+def test_a_sample_knows_its_epoch_in_training_and_has_none_in_evaluation() -> None:
+    reader = Batches(
+        Dated(),
         num_samples=10,
         global_batch_size=8,
         microbatch_size=2,
         replica=0,
         g_data=2,
         seed=7,
-        reads_inputs=inputs,
-        reads_targets=targets,
     )
-
-
-def test_each_end_reads_its_own_part_of_a_dataset_in_parts() -> None:
-    first, last, both = Dear(), Dear(), Dear()
-
-    front = dear_batches(first, inputs=True, targets=False).training(1)
-    back = dear_batches(last, inputs=False, targets=True).training(1)
-    only = dear_batches(both, inputs=True, targets=True).training(1)
-
-    assert set(first.calls) == {"start", "wait"}
-    assert set(last.calls) == {"targets"}
-    assert [m.targets for m in front.microbatches] == [None, None]
-    assert [m.inputs for m in back.microbatches] == [(), ()]
-    assert (front.num_targets, back.num_targets, only.num_targets) == (0, 4, 4)
-    for one, ahead, behind in zip(
-        only.microbatches, front.microbatches, back.microbatches, strict=True
-    ):
-        assert torch.equal(one.inputs[0], ahead.inputs[0])
-        assert one.targets is not None and behind.targets is not None
-        assert torch.equal(one.targets, behind.targets)
-
-
-def test_the_first_stage_reads_the_targets_of_the_first_samples_as_well() -> None:
-    reader = dear_batches(Dear(), inputs=True, targets=False)
-
-    found = reader.first(4)
-
-    assert [m.targets.tolist() for m in found if m.targets is not None] == [
-        m.inputs[0][:, 0].tolist() for m in found
-    ]
-    assert [reader.count_targets(m) for m in found] == [2, 2]
-
-
-def test_all_inputs_of_a_step_are_under_way_before_the_first_is_waited_for() -> None:
-    dataset = Dear()
-
-    dear_batches(dataset, inputs=True, targets=False).training(0)
-
-    assert dataset.calls == ["start", "start", "wait", "wait"]
-    dear_batches(dataset, inputs=True, targets=True).close()
-    batches(numbered(50)).close()
-    assert dataset.calls[4:] == ["close"]
-
-
-def test_a_sample_knows_its_epoch_in_training_and_has_none_in_evaluation() -> None:
-    reader = dear_batches(Dear(), inputs=True, targets=False)
     seen = [
         tuple(row)
         for step in range(5)  # 40 samples, of which this replica has half

@@ -151,10 +151,12 @@ def test_weights_that_are_none_are_refused(weights: list[float], message: str) -
 
 
 def test_a_source_without_read_is_refused() -> None:
-    parted: Any = type("Photos", (), {"name": "photos"})()
+    bare: Any = type("Photos", (), {"name": "photos"})()
 
-    with pytest.raises(DataError, match="blend: photos has no read; give data sets that are no pa"):
-        Blend([parted], [1.0])
+    with pytest.raises(
+        DataError, match="blend: photos has no read; give data sets with all members"
+    ):
+        Blend([bare], [1.0])
 
 
 def test_sources_that_do_not_read_alike_are_refused() -> None:

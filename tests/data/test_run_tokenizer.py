@@ -108,7 +108,6 @@ def test_data_of_ones_own_have_no_tokenizer(tmp_path: Path) -> None:
 
     assert exported_tokenizer(data, name, "of other data") is None
     assert exported_tokenizer(DataConfig(), "random", "0") is None
-    assert exported_tokenizer(DataConfig(source="digits"), "digits train", "0") is None
     assert exported_tokenizer(DataConfig(), *OF_STDLIB) is not None
 
 

@@ -37,7 +37,6 @@ SHORT = (
     *("batch.global_batch_size=8", "schedule.warmup_steps=2", "train.peak_flops=1e12"),
 )
 SMALL = ("model.num_layers=2", "model.hidden_size=64", "model.sequence_length=32")
-SMALL_IMAGES = ("pruning.at_step=2", "batch.microbatch_size=2")
 ONE_STAGE = "layout.g_inter=1"
 TWO_STAGES = "layout.g_inter=2"
 
@@ -85,8 +84,6 @@ TRAININGS = {
     "RigL": Training(("pruning.method=rigl", "pruning.interval=2")),
     "pruned later": Training(("pruning.at_step=3",)),
     "traced": Training(("train.trace=2",), on_gpu=("train.memory_history=true",)),
-    "images": Training(SMALL_IMAGES, config="digits_cnn.yaml"),
-    "images of replicas": Training((ONE_STAGE, *SMALL_IMAGES), 2, config="digits_cnn.yaml"),
 }
 LLAMA = (
     *("--from", "model", "--data", "texts", "--validation", "held", "--set", "precision=fp32"),

@@ -20,6 +20,7 @@ from support.images import (
     shapes_of,
     small_vgg,
     small_wide_resnet,
+    torchvision_name,
     write_safetensors,
 )
 from support.runs import (
@@ -34,12 +35,10 @@ from torch import Tensor, nn
 
 import axsparse as ax
 from axsparse.config.load import made_in_python
-from axsparse.data.digits import digits_datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import FromFile, fingerprint, open_weights, start_from
 from axsparse.models.survey import survey
-from axsparse.models.zoo.image_models import torchvision_name
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
 
@@ -443,21 +442,20 @@ def test_a_name_that_the_other_library_lacks_may_be_new(
 def test_new_tensors_are_named_where_a_configuration_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"name": "cnn", "channels": 1, "num_classes": 10}
-    first = ax.configure({"model": settings, "data": {"source": "digits"}})
-    state = random_tensors(named_model(made_in_python(first, "digits")))
+    settings = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "tie_embeddings": False}
+    state = random_tensors(named_model(ax.configure({"model": settings})))
     path = save(tmp_path / "body.safetensors", state)
     new = [next(name for name in state if name.endswith("bias"))]
     second = ax.configure(
         {
             "model": {**settings, "weights": str(path), "new": new},
-            "data": {"source": "digits"},
             "run_dir": str(tmp_path / "run"),
             "train": {"peak_flops": 1e9},
         }
     )
-    loaded = made_in_python(second, "digits")
-    datasets = ax.Datasets(*digits_datasets())
+    loaded = made_in_python(second, "small")
+    data = token_data(samples=48)
+    datasets = ax.Datasets(data, data)
 
     ax.run_here(lambda job: ax.build(job, named_model(loaded), lambda: datasets, loaded).close())
 

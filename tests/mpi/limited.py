@@ -16,11 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 import axsparse.training.build
 from axsparse.config.load import LoadedConfig, load_config
-from axsparse.config.model_config import GptConfig
+from axsparse.config.model_config import GptConfig, of_family
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets, TokenDataset
+from axsparse.models.layer import Layer, Model
+from axsparse.models.losses import summed_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.job import Job, run
 from axsparse.runtime.process_memory import M_MMAP_THRESHOLD, give_back_at_once
@@ -28,6 +31,8 @@ from axsparse.training.build import build
 from axsparse.training.resolution import RunSpec, resolve
 
 TINY = ("model.hidden_size=32", "model.num_heads=2", "batch.global_batch_size=2")
+WIDE = "wide"
+"""Given among the settings, it trains wide linear layers in place of a GPT."""
 MOST_KEPT = 32 << 20
 """Bytes: larger blocks glibc gives back, unless told otherwise."""
 
@@ -52,23 +57,36 @@ def limited(part: float, *arguments: Any, **named: Any) -> RunSpec:
     return decided
 
 
-def data_of(loaded: LoadedConfig) -> Dataset:
-    """A few samples that fit the model."""
-    config = loaded.config
-    model = config.model
-    if not isinstance(model, GptConfig):
-        images = torch.zeros(16, 3, 224, 224)
-        return ArrayDataset(images, torch.arange(16) % 10)
+def drawn(_: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """A `Layer.init`."""
+    return torch.zeros(shape).normal_(0.0, 0.01, generator=generator)
+
+
+def example(samples: int) -> tuple[Tensor]:
+    return (torch.zeros(samples, 3072, device="meta"),)
+
+
+def subject(loaded: LoadedConfig, *, is_wide: bool) -> tuple[Model, Dataset]:
+    """A model, and a few samples that fit it."""
+    if is_wide:
+        sizes = {"embed": (3072, 1024), "wide": (1024, 25_088), "narrow": (25_088, 4096)}
+        layers = [
+            Layer(name, partial(nn.Linear, *size), init=drawn) for name, size in sizes.items()
+        ]
+        head = Layer("head", partial(nn.Linear, 4096, 1000), kind="head", init=drawn)
+        data = ArrayDataset(torch.zeros(16, 3072), torch.arange(16) % 10)
+        return Model([*layers, head], summed_cross_entropy, example=example), data
+    model = of_family(loaded.config.model, GptConfig)
     length = model.sequence_length
     tokens = np.arange(40 * length + 1, dtype=np.uint16) % model.vocab_size
-    return TokenDataset("counting", "0", model.vocab_size, tokens, length)
+    return named_model(loaded), TokenDataset("counting", "0", model.vocab_size, tokens, length)
 
 
 def steps(job: Job, overrides: list[str], number: int) -> None:
     """So many of them."""
-    loaded = load_config(None, overrides)
-    data = data_of(loaded)
-    trainer = build(job, named_model(loaded), lambda: Datasets(data, None), loaded, quiet=True)
+    loaded = load_config(None, [setting for setting in overrides if setting != WIDE])
+    model, data = subject(loaded, is_wide=WIDE in overrides)
+    trainer = build(job, model, lambda: Datasets(data, None), loaded, quiet=True)
     for _ in range(number):
         trainer.step()
     trainer.close()
@@ -80,7 +98,7 @@ def train(job: Job, part: float, overrides: list[str]) -> None:
     assert give_back_at_once()
     vars(axsparse.training.build)["keep_freed_blocks"] = give_back_at_once
     precision = [setting for setting in overrides if setting.startswith("precision=")]
-    small = [*TINY, *precision] if "model.name=vgg19" in overrides else overrides
+    small = [*TINY, *precision] if WIDE in overrides else overrides
     steps(job, [*small, "model.num_layers=1"], 1)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MOST_KEPT)
     vars(axsparse.training.build)["resolve"] = partial(limited, part)

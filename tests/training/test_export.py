@@ -29,7 +29,7 @@ from support.runs import (
 from torch import Tensor, nn
 
 import axsparse as ax
-from axsparse.config.load import configure, made_in_python
+from axsparse.config.load import made_in_python
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
@@ -297,31 +297,15 @@ def test_a_file_that_goes_away_while_it_is_read_is_told(
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        (
-            "cnn",
-            "--to hf: {} is of model.name cnn, and only a gpt or an hf has a place in Hugging "
-            "Face's transformers; choose --to torch",
-        ),
-        (
-            "gpt",
-            "--to hf: {} is of a model of your own, not of the gpt of its configuration; choose "
-            "--to torch",
-        ),
-    ],
-)
-def test_other_models_have_no_place_in_transformers(name: str, line: str, tmp_path: Path) -> None:
-    """An own model has the configuration of a GPT, or of whatever it names."""
-    config = config_of()
-    if name == "cnn":
-        asked = configure({"model": {"name": name, "channels": 1}, "data": {"source": "digits"}})
-        config = settings(config, model=asked.model, data=asked.data)
-    ran((1, 1), config, tmp_path / "run", model=lambda _: mlp(), data=vector_data())
+def test_a_model_of_ones_own_has_no_place_in_transformers(tmp_path: Path) -> None:
+    """It has the configuration of a GPT."""
+    ran((1, 1), config_of(), tmp_path / "run", model=lambda _: mlp(), data=vector_data())
     checkpoint = newest(tmp_path / "run")
 
-    assert refused(ConfigError, checkpoint, "hf", tmp_path / "out") == line.format(checkpoint.path)
+    assert refused(ConfigError, checkpoint, "hf", tmp_path / "out") == (
+        f"--to hf: {checkpoint.path} is of a model of your own, not of the gpt of its "
+        "configuration; choose --to torch"
+    )
 
 
 def test_another_ending_and_a_damaged_checkpoint_are_refused(run: Path, tmp_path: Path) -> None:

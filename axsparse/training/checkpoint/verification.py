@@ -212,7 +212,7 @@ def steps_in(run_dir: Path) -> list[int]:
 # -- whether a run may go on from it --------------------------------------------------------
 
 MEANS = (
-    *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.workers", "data.path"),
+    *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path"),
     *("train.log_every", "train.peak_flops", "train.trace", "train.nvtx", "train.memory_history"),
     *("train.compare_replicas_every", "watchdog.", "observe."),
     *("samo.index", "samo.split_master", "samo.shard_optimizer", "samo.offload"),

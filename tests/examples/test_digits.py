@@ -1,12 +1,11 @@
-"""The handwritten digits that come with axsparse."""
+"""The handwritten digits of the examples."""
 
 from __future__ import annotations
 
+import digits
 import numpy as np
 import torch
-
-from axsparse.data import digits
-from axsparse.data.digits import digits_datasets
+from digits import digits_datasets
 
 
 def test_every_digit_is_in_training_or_in_validation() -> None:
