@@ -115,8 +115,7 @@ class LayoutConfig(Section):
     """How the ranks are arranged: world = g_inter × g_tensor × g_data."""
 
     g_inter: Count | Auto = "auto"
-    """Pipeline stages; `auto` takes the fewest that fit `memory_per_rank`. Without that limit it
-    takes 2 if 2 divides the ranks, else 1, and more only if the host's memory requires it."""
+    """Pipeline stages; `auto` takes the fewest that fit the memory of a rank."""
     g_data: Count | Auto = "auto"
     """Replicas of the pipeline; `auto` takes ranks / (g_inter × g_tensor)."""
     g_tensor: Count = 1
@@ -126,10 +125,12 @@ class LayoutConfig(Section):
     also 1, gives the same bits. A little slower than without where `g_tensor` is small."""
     split: Annotated[tuple[Count, ...] | Auto, FromList] = "auto"
     """Layers of each stage, first to last, embedding and head included; `auto` balances the work
-    of the stages, among the splits that fit `memory_per_rank`."""
+    of the stages, among the splits that fit the memory of a rank."""
     memory_per_rank: Annotated[float, Field(gt=0.0)] | Auto = "auto"
-    """GB (10⁹ bytes) that model state and activations of a rank may take; `auto` sets no limit.
-    Python, torch and MPI take some 0.3 GB more."""
+    """GB (10⁹ bytes) that the process of a rank may take, everything included: of a GPU, or of a
+    host. `auto`: all of a GPU, or 80 % of what the host or its cgroup has for each of its ranks.
+    Python, torch and MPI take 0.3 GB of it on a host; a plan leaves 3 GB of a GPU to CUDA and
+    NCCL."""
     cluster: str | None = None
     """A cluster file (`benchmarks/calibrate.py` measures one), or the name of a bundled one: its
     constants predict the time of a step. null predicts memory only."""

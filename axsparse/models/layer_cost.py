@@ -1,6 +1,7 @@
 """Measures what each layer of a model costs on one sample, by running it on the meta device.
 
-There nothing is computed and nothing is stored; flops and bytes are counted by shapes.
+There nothing is computed and nothing is stored; flops and bytes are counted by shapes. A layer
+whose shapes depend on values runs where it will train.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from axsparse.models.layer import as_tuple
+from axsparse.models.layer import StartValues, as_tuple
 from axsparse.models.tensor_group import TensorGroup
 from axsparse.models.tensor_parallel import whole_parameters
 from axsparse.models.token_tensor import call_layer
@@ -31,6 +32,10 @@ from axsparse.runtime.seeds import preserved_rng
 
 SAMPLES = 2
 """Samples in the run. More than one, since batch normalisation refuses a single sample."""
+
+
+class CostError(ConfigError):
+    """A layer that does not run where its cost is found."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +140,9 @@ class _Calls(TorchFunctionMode):
     squared for each head. The kernels keep one number for each row.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int) -> None:
         super().__init__()
+        self._samples = samples
         self._products: dict[int, list[tuple[Tensor, Tensor, float]]] = {}
         """Input, output and flops of each call, by the weight's storage."""
 
@@ -158,7 +164,7 @@ class _Calls(TorchFunctionMode):
             given = dict(zip(("input", "weight"), args, strict=False)) | dict(kwargs)
             weight = given["weight"]
             # Each output is the sum of as many products as a weight has entries for it.
-            flops = 2.0 * result.numel() * weight[0].numel() / SAMPLES
+            flops = 2.0 * result.numel() * weight[0].numel() / self._samples
             products = self._products.setdefault(_storage(weight), [])
             products.append((given["input"], result, flops))
         return result
@@ -172,7 +178,7 @@ class _Calls(TorchFunctionMode):
         # An input may be a view of more; its own entries are what is read.
         kept = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
         gradients = sum(output.numel() * output.element_size() for _, output, _ in single)
-        return (kept + gradients) // SAMPLES, sum(flops for _, _, flops in single)
+        return (kept + gradients) // self._samples, sum(flops for _, _, flops in single)
 
 
 def _attention(
@@ -241,13 +247,18 @@ class Tracer:
         dtype: torch.dtype,
         silent: SilentTransport | None = None,
         members: TensorGroup | None = None,
+        *,
+        samples: int = SAMPLES,
+        device: torch.device | None = None,
     ) -> None:
-        """`example` is the input of the first layer, SAMPLES samples. Floating-point tensors are
+        """`example` is the input of the first layer, of as many samples. Floating-point tensors are
         cast to `dtype`. The `members` of which the layers have chunks reach each other by
-        `silent`."""
-        self._dtype = dtype
+        `silent`. With a `device` layers really run, there."""
+        self._dtype, self._samples, self.device = dtype, samples, device
         self._silent, self._members = silent, members
-        self._flow = tuple(self._on_meta(tensor) for tensor in example)
+        self._flow = tuple(map(self._input, example))
+        self.start: StartValues | None = None
+        """Start values of layers that really run, in place of their own."""
         self.sums = NO_SUMS
         """What members sum in the forward and in the backward of the last layer that was run."""
 
@@ -262,12 +273,12 @@ class Tracer:
         """Flops and activations of one sample's forward through the next layer, the last one or
         not.
 
-        Matrix products, convolutions and attention are counted. Raises ConfigError for a
-        layer that does not run on the meta device.
+        Matrix products, convolutions and attention are counted. Raises CostError for a
+        layer that does not run.
         """
         if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             module = copy.deepcopy(module)  # The module may be the user's.
-        module = module.to(device="meta", dtype=self._dtype).train()
+        module = module.to(device=self.device or "meta", dtype=self._dtype).train()
         weights = {_storage(p) for p in (*module.parameters(), *module.buffers())}
         inputs = {_storage(tensor) for tensor in self._flow}
         if self._silent is not None:
@@ -284,7 +295,7 @@ class Tracer:
         if self._members is not None:
             whole = whole_parameters(module)
             run = partial(call_layer, self._members, module, whole, before, is_last=is_last)
-        calls, counter = _Calls(), FlopCounterMode(display=False, custom_mapping=FLOPS)
+        calls, counter = _Calls(self._samples), FlopCounterMode(display=False, custom_mapping=FLOPS)
         counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         try:
             with (
@@ -295,24 +306,24 @@ class Tracer:
             ):
                 outputs = run()
         except Exception as reason:
-            raise _fails_on_meta(name, reason) from reason
+            raise self._fails(name, reason) from reason
         given = as_tuple(name, outputs)
         self.sums = self._layer_sums(name, given, run)
-        self._flow = tuple(self._on_meta(tensor) for tensor in given)
+        self._flow = tuple(map(self._input, given))
         saved = {k: v for k, v in kept.items() if k not in weights and k not in inputs}
         own = {_storage(tensor): tensor for tensor in given if _storage(tensor) not in weights}
         trained = [p for p in module.parameters() if p.requires_grad]
         deferred, weight_flops = calls.deferrable(trained)
         activations = Activations(
-            inputs=_bytes(before),
-            saved=_bytes(saved.values()),
-            outputs=_bytes(own.values()),
-            widest=max((_bytes([t]) for t in (*saved.values(), *own.values())), default=0),
+            inputs=self._bytes(before),
+            saved=self._bytes(saved.values()),
+            outputs=self._bytes(own.values()),
+            widest=max((self._bytes([t]) for t in (*saved.values(), *own.values())), default=0),
             deferred=deferred,
             weight_flops=weight_flops,
-            summing=0 if self._silent is None else self._silent.largest // SAMPLES,
+            summing=0 if self._silent is None else self._silent.largest // self._samples,
         )
-        return counter.get_total_flops() / SAMPLES, activations
+        return counter.get_total_flops() / self._samples, activations
 
     def loss_sums(self, loss: Callable[..., Tensor], targets: Tensor) -> LayerSums:
         """What members sum in the loss of the last outputs."""
@@ -335,7 +346,7 @@ class Tracer:
             return LayerSums(forward, both - forward, Sums())
 
         def same_attention() -> object:
-            with _Calls():
+            with _Calls(self._samples):
                 return again()
 
         with preserved_rng():
@@ -349,7 +360,7 @@ class Tracer:
         try:
             torch.autograd.backward(trained, [torch.empty_like(tensor) for tensor in trained])
         except Exception as reason:
-            raise _fails_on_meta(name, reason) from reason
+            raise self._fails(name, reason) from reason
         return self._summed()
 
     def _begin(self) -> None:
@@ -363,28 +374,35 @@ class Tracer:
         assert self._silent is not None and self._members is not None, "layers are cut"
         sent, count = self._silent.sent
         fixed = self._members.fixed_bytes
-        return Sums((sent - fixed) // SAMPLES, count, fixed)
+        return Sums((sent - fixed) // self._samples, count, fixed)
 
-    def _on_meta(self, tensor: Tensor) -> Tensor:
+    def _input(self, tensor: Tensor) -> Tensor:
+        """An activation as the next layer gets it."""
+        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        if self.device is None:
+            found = torch.empty_like(tensor, device="meta", dtype=dtype)
+        else:
+            found = tensor.detach().to(self.device, dtype)
         if not tensor.is_floating_point():
-            return torch.empty_like(tensor, device="meta")
-        return torch.empty_like(tensor, device="meta", dtype=self._dtype).requires_grad_()
+            return found
+        return found.requires_grad_().clone()  # no leaf, which a layer may not change in place
 
+    def _bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of these tensors for one sample."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors) // self._samples
 
-def _fails_on_meta(name: str, reason: Exception) -> ConfigError:
-    """The error of a layer whose forward or backward raises one on the meta device."""
-    return ConfigError(
-        f"layer {name}: {type(reason).__name__} on the meta device, where its cost is found: "
-        f"{' '.join(str(reason).split())}; mend it, or leave Model.example out"
-    )
+    def _fails(self, name: str, reason: Exception) -> CostError:
+        """The error of a layer whose forward or backward raises one."""
+        what = f"{type(reason).__name__}: {' '.join(str(reason).split())}"
+        if self.device is None:
+            return CostError(
+                f"layer {name}: on the meta device, where its cost is found, {what}; mend it, or "
+                "leave Model.example out: then the first samples of the data run"
+            )
+        return CostError(f"layer {name}: on the first samples of the data, {what}")
 
 
 def _storage(tensor: Tensor) -> int:
     """The identity of a tensor's storage."""
     number: int = tensor.untyped_storage()._cdata
     return number
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of these tensors for one sample."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors) // SAMPLES

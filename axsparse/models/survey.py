@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from axsparse.models.layer import Kind, Layer, Model, on_meta
+from axsparse.models.layer import Kind, Layer, Model, StartValues, on_meta
 from axsparse.models.layer_cost import (
     NO_SUMS,
     SAMPLES,
@@ -190,11 +190,19 @@ class Survey:
         return owners[name]
 
 
-def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
+def survey(
+    model: Model,
+    dtype: torch.dtype = torch.float32,
+    *,
+    samples: int = SAMPLES,
+    device: torch.device | None = None,
+) -> Survey:
     """Survey a model; `dtype` is the type of its activations.
 
-    Raises ConfigError for a declaration that does not fit: duplicate names, layers that cannot
-    be built, parameters that cannot be trained, ties between different shapes.
+    `samples` of `Model.example` pass through the layers, on the meta device or really on `device`.
+    Raises CostError for a layer that does not run, and ConfigError for a declaration that does not
+    fit: duplicate names, layers that cannot be built, parameters that cannot be trained, ties
+    between different shapes.
     """
     if not model.layers:
         raise ConfigError("model: no layers; a model is a list of at least one")
@@ -204,8 +212,31 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
                 f"model: layer {number} is {type(given).__name__}; make it Layer(name, build), or "
                 "the model with from_sequential"
             )
-    tracer = None if model.example is None else Tracer(_example(model.example), dtype)
+    tracer = None
+    if model.example is not None:
+        example = _example(model.example, samples)
+        tracer = Tracer(example, dtype, samples=samples, device=device)
+        tracer.start = model.start
     layers = _survey_layers(model.layers, tracer)
+    parameters = _by_name(layers)
+    if not any(parameter.trained for parameter in parameters.values()):
+        raise ConfigError("model: no parameter requires a gradient; there is nothing to train")
+    for metric in model.metrics:
+        if metric in ("", "step", "eval_loss", "perplexity"):
+            raise ConfigError(
+                f"metric {metric!r}: evaluations have a figure of this name, or it has none; "
+                "give it another"
+            )
+    ties = _ties(model, parameters)
+    if model.start is None:
+        _check_tied_starts(model, layers, ties)
+    start = "" if model.start is None else model.start.fingerprint
+    return Survey(layers, ties, start, model.loss_logits)
+
+
+def _by_name(layers: Sequence[LayerInfo]) -> dict[str, ParameterInfo]:
+    """The parameters of all layers by their global names; ConfigError for names that are used
+    twice, or that files cannot have."""
     parameters: dict[str, ParameterInfo] = {}
     names: set[str] = set()
     for layer in layers:
@@ -228,25 +259,13 @@ def survey(model: Model, dtype: torch.dtype = torch.float32) -> Survey:
                     f"rename layer {layer.name}"
                 )
             parameters[parameter.name] = parameter
-    if not any(parameter.trained for parameter in parameters.values()):
-        raise ConfigError("model: no parameter requires a gradient; there is nothing to train")
-    for metric in model.metrics:
-        if metric in ("", "step", "eval_loss", "perplexity"):
-            raise ConfigError(
-                f"metric {metric!r}: evaluations have a figure of this name, or it has none; "
-                "give it another"
-            )
-    ties = _ties(model, parameters)
-    if model.start is None:
-        _check_tied_starts(model, layers, ties)
-    start = "" if model.start is None else model.start.fingerprint
-    return Survey(layers, ties, start, model.loss_logits)
+    return parameters
 
 
-def _example(make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def _example(make: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple[Tensor, ...]:
     """The inputs that `Model.example` makes; ConfigError if these are not tensors."""
     try:
-        inputs = make(SAMPLES)
+        inputs = make(samples)
     except Exception as reason:
         raise ConfigError(
             f"Model.example: {described(reason)}; it is called with a number of samples"
@@ -318,7 +337,7 @@ def survey_of_member(
     """
     silent: Any = SilentTransport()
     group = TensorGroup(place, silent, chunks)
-    example = None if model.example is None else _example(model.example)
+    example = None if model.example is None else _example(model.example, SAMPLES)
     tracer = None if example is None else Tracer(example, dtype, silent, group)
     layers = _survey_layers(model.layers, tracer, group)
     names = {parameter.name for layer in layers for parameter in layer.parameters}
@@ -434,6 +453,7 @@ def _survey_layer(
     here = sum(parameter.numel for parameter in parameters)
     flops, activations, sums = 2.0 * here, None, NO_SUMS
     if tracer is not None:
+        module = module if tracer.device is None else _module_with_values(layer, tracer.start)
         flops, activations = tracer.run(layer.name, module, is_last=is_last)
         sums = tracer.sums
     if layer.flops is not None:
@@ -502,6 +522,24 @@ def _built(layer: Layer) -> nn.Module:
         if layer.init is not None:
             raise
         return layer.build()
+
+
+def _module_with_values(layer: Layer, start: StartValues | None) -> nn.Module:
+    """A new module of the layer in memory; buffers that nothing gives values are zero."""
+    with preserved_rng():
+        module = layer.build() if layer.init is None else on_meta(layer)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        if any(tensor.is_meta for _, tensor in tensors):
+            module = module.to_empty(device="cpu")
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            given = None if start is None else start.read(f"{layer.name}.{name}")
+            if given is None and layer.init is not None:
+                is_drawn = isinstance(tensor, nn.Parameter)
+                shape = tuple(tensor.shape)
+                given = layer.init(name, shape, torch.Generator()) if is_drawn else torch.zeros(())
+            if given is not None:
+                tensor.data.copy_(given)
+    return module
 
 
 def _check_module(layer: Layer, module: nn.Module) -> None:

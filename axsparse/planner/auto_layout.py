@@ -1,19 +1,13 @@
 """Decides which layout a run takes: how many stages and replicas, and which layers on each stage.
 
-This is the one place where `layout.g_inter: auto` is decided. `training/resolution.py` asks two
-functions, one after the other:
-
-1. `chosen_layout`, if the costs of the model's layers are known. If `layout.memory_per_rank` or the
-   machine's memory limits what a rank may take, it searches for the fewest stages that fit.
-2. `resolve_grid` otherwise. It takes the numbers that the configuration gives. If it gives neither
-   g_inter nor g_data, there are 2 stages where 2 divides the ranks, and 1 elsewhere.
-
-`balanced` decides `layout.split: auto`.
+This is the one place where `layout.g_inter: auto` is decided, for `axsparse plan` and for training:
+the fewest stages whose memory fits, `fewest_stages`. `chosen_layout` asks it for a training, and
+`resolve_grid` makes the grid of what was chosen or what the configuration gives. `balanced` decides
+`layout.split: auto`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +23,7 @@ from axsparse.config.validate import (
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout import Layout, LayoutQuestion, Row
 from axsparse.planner.layout_search import Rejection, split_layers, try_layouts
+from axsparse.planner.memory_budget import MemoryBudget
 from axsparse.planner.run_workload import (
     configured_schedule,
     machine_of,
@@ -36,7 +31,7 @@ from axsparse.planner.run_workload import (
     schedules,
 )
 from axsparse.planner.schedule_choice import Trade, with_schedule_that_pays
-from axsparse.planner.stage_memory import gigabytes
+from axsparse.planner.stage_memory import of_memory
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import ConfigError
@@ -48,20 +43,22 @@ class Choice:
     """The layout that `auto` takes, and why it takes this number of stages."""
 
     row: Row
-    room: float
-    """Bytes that a rank may take."""
+    budget: MemoryBudget
+    """The memory of a rank."""
     smaller: Rejection | None
-    """The layout of fewer stages that came closest; None if there was none."""
+    """The layout of one number of stages less; None if there was none."""
     trades: Sequence[Trade] | None = None
     """What options of the schedule cost and bring; None if the schedule was not searched for."""
 
     @property
     def reason(self) -> str:
-        """Why so many stages, in a few words."""
-        room = f"{gigabytes(self.room)} GB a rank"
-        if self.smaller is None:
-            return f"fits {room}"
-        return f"the fewest that fit {room} (with {self.smaller.g_inter}, {self.smaller.reason})"
+        """Why so many stages, in a phrase."""
+        stages = counted(self.row.layout.grid.g_inter, "stage")
+        memory = of_memory(self.row.most_bytes, self.budget.nbytes)
+        text = f"{stages} (the fewest that fit: {memory} GB a rank"
+        if self.smaller is not None:
+            text += f"; with {self.smaller.g_inter}, {self.smaller.reason}"
+        return text + ")"
 
 
 # -- the number of stages ---------------------------------------------------------------
@@ -72,15 +69,12 @@ def chosen_layout(
     subject: SurveyedModel,
     cluster: Cluster | None,
     ranks: int,
-    found_memory: float | None,
+    budget: MemoryBudget,
 ) -> Choice | None:
     """The fewest stages whose memory fits, for `layout.g_inter: auto`.
 
-    `found_memory` is what the machine leaves to each rank, in bytes, if that is known. It may lead
-    to more stages than `resolve_grid` would take, never to fewer. Returns None, so that
-    `resolve_grid` decides, if the configuration gives g_inter, g_data or a split, if nothing limits
-    the memory of a rank, or if no number of stages leaves each replica a microbatch.
-    ConfigError if nothing fits.
+    Returns None, so that `resolve_grid` decides, if the configuration gives g_inter, g_data or a
+    split, or if no number of stages leaves each replica a microbatch. ConfigError if nothing fits.
     """
     config = loaded.config
     layout = config.layout
@@ -90,53 +84,43 @@ def chosen_layout(
     ranks //= members
     if not layout.g_inter == layout.g_data == layout.split == "auto":
         return None
-
-    def is_enough(stages: int) -> bool:
-        """Whether each replica gets a microbatch."""
-        return num_microbatches(config.batch) >= ranks // stages
-
-    stages = [n for n in range(1, subject.most_stages + 1) if ranks % n == 0]
-    if layout.memory_per_rank != "auto":
-        room = layout.memory_per_rank * 1e9
-    elif found_memory is not None:
-        # Fewer stages than usual might not fit later: others on the host may take some memory.
-        room, usual = found_memory, _usual_stages(stages)
-        if not is_enough(usual):
-            return None
-        stages = [n for n in stages if n >= usual]
-    else:
-        return None
-    stages = [n for n in stages if is_enough(n)]
+    stages = [
+        n
+        for n in range(1, subject.most_stages + 1)
+        if ranks % n == 0 and num_microbatches(config.batch) >= ranks // n
+    ]
     if not stages:
         return None
     # Without a named cluster memory alone decides, and no time is predicted.
-    question = run_question(subject, machine_of(cluster), config, all_ranks, stages, room)
+    machine = replace(machine_of(cluster), overhead_bytes=budget.overhead)
+    question = run_question(subject, machine, config, all_ranks, stages, budget.nbytes)
     tried = schedules(config, has_times=cluster is not None)
-    found = fewest_stages(replace(question, schedules=tried))
+    found = fewest_stages(replace(question, schedules=tried), budget)
     if isinstance(found, Rejection):
         raise ConfigError(
             f"{loaded.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
-            f"that fits {format_bytes(room)} a rank; with {found.g_inter}, {found.reason}; take "
-            "more ranks, prune more, recompute activations (pipeline.checkpoint_activations), or "
-            "set layout.g_inter to try all the same"
+            f"that fits {format_bytes(budget.nbytes)} a rank, of which the process itself takes "
+            f"{format_bytes(budget.overhead)}; with {found.g_inter}, {found.reason}; take more "
+            "ranks, prune more, recompute activations (pipeline.checkpoint_activations), or set "
+            "layout.g_inter to try all the same"
         )
     return found
 
 
-def fewest_stages(question: LayoutQuestion) -> Choice | Rejection:
+def fewest_stages(question: LayoutQuestion, budget: MemoryBudget) -> Choice | Rejection:
     """The fewest of the question's stages that fit; the last rejection if none do.
 
-    The question names its numbers of stages in rising order.
+    The question names its numbers of stages in rising order, and has the memory of the budget.
     """
     assert question.g_inter, "there is nothing to try"
     smaller: Rejection | None = None
     for stages in question.g_inter:
         rows, rejected = try_layouts(replace(question, g_inter=[stages]))
         if rows and question.schedules is not None:
-            return Choice(rows[0], question.room, smaller)
+            return Choice(rows[0], budget, smaller)
         if rows:
             search = with_schedule_that_pays(question, rows[0])
-            return Choice(search.row, question.room, smaller, search.trades)
+            return Choice(search.row, budget, smaller, search.trades)
         smaller = rejected[-1]
     assert smaller is not None
     return smaller
@@ -173,7 +157,8 @@ def resolve_grid(loaded: LoadedConfig, ranks: int, num_layers: int) -> Grid:
                 f"{counted(num_layers, 'layer')}; choose {one_of(replicas, near=g_data)}"
             )
     else:
-        g_inter = _usual_stages(stages)
+        split = loaded.config.layout.split
+        g_inter = 1 if split == "auto" else len(split)
         g_data = ranks // g_inter
 
     if ranks != g_inter * g_data:
@@ -185,11 +170,6 @@ def resolve_grid(loaded: LoadedConfig, ranks: int, num_layers: int) -> Grid:
         )
     check_split(loaded, g_inter, num_layers)
     return Grid(g_inter, g_data, g_tensor)
-
-
-def _usual_stages(possible: Sequence[int]) -> int:
-    """How many of the possible stages a run takes where nothing asks for more or fewer."""
-    return 2 if 2 in possible else 1
 
 
 def check_grid(grid: Grid, ranks: int, num_layers: int) -> None:
@@ -208,7 +188,7 @@ def check_grid(grid: Grid, ranks: int, num_layers: int) -> None:
 def cluster_of(config: Config) -> Cluster | None:
     """The cluster by whose constants times are predicted, if the configuration names one.
 
-    Its overhead is 0, since `memory_per_rank` does not count what a process holds already.
+    Its overhead is 0, since `MemoryBudget.for_model` does not count that of the process.
     """
     name = config.layout.cluster
     return None if name is None else replace(load_cluster(name), overhead_bytes=0.0)
@@ -218,24 +198,28 @@ def cluster_of(config: Config) -> Cluster | None:
 
 
 def balanced(
-    loaded: LoadedConfig, config: Config, grid: Grid, subject: SurveyedModel
+    loaded: LoadedConfig,
+    config: Config,
+    grid: Grid,
+    subject: SurveyedModel,
+    budget: MemoryBudget,
 ) -> list[range]:
     """The layers of each stage for `layout.split: auto`.
 
-    The work of the busiest stage is as small as it can be while every stage fits
-    `layout.memory_per_rank`; ConfigError if none fits. The pipeline of `config` is resolved.
+    The work of the busiest stage is as small as it can be while every stage fits the budget;
+    ConfigError if none fits. The pipeline of `config` is resolved.
     """
-    limit, batch = config.layout.memory_per_rank, config.batch
-    room = math.inf if limit == "auto" else limit * 1e9
+    batch = config.batch
     microbatches = num_microbatches(batch, grid.g_data)
     schedule = configured_schedule(config.pipeline)
     layout = Layout(grid, schedule, batch.microbatch_size, microbatches)
-    found = split_layers(subject, layout, 0.0, room)
+    found = split_layers(subject, layout, budget.overhead, budget.nbytes)
     if not isinstance(found, Rejection):
         return [load.numbers for load in found]
     raise ConfigError(
         f"{loaded.where('layout.memory_per_rank')}: no split of {len(subject.survey.layers)} "
-        f"layers into {grid.g_inter} stages fits {format_bytes(room)}; with the work balanced, "
+        f"layers into {grid.g_inter} stages fits {format_bytes(budget.nbytes)}, of which the "
+        f"process itself takes {format_bytes(budget.overhead)}; with the work balanced, "
         f"{found.reason}; take more stages (layout.g_inter), prune more, or recompute activations "
         "(pipeline.checkpoint_activations)"
     )

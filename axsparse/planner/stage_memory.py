@@ -135,6 +135,11 @@ def needed(need: float, room: float) -> str:
     return f"{texts[0]} GB of {texts[1]}"
 
 
+def of_memory(need: float, budget: float) -> str:
+    """ "3.1 of 72": gigabytes that are needed, and those that there are."""
+    return f"{gigabytes(need)} of {float(gigabytes(budget)):g}"
+
+
 @dataclass(frozen=True)
 class HeldActivations:
     """Bytes of the activations that a stage holds for one sample."""

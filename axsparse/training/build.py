@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Thread
 from types import NoneType
@@ -21,6 +21,7 @@ from axsparse.config.validate import check_config, check_gpu_settings
 from axsparse.data.batches import Batch, Batches, Microbatch
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
+from axsparse.models.layer_cost import CostError
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.models.tensor_group import TensorGroup
 from axsparse.observe.out_of_memory import explained, record_history
@@ -61,10 +62,10 @@ from axsparse.training.checkpoint.verification import (
     refuse_other_settings,
 )
 from axsparse.training.parts import Parts, assemble
-from axsparse.training.placement import Placement, bind_rank, decided_precision, found_memory
+from axsparse.training.placement import Placement, bind_rank, decided_precision, found_budget
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 from axsparse.training.run_checks import facts_of, refuse_odd_rank
-from axsparse.training.run_data import Data, open_data
+from axsparse.training.run_data import Data, open_data, with_example
 from axsparse.training.run_directory import RunDir, find_run, open_run_dir
 from axsparse.training.trainer import OnCheckpoint, OnEvaluation, OnStep, Trainer
 
@@ -153,7 +154,10 @@ def build(
         together(job.transport, lambda: _refuse_overwriting(loaded, resume))
     placement, loaded = _place(job, loaded)
     transport = placement.transport
-    surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
+    open_datasets = cache(open_datasets)
+    run_here = None if model.example is not None else placement.backend.device
+    model = with_example(model, loaded, transport, open_datasets)
+    surveyed = _survey(model, loaded.config, transport, run_here)
 
     existing = RunDir() if quiet else find_run(loaded, transport, resume)
     existing = replace(existing, overwrites=overwrite)
@@ -163,7 +167,7 @@ def build(
         transport,
         grid,
         score,
-        found_memory(loaded.config, transport, placement.room),
+        found_budget(loaded.config, transport, placement.memory),
         None if existing.checkpoint is None else existing.checkpoint.manifest.pruned,
         on_host=placement.gpu is None,
         optimizer=optimizer,
@@ -221,7 +225,7 @@ def prune_layers(
     _check_settings(job, loaded, model)
     placement, loaded = _place(job, loaded)
     transport = placement.transport
-    surveyed = _survey(model, DTYPES[loaded.config.precision], transport)
+    surveyed = _survey(model, loaded.config, transport)
     inputs = RunInputs(model, surveyed, transport, on_host=placement.gpu is None)
     run = together(transport, lambda: resolve(loaded, inputs))
     _prepare_process(job, run, transport)
@@ -323,14 +327,29 @@ def _place(job: Job, loaded: LoadedConfig) -> tuple[Placement, LoadedConfig]:
     return replace(placement, transport=transport, table=(*placement.table, *lines)), loaded
 
 
-def _survey(model: Model, dtype: torch.dtype, transport: Transport) -> Survey:
+def _survey(
+    model: Model, config: Config, transport: Transport, device: torch.device | None = None
+) -> Survey:
     """The survey on every rank.
 
-    Only rank 0 runs the layers to find what they cost, which costs about one second per process.
+    Only rank 0 runs the layers to find what they cost, which costs about one second per process. On
+    a `device` layers run if they do not on the meta device: the example is then a microbatch of the
+    data.
     """
-    runs = transport.rank == 0
-    seen = model if runs else replace(model, example=None)
-    surveyed = together(transport, lambda: survey(seen, dtype))
+    dtype, runs = DTYPES[config.precision], transport.rank == 0
+
+    def surveyed_here() -> Survey:
+        if not runs:
+            return survey(replace(model, example=None), dtype)
+        if device is None:
+            return survey(model, dtype)
+        size = config.batch.microbatch_size
+        try:
+            return survey(model, dtype, samples=size)
+        except CostError:
+            return survey(model, dtype, samples=size, device=device)
+
+    surveyed = together(transport, surveyed_here)
     names = ", ".join(layer.name for layer in surveyed.layers)
     together(transport, lambda: refuse_odd_rank(transport, {"layers": names}))
     costs = costs_text(surveyed) if runs else ""

@@ -14,6 +14,12 @@ import torch.distributed as dist
 
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
+from axsparse.planner.memory_budget import (
+    GPU_OVERHEAD,
+    HOST_OVERHEAD,
+    MemoryBudget,
+    memory_budget,
+)
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_of, together
@@ -40,11 +46,8 @@ from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.launch import CupyLauncher
 from axsparse.samo.precision import DTYPES, cpu_multiplies
 
-NCCL_BYTES = 2_000_000_000
-"""Memory of a GPU that NCCL takes for the connections of a rank: in and out on either side of its
-stage, a group of replicas, and one of a tied weight. Assumed."""
-GROUP_BYTES = 400_000_000
-"""The same of each group of members of a stage. Assumed."""
+CONTEXT_BYTES = 1.2e9
+"""Bytes of a GPU that a process takes as soon as it uses it (1.05 GB on an H100)."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class Placement:
     """The streams and the memory of this rank's GPU; None on a CPU."""
     table: Sequence[str] = ()
     """Lines for the screen that say which rank has which GPU; empty without GPUs."""
-    room: MemoryRoom | None = None
-    """The memory that this rank's GPU has left; None on a CPU."""
+    memory: GpuMemory | None = None
+    """The memory of this rank's GPU; None on a CPU."""
 
     @property
     def pins(self) -> bool:
@@ -74,12 +77,14 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class MemoryRoom:
-    """Memory that some ranks share."""
+class GpuMemory:
+    """The memory of a GPU, in bytes."""
 
-    nbytes: int
-    where: str
-    """Names the host or GPU, the same for all ranks that share it."""
+    free: int
+    """What no process had taken when this rank began to use the GPU."""
+    total: int
+    uuid: str
+    """Names the GPU, the same for all ranks that share it."""
 
 
 def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
@@ -105,19 +110,17 @@ def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
         table.append(
             f"warning: by way of the hosts, since NCCL cannot: {problem_of_nccl(rank_gpus)}"
         )
-    backend, gpu, room = together(transport, lambda: bind(number, uuid))
+    backend, gpu, memory = together(transport, lambda: bind(number, uuid))
     if not isinstance(transport, MpiTransport) or transport.size == 1:
-        return Placement(transport, backend, gpu, table, room)  # one rank by itself
+        return Placement(transport, backend, gpu, table, memory)  # one rank by itself
     connections = None
     if carrier == "nccl":
         from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
 
         rendezvous = Rendezvous(transport, nccl_backend)
         connections = NcclConnections(rendezvous, gpu, transport.backoff)
-        groups = groups_of_members(loaded.config.layout.g_tensor)
-        room = replace(room, nbytes=room.nbytes - NCCL_BYTES - groups * GROUP_BYTES)
     reaching = GpuTransport(transport, gpu, connections=connections)
-    return Placement(reaching, backend, gpu, table, room)
+    return Placement(reaching, backend, gpu, table, memory)
 
 
 def decided_precision(
@@ -144,15 +147,8 @@ def decided_precision(
     return replace(loaded, config=config), lines
 
 
-def groups_of_members(members: int) -> int:
-    """How many groups of its stage a rank has connections for: all members, and one pair for each
-    time that the members can be halved; two members are their pair."""
-    halvings = members.bit_length() - 1
-    return halvings + (members > 2)
-
-
-def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, MemoryRoom]:
-    """Take a GPU for this process, and return its kernels, its streams and its free memory.
+def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, GpuMemory]:
+    """Take a GPU for this process, and return its kernels, its streams and its memory.
 
     Raises ConfigError where it cannot be used, or its kernels cannot be compiled.
     """
@@ -171,8 +167,7 @@ def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, MemoryRoom]:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     backend = Backend(device, CupyLauncher(number))
-    gpu = CudaDevice(device)
-    return backend, gpu, MemoryRoom(gpu.free_bytes(), uuid)
+    return backend, CudaDevice(device), GpuMemory(*torch.cuda.mem_get_info(device), uuid)
 
 
 def _read(text: str) -> RankGpu:
@@ -181,21 +176,31 @@ def _read(text: str) -> RankGpu:
     return RankGpu(**fields, gpu=None if gpu is None else Gpu(**gpu))
 
 
-def found_memory(
-    config: Config, transport: Transport, room: MemoryRoom | None = None
-) -> float | None:
-    """The fewest bytes that any host, or any GPU, leaves to each of its ranks.
+def found_budget(
+    config: Config, transport: Transport, memory: GpuMemory | None = None
+) -> MemoryBudget:
+    """The memory budget of the rank that may take least, the same on every rank.
 
-    None if the configuration says what a rank may take. `room` is that of this rank's GPU. All
-    ranks call this together.
+    `memory` is that of this rank's GPU; without one a rank shares its host's memory with the other
+    ranks there. All ranks call this together.
     """
-    if config.layout.memory_per_rank != "auto":
-        return None
-    if room is None:
+    on_host = memory is None
+    if memory is None:
         here = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
     else:
-        here = f"{room.nbytes} 0 {room.where}"
+        here = f"{memory.total} {memory.total - memory.free} {memory.uuid}"
     texts = gather_texts(transport.world, transport.backoff, here)
-    hosts = [text.split(maxsplit=2) for text in texts]
-    ranks = Counter(host for _, _, host in hosts)
-    return min(int(memory) / ranks[host] - int(held) for memory, held, host in hosts)
+    found = [text.split(maxsplit=2) for text in texts]
+    ranks = Counter(where for _, _, where in found)
+    given = config.layout.memory_per_rank
+    limit = None if given == "auto" else given * 1e9
+    budgets = []
+    for total, taken, where in found:
+        if on_host:
+            overhead = max(HOST_OVERHEAD, int(taken))
+        else:
+            of_others = int(taken) / ranks[where] - CONTEXT_BYTES
+            overhead = GPU_OVERHEAD + max(0.0, of_others)
+        share = int(total) / ranks[where]
+        budgets.append(memory_budget(share, overhead, on_host=on_host, limit=limit))
+    return min(budgets, key=lambda budget: budget.for_model)

@@ -31,6 +31,7 @@ from axsparse.planner.auto_layout import (
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.cutting import Cutting, ties_of_chunks
 from axsparse.planner.layout import DEFAULT_SLACK
+from axsparse.planner.memory_budget import UNLIMITED, MemoryBudget
 from axsparse.planner.run_workload import (
     Prediction,
     has_costs,
@@ -86,8 +87,8 @@ class RunInputs:
     """The layout given in Python, which comes before that of the configuration."""
     score: Score | None = None
     """A pruning criterion of the user's own."""
-    found_memory: float | None = None
-    """Bytes that this machine leaves to every rank, equal on all; None if that is not known."""
+    budget: MemoryBudget = UNLIMITED
+    """The memory of a rank, equal on all; without limit if that is not known."""
     saved: Mapping[str, int] | None = None
     """Kept entries of the pruned tensors in the checkpoint that the run goes on from."""
     on_host: bool = True
@@ -235,15 +236,14 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         groups=parameter_groups(config, survey, targets),
         kept_at_start=kept,
         on_host=inputs.on_host,
-        room=_room(config, inputs),
+        room=inputs.budget.for_model,
     )
     run = _cut(run, cutting)
     if draws or (targets is not None and config.pruning.method in UNTIL):
         check_rounds(loaded, run.config)
-    split = config.layout.split
     member = subject.of_member(grid.g_tensor)
     run = replace(run, member=None if member is subject else member.survey)
-    stages = balanced(loaded, run.config, grid, member) if split == "auto" else split_by_hand(split)
+    stages = _stages(loaded, run, inputs, member, choice)
     sizes = tuple(len(stage) for stage in stages)
     run = replace(run, config=_with(run.config, {"layout.split": sizes}), stages=stages)
     shards = _shards(run, member.kept)
@@ -289,8 +289,7 @@ def _layout(
         check_grid(grid, ranks, num_layers)
         check_split(loaded, grid.g_inter, num_layers)
     else:
-        if has_costs(inputs.survey):
-            choice = chosen_layout(loaded, subject, cluster, ranks, inputs.found_memory)
+        choice = chosen_layout(loaded, subject, cluster, ranks, inputs.budget)
         if choice is not None:
             chosen = {"layout.g_inter": choice.row.layout.grid.g_inter}
             loaded = replace(loaded, config=_with(loaded.config, chosen))
@@ -326,6 +325,26 @@ def _cut(run: RunSpec, cutting: Cutting) -> RunSpec:
     cuts = cutting.cuts(run.place.grid.g_tensor)
     survey = replace(survey, ties={**survey.ties, **ties_of_chunks(survey, cuts)})
     return replace(run, cuts=cuts, survey=survey)
+
+
+def _stages(
+    loaded: LoadedConfig,
+    run: RunSpec,
+    inputs: RunInputs,
+    member: SurveyedModel,
+    choice: Choice | None,
+) -> Sequence[range]:
+    """The layers of each stage.
+
+    Memory limits a split where the user gives a limit, or where the number of stages was chosen by
+    it; stages that the user has chosen are tried all the same.
+    """
+    split, grid = loaded.config.layout.split, run.place.grid
+    if split != "auto":
+        return split_by_hand(split)
+    is_limited = choice is not None or run.config.layout.memory_per_rank != "auto"
+    budget = inputs.budget if is_limited else UNLIMITED
+    return balanced(loaded, run.config, grid, member, budget)
 
 
 def _shards(run: RunSpec, kept: Mapping[str, int]) -> bool:
@@ -381,15 +400,9 @@ def _trades(
     slack = config.pipeline.slack
     if slack == "auto":
         slack = DEFAULT_SLACK if choice is None else choice.row.layout.schedule.slack
-    trade = split_trade(subject, cluster_of(config), config, grid, slack, _room(config, inputs))
+    room = inputs.budget.for_model
+    trade = split_trade(subject, cluster_of(config), config, grid, slack, room)
     return [] if trade is None else [trade]
-
-
-def _room(config: Config, inputs: RunInputs) -> float:
-    """Bytes that a rank may take: what the configuration says, or else what was found."""
-    if config.layout.memory_per_rank != "auto":
-        return config.layout.memory_per_rank * 1e9
-    return math.inf if inputs.found_memory is None else inputs.found_memory
 
 
 def _splits_backward(config: Config, choice: Choice | None, trades: Sequence[Trade]) -> bool:

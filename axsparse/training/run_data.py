@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from axsparse.config.load import LoadedConfig
@@ -16,10 +18,12 @@ from axsparse.data.batches import Batches, whole_number
 from axsparse.data.dataset import Datasets, length_of
 from axsparse.data.order import Share
 from axsparse.data.torch_dataset import mend_for
+from axsparse.models.layer import Model
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
 from axsparse.runtime.errors import DataError
 from axsparse.runtime.exchange import text_of_first, together
+from axsparse.runtime.seeds import preserved_rng
 from axsparse.training.checkpoint.manifest import DataEntry
 from axsparse.training.resolution import RunSpec
 from axsparse.training.run_checks import odd_rank
@@ -106,6 +110,47 @@ def open_data(
         together(transport, (lambda: None) if opened is None else opened.refuse_draws)
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
     return Data(facts["name"], training, validation, unit, facts["fingerprint"])
+
+
+def with_example(
+    model: Model,
+    loaded: LoadedConfig,
+    transport: Transport,
+    open_datasets: Callable[[], Datasets],
+) -> Model:
+    """The model with an example: the first microbatch of the training data, if it has none.
+
+    Rank 0 opens the data and has the values; the other ranks learn shapes and types. All ranks call
+    this together. Raises on all ranks what opening and reading raise.
+    """
+    if model.example is not None:
+        return model
+    size, separate = loaded.config.batch.microbatch_size, loaded.config.data.separate_documents
+
+    def first_inputs() -> tuple[Tensor, ...]:
+        if transport.rank:
+            return ()
+        training = _open(open_datasets, separate).training
+        with preserved_rng():
+            batches = Batches(
+                training,
+                num_samples=length_of(training, training.name),
+                global_batch_size=size,
+                microbatch_size=size,
+                replica=0,
+                g_data=1,
+                seed=loaded.config.seed,
+            )
+            return batches.first(size)[0].inputs
+
+    inputs = together(transport, first_inputs)
+    kinds = [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in inputs]
+    known = json.loads(text_of_first(transport, json.dumps(kinds)))
+    if transport.rank:
+        inputs = tuple(
+            torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in known
+        )
+    return replace(model, example=lambda _: inputs)
 
 
 MEMBERS = (

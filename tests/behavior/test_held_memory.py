@@ -31,6 +31,7 @@ from axsparse.pipeline.stage import Key, Stage
 from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import Layout
+from axsparse.planner.memory_budget import HOST_OVERHEAD
 from axsparse.planner.stage_memory import is_recomputed
 from axsparse.planner.surveyed_model import CUT_LOSS_BYTES, SurveyedModel
 from axsparse.runtime.communication import Direction
@@ -241,12 +242,12 @@ MODELS = {
 }
 # Threads, MPI and small blocks take some 10 MB that no plan counts: not seen beside these.
 ROOM = dict(zip(MODELS, (0.30, 0.42, 0.29, 1.0), strict=True))
-"""GB a rank: as much as the predicted peak, and a few percent."""
+"""GB a rank for model state and activations: as much as the predicted peak, and a few percent."""
 
 
 def trained(model: str, part: float) -> Finished:
     """With `part` of the predicted peak."""
-    settings = (*MODELS[model], f"layout.memory_per_rank={ROOM[model]}")
+    settings = (*MODELS[model], f"layout.memory_per_rank={ROOM[model] + HOST_OVERHEAD / 1e9}")
     command = [str(TESTS / "mpi" / "limited.py"), str(part), *settings]
     return run_mpirun(2, command, python=sys.executable)
 

@@ -472,7 +472,8 @@ def test_what_looks_at_loaded_weights_does_not_prune_new_ones(
         named=old,
         new=["body.*"],
     )
-    config = tiny_config(pruning={"method": "zeros"})
+    batch = {"global_batch_size": 8, "microbatch_size": 2}
+    config = tiny_config(pruning={"method": "zeros"}, batch=batch)
 
     refusal = r"looks at loaded weights, and body.weight begins anew; name it"
     with pytest.raises(ConfigError, match=refusal):

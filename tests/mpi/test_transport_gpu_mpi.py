@@ -164,23 +164,21 @@ def test_a_rank_that_cannot_reach_the_first_says_so(monkeypatch: pytest.MonkeyPa
 def test_contents_go_the_way_that_is_asked_for_or_that_there_is(
     asked: str, gpus: int, nccl_on: Sequence[int], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, room = Backend(torch.device("cuda", 0), None), placing.MemoryRoom(10**11, "some")
+    backend = Backend(torch.device("cuda", 0), None)
+    memory = placing.GpuMemory(10**11, 10**11, "some")
     visible = [Gpu("H200", f"gpu {number}") for number in range(gpus)]
     has_nccl = MPI.COMM_WORLD.rank in nccl_on
     monkeypatch.setattr(placing, "visible_gpus", lambda: visible)
-    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), room))
+    monkeypatch.setattr(placing, "bind", lambda number, uuid: (backend, LateDevice(), memory))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
     monkeypatch.setattr(nccl, "nccl_backend", gloo_backend)
     monkeypatch.setattr(nccl, "NcclConnections", lambda meeting, *_: meeting)
-    # With stages given, no memory has to be found.
     config = tiny_config(transport=asked, layout={"g_inter": 1})
 
     placement = placing.bind_rank(MpiTransport(MPI.COMM_WORLD), LoadedConfig(config, "test", {}))
 
     assert placement.backend == backend
-    assert placement.room is not None
-    taken = placing.NCCL_BYTES if way == "nccl" and SIZE > 1 else 0
-    assert placement.room.nbytes == room.nbytes - taken
+    assert placement.memory is memory
     # One rank by itself needs no connections.
     assert placement.transport.name.startswith(f"{way}, mpi (" if SIZE > 1 else "mpi (")
     if SIZE > 1 and nccl_on == (0,):

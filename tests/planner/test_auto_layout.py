@@ -18,6 +18,7 @@ from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.planner.auto_layout import Choice, fewest_stages, resolve_grid
 from axsparse.planner.layout_search import Rejection
+from axsparse.planner.memory_budget import MemoryBudget
 from axsparse.planner.run_workload import run_question, schedules
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.errors import ConfigError
@@ -33,7 +34,7 @@ def fewest(
     subject = SurveyedModel(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
     question = run_question(subject, MACHINE, config, 4, stages, room)
     tried = schedules(config, has_times=has_times)
-    return fewest_stages(replace(question, schedules=tried))
+    return fewest_stages(replace(question, schedules=tried), MemoryBudget(room, 0.0))
 
 
 def chosen(room: float, *, has_times: bool = False, **sections: Any) -> Choice | Rejection:
@@ -48,9 +49,10 @@ def test_the_fewest_stages_that_fit_are_taken_and_it_is_said_why() -> None:
 
     assert isinstance(tight, Choice)
     assert (roomy.row.layout.grid, tight.row.layout.grid) == (Grid(1, 4), Grid(2, 2))
-    assert roomy.reason == "fits 1.0 GB a rank"
-    assert tight.reason.startswith("the fewest that fit ")
-    assert "(with 1, stage 0 needs " in tight.reason
+    most = roomy.row.most_bytes / 1e9
+    assert roomy.reason == f"1 stage (the fewest that fit: {most:.2g} of 1 GB a rank)"
+    assert tight.reason.startswith("2 stages (the fewest that fit: ")
+    assert "GB a rank; with 1, stage 0 needs " in tight.reason
     # Where nothing fits the last is given back with its reason.
     assert isinstance(none, Rejection)
     assert none.g_inter == 4
@@ -95,9 +97,10 @@ def test_a_limit_has_to_hold_the_copies_of_checkpoints_as_well() -> None:
     ("ranks", "num_layers", "overrides", "grid"),
     [
         (1, 8, (), Grid(1, 1)),
-        (2, 8, (), Grid(2, 1)),
+        (2, 8, (), Grid(1, 2)),
         (3, 8, (), Grid(1, 3)),
-        (6, 8, (), Grid(2, 3)),
+        (6, 8, (), Grid(1, 6)),
+        (6, 8, ("layout.split=[4, 4]",), Grid(2, 3)),
         (4, 1, (), Grid(1, 4)),
         (8, 8, ("layout.g_inter=8",), Grid(8, 1)),
         (6, 8, ("layout.g_inter=3",), Grid(3, 2)),

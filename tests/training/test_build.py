@@ -19,8 +19,9 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST, Backend
+from axsparse.training import placement
 from axsparse.training.build import build
-from axsparse.training.placement import MemoryRoom, Placement
+from axsparse.training.placement import GpuMemory, Placement
 from axsparse.training.trainer import Trainer
 
 
@@ -38,7 +39,7 @@ def job_of_one(*, has_gpu: bool) -> Job:
     if has_gpu:
         backend = Backend(torch.device("cuda", 0), None)
         job.placement = Placement(
-            job.transport, backend, LateDevice(), room=MemoryRoom(10**11, "a")
+            job.transport, backend, LateDevice(), memory=GpuMemory(10**11, 10**11, "a")
         )
     return job
 
@@ -69,7 +70,7 @@ def test_gpus_copy_from_pinned_batches_and_may_record_their_memory(
     assert heard == ["blocks"] * has_gpu
 
 
-@pytest.mark.parametrize(("gigabytes", "is_tight"), [(6e-4, True), (1.0, False), ("auto", False)])
+@pytest.mark.parametrize(("gigabytes", "is_tight"), [(0.3006, True), (1.0, False), ("auto", False)])
 def test_the_order_in_which_memory_is_given_back_loops_are_loaded_and_memory_is_measured(
     gigabytes: float | str, is_tight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_order_in_which_memory_is_given_back_loops_are_loaded_and_memory_is_
     for name in ("give_back_at_once", "_wait_for_loops", "keep_freed_blocks"):
         note(axsparse.training.build, name)
     note(axsparse.training.parts, "make_recorder")
+    monkeypatch.setitem(vars(placement), "resident_memory_bytes", lambda: 10**8)
     layout = {"g_inter": 1, "memory_per_rank": gigabytes}
     config = tiny_config(samo={"enabled": False}, layout=layout)
 

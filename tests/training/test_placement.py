@@ -32,12 +32,12 @@ def test_without_a_gpu_a_rank_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend(torch.device("cuda", 0), None)
-    room = placing.MemoryRoom(10**11, "a")
+    memory = placing.GpuMemory(10**11, 10**11, "a")
     gpu = LateDevice()
 
-    def bind(number: int, uuid: str) -> tuple[Backend, LateDevice, placing.MemoryRoom]:
+    def bind(number: int, uuid: str) -> tuple[Backend, LateDevice, placing.GpuMemory]:
         assert (number, uuid) == (0, "a")
-        return backend, gpu, room
+        return backend, gpu, memory
 
     monkeypatch.setattr(placing, "visible_gpus", lambda: [Gpu("H200", "a"), Gpu("H200", "b")])
     monkeypatch.setattr(placing, "bind", bind)
@@ -46,7 +46,7 @@ def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch
     placement = placing.bind_rank(transport, loaded())
 
     assert (placement.transport, placement.backend, placement.gpu) == (transport, backend, gpu)
-    assert placement.room is room and placement.pins
+    assert placement.memory is memory and placement.pins
     assert len(placement.table) == 1 and placement.table[0].endswith("rank 0 → GPU 0 (H200)")
 
 
@@ -119,9 +119,9 @@ def test_fp32_is_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     torch.set_float32_matmul_precision("high")
 
-    backend, gpu, room = placing.bind(3, "a")
+    backend, gpu, memory = placing.bind(3, "a")
 
     assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
     assert torch.get_float32_matmul_precision() == "highest"
     assert (backend.device, gpu.device) == (torch.device("cuda", 3),) * 2
-    assert room == placing.MemoryRoom(5, "a")
+    assert memory == placing.GpuMemory(5, 9, "a")

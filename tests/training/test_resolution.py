@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from axsparse.config.load import LoadedConfig, load_config, to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.models.survey import survey
+from axsparse.planner.memory_budget import MemoryBudget
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -41,10 +43,11 @@ def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> RunSpe
     return decided(config, transport(ranks), grid)
 
 
-def test_auto_takes_two_stages_where_they_divide_the_ranks() -> None:
-    for ranks, stages in [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2)]:
-        layout = resolved(tiny_config(), ranks).config.layout
-        assert (layout.g_inter, layout.g_data) == (stages, ranks // stages)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_auto_takes_one_stage_where_one_fits(ranks: int) -> None:
+    layout = resolved(tiny_config(), ranks).config.layout
+
+    assert (layout.g_inter, layout.g_data) == (1, ranks)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +168,15 @@ def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:
     assert (other.scale, other.floor, other.patience) == (1.0, 1.0, 7)
 
 
+def budget_of(gigabytes: float | str) -> MemoryBudget:
+    """The budget of a process that takes nothing for itself."""
+    return MemoryBudget(math.inf if isinstance(gigabytes, str) else gigabytes * 1e9, 0.0)
+
+
 def limited(limit: float | str, ranks: int = 4, **sections: Any) -> RunSpec:
     sections = {"layout": {"memory_per_rank": limit}, "precision": "bf16", **sections}
     config = tiny_config(model={"num_layers": 8}, pruning={"sparsity": 0.9}, **sections)
-    return resolved(config, ranks, Grid(ranks, 1))
+    return decided(config, transport(ranks), Grid(ranks, 1), budget=budget_of(limit))
 
 
 def auto(
@@ -176,21 +184,28 @@ def auto(
 ) -> RunSpec:
     layout = {"memory_per_rank": limit, **sections.pop("layout", {})}
     config = tiny_config(layout=layout, **sections)
-    return decided(config, transport(ranks), found_memory=found)
+    budget = budget_of(limit) if found is None else MemoryBudget(found, 0.0)
+    return decided(config, transport(ranks), budget=budget)
 
 
 def stages(run: RunSpec) -> int:
     return run.place.grid.g_inter
 
 
-def test_memory_that_was_found_asks_for_more_stages_than_usual_but_never_for_fewer() -> None:
+def test_memory_that_was_found_asks_for_as_many_stages_as_it_needs() -> None:
     deep: dict[str, Any] = {"model": {"num_layers": 10}}
-    usual = auto(found=1e9, **deep)
-    assert usual.prediction is not None
-    more = auto(found=0.7 * usual.prediction.memory_bytes, **deep)
+    roomy = auto(found=1e9, **deep)
+    assert roomy.prediction is not None
+    more = auto(found=0.8 * roomy.prediction.memory_bytes, **deep)
 
-    assert (stages(usual), stages(more)) == (2, 4)
+    assert (stages(roomy), stages(more)) == (1, 2)
     assert stages(auto(3, found=1e9)) == 1
+
+
+def test_stages_that_are_asked_for_are_tried_in_whatever_memory() -> None:
+    run = auto(found=1e4, layout={"g_inter": 2})
+
+    assert stages(run) == 2
 
 
 @pytest.mark.parametrize(("times", "is_tight"), [(1.2, True), (2.0, False)])
@@ -223,7 +238,7 @@ def test_a_limit_of_memory_counts_what_a_member_has() -> None:
 
     assert fitting.place.grid == Grid(1, 2, 2)
     assert tight.place.grid == Grid(2, 1, 2)
-    assert tight.prediction is not None and "(with 1, stage 0 needs " in str(
+    assert tight.prediction is not None and "; with 1, stage 0 needs " in str(
         tight.prediction.reason
     )
     assert auto(3, 1.0, layout={"g_inter": 3}, **deep).place.grid == Grid(3, 1)
@@ -248,8 +263,9 @@ def test_a_layout_that_is_given_is_kept_and_predicted() -> None:
         ),
         (
             partial(limited, 5e-5),
-            r"layout.memory_per_rank.*: no split of 10 layers into 4 stages fits 50.0 kB; with the "
-            r"work balanced, stage 0 needs [0-9.]+ GB of 0.0001; take more stages",
+            r"layout.memory_per_rank.*: no split of 10 layers into 4 stages fits 50.0 kB, of "
+            r"which the process itself takes 0 B; with the work balanced, stage 0 needs "
+            r"[0-9.]+ GB of 0.0001; take more stages",
         ),
         # Fixed orders hold every microbatch.
         (partial(limited, 3e-4, pipeline={"schedule": "gpipe"}), "no split of 10 layers"),

@@ -22,6 +22,7 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST
 from axsparse.samo.optim.optimizer import optimizer_of
+from axsparse.training import placement
 from axsparse.training.build import build
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import HOLES
@@ -53,10 +54,11 @@ def test_on_a_gpu_the_plan_is_the_gpus_and_the_table_is_shown(
     monkeypatch.setitem(
         vars(axsparse.training.run_recorder), "resident_memory_bytes", lambda: 10**10
     )
+    monkeypatch.setitem(vars(placement), "resident_memory_bytes", lambda: 10**8)
     config = tiny_config(
         run_dir=str(tmp_path),
         samo={"enabled": False},
-        layout={"g_inter": 1, "memory_per_rank": 6e-4},  # on a host that would be tight
+        layout={"g_inter": 1, "memory_per_rank": 0.3006},  # on a host that would be tight
     )
     model = tiny_gpt(config)
     job = Job(LocalTransport(LocalWorld(1), 0))

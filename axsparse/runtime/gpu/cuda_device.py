@@ -93,7 +93,3 @@ class CudaDevice:
 
     def mark(self) -> CudaMark:
         return CudaMark(self.device)
-
-    def free_bytes(self) -> int:
-        """Memory that nobody has taken, as the driver says."""
-        return torch.cuda.mem_get_info(self.device)[0]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import axsparse as ax
 from axsparse.data.order import shuffled
+from axsparse.planner.memory_budget import HOST_OVERHEAD
 from peers.adamw import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
 from peers.gpt import Stream, empty_layer, layer_name, start_values, summed_loss
 from peers.workload import SEED, SPARSITY, Run, Size
@@ -82,7 +83,7 @@ def configuration(run: Run, folder: Path) -> ax.Config:
         "split": run.size.split(case.stages),
     }
     if run.budget:
-        layout["memory_per_rank"] = run.budget / 1e9
+        layout["memory_per_rank"] = (HOST_OVERHEAD + run.budget) / 1e9
     return ax.configure(
         {
             "batch": {"global_batch_size": run.size.microbatches, "microbatch_size": 1},

@@ -23,7 +23,6 @@ from support.standin_transport import (
 )
 from torch import Tensor
 
-from axsparse.models.tensor_group import TensorGroup
 from axsparse.runtime.communication import Op, Transport, Work, shard_bounds, wait, wait_for
 from axsparse.runtime.errors import TrainingError
 from axsparse.runtime.gpu.collectives import (
@@ -33,10 +32,8 @@ from axsparse.runtime.gpu.collectives import (
     TwoWayCollective,
 )
 from axsparse.runtime.gpu.gpu_transport import PushingBackoff
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
 from axsparse.runtime.rank_order import sum_in_rank_order
-from axsparse.training.placement import groups_of_members
 
 BY_HOSTS = (a_buffer_lives_until_its_operation_is_done,)
 """Ranks meet here while others are in the middle of an operation of theirs."""
@@ -283,16 +280,6 @@ def test_groups_of_the_same_ranks_share_a_communicator() -> None:
             assert made.free == MEMORY, "each of them was closed once"
 
     on_standins(2, "nccl", main, seed=3, make=Counted)
-
-
-@pytest.mark.parametrize("members", [1, 2, 4, 8])
-def test_memory_is_left_for_as_many_groups_as_members_connect(members: int) -> None:
-    def main(transport: Counted) -> int:
-        TensorGroup(Grid(1, 1, members).place(transport.rank), transport, 8, on_gpus=True)
-        return len(transport.connections.groups)
-
-    found = on_standins(members, "nccl", main, seed=1, make=Counted)
-    assert found == [groups_of_members(members)] * members
 
 
 def test_a_group_of_one_has_none() -> None:
