@@ -138,12 +138,12 @@ def _summed(trainer: Trainer, value: float) -> float:
     return float(MPI.COMM_WORLD.allreduce(value))
 
 
-def quality(save: Path, steps: int, seeds: int, method: str) -> None:
+def quality(save: Path, steps: int, seeds: int) -> None:
     """Validation losses after the last step, a seed and mode at a time."""
     found: dict[str, Any] = json.loads(save.read_text()) if save.exists() else {}
     found["machine"] = host_machine()
     found["what"] = (
-        f"GPT, 2 layers of width 128, 256 words, {WINDOW} tokens, bf16, 90 % pruned by {method}, "
+        f"GPT, 2 layers of width 128, 256 words, {WINDOW} tokens, bf16, 90 % pruned by magnitude, "
         f"{steps} steps of 4 microbatches of 4 sequences, AdamW; validation loss"
     )
     losses = found.setdefault("losses", {mode: {} for mode in MODES})
@@ -159,7 +159,7 @@ def quality(save: Path, steps: int, seeds: int, method: str) -> None:
                 heads=4,
                 samo={"gradient": mode},
                 batch={"global_batch_size": 16, "microbatch_size": 4},
-                pruning={"sparsity": 0.9, "method": method},
+                pruning={"sparsity": 0.9},
                 optimizer={"learning_rate": 2e-3},
                 schedule={"warmup_steps": 20},
                 train={"steps": steps, "eval_every": 0, "eval_steps": 32, "peak_flops": 1e9},
@@ -185,12 +185,11 @@ def main() -> None:
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.5, 0.9])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--method", default="magnitude", help="of pruning, where losses are judged")
     parser.add_argument("--save", type=Path, required=True, help="write JSON here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.what == "quality":
-        quality(arguments.save, arguments.steps, arguments.seeds, arguments.method)
+        quality(arguments.save, arguments.steps, arguments.seeds)
         return
     rows = cost(
         arguments.tokens,

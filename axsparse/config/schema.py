@@ -191,8 +191,6 @@ class PruningConfig(Section):
         "early-bird",
         "gradual",
         "iterative",
-        "set",
-        "rigl",
     ] = "magnitude"
     """Once, at `at_step`: `magnitude` keeps the largest absolute weights, `random` a random choice,
     `custom` what the Python API's `score` says, `zeros` what is not zero in the loaded weights,
@@ -200,9 +198,7 @@ class PruningConfig(Section):
     `sparsegpt` removes what changes the outputs least, and changes the kept weights to make up;
     `snip` the largest |weight × gradient| of one batch. Over time: `early-bird` searches dense
     until the mask of largest weights settles; `gradual` prunes more and more; `iterative` prunes,
-    rewinds and trains again (lottery tickets). `set` and `rigl` keep the number of entries and
-    replace some every `interval` steps, at random or where the gradient is largest; they
-    start from a random mask."""
+    rewinds and trains again (lottery tickets)."""
     sparsity: Rate = 0.9
     """Fraction of the entries of the pruned tensors that is removed; 0 prunes nothing. zeros: the
     fraction that is zero, to the hundredth; runs are planned with it."""
@@ -227,12 +223,10 @@ class PruningConfig(Section):
     for the end of the warm-up). With 0, a method that needs nothing but weights prunes while the
     model is built, and never holds dense state."""
     interval: Count = 100
-    """Steps between two comparisons of masks (early-bird), two prunings (gradual, iterative) or
-    two changes of the mask (set, rigl)."""
+    """Steps between two comparisons of masks (early-bird) or two prunings (gradual, iterative)."""
     until_step: Count | Auto = "auto"
-    """Steps done at the last pruning (gradual, iterative), at the end of the search (early-bird)
-    or after which the mask stays (set, rigl); `auto` is half of `train.steps`, for set and rigl
-    three quarters."""
+    """Steps done at the last pruning (gradual, iterative) or at the end of the search (early-bird);
+    `auto` is half of `train.steps`."""
     threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """early-bird: the ticket is drawn once five distances between masks in a row are below it."""
     metric: Literal["churn", "hamming"] = "churn"
@@ -262,21 +256,13 @@ class PruningConfig(Section):
     heal_rate: Annotated[float, Field(gt=0.0)] = 0.02
     """heal: learning rate at first, as a share of the root mean square of a tensor's kept entries;
     it falls to 0 linearly. The layer that is fitted by the loss takes 0.15 of it."""
-    drop_fraction: Fraction = 0.3
-    """set, rigl: fraction of a tensor's kept entries that is replaced at first; falls to 0 at
-    `until_step` as a cosine."""
-    grown: Literal["cold", "warm"] = "cold"
-    """set, rigl with adamw or lamb: where the second moment of an entry that grows begins. `cold`:
-    at 0, by which its first steps are several times as long as others, the more the nearer
-    `optimizer.betas` are to 1; `warm`: at the mean of its tensor, by which they grow with the first
-    moment."""
     rate_power: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
     """The learning rate of a pruned tensor is divided by its final density to this power: 1 as in
     SMET (arXiv 2606.00888), 0 divides nothing. Those that `optimizer.learning_rates` names have
     theirs."""
     ticket: str | None = None
     """A ticket file, whose masks are used from the start, under any layout. It replaces method
-    and sparsities of this section, except that `set` and `rigl` go on changing its masks."""
+    and sparsities of this section."""
 
     @model_validator(mode="after")
     def _patterns_keep_as_much_everywhere(self) -> PruningConfig:
@@ -307,16 +293,14 @@ class PruningConfig(Section):
         if not prunes(self) or self.ticket is not None:
             return self
         at, rewind = self.at_step, self.rewind_step
-        early, moving = ("zeros", "wanda", "sparsegpt"), ("set", "rigl")
+        early = ("zeros", "wanda", "sparsegpt")
         draws = "draws its masks tensor by tensor before the first step"
         back = "never" if rewind == "auto" else rewind
         for methods, key, value, usual, why in (
             (early, "at_step", at, 0, draws),
             (early, "distribution", self.distribution, "uniform", draws),
             (("zeros",), "layers", list(self.layers), [], draws),
-            (moving, "at_step", at, 0, "starts from a sparse network"),
-            (moving, "rewarm_steps", self.rewarm_steps, 0, "changes the mask all the time"),
-            ((*moving, "gradual"), "rewind_step", back, "never", "goes on with the weights it has"),
+            (("gradual",), "rewind_step", back, "never", "goes on with the weights it has"),
         ):
             if self.method in methods and value != usual:
                 raise BrokenRule(

@@ -158,11 +158,6 @@ def check_rounds(loaded: LoadedConfig, config: Config) -> None:
             f"{where}: {every} steps do not fit between pruning.at_step {begin} and "
             f"{end}; choose at most {max(until - begin, 1)}"
         )
-    if pruning.method in ("set", "rigl") and every >= until:
-        raise ConfigError(
-            f"{where}: {every} steps bring no move before {end}; choose at "
-            f"most {max(until - 1, 1)}, or train longer"
-        )
     first = max(begin, config.schedule.warmup_steps)
     last = first + DISTANCES * every
     if pruning.method == "early-bird" and last > until:

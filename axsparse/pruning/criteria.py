@@ -188,7 +188,7 @@ def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion
     pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
     if score is not None:
         return Criterion(score, config.seed, pattern)
-    at_random = pruning.method in ("random", "set", "rigl")
+    at_random = pruning.method == "random"
     return Criterion("random" if at_random else "magnitude", config.seed, pattern)
 
 

@@ -24,9 +24,7 @@ from axsparse.pruning.ticket.ticket_reader import Ticket, open_ticket
 from axsparse.runtime.errors import ConfigError, everywhere
 from axsparse.samo.masks import Shape, Weight
 
-FROM_START = frozenset(
-    ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "set", "rigl")
-)
+FROM_START = frozenset(("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt"))
 """Methods whose first masks need nothing but the initial weights, and perhaps samples."""
 NOTHING_PRUNABLE = "no tensor that could be pruned"
 """What a pattern matches, in the words of the error, if it matches nothing."""

@@ -16,7 +16,7 @@ come by `add`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -33,7 +33,6 @@ from axsparse.samo.host.sparse_products import (
     sparse_linear,
 )
 from axsparse.samo.layer_state import LayerState
-from axsparse.samo.selection import Candidates, strongest
 from axsparse.samo.tensor_state import TensorState
 
 
@@ -59,8 +58,6 @@ class GradientCollector:
         self._is_last = False
         self._has_seen_last = False
         self._missing: dict[str, set[str]] = {}
-        self._wanted: dict[str, int] = {}
-        self._candidates: dict[str, Candidates] = {}
         self._running: dict[str, Tensor | None] = {}
         """The views of this step's gradients to which autograd itself adds, by name of tensor."""
         self._sparse: dict[nn.Parameter, SparseWeight] = {}
@@ -81,7 +78,6 @@ class GradientCollector:
     def begin(self) -> None:
         """Open a step: the first gradient of each tensor replaces what is there."""
         self._is_last = self._has_seen_last = False
-        self._candidates.clear()
         self._running.clear()
         self._sampled.clear()
         for layer in self._layers:
@@ -121,22 +117,6 @@ class GradientCollector:
                 self._report(layer)
         return unused
 
-    def harvest(self, wanted: Mapping[str, int]) -> None:
-        """From the next step on, collect growth candidates: `wanted` has their number by tensor.
-
-        Every step begins anew, so the candidates come from one step's microbatches: each
-        microbatch adds its gradient to the list, and the strongest sums stay. Lists that are cut
-        off depend on which microbatches a replica has, so where sums are exact, all candidates come
-        from the first microbatch of the step.
-        """
-        self._wanted = dict(wanted)
-
-    def harvested(self) -> dict[str, Candidates]:
-        """Stop collecting, and return the candidates of the last step by name of tensor; tensors
-        without a gradient have none."""
-        found, self._candidates, self._wanted = self._candidates, {}, {}
-        return found
-
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
@@ -170,8 +150,6 @@ class GradientCollector:
         with self._timed(self._is_last):
             # An embedding with sparse=True has sparse gradients.
             dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-            if tensor.name in self._wanted and _has_candidates(layer, tensor):
-                self._pick(tensor, dense)
             if tensor.name in self._sampled:
                 values_K = tensor.index.gather(dense.reshape(-1), 0, tensor.kept)
                 self._sampled[tensor.name] += values_K
@@ -212,8 +190,8 @@ class GradientCollector:
 
     def sample(self, tensor: TensorState, rows: Tensor, outer: Tensor) -> bool:
         """Compute the kept entries of a gradient `outerᵀ rows`, which `complete` accumulates, where
-        growth candidates do not need the others; returns whether it did."""
-        if tensor.name in self._wanted or len(rows) < FEWEST_TOKENS or not can_sample(tensor):
+        the weight is pruned enough and the tokens are many enough; returns whether it did."""
+        if len(rows) < FEWEST_TOKENS or not can_sample(tensor):
             return False
         values_K = sampled_product(outer, rows, tensor.index)
         before = self._sampled.get(tensor.name)
@@ -238,22 +216,6 @@ class GradientCollector:
             with self._timed(True):
                 layer.complete_sums()
         self._on_ready(layer)
-
-    def _pick(self, tensor: TensorState, dense: Tensor) -> None:
-        """Add a dense gradient to the tensor's candidates; needs 5 bytes of memory an entry."""
-        before = self._candidates.get(tensor.name)
-        self._candidates[tensor.name] = strongest(
-            dense.reshape(-1).to(torch.float32, copy=True),
-            () if before is None else (before,),
-            tensor.index,
-            self._wanted[tensor.name],
-        )
-
-
-def _has_candidates(layer: LayerState, tensor: TensorState) -> bool:
-    """Whether the gradient that has come gives growth candidates."""
-    is_first = layer.shares.replicas.rank == 0 and not tensor.accumulated
-    return is_first or not layer.is_exact
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from axsparse.runtime.communication import Collective, Op
 from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.kernels import add_exact, finish_exact
-from axsparse.samo.index.base import Index
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes
 from axsparse.samo.tensor_state import Relocation, Shares, TensorState, Whole
@@ -458,23 +457,6 @@ class LayerState:
         assert self.members is not None, f"{whole.name} is cut"
         return self.members.gathered(whole.cut, parts)
 
-    def index(self, name: str) -> Index:
-        """The kept positions of one tensor; asked for as `master`."""
-        whole = self.wholes[name]
-        if whole.cut is None:
-            return whole.parts[0].index
-        return self.backend.index(self.mask(name), self._index_kind)
-
-    def fill_moment(self, name: str, moment: str, where_D: Tensor, value: float) -> None:
-        """Set one moment of some kept entries of a tensor, as far as they are held here, to a
-        value; `where_D` is True there, flat, in the shape of the whole tensor."""
-        whole = self.wholes[name]
-        for tensor in whole.parts:
-            held = tensor.entries_in(self.shares.held)
-            values = self.optimizer_state.moments_of(tensor, held.start, held.stop)[moment]
-            here_K = whole.part(tensor, where_D)[tensor.positions()[held.start : held.stop]]
-            values[here_K.to(values.device)] = value
-
     def _dense(self, tensor: TensorState, values_K: Tensor) -> Tensor:
         """Values of a tensor's kept entries in the parameter's shape, on the host."""
         dense_D = self._zeros(tensor.parameter.numel())
@@ -519,12 +501,12 @@ class LayerState:
     # -- masks ------------------------------------------------------------------------
 
     def remask(self, name: str, mask_D: Tensor) -> None:
-        """Keep exactly the entries where a flat mask, which is on the host, is True.
+        """Keep only the kept entries where a flat mask, which is on the host, is True.
 
-        Entries that stay keep their master weight, moments and gradient exactly; new entries
-        start at zero. Buffers are replaced one at a time, so the extra memory is one new buffer,
-        and the whole of the old one where it is sharded. Called between two steps, by all
-        replicas together; then call `refit` on a layer with an alias of this tensor.
+        It is True at kept entries only: a mask shrinks. Entries that stay keep their master weight,
+        moments and gradient exactly. Buffers are replaced one at a time, so the extra memory is one
+        new buffer, and the whole of the old one where it is sharded. Called between two steps, by
+        all replicas together; then call `refit` on a layer with an alias of this tensor.
         """
         whole = self.wholes[name]
         for tensor in whole.parts:
@@ -535,8 +517,8 @@ class LayerState:
         name, numel = changed.name, changed.parameter.numel()
         assert mask_D.shape == (numel,), f"{name}: a mask of {mask_D.shape} for {numel} entries"
         new_index = self.backend.index(mask_D, self._index_kind)
-        new_positions = new_index.positions()
-        relocation = Relocation(new_positions, changed, self.shares)
+        positions = new_index.positions()
+        relocation = Relocation(positions, changed, self.shares)
         changed.own_index = new_index
         self.shares.lay_out()
 
@@ -544,9 +526,9 @@ class LayerState:
         old_gradient = self.gradient
         self._lay_gradient(self.accumulator.new_zeros(self.shares.total))
         relocation.carry_over(old_gradient, self.gradient)
-        survives_D = self._zeros(numel, torch.bool)
-        survives_D[new_positions[relocation.stays]] = True
-        changed.weight_D.masked_fill_(~survives_D, 0)
+        stays_D = self._zeros(numel, torch.bool)
+        stays_D[positions] = True
+        changed.weight_D.masked_fill_(~stays_D, 0)
 
     def refit(self) -> None:
         """Lay the gradient out anew, after `remask` of a tensor that this layer has an alias of."""

@@ -184,23 +184,19 @@ class Shares:
 
 
 class Relocation:
-    """How values move in a layer's flat buffers when one of its tensors gets another mask.
+    """How values move in a layer's flat buffers when the mask of one of its tensors shrinks.
 
     Made before `Shares.lay_out` lays the shares out anew; values are carried over after it.
     """
 
-    stays: Tensor
-    """Whether each new kept entry of the changed tensor was kept before, bool."""
-
-    def __init__(self, new_positions: Tensor, changed: TensorState, shares: Shares) -> None:
-        """`changed` will keep these positions (int64, ascending, on the layer's device)."""
+    def __init__(self, positions: Tensor, changed: TensorState, shares: Shares) -> None:
+        """`changed` will keep these positions (int64, ascending, on the layer's device) of those
+        that it keeps now."""
         old_positions = changed.index.positions()
-        source = torch.searchsorted(old_positions, new_positions)
-        self.stays = source < old_positions.numel()
-        self.stays[self.stays.clone()] = (
-            old_positions[source[self.stays]] == new_positions[self.stays]
-        )
-        self._before = source[self.stays]
+        self._before = torch.searchsorted(old_positions, positions)
+        """The number of each entry that stays, among those that were kept."""
+        fits = positions.numel() == 0 or int(self._before[-1]) < old_positions.numel()
+        assert fits and torch.equal(old_positions[self._before], positions), "masks only shrink"
         self._changed, self._shares = changed, shares
         self._places = {
             tensor.name: slice(tensor.offset, tensor.offset + tensor.kept)
@@ -225,7 +221,4 @@ class Relocation:
         for tensor in self._shares.owned:
             before = old[self._places[tensor.name]]
             after = new[tensor.offset : tensor.offset + tensor.kept]
-            if tensor is self._changed:
-                after[self.stays] = before[self._before]
-            else:
-                after.copy_(before)
+            after.copy_(before[self._before] if tensor is self._changed else before)

@@ -130,8 +130,7 @@ def assemble(
         while_idle=sync.advance,
     )
     live = _live_masks(run, layers, options, transport)
-    starts = run.starts_pruned
-    masking = choose_masking(config, run.criterion, live, collector, ties, starts_pruned=starts)
+    masking = choose_masking(config, run.criterion, live, starts_pruned=run.starts_pruned)
     offload = None
     if config.samo.offload and placement.gpu is not None:
         offload = Offload(placement.gpu, states, backoff)

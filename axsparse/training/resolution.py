@@ -61,8 +61,6 @@ from axsparse.training.run_checks import check_transport, check_weights_are_load
 
 HOLES = 0.3
 """The part of a process's memory that may be freed blocks, which glibc keeps."""
-UNTIL = {"set": 0.75, "rigl": 0.75}
-"""The part of all steps after which `pruning.until_step: auto` ends; 0.5 for other methods."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +237,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         room=inputs.budget.for_model,
     )
     run = _cut(run, cutting)
-    if draws or (targets is not None and config.pruning.method in UNTIL):
+    if draws:
         check_rounds(loaded, run.config)
     member = subject.of_member(grid.g_tensor)
     run = replace(run, member=None if member is subject else member.survey)
@@ -301,14 +299,13 @@ def _layout(
 def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence[Trade]) -> Config:
     """The configuration with every `auto` replaced but `layout.split`, which needs the rest."""
     pruning, steps = config.pruning, config.train.steps
-    end_of_pruning = round(steps * UNTIL.get(pruning.method, 0.5))
     schedule = None if choice is None else choice.row.layout.schedule
     automatic: dict[str, object] = {
         "data.sequence_length": sample_length(config),
         "pipeline.slack": DEFAULT_SLACK if schedule is None else schedule.slack,
         "pipeline.split_backward": _splits_backward(config, choice, trades),
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
-        "pruning.until_step": max(end_of_pruning, pruning.at_step, 1),
+        "pruning.until_step": max(round(steps * 0.5), pruning.at_step, 1),
         "schedule.decay_steps": max(steps, config.schedule.warmup_steps),
     }
     if schedule is not None and schedule.held is not None:

@@ -410,7 +410,7 @@ class Trainer:
             return
         self._step.follow_masks(change)
         if change.changed:
-            self._best.forget(self.steps_done)
+            self._best.forget()
         transport, sizes = self.parts.transport, [before, self.state_bytes().total]
         rows = sum_by_owner(transport.world, transport.backoff, sizes)
         old, new = (int(max(column)) for column in zip(*rows, strict=True))
@@ -471,10 +471,6 @@ OnCheckpoint = Callable[[int, Path], object]
 """`on_checkpoint(step, folder)`, once the checkpoint of a step is whole; True ends the run."""
 
 
-MOVING = ("set", "rigl")
-"""Pruning methods that replace entries all the time, and keep as many as before."""
-
-
 def _refuse_no_functions(callbacks: Mapping[str, object]) -> None:
     """ConfigError for the first callback that cannot be called."""
     for name, called in callbacks.items():
@@ -486,34 +482,28 @@ def _refuse_no_functions(callbacks: Mapping[str, object]) -> None:
 class BestEvaluation:
     """Remembers the evaluation of lowest loss whose checkpoint is kept, alike on all ranks.
 
-    A checkpoint holds the masks that are drawn after the evaluation of its step. So an evaluation
-    counts only if no mask changes then, and an evaluation from before the network lost entries
-    counts no more, since a dense network would stay the best for ever.
+    A checkpoint holds the masks that are drawn after the evaluation of its step, and an evaluation
+    from before the network lost entries counts no more, since a dense network would stay the best
+    for ever.
     """
 
     def __init__(self, config: Config, progress: Progress | None) -> None:
         """`progress` is that of the checkpoint that the run goes on from."""
         self._keeps = config.checkpoint.keep_best
-        self._moves = config.pruning.method in MOVING
         self.entry: BestEntry | None = None
         """The best evaluation; None before the first, and if none is looked for."""
-        self._before: BestEntry | None = None
         if progress is not None and self._keeps:
-            self.entry = self._before = progress.best
+            self.entry = progress.best
 
     def look(self, step: int, loss: float) -> None:
         """Take note of the evaluation after `step` steps; among equal losses the first is best."""
-        self._before = self.entry
         is_lower = self.entry is None or loss < self.entry.loss
         if self._keeps and step > 0 and math.isfinite(loss) and is_lower:
             self.entry = BestEntry(step=step, loss=loss)
 
-    def forget(self, step: int) -> None:
-        """Take note that masks have changed after `step` steps."""
-        if not self._moves:
-            self.entry = None
-        elif self.is_at(step):
-            self.entry = self._before
+    def forget(self) -> None:
+        """Take note that masks have changed."""
+        self.entry = None
 
     def is_at(self, step: int) -> bool:
         """Whether the evaluation after `step` steps is the best one."""

@@ -150,7 +150,6 @@ ROWS = [
             exact(UNEVEN, steps(8, pruning=PRUNING["gradual"])),
             exact(UNEVEN, steps(4, pruning=PRUNING["snip"])),
             exact(UNEVEN, steps(4, pruning=PRUNING["snip later"])),
-            exact(UNEVEN, steps(9, pruning=PRUNING["rigl"])),
             exact(UNEVEN, steps(7, pruning=PRUNING["iterative"])),
             exact(UNEVEN, steps(4, samo={"enabled": False})),
         ],

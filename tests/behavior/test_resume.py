@@ -178,8 +178,6 @@ METHODS: dict[str, dict[str, Any]] = {
         **{"method": "early-bird", "interval": 1, "until_step": 8, "threshold": 0.4},
         **{"at_step": 1, "rewind_step": 1},
     },
-    "set": {"method": "set", "interval": 2, "until_step": 9},
-    "rigl, armed": {"method": "rigl", "interval": 5, "until_step": 9},
 }
 
 
@@ -201,9 +199,8 @@ def over_time(method: str, **sections: Any) -> Config:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("method", ["early-bird to step 1", "rigl, armed"])
-def test_pruning_methods_go_on_with_shards(method: str, tmp_path: Path) -> None:
-    config = over_time(method, **SHARD)
+def test_pruning_methods_go_on_with_shards(tmp_path: Path) -> None:
+    config = over_time("early-bird to step 1", **SHARD)
 
     resumes(tmp_path, config, before=(1, 2), after=(2, 2), stop=5)
 
@@ -418,11 +415,8 @@ def test_every_evaluation_is_there_once(stop: int, tmp_path: Path) -> None:
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("method", by_default(["gradual"], ["gradual", "rigl"]))
-def test_an_evaluation_where_a_run_stops_is_of_the_masks_before(
-    method: str, tmp_path: Path
-) -> None:
-    pruning = {"method": method, "interval": 2, "until_step": 5}
+def test_an_evaluation_where_a_run_stops_is_of_the_masks_before(tmp_path: Path) -> None:
+    pruning = {"method": "gradual", "interval": 2, "until_step": 5}
     config = config_of(train={"steps": 6, "eval_every": 2, "eval_steps": 1}, pruning=pruning)
     validation = token_data(12)
     ran((1, 1), config, tmp_path / "whole", validation=validation)

@@ -69,7 +69,6 @@ SETTINGS: list[Settings] = [
     {"pipeline": {"checkpoint_activations": 2}, "model": {"dropout": 0.2}},
     {"samo": {"enabled": False}, "precision": "bf16"},
     {"pruning": {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 2}},
-    {"pruning": {"method": "rigl", "interval": 2}, "train": {"steps": 4}},
     {"pruning": {"method": "snip", "at_step": 1}},
     {"pipeline": {"slack": 0}},
     {"batch": {"microbatch_size": 12}},

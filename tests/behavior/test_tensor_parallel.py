@@ -18,7 +18,6 @@ from support.cases import (
     TORCH,
     Row,
     Subject,
-    batch,
     judge,
     merged,
     parameters,
@@ -221,10 +220,6 @@ TOLERANCE = (3e-7, 1e-6)
 """Sums over chunks in place of one product: 1.2e-7 and 1e-7 were the most seen over three steps."""
 
 
-MOVING_TOLERANCE = (1e-6, 1e-6)
-"""The same over nine steps with the same masks; one entry that grows elsewhere makes 1e-4."""
-
-
 def members(number: int, **others: Any) -> dict[str, Any]:
     return merged({"layout": {"g_tensor": number}}, others)
 
@@ -275,17 +270,15 @@ SAME_BITS = [
     ),
 ]
 TIED = {"pruning": {"include": "all"}}
-MOVING: list[tuple[tuple[int, int], str, dict[str, Any], dict[str, Any]]] = [
-    ((1, 1), "set", TIED, {}),
-    ((2, 1), "rigl", TIED, {}),
-    ((1, 1), "rigl", {"pruning": {"include": "all", "grown": "warm"}}, {}),
-    ((1, 2), "rigl", SUMS, {"samo": {"shard_optimizer": True}}),
+SHRINKING: list[tuple[tuple[int, int], str, dict[str, Any], dict[str, Any]]] = [
+    ((1, 1), "gradual", TIED, {}),
+    ((2, 1), "gradual", TIED, {}),
+    ((1, 2), "gradual", SUMS, {"samo": {"shard_optimizer": True}}),
 ]
-"""Ties on one stage and on two, moments of what grows, and shares of replicas: chunks of one tensor
-give each other entries."""
+"""Ties on one stage and on two, and shares of replicas."""
 SAME_BITS += [
     Row(layout, exact(ten_steps(method), settings), members(4, **free), ONE_RANK, FOUR_HEADS)
-    for layout, method, settings, free in MOVING
+    for layout, method, settings, free in SHRINKING
 ]
 SAME_BITS += [
     Row((1, 1), exact(DEEP), members(2), ONE_RANK, OWN),
@@ -668,18 +661,6 @@ def test_every_degree_has_the_same_bits(row: Row) -> None:
         for stages, number, is_exact in [(1, 2, False), (2, 2, False), (1, 4, False), (1, 1, True)]
     )
     + parameters(
-        Row(
-            (1, 1),
-            {**ten_steps("rigl"), **batch(4, 4)},
-            members(4, layout={"tensor_exact": is_exact}),
-            TORCH,
-            FOUR_HEADS,
-            tolerance=MOVING_TOLERANCE,
-            is_usual=is_exact,
-        )
-        for is_exact in (True, False)
-    )
-    + parameters(
         [
             Row(
                 (1, 1),
@@ -724,13 +705,13 @@ def test_a_run_is_the_uncut_one_to_rounding(row: Row) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "pruning",
-    [PRUNING["magnitude later"], {**PRUNING["rigl"], "until_step": 5}],
-    ids=["at a step", "moving"],
+    [PRUNING["magnitude later"], PRUNING["gradual"]],
+    ids=["at a step", "gradual"],
 )
 def test_members_leave_equal_files_and_go_on_as_any_other_number_of_members(
     pruning: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Checkpoints, tickets and exports do not know the degree; RigL stops before masks move."""
+    """Checkpoints, tickets and exports do not know the degree."""
     config = tiny_config(
         **exact({"model": {"num_heads": 4}, "checkpoint": {"every": 2, "keep_last": 3}}),
         **{"batch": {"microbatch_size": 4}, "pruning": pruning},

@@ -48,7 +48,7 @@ def test_the_end_of_a_search_says_where_it_comes_from() -> None:
         ("optimizer.nesterov=true",),
         ("pipeline.split_backward=auto", "pipeline.compile=true"),
         ("data.separate_documents=true", "model.name=hf", "model.hf={model_type: llama}"),
-        ("pruning.method=rigl", "pruning.at_step=0", "pruning.rewind_step=never"),
+        ("pruning.method=gradual", "pruning.at_step=0", "pruning.rewind_step=never"),
     ],
 )
 def test_consistent_settings_pass(overrides: tuple[str, ...]) -> None:

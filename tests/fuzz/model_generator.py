@@ -60,8 +60,6 @@ METHODS = (
     "early-bird",
     "gradual",
     "iterative",
-    "set",
-    "rigl",
 )
 
 

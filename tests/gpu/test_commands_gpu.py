@@ -80,8 +80,6 @@ TRAININGS = {
     "LAMB": Training(("optimizer.name=lamb",)),
     "2:4": Training(("pruning.pattern=2:4", "pruning.sparsity=0.5")),
     "wanda": Training(("pruning.method=wanda", "pruning.calibration_samples=8")),
-    "SET": Training(("pruning.method=set", "pruning.interval=2")),
-    "RigL": Training(("pruning.method=rigl", "pruning.interval=2")),
     "pruned later": Training(("pruning.at_step=3",)),
     "traced": Training(("train.trace=2",), on_gpu=("train.memory_history=true",)),
 }

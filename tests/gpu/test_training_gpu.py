@@ -77,7 +77,7 @@ OF_MEMBERS: dict[str, dict[str, Any]] = {
     "exact": {},
     "exact-bf16": {"precision": "bf16"},
     "exact-split": {"pipeline": {"split_backward": True, "checkpoint_activations": 1}},
-    "exact-rigl": {"pruning": {"method": "rigl", "interval": 2, "include": "all"}},
+    "exact-gradual": {"pruning": {"method": "gradual", "interval": 2, "include": "all"}},
     "exact-evaluated": {"train": {"steps": STEPS, "eval_steps": 2}},
 }
 

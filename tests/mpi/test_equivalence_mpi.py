@@ -27,7 +27,7 @@ from axsparse.runtime.grid import Grid
 
 SIZE = MPI.COMM_WORLD.size
 LAYOUTS = [(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
-METHODS = ("rigl", "snip", "early-bird", "iterative")
+METHODS = ("gradual", "snip", "early-bird", "iterative")
 """Each has one layout here; in one process, every method has every layout."""
 FEW = replace(GPT, settings={"batch": {"microbatch_size": 3}})
 ROWS = [

@@ -54,9 +54,7 @@ def test_every_round_of_gradual_pruning_sees_gradients() -> None:
     assert len(seen) == 3 * len(set(seen))
 
 
-@pytest.mark.parametrize(
-    "pruning", [{"method": "custom"}, {"method": "early-bird"}, {"method": "set", "interval": 1}]
-)
+@pytest.mark.parametrize("pruning", [{"method": "custom"}, {"method": "early-bird"}])
 def test_a_method_without_gradients_is_refused(pruning: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"has no gradients when it draws masks, and the score "):
         kept_by((1, 1), config_of(**pruning), score=from_outside)

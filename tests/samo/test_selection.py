@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import pretend_gpu
-from support.pretend_gpu import AVAILABLE, pretend
 from torch import Tensor
 
 from axsparse.samo import selection
-from axsparse.samo.index.base import make_index
 from axsparse.samo.selection import (
-    Candidates,
     Cut,
     Keys,
     by_magnitude,
@@ -25,7 +19,6 @@ from axsparse.samo.selection import (
     histogram,
     largest,
     select,
-    strongest,
 )
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
@@ -79,31 +72,3 @@ def test_histograms_of_several_tensors_add_up_to_the_cut_of_all(
     assert above + cut.ties == keep
     assert keep == 0 or 0 < cut.ties <= equal_to(everything, by_value, cut.key)
     assert torch.equal(select(everything, by_value, cut).mask(), largest(everything, keep))
-
-
-@pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python")
-def test_growth_chooses_on_the_device_and_fetches_what_is_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    numel, count = 300_000, 100
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(2))
-    part = Candidates(torch.tensor([5, 6], dtype=torch.int32), torch.tensor([90.0, -90.0]))
-    there = values.to(pretend())
-    index = make_index(torch.zeros(numel, dtype=torch.bool), "int32")
-    fetched: list[int] = []
-    run = pretend_gpu._run
-
-    def watched(operation: Any, arguments: Any, named: dict[str, Any]) -> Any:
-        made = run(operation, arguments, named)
-        to_host = "_to_copy" in operation.name() and type(made) is Tensor
-        if to_host:
-            fetched.append(made.numel())
-        return made
-
-    monkeypatch.setattr(pretend_gpu, "_run", watched)
-    ours = strongest(there, [part], index, count)
-    theirs = strongest(values.clone(), [part], index, count)
-
-    assert torch.equal(ours.positions, theirs.positions)
-    assert torch.equal(ours.sums, theirs.sums)
-    assert fetched and max(fetched) <= 65_536 < numel

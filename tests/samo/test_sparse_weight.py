@@ -165,21 +165,15 @@ def test_what_is_deferred_is_left_alone() -> None:
     assert tensor.parameter.grad is None, "autograd would add before what is deferred is added"
 
 
-def test_growth_candidates_and_small_microbatches_want_whole_gradients() -> None:
+def test_small_microbatches_want_whole_gradients() -> None:
     case = Case()
     weights = case.weights
-    case.collector.harvest({"first.weight": 3})
     case.collector.begin()
 
-    assert not weights["first.weight"].accumulate(*factors(1))
     assert weights["second.weight"].accumulate(*factors(1))
     case.collector.complete(weights["second.weight"].tensor.parameter)
     assert not weights["second.weight"].accumulate(*factors(1, tokens=20))
     assert case.collector.finish() == ["first.weight", "first.bias"]
-
-    case.collector.harvested()
-    case.collector.begin()
-    assert weights["first.weight"].accumulate(*factors(1))
 
 
 def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from support.dense_optimizers import lamb
-from support.methods import MethodOracle, MovingOracle, Plan
+from support.methods import MethodOracle
 from support.oracle import Oracle, Trace, adamw, sgd
 from support.runs import (
     assert_bitwise,
@@ -38,7 +38,6 @@ from support.runs import (
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.models.layer import Model
-from axsparse.pruning.methods.regrowth import drop_fraction
 from axsparse.training.trainer import Trainer
 
 Layout = tuple[int, int]
@@ -73,8 +72,6 @@ PRUNING: dict[str, dict[str, Any]] = {
         **{"method": "early-bird", "interval": 1, "until_step": 8, "threshold": 0.2},
         **{"metric": "hamming", "rewind_step": 0},
     },
-    "set": {"method": "set", "interval": 3, "until_step": 8, "drop_fraction": 0.4},
-    "rigl": {"method": "rigl", "interval": 3, "until_step": 8, "drop_fraction": 0.4},
 }
 """Every pruning method, in runs of ten steps that change their masks."""
 
@@ -318,17 +315,6 @@ def _train(subject: Subject, layout: Layout, config: Config, **others: Any) -> R
     return train_in_process(*given, g_tensor=config.layout.g_tensor, **others)
 
 
-class Annealed(MovingOracle):
-    """Moves as many entries as `pruning.drop_fraction` says after each step."""
-
-    def _move(self, name: str, step: int) -> None:
-        pruning = self.config.pruning
-        assert pruning.until_step != "auto"
-        fraction = drop_fraction(step, alpha=pruning.drop_fraction, end=pruning.until_step)
-        self.plan = replace(self.plan, fraction=fraction)
-        super()._move(name, step)
-
-
 def oracle_of(
     config: Config, g_data: int, model: Model | None = None, data: Dataset | None = None
 ) -> Oracle:
@@ -339,14 +325,4 @@ def oracle_of(
     at_once = pruning.method in ("magnitude", "random") and pruning.rewind_step in ("auto", "never")
     if not config.samo.enabled or (at_once and pruning.distribution == "uniform"):
         return Oracle(*given, optimizer)
-    if pruning.method not in ("set", "rigl"):
-        return MethodOracle(*given, optimizer)
-    assert pruning.until_step != "auto"
-    at_random = config.model_copy(
-        update={"pruning": pruning.model_copy(update={"method": "random"})}
-    )
-    plan = Plan(
-        by="gradient" if pruning.method == "rigl" else "chance",
-        at=range(pruning.interval - 1, pruning.until_step - 1, pruning.interval),
-    )
-    return Annealed(given[0], at_random, *given[2:], plan=plan)
+    return MethodOracle(*given, optimizer)

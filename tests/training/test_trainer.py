@@ -336,18 +336,20 @@ def test_what_was_found_before_a_pruning_counts_no_more(tmp_path: Path) -> None:
     assert there[7] == [6, 4]
 
 
-def test_of_masks_that_move_only_evaluations_of_what_is_saved_count() -> None:
-    best = BestEvaluation(config_of(pruning={"method": "rigl"}), None)
+def test_only_evaluations_that_are_finite_and_of_what_is_saved_count() -> None:
+    best = BestEvaluation(config_of(), None)
 
     best.look(1, math.nan)
     best.look(0, 0.1)
     nothing = best.entry
     best.look(2, 2.0)
+    first = best.entry
     best.look(4, 1.0)
-    best.forget(4)
+    best.forget()
 
     assert nothing is None
-    assert best.entry == BestEntry(step=2, loss=2.0)
+    assert first == BestEntry(step=2, loss=2.0)
+    assert best.entry is None
 
 
 def test_pruning_checkpoints_by_hand_leaves_the_best(

@@ -16,9 +16,9 @@ class Masking(Protocol):
     """A pruning method: it decides between two steps which entries are kept from then on.
 
     Every rank has one and calls it at the same moments. A method draws masks with
-    `live.masks(criterion, …)` of `LiveMasks` and applies them with `live.prune(masks)`. It must
-    decide alike on all ranks, so it may use only values that are equal everywhere or that
-    `live.total` has summed. The smallest example prunes once by magnitude, before step 100:
+    `live.masks(criterion, …)` of `LiveMasks` and applies them with `live.prune(masks)`: masks only
+    shrink. It must decide alike on all ranks, so it may use only values that are equal everywhere
+    or that `live.total` has summed. The smallest example prunes once by magnitude, before step 100:
 
         class AtStep100:
             unfinished = None
@@ -51,7 +51,7 @@ class Masking(Protocol):
        `config/validate.py` (`check_rounds`).
     3. Construct it in `method_registry.choose_masking`. If it only needs weights for its first
        mask, add it to `FROM_START` in `pruning/targets.py`: state is then built pruned, and
-       `choose_masking` returns None unless the method moves masks later.
+       `choose_masking` returns None.
     4. Write what it does into the dense `MethodOracle` in `tests/support/methods.py`. Add it to
        `PRUNING` in `tests/support/cases.py`, whose rows compare every layout bitwise with the
        oracle, and to the `METHODS` of `tests/behavior/test_resume.py`, which compares a run bitwise
@@ -130,10 +130,6 @@ class MethodState:
     """The last distances between masks, oldest first (early-bird)."""
     last_look: int | None = None
     """The number of updates before the last mask was drawn (early-bird)."""
-    armed: float | None = None
-    """The fraction of the kept entries that moves after the next update (set, rigl)."""
-    armed_at: int = 0
-    """The number of updates before that was decided (set, rigl)."""
     holds_weights: bool = False
     """Whether the weights to rewind to are saved."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from axsparse.config.schema import ONCE, Config
 from axsparse.config.validate import DISTANCES
 from axsparse.pruning.criteria import Criterion
@@ -11,48 +9,24 @@ from axsparse.pruning.methods.early_bird import EarlyBirdSearch, MaskConvergence
 from axsparse.pruning.methods.gradual import GradualPruning, PruningRounds, Rewinding
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
-from axsparse.pruning.methods.regrowth import (
-    DynamicSparsity,
-    GradientGrowth,
-    RandomGrowth,
-    Regrowth,
-)
-from axsparse.samo.gradient_hooks import GradientCollector
-from axsparse.samo.layer_state import StageTie
 
 
 def choose_masking(
     config: Config,
     criterion: Criterion,
     live: LiveMasks | None,
-    collector: GradientCollector,
-    ties: Sequence[StageTie],
     *,
     starts_pruned: bool,
 ) -> Masking | None:
     """The pruning method of a run; None if nothing is pruned, or if the first masks stay.
 
-    `config` has every `auto` resolved. `ties` are in an order that all stages share.
-    `starts_pruned` says whether the state was built with masks.
+    `config` has every `auto` resolved. `starts_pruned` says whether the state was built with masks.
     """
     pruning = config.pruning
     until = pruning.until_step
     assert until != "auto" and pruning.rewind_step != "auto", "the configuration is resolved"
-    moves = pruning.method in ("set", "rigl")
-    if live is None or (starts_pruned and not moves):
+    if live is None or starts_pruned:
         return None
-    if moves:
-        regrowth = Regrowth(
-            [layer.state for layer in live.layers],
-            ties,
-            live.ties,
-            live.options.replicas,
-            GradientGrowth(collector) if pruning.method == "rigl" else RandomGrowth(config.seed),
-            warm=pruning.grown == "warm",
-        )
-        return DynamicSparsity(
-            live, regrowth, interval=pruning.interval, until_step=until, alpha=pruning.drop_fraction
-        )
     method = _drawing_method(config, criterion, live, until)
     step = pruning.rewind_step
     return method if step == "never" else Rewinding(method, live, step)

@@ -1,8 +1,7 @@
-"""Sparsities and drop fractions follow the published formulas and end exactly."""
+"""Sparsities follow the published formulas and end exactly."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.pruning.methods.gradual import gradual_sparsity, iterative_sparsity
-from axsparse.pruning.methods.regrowth import drop_fraction
 
 PUBLISHED = [
     (gradual_sparsity, [0, *(0.9 * (1 - left**3) for left in (0.75, 0.5, 0.25)), 0.9]),
@@ -38,12 +36,3 @@ def test_pruning_never_brings_back_and_ends_exactly(
     assert found == sorted(found)
     assert (found[0], found[-1]) == (0.0, final)
     assert all(0 <= sparsity < 1 for sparsity in found)
-
-
-def test_the_drop_fraction_falls_as_half_a_cosine_to_nothing() -> None:
-    found = [drop_fraction(step, alpha=0.3, end=100) for step in (0, 25, 50, 75, 99)]
-
-    assert found == pytest.approx(
-        [0.3, 0.15 * (1 + math.sqrt(0.5)), 0.15, 0.15 * (1 - math.sqrt(0.5)), 7.4e-5], rel=1e-2
-    )
-    assert [drop_fraction(step, alpha=0.3, end=100) for step in (100, 101, 250)] == [0.0] * 3

@@ -47,11 +47,6 @@ def refusal(g_inter: int = 1, **sections: Any) -> AxsparseError:
             "6 looks, one every 1 steps from step 2 on (after warm-up and pruning.at_step), end at "
             "7, after pruning.until_step 6; look more often, or search longer",
         ),
-        (
-            {"method": "rigl", "interval": 6, "until_step": 6},
-            0,
-            "6 steps bring no move before pruning.until_step 6; choose at most 5, or train longer",
-        ),
     ],
 )
 def test_an_interval_that_does_not_fit_is_refused_before_the_first_step(

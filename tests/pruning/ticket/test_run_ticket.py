@@ -71,23 +71,6 @@ def test_a_ticket_is_the_same_file_in_every_layout_and_gives_the_same_run(
                 assert kept == masks[name], name
 
 
-def test_a_moving_mask_goes_on_from_a_ticket(tmp_path: Path) -> None:
-    path = tmp_path / "ticket"
-    first = tiny_config(train={"steps": 1})
-    before = positions(drawn(path, first, 1, 1))
-    moving = tiny_config(
-        pruning={"method": "set", "interval": 1, "until_step": 4, "ticket": str(path)},
-        train={"steps": 5},
-    )
-
-    [(trainer, _)] = train_in_process(2, 1, tiny_gpt(moving), moving, token_data())[:1]
-
-    after = positions([trainer])["block0.fc1.weight"]
-    assert after != before["block0.fc1.weight"]
-    assert len(after) == len(before["block0.fc1.weight"])
-    assert set(after) & set(before["block0.fc1.weight"])
-
-
 def test_a_model_of_which_nothing_is_pruned_has_no_ticket(tmp_path: Path) -> None:
     config = tiny_config(samo={"enabled": False}, train={"steps": 1})
 
