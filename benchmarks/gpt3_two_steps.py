@@ -94,7 +94,6 @@ def state(run: RunSpec, stage: int) -> dict[str, int]:
                 gradient_bytes=run.gradient_dtype.itemsize,
                 moments=len(run.optimizer.moments),
                 index=samo.index,
-                split_master=samo.split_master,
             ),
         )
     )

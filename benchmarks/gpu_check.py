@@ -258,7 +258,7 @@ def bandwidths(part: str, shares: Mapping[str, Any]) -> list[Row]:
                 good=middle >= SHARE_AIM,
             )
         )
-    for fused, name in (("compress, int32", "compress"), ("AdamW, int32, master fp32", "AdamW")):
+    for fused, name in (("compress, int32", "compress"), ("AdamW, int32", "AdamW")):
         times = medians[f"{name}, torch"] / medians[fused]
         said = f"{times:.2f} times as fast"
         rows.append(judged(part, f"{fused}, against torch", said, "> 1", good=times > 1))

@@ -33,7 +33,7 @@ from axsparse.samo.optim.optimizer import Hyper, TensorSlot
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import MASTER_BYTES, MOMENT_BYTES, IndexKind, MasterKind, index_bytes
+from axsparse.samo.state_bytes import MASTER_BYTES, MOMENT_BYTES, IndexKind, index_bytes
 
 EXIT_NO_DEVICE = 69
 SECTOR = 32
@@ -44,7 +44,6 @@ HYPER = Hyper(step=5, learning_rate=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_de
 FACTOR = 0.5
 MOMENTUM = sgd(0.9, nesterov=False)
 KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
-MASTERS: tuple[MasterKind, ...] = ("fp32", "remainder")
 
 HEAD_START = 2_000_000
 """Cycles that the GPU sleeps ahead of each call, a millisecond: its host has then enqueued all of
@@ -67,21 +66,11 @@ def compress_bytes(numel: int, kept: int, kind: IndexKind) -> float:
     return index_bytes(numel, kept, kind) + dense + 3 * GRADIENT_BYTES * kept
 
 
-def step_bytes(
-    numel: int, kept: int, kind: IndexKind, moments: int, master: MasterKind = "fp32"
-) -> float:
-    """Index and gradient in, masters and moments in and out, the dense weight out.
-
-    A split master's upper half is read where it is, in the dense weight.
-    """
-    state = MASTER_BYTES[master] + MOMENT_BYTES * moments
-    weight = gathered_bytes(numel, kept / numel) if master == "remainder" else 0
-    return (
-        index_bytes(numel, kept, kind)
-        + (GRADIENT_BYTES + 2 * state) * kept
-        + weight
-        + WEIGHT_BYTES * numel
-    )
+def step_bytes(numel: int, kept: int, kind: IndexKind, moments: int) -> float:
+    """Index and gradient in, masters and moments in and out, the dense weight out."""
+    state = MASTER_BYTES["fp32"] + MOMENT_BYTES * moments
+    index = index_bytes(numel, kept, kind)
+    return index + (GRADIENT_BYTES + 2 * state) * kept + WEIGHT_BYTES * numel
 
 
 # -- what is measured -----------------------------------------------------------------------
@@ -134,7 +123,6 @@ def calls(
     dense = torch.randn(numel, device=device).to(half)
     gradient = torch.zeros(kept, dtype=half, device=device)
     master, mean, square = (torch.zeros(kept, device=device) for _ in range(3))
-    remainder = torch.zeros(kept, dtype=torch.int16, device=device)
     partials = torch.zeros(-(-kept // BLOCK), dtype=torch.float64, device=device)
     copied = torch.empty_like(dense)
     made: dict[str, Call] = {"copy": partial(copied.copy_, dense)}
@@ -144,12 +132,10 @@ def calls(
         name = f"compress, {kind}"
         made[name] = partial(compress_and_judge, index, dense, gradient, partials)
         moved[name] = compress_bytes(numel, kept, kind)
-        for where in MASTERS:
-            own = master if where == "fp32" else remainder
-            slot = TensorSlot(index, weight, gradient, own, (mean, square), range(kept))
-            name = f"AdamW, {kind}, master {where}"
-            made[name] = partial(kernels.step, ADAMW, [slot], HYPER, FACTOR)
-            moved[name] = step_bytes(numel, kept, kind, 2, where)
+        slot = TensorSlot(index, weight, gradient, master, (mean, square), range(kept))
+        name = f"AdamW, {kind}"
+        made[name] = partial(kernels.step, ADAMW, [slot], HYPER, FACTOR)
+        moved[name] = step_bytes(numel, kept, kind, 2)
         slot = TensorSlot(index, weight, gradient, master, (mean,), range(kept))
         name = f"SGD with momentum, {kind}"
         made[name] = partial(kernels.step, MOMENTUM, [slot], HYPER, FACTOR)

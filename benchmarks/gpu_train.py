@@ -335,7 +335,6 @@ def largest(training: Training, place: Place) -> Found:
         "batch.global_batch_size=1",
         "pipeline.checkpoint_activations=1",
         "samo.index=mask",
-        "samo.split_master=true",
         steps=3,
     )
     layers = most_layers(start, place.room)

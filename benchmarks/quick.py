@@ -154,14 +154,10 @@ def state() -> Figures:
     """Bytes that live, a parameter of a matrix of which a tenth is kept."""
     import state_bytes
 
-    mask = state_bytes.masks()[0.1]
+    mask, storage = state_bytes.masks()[0.1], state_bytes.Storage("mask", "half", 1)
     return {
-        f"state, {storage.index}, {what}": figure(
+        "state, mask, whole": figure(
             "B/param", [sum(storage.live(mask)) / state_bytes.NUMEL], is_exact=True
-        )
-        for storage, what in (
-            (state_bytes.Storage("mask", "half", False, 1), "whole"),
-            (state_bytes.Storage("mask", "half", True, 1), "split master"),
         )
     }
 

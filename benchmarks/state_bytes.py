@@ -46,7 +46,6 @@ class Storage:
 
     index: IndexKind
     gradient: Accumulation
-    split_master: bool
     replicas: int
 
     def live(self, mask_D: Tensor) -> list[int]:
@@ -70,7 +69,7 @@ class Storage:
             [tensor],
             StateTypes(
                 DTYPES[self.gradient],
-                master_kind(half=True, split=self.split_master),
+                master_kind(half=True),
                 ADAMW.moments,
                 index=self.index,
             ),
@@ -87,7 +86,6 @@ class Storage:
                 gradient_bytes=DTYPES[self.gradient].itemsize,
                 moments=len(ADAMW.moments),
                 index=self.index,
-                split_master=self.split_master,
                 replicas=self.replicas,
             ),
             replica,
@@ -112,11 +110,11 @@ class Storage:
 
 
 def storages() -> Iterator[Storage]:
-    """Every combination of encoding, accumulation, split masters and sharding."""
-    for replicas, split, gradient, index in itertools.product(
-        (1, REPLICAS), (False, True), get_args(Accumulation), get_args(IndexKind)
+    """Every combination of encoding, accumulation and sharding."""
+    for replicas, gradient, index in itertools.product(
+        (1, REPLICAS), get_args(Accumulation), get_args(IndexKind)
     ):
-        yield Storage(index, gradient, split, replicas)
+        yield Storage(index, gradient, replicas)
 
 
 def masks() -> dict[float, Tensor]:
@@ -167,7 +165,6 @@ def line(row: dict[str, object], *, markdown: bool) -> str:
     cells = [
         f"{row['index']}",
         f"{row['gradient']}",
-        "yes" if row["split_master"] else "no",
         f"{row['replicas']}",
         *(f"{value:.3f}" for value in by_density.values()),
         f"{row['break_even_usual']}",

@@ -45,7 +45,6 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "auto": {},
     "int32": {"index": "int32"},
     "mask": {"index": "mask"},
-    "auto, split master": {"split_master": True},
     "auto, fp32 accumulation": {"gradient": "fp32"},
 }
 

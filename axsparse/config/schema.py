@@ -362,9 +362,6 @@ class SamoConfig(Section):
     weight where at most a fifth is kept, the other two where 0.3 are (0.05 on CPUs with AMX). At a
     tenth they take a third of the time. Rounding is as ever, but sums are added in another order.
     `auto` and `true` are the same: in the plain linear modules of every model, yours included."""
-    split_master: bool = False
-    """Keep the master weights of bf16 training as the bf16 weight and a 16-bit remainder: the
-    same bits in 2 bytes fewer a kept entry."""
     shard_optimizer: bool | Literal["auto"] = False
     """Each replica holds and updates only its share of master weights and moments (ZeRO stage 1):
     the same losses, as many bytes sent. `auto`: where there are replicas to share with."""

@@ -25,11 +25,6 @@ def check_config(loaded: LoadedConfig) -> None:
     _check_model(loaded)
     if config.samo.enabled and prunes(config.pruning) and config.pruning.ticket is None:
         _check_pruning(loaded)
-    if config.samo.split_master and config.precision not in ("auto", "bf16"):
-        raise ConfigError(
-            f"{loaded.where('samo.split_master')}: {config.precision} weights are not the upper "
-            "half of fp32 masters; choose precision bf16, or false"
-        )
     _check_warm_up(loaded)
     _check_checkpoints(loaded)
     if config.layout.g_inter != "auto":

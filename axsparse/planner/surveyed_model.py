@@ -167,7 +167,6 @@ def state_format(
         gradient_bytes=8 if samo.gradient == "exact" else width if is_half else 4,
         moments=len(optimizer.moments),
         index=samo.index,
-        split_master=samo.split_master,
         # Where `auto` does not shard, the fullest share is as large as the whole.
         replicas=g_data if samo.shard_optimizer else 1,
         offload=samo.offload,

@@ -276,8 +276,7 @@ class Calibration:
         masters = {}
         for local, tensor in owned.items():
             values = built.state.dense_master(tensor.name).to(tensor.parameter.device)
-            # The layer's own masters where they are no copy: nobody needs these afterwards. Of
-            # split masters only the weights have become zeros, which may make no number of them.
+            # The layer's own masters where they are no copy: nobody needs these afterwards.
             masters[local] = values
             if local in pruned:
                 values.masked_fill_(~pruned[local], 0)

@@ -73,8 +73,6 @@ class StateOptions:
     """Which entries are kept from the start; None builds dense state."""
     index: IndexKind = "int32"
     """How tensors that are pruned now or later store their kept positions."""
-    split_master: bool = False
-    """Whether masters are stored as bf16 weight and 16-bit remainder."""
     replicas: Replicas = ALONE
     """The ranks that hold the same layers."""
     members: TensorGroup | None = None
@@ -90,7 +88,7 @@ class StateOptions:
     @property
     def types(self) -> StateTypes:
         """The forms in which the state of a layer is stored."""
-        master = master_kind(half=self.dtype != torch.float32, split=self.split_master)
+        master = master_kind(half=self.dtype != torch.float32)
         return StateTypes(self.gradient_dtype, master, self.moments, self.index)
 
 

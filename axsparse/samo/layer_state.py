@@ -4,12 +4,10 @@ Gradient, fp32 master weights and the optimizer's moments have flat buffers; `sa
 says where each entry stands and which replica holds it. Weight, index and gradient are complete on
 every replica, also where the optimizer state is sharded.
 
-There are three ways to store the masters (`MasterKind`):
+There are two ways to store the masters (`MasterKind`):
 
     "weight"       fp32 training: the weight is its own master, gathered for an update
     "fp32"         half training: an fp32 buffer of held entries, from which weights are rounded
-    "remainder"    bf16 training: the weight is the master's upper half, and an int16 buffer of
-                   held entries has the lower half
 
 Moments are fp32 buffers of held entries. Masters and moments may rest on the host and visit the GPU
 for an update (`samo/offload.py`).
@@ -36,8 +34,6 @@ from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes
 from axsparse.samo.tensor_state import Relocation, Shares, TensorState, Whole
 
-_DTYPES = {"fp32": torch.float32, "remainder": torch.int16}
-
 
 @dataclass(frozen=True)
 class StateTypes:
@@ -63,7 +59,7 @@ class HeldBuffers:
     """A layer's masters and moments in one place, on the host or on the GPU."""
 
     master: Tensor | None
-    """fp32 masters or int16 remainders; None where fp32 weights are their own masters."""
+    """None where fp32 weights are their own masters."""
     moments: dict[str, Tensor]
 
 
@@ -76,9 +72,8 @@ class OptimizerState:
         """`write_master` fills the masters; moments are allocated when first asked for."""
         self._shares = shares
         self._backend = backend
-        self._is_split = master == "remainder"
         self._master_K = (
-            None if master == "weight" else backend.rest(len(shares.held), _DTYPES[master])
+            None if master == "weight" else backend.rest(len(shares.held), torch.float32)
         )
         self._names = moments
         self._moments_K: dict[str, Tensor] = {}
@@ -98,7 +93,7 @@ class OptimizerState:
 
     @property
     def master_K(self) -> Tensor | None:
-        """The held masters or their remainders; None where fp32 weights are their own masters."""
+        """The held masters, fp32; None where fp32 weights are their own masters."""
         if self._visit is not None:
             return self._visit.master
         self.settle()
@@ -128,10 +123,7 @@ class OptimizerState:
         master_K = self.master_K
         if master_K is None:
             return tensor.index.gather(tensor.weight_D, start, stop)
-        stored_K = master_K[self._shares.held_slice(tensor, start, stop)].to(self._backend.device)
-        if self._is_split:
-            return precision.join(tensor.index.gather(tensor.weight_D, start, stop), stored_K)
-        return stored_K
+        return master_K[self._shares.held_slice(tensor, start, stop)].to(self._backend.device)
 
     def write_master(self, tensor: TensorState, start: int, values_K: Tensor) -> None:
         """Store new fp32 master weights of the kept entries from `start` on, as far as they are
@@ -142,9 +134,7 @@ class OptimizerState:
         if master_K is not None and held:
             stored_K = master_K[self._shares.held_slice(tensor, held.start, held.stop)]
             values_K = values_K[held.start - start : held.stop - start]
-            if self._is_split:
-                stored_K.copy_(precision.remainder(values_K))
-            elif stored_K.data_ptr() != values_K.data_ptr():
+            if stored_K.data_ptr() != values_K.data_ptr():
                 stored_K.copy_(values_K)
         tensor.index.scatter(tensor.weight_D, weight_K, start)
 

@@ -1,12 +1,7 @@
-"""Rounding fp32 masters to half weights, and splitting a master into weight and remainder.
+"""The types of weights, and how fp32 masters are rounded to them.
 
-    hi = (b + 0x8000) >> 16        b: the bits of the fp32 master as int32
-    lo = int16(b & 0xFFFF)         hi: the bits of the bf16 weight
-    b  = (hi << 16) + lo           exactly
-
-so that a bf16 weight and a 16-bit remainder hold what an fp32 master holds. `hi` is `b` rounded to
-the nearest, ties away from zero. `round_to` rounds in this way whether masters are split or not, so
-training does not depend on how they are stored. NaN stays NaN.
+The bits of a bf16 weight are (b + 0x8000) >> 16, where b are those of its fp32 master: rounded to
+the nearest, ties away from zero. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -59,14 +54,3 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     high = ((values.view(torch.int32) + _HALF_UNIT) >> 16).to(torch.int16)
     # Rounding a NaN up could turn its bits into those of another number.
     return high.masked_fill_(values.isnan(), _QUIET_NAN).view(torch.bfloat16)
-
-
-def remainder(values: Tensor) -> Tensor:
-    """The int16 remainders of fp32 masters, beside their `round_to` bf16; zero for a NaN."""
-    return values.view(torch.int32).to(torch.int16).masked_fill_(values.isnan(), 0)
-
-
-def join(weight: Tensor, remainders: Tensor) -> Tensor:
-    """The fp32 masters of bf16 weights and int16 remainders."""
-    bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainders
-    return bits.view(torch.float32)

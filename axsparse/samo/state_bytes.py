@@ -14,8 +14,7 @@ gradient entry, m moments:
       mask       n/8 + o·(n/2,048 + 1)
       auto       the smaller of the two, which is the mask above f = 0.032
     gradient   a·k
-    master     4·k in half precision, 2·k where it is split into weight and remainder;
-               0 in fp32, where the weight is the master
+    master     4·k in half precision; 0 in fp32, where the weight is the master
     optimizer  4·m·k
 
 Quotients are rounded up, the mask to whole words of 8 bytes. An offset takes o = 4 bytes,
@@ -25,12 +24,11 @@ bytes dense, costs for each parameter, f = k/n of which are kept:
                               f = 0.1
     int32    2 + 18·f          3.80
     mask     2.127 + 14·f      3.53
-    mask     2.127 + 12·f      3.33    and split masters (bf16)
 
 Where d replicas shard the optimizer state, master and optimizer count the kept entries of a
 replica's share (`shards.share_bounds`; nothing is padded), near k/d each:
 
-    mask     2.127 + 2·f + 10·f/d    2.45 at d = 8, with split masters
+    mask     2.127 + 2·f + 12·f/d    2.48 at d = 8
 
 Where masters and moments are offloaded, they are on the host, and the GPU has room for those of
 two layers of the largest size. The second use of a tied weight costs its own full state on another
@@ -62,10 +60,9 @@ MASK_BLOCK = 2_048
 that offsets of 8 bytes still leave a mask below 0.129 bytes an entry."""
 MASK_WORD = 64
 """Dense entries of a word, the unit in which a mask is read."""
-MasterKind: TypeAlias = Literal["weight", "fp32", "remainder"]
-"""Where fp32 master weights are: in an fp32 weight, in a buffer, or split over a bf16 weight
-and a buffer of 16-bit remainders."""
-MASTER_BYTES: dict[MasterKind, int] = {"weight": 0, "fp32": 4, "remainder": 2}
+MasterKind: TypeAlias = Literal["weight", "fp32"]
+"""Where fp32 master weights are: in an fp32 weight, or in a buffer."""
+MASTER_BYTES: dict[MasterKind, int] = {"weight": 0, "fp32": 4}
 MOMENT_BYTES = 4
 VISITS = 2
 """Layers whose offloaded state has room on a GPU: one is updated, one is copied."""
@@ -122,8 +119,6 @@ class StateFormat:
     """Number of the optimizer's moments."""
     index: IndexKind = "int32"
     """How the kept positions of pruned tensors are stored."""
-    split_master: bool = False
-    """Whether masters are stored as bf16 weight and 16-bit remainder."""
     replicas: int = 1
     """Replicas that share the optimizer state; 1 if it is not sharded."""
     offload: bool = False
@@ -137,7 +132,7 @@ class StateFormat:
     @property
     def master_bytes(self) -> int:
         """Bytes of a kept entry's master, beside its weight."""
-        return MASTER_BYTES[master_kind(half=self.half, split=self.split_master)]
+        return MASTER_BYTES[master_kind(half=self.half)]
 
 
 @dataclass(frozen=True)
@@ -154,11 +149,9 @@ class TensorSize:
     """Whether this is the second use of a tied weight on the stage of the first."""
 
 
-def master_kind(*, half: bool, split: bool) -> MasterKind:
-    """Where the masters of half-precision or fp32 weights are; only bf16 masters can be split."""
-    if not half:
-        return "weight"
-    return "remainder" if split else "fp32"
+def master_kind(*, half: bool) -> MasterKind:
+    """Where the masters of half-precision or fp32 weights are."""
+    return "fp32" if half else "weight"
 
 
 def visit_bytes(tensors: Iterable[int]) -> int:

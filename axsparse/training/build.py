@@ -526,7 +526,6 @@ def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> St
     return StateOptions(
         dtype=run.dtype,
         gradient_dtype=run.gradient_dtype,
-        split_master=run.config.samo.split_master,
         moments=run.optimizer.moments,
         seed=run.config.seed,
         masks=None,

@@ -165,9 +165,9 @@ class RunSpec:
     @property
     def types(self) -> StateTypes:
         """The forms in which the state of a layer is stored."""
-        samo = self.config.samo
-        master = master_kind(half=self.dtype != torch.float32, split=samo.split_master)
-        return StateTypes(self.gradient_dtype, master, self.optimizer.moments, samo.index)
+        master = master_kind(half=self.dtype != torch.float32)
+        index = self.config.samo.index
+        return StateTypes(self.gradient_dtype, master, self.optimizer.moments, index)
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage, as one rank has them."""

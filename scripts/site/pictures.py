@@ -38,9 +38,6 @@ def _state_bytes() -> Iterator[str]:
         "dense, as usual": (2.0, 0.0, 6.0, 4.0, 8.0),
         "SAMO, as published": (2.0, 0.4, 0.6, 0.4, 0.8 + 0.2),
         "axsparse": _stored(StateFormat(half=True, gradient_bytes=2, moments=2, index="auto")),
-        "… split master": _stored(
-            StateFormat(half=True, gradient_bytes=2, moments=2, index="auto", split_master=True)
-        ),
     }
     names = ("weight", "index", "gradient", "master", "optimizer")
     rows = [(name, parts, f"{sum(parts):.2f} bytes") for name, parts in bars.items()]

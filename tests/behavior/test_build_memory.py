@@ -30,7 +30,7 @@ def resident(key):
 def init(name, shape, generator):
     return torch.empty(shape).normal_(0.0, 0.02, generator=generator)
 
-def build(width, score, index, split):
+def build(width, score, index):
     shapes = [(width, width), (width, 2 * width), (4 * width, width)]
     layers = [
         Layer(f"l{n}", partial(nn.Linear, *shape, bias=False), init=init)
@@ -38,15 +38,15 @@ def build(width, score, index, split):
     ]
     kept = {f"l{n}.weight": kept_entries(a * b, 0.95) for n, (a, b) in enumerate(shapes)}
     options = StateOptions(torch.bfloat16, torch.bfloat16, ADAMW.moments, 1,
-        ScoredMasks(Criterion(score), kept), index=index, split_master=split)
+        ScoredMasks(Criterion(score), kept), index=index)
     return build_layers(layers, {}, options)
 
-score, index, split = sys.argv[1], sys.argv[2], sys.argv[3] == "split"
-small = build(64, score, index, split)
+score, index = sys.argv[1:]
+small = build(64, score, index)
 gc.collect()
 open("/proc/self/clear_refs", "w").write("5")
 WIDTH = 1280
-layers = build(WIDTH, score, index, split)
+layers = build(WIDTH, score, index)
 print(json.dumps({"above": resident("VmHWM") - resident("VmRSS"), "largest": 16 * WIDTH**2}))
 """
 
@@ -112,16 +112,16 @@ def test_a_build_leaves_no_holes_between_what_stays() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
-    ("score", "index", "split"),
+    ("score", "index"),
     [
-        ("magnitude", "int32", "whole"),
-        pytest.param("random", "mask", "split", marks=pytest.mark.exhaustive),
+        ("magnitude", "int32"),
+        pytest.param("random", "mask", marks=pytest.mark.exhaustive),
     ],
 )
 def test_building_peaks_at_most_the_largest_parameter_in_fp32_above_what_it_leaves(
-    score: str, index: str, split: str
+    score: str, index: str
 ) -> None:
     """Resident memory as the system sees it, with freed blocks given back at once."""
-    measured = measured_by(PROGRAM, score, index, split, MALLOC_MMAP_THRESHOLD_="65536")
+    measured = measured_by(PROGRAM, score, index, MALLOC_MMAP_THRESHOLD_="65536")
 
     assert 0 < measured["above"] <= measured["largest"]

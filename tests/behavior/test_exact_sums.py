@@ -164,7 +164,7 @@ ROWS = [
                 {"pruning": {"method": "wanda", "calibration_samples": 5}},
                 {"train": {"eval_every": 2, "eval_steps": 2}},
                 {"precision": "bf16"},
-                {"model": {"dropout": 0.2}, "precision": "bf16", "samo": {"split_master": True}},
+                {"model": {"dropout": 0.2}, "precision": "bf16"},
                 {"pipeline": {"split_backward": True, "checkpoint_activations": 1}},
                 # So high a scale overflows some gradients until it has been halved a few times.
                 {

@@ -263,19 +263,19 @@ FIVE = {"steps": 5}
 RUNS = [
     row("bf16", (1, 1), precision="bf16", samo={"gradient": "half"}),
     row(
-        "bf16, split master, fp32 gradients",
+        "bf16, fp32 gradients",
         (1, 1),
         precision="bf16",
         optimizer=ADAMW,
-        samo={"split_master": True, "gradient": "fp32"},
+        samo={"gradient": "fp32"},
     ),
     row("a rule without a kernel", (2, 1), optimizer=LAMB, train={"steps": 3}),
     row("sharded and offloaded", (2, 2), samo={"shard_optimizer": True, **OFFLOAD}),
     row(
-        "offloaded, split master",
+        "offloaded, bf16",
         (2, 1),
         precision="bf16",
-        samo={"split_master": True, **OFFLOAD},
+        samo=OFFLOAD,
         train={"steps": 3},
     ),
     # It has sums over tensors, so that it goes through the state twice.
@@ -347,7 +347,7 @@ MEMBERS = [
     of_members((2, 1, 2), "nccl", 10, train={"steps": 2, "eval_steps": 2}),
     of_members((2, 1, 2), "nccl", 11, optimizer=LAMB),
     of_members((1, 2, 2), "pinned", 12, samo={"gradient": "exact"}),
-    of_members((1, 1, 4), "nccl", 13, precision="bf16", samo={"split_master": True, **OFFLOAD}),
+    of_members((1, 1, 4), "nccl", 13, precision="bf16", samo=OFFLOAD),
 ]
 
 

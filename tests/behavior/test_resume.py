@@ -144,13 +144,12 @@ STATES = {
     "fp16": Case(
         {"precision": "fp16", "loss_scale": {"initial": 1024.0, "growth_interval": 3}},
     ),
-    "bf16, split masters": Case({"precision": "bf16", "samo": {"split_master": True}}),
+    "bf16": Case({"precision": "bf16"}),
     "bf16, lamb": Case({"precision": "bf16", "optimizer": {"name": "lamb"}}),
     "dense, untied": Case({"samo": {"enabled": False}, "model": {"tie_embeddings": False}}),
     "recomputed": Case({"pipeline": {"checkpoint_activations": 1}, "model": {"dropout": 0.2}}),
-    "another index and master": Case(
-        {"precision": "bf16", "samo": {"index": "int32"}},
-        {"samo": {"index": "mask", "split_master": True}},
+    "another index": Case(
+        {"precision": "bf16", "samo": {"index": "int32"}}, {"samo": {"index": "mask"}}
     ),
     "shards before": Case(SHARD, {"samo": {"shard_optimizer": False}}, REPLICAS),
     "shards after": Case({"precision": "bf16"}, SHARD, REPLICAS),

@@ -112,7 +112,6 @@ OTHERS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "split": ((1, 1), {"pipeline": {"split_backward": True}}),
     "two stages, split": ((2, 1), {"pipeline": {"split_backward": True, "slack": 2}}),
     "another index": ((1, 1), {"samo": {"index": "mask"}}),
-    "a split master": ((2, 1), {"samo": {"split_master": True}}),
 }
 
 

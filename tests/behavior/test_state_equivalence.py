@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 from support.cases import (
     COARSE,
     GPT,
@@ -19,7 +18,6 @@ from support.cases import (
     Row,
     Settings,
     axis,
-    batch,
     crossed,
     judge,
     parameters,
@@ -27,10 +25,6 @@ from support.cases import (
     trained,
 )
 from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
-
-from axsparse.config.load import load_config
-from axsparse.config.validate import check_config
-from axsparse.runtime.errors import ConfigError
 
 FEW = [(1, 1), (2, 1), (2, 2)]
 TIED = axis("model", "tie_embeddings", False, True)
@@ -127,15 +121,9 @@ OPTIMIZERS += [
 ]
 
 SHARDED = {"samo": {"shard_optimizer": True}}
-SPLIT = {"samo": {"split_master": True}}
-MANY: Settings = {
-    "model": {"num_layers": 1, "hidden_size": 16},
-    "precision": "bf16",
-    **batch(2, 2),
-}
 WIDE_STATE: list[Settings] = [
     {"precision": "bf16"},
-    {"precision": "bf16", "samo": {"split_master": True, "gradient": "fp32"}},
+    {"precision": "bf16", "samo": {"gradient": "fp32"}},
     {"precision": "bf16", "samo": {"index": "mask", "gradient": "half"}},
     {"precision": "fp16", "loss_scale": {"initial": 1024.0}},
     {"optimizer": {"name": "lamb", "learning_rate": 1e-3}},
@@ -163,8 +151,6 @@ STORAGE = [
             {"samo": {"index": index}},
         )
     ),
-    *stored(crossed(FEW, LATER, settings={"precision": "bf16"}), SPLIT),
-    Row((1, 1), {**MANY, **steps(50)}, SPLIT, SAME_LAYOUT),
     *stored(
         crossed(
             [(1, 2), (1, 3), (1, 4), (2, 2), (3, 2)],
@@ -235,18 +221,6 @@ def test_dense_training_keeps_no_index_and_every_encoding_its_own_bytes() -> Non
     assert used["auto"] <= used["mask"]
 
 
-def test_a_split_master_takes_half_the_bytes_of_one_in_fp32_and_rounds_nothing() -> None:
-    [(usual, _)], [(split, _)] = (
-        trained(Row((1, 1), {"precision": "bf16", **free})) for free in ({}, SPLIT)
-    )
-
-    assert 2 * split.state_bytes().master == usual.state_bytes().master
-    for layer in split.parts.layers:
-        for tensor in layer.state.owned:
-            masters = layer.state.master(tensor.name)
-            assert not torch.equal(masters, masters.bfloat16().float())
-
-
 @pytest.mark.parametrize(("sparsity", "encoding"), [(0.9, "MaskIndex"), (0.98, "Int32Index")])
 def test_auto_takes_the_encoding_of_fewer_bytes(sparsity: float, encoding: str) -> None:
     config = tiny_config(pruning={"sparsity": sparsity}, train={"steps": 1})
@@ -262,18 +236,6 @@ def test_auto_takes_the_encoding_of_fewer_bytes(sparsity: float, encoding: str) 
 
 def test_the_encoding_of_run_folders_of_before_is_read_as_auto() -> None:
     assert tiny_config(samo={"index": "uint16"}).samo.index == "auto"
-
-
-def test_only_bf16_weights_are_the_upper_half_of_a_master() -> None:
-    loaded = load_config(None, ["samo.split_master=true", "precision=fp16"])
-
-    with pytest.raises(ConfigError) as refused:
-        check_config(loaded)
-
-    assert str(refused.value) == (
-        "samo.split_master (--set): fp16 weights are not the upper half of fp32 masters; "
-        "choose precision bf16, or false"
-    )
 
 
 def test_sgd_without_momentum_keeps_no_optimizer_state() -> None:

@@ -27,8 +27,6 @@ KEPT = 14 * BLOCK
 CHUNK = 16 * BLOCK
 """Bytes of one block in work: four fp32 values an entry, such as gradient, master and
 denominator, and what is just being made of them."""
-SPLIT_CHUNK = 26 * BLOCK
-"""The same while a master is split into its weight's bits and the remainder."""
 POSITIONS = 12 * BLOCK
 """Bytes of a block's positions where numpy decodes them."""
 NUMBERS = 8192
@@ -38,7 +36,6 @@ MASTERS: dict[str, tuple[torch.dtype, MasterKind]] = {
     "fp32": (torch.float32, "weight"),
     "fp16": (torch.float16, "fp32"),
     "bf16": (torch.bfloat16, "fp32"),
-    "bf16, split master": (torch.bfloat16, "remainder"),
 }
 OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB, "nesterov": sgd(0.9, nesterov=True)}
 
@@ -65,7 +62,6 @@ def half_kept(kind: IndexKind) -> Index:
         ("int32", "bf16", "loops"),
         *[("mask", master, "loops") for master in MASTERS],
         ("mask", "bf16", "functions"),
-        ("mask", "bf16, split master", "functions"),
     ],
 )
 def test_an_update_allocates_one_chunk(
@@ -77,8 +73,7 @@ def test_an_update_allocates_one_chunk(
 
     peak = peak_of_torch(lambda: update([layer], ADAMW, HYPER, 0.5))
 
-    chunk = SPLIT_CHUNK if "split" in master else CHUNK
-    assert BLOCK <= peak <= chunk + NUMBERS < KEPT * 2
+    assert BLOCK <= peak <= CHUNK + NUMBERS < KEPT * 2
 
 
 def test_an_update_without_a_compiler_needs_a_chunks_positions_beside(

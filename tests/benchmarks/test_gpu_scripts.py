@@ -117,7 +117,7 @@ def test_kernels_are_judged_by_the_copy_and_by_torch() -> None:
         "measured on": {"machine": "x"},
         "copy": timed(1, 1),
         "compress, int32": timed(2, 0.79),
-        "AdamW, int32, master fp32": timed(3, 0.8),
+        "AdamW, int32": timed(3, 0.8),
         "compress, torch": timed(8, 0.2),
         "AdamW, torch": timed(2.9, 0.9),
     }
@@ -126,18 +126,16 @@ def test_kernels_are_judged_by_the_copy_and_by_torch() -> None:
 
     assert [(row.check, row.outcome) for row in rows] == [
         ("compress, int32, of the copy's bandwidth", "fail"),
-        ("AdamW, int32, master fp32, of the copy's bandwidth", "pass"),
+        ("AdamW, int32, of the copy's bandwidth", "pass"),
         ("compress, int32, against torch", "pass"),
-        ("AdamW, int32, master fp32, against torch", "fail"),
+        ("AdamW, int32, against torch", "fail"),
     ]
 
 
 # -- gpu_kernels and gpu_train --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "bytes_each"), [("int32", [2.63, 5.00, 6.23]), ("mask", [2.36, 4.73, 5.96])]
-)
+@pytest.mark.parametrize(("kind", "bytes_each"), [("int32", [2.63, 5.00]), ("mask", [2.36, 4.73])])
 def test_a_tenth_of_the_entries_moves_so_many_bytes_a_parameter(
     kind: Any, bytes_each: list[float]
 ) -> None:
@@ -146,7 +144,6 @@ def test_a_tenth_of_the_entries_moves_so_many_bytes_a_parameter(
     found = (
         gpu_kernels.compress_bytes(numel, kept, kind),
         gpu_kernels.step_bytes(numel, kept, kind, 2),
-        gpu_kernels.step_bytes(numel, kept, kind, 2, "remainder"),
     )
 
     assert [value / numel for value in found] == pytest.approx(bytes_each, abs=0.006)
@@ -162,7 +159,7 @@ def test_every_kernel_that_is_timed_runs_and_has_a_bound(tmp_path: Path) -> None
         call()
 
     assert made.keys() == moved.keys()
-    assert len(made) == 1 + 3 * 4 + 2
+    assert len(made) == 1 + 3 * 3 + 2
 
 
 @pytest.mark.exhaustive

@@ -93,8 +93,6 @@ class Cut:
     recompute: int = 0
     index: str = "auto"
     shard: bool = False
-    split_master: bool = False
-    """bf16 only."""
     members: int = 1
     """Ranks that compute each stage together (`layout.g_tensor`)."""
     split_backward: bool = False
@@ -389,7 +387,6 @@ def make_config(case: Case, cut: Cut | None = None) -> Config:
         sections["samo"] = {
             "index": cut.index,
             "shard_optimizer": cut.shard,
-            "split_master": cut.split_master,
             **sections.get("samo", {}),
         }
     return tiny_config(**sections)
@@ -578,7 +575,6 @@ def _draw_cut(rng: Random, layers: int, room: Room, least: int) -> Cut:
         recompute=rng.choice([0, 0, 1, 2]),
         index=rng.choice(["auto", "int32", "mask"]),
         shard=rng.random() < 0.3,
-        split_master=room.precision == "bf16" and rng.random() < 0.5,
         members=members,
         split_backward=rng.random() < 0.3,
         order=rng.randrange(100),

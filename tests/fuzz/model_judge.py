@@ -273,7 +273,6 @@ def check_bytes(trainer: Trainer, surveyed: Survey) -> None:
             gradient_bytes=trained[0].accumulator.itemsize if trained else 4,
             moments=len(run.optimizer.moments),
             index=config.samo.index,
-            split_master=config.samo.split_master,
             replicas=parts.place.grid.g_data if sharded else 1,
         ),
         parts.place.replica if sharded else 0,

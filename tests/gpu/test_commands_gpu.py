@@ -70,7 +70,6 @@ TRAININGS = {
     "sharded": Training((ONE_STAGE, "samo.shard_optimizer=true"), 2),
     "exact gradients": Training((ONE_STAGE, "samo.gradient=exact"), 2),
     "offloaded": Training(on_gpu=("samo.offload=true",)),
-    "split masters": Training(("samo.split_master=true",)),
     "masks": Training(("samo.index=mask",)),
     "sparse products": Training(("samo.sparse_products=true", "pruning.sparsity=0.95")),
     "recomputed": Training(("pipeline.checkpoint_activations=1",)),

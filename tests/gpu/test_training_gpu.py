@@ -61,7 +61,6 @@ EQUAL: dict[str, dict[str, Any]] = {
 }
 HALVES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
-    "bf16-split": {"precision": "bf16", "samo": {"split_master": True}},
     "bf16-fp32-gradient": {"precision": "bf16", "samo": {"gradient": "fp32"}},
     "fp16": {"precision": "fp16"},
 }

@@ -113,7 +113,7 @@ def test_only_every_kth_layer_is_computed_again() -> None:
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_state_is_what_a_run_would_build(shards: bool) -> None:
-    loads = loads_of(2, 3, samo={"shard_optimizer": shards, "split_master": True, "index": "mask"})
+    loads = loads_of(2, 3, samo={"shard_optimizer": shards, "index": "mask"})
     expected = stage_bytes(
         SURVEY.layers,
         {},
@@ -123,7 +123,6 @@ def test_state_is_what_a_run_would_build(shards: bool) -> None:
             gradient_bytes=4,
             moments=2,
             index="mask",
-            split_master=True,
             replicas=3 if shards else 1,
         ),
     )

@@ -498,18 +498,6 @@ def test_a_loss_that_draws_numbers_heals_alike_in_every_layout(tmp_path: Path) -
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_masters_that_are_split_are_fitted_alike(tmp_path: Path) -> None:
-    """The last layer is fitted twice, and its masters are copies there."""
-    model = trained_model(tmp_path)
-
-    found, expected = (
-        started((1, 1), model, config_of(precision="bf16", samo={"split_master": is_split}))
-        for is_split in (True, False)
-    )
-
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
 def test_a_tied_parameter_stays_since_its_other_use_is_in_another_layer(tmp_path: Path) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 16), nn.Tanh())

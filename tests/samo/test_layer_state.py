@@ -31,11 +31,10 @@ from axsparse.samo.state_bytes import (
 )
 from axsparse.samo.tensor_state import TensorState
 
-Form: TypeAlias = Literal["fp32", "half", "split"]
+Form: TypeAlias = Literal["fp32", "half"]
 FORMS: dict[Form, tuple[torch.dtype, MasterKind]] = {
     "fp32": (torch.float32, "weight"),
     "half": (torch.bfloat16, "fp32"),
-    "split": (torch.bfloat16, "remainder"),
 }
 """The type of weights and gradients, and where masters are."""
 SHAPES = {"first": (3, 5), "second": (7, 4), "bias": (6,)}
@@ -96,7 +95,7 @@ def dense_state(layer: LayerState, name: str) -> dict[str, Tensor]:
 
 def stored_as(form: Form) -> StateFormat:
     size = FORMS[form][0].itemsize
-    return StateFormat(size == 2, size, moments=2, split_master=form == "split")
+    return StateFormat(size == 2, size, moments=2)
 
 
 def formula(layer: LayerState, *, form: Form) -> StateBytes:

@@ -221,17 +221,17 @@ def test_after_training_every_rank_holds_what_the_formula_says(
 @pytest.mark.parametrize("density", [0.1, 1.0])
 @pytest.mark.parametrize("index", get_args(IndexKind))
 @pytest.mark.parametrize(
-    ("gradient_dtype", "split", "shard"),
+    ("gradient_dtype", "shard"),
     [
-        (torch.bfloat16, False, False),
-        (torch.float32, True, False),
-        (torch.bfloat16, True, True),
-        (torch.float32, False, True),
-        (torch.int64, True, True),
+        (torch.bfloat16, False),
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        (torch.float32, True),
+        (torch.int64, True),
     ],
 )
 def test_every_way_to_store_a_matrix_costs_what_the_formula_says(
-    shard: bool, split: bool, gradient_dtype: torch.dtype, index: IndexKind, density: float
+    shard: bool, gradient_dtype: torch.dtype, index: IndexKind, density: float
 ) -> None:
     numel, replicas = 600_000, 3
     kept = round(density * numel)
@@ -245,7 +245,7 @@ def test_every_way_to_store_a_matrix_costs_what_the_formula_says(
         return LayerState(
             "layer",
             [TensorState("w", weight, kept_positions, decays=True)],
-            StateTypes(gradient_dtype, master_kind(half=True, split=split), ADAMW.moments),
+            StateTypes(gradient_dtype, master_kind(half=True), ADAMW.moments),
             replicas=Replicas(group, transport.backoff, shard=shard),
         ).live_bytes()
 
@@ -257,7 +257,6 @@ def test_every_way_to_store_a_matrix_costs_what_the_formula_says(
                 gradient_bytes=gradient_dtype.itemsize,
                 moments=2,
                 index=index,
-                split_master=split,
                 replicas=replicas if shard else 1,
             ),
             rank if shard else 0,
@@ -288,8 +287,6 @@ def test_the_formula_by_category() -> None:
     assert cost(half=True, gradient_bytes=2) == StateBytes(2000, 400, 200, 400, 800)
     assert cost(half=True, gradient_bytes=4) == StateBytes(2000, 400, 400, 400, 800)
     assert cost(half=False, gradient_bytes=4) == StateBytes(4000, 400, 400, 0, 800)
-    split = cost(half=True, gradient_bytes=2, split_master=True)
-    assert split == StateBytes(2000, 400, 200, 200, 800)
     # Of a large matrix of which a tenth is kept; the paper's equation (2) has 2 + 24 f.
     stored = {kind: StateFormat(True, 2, 2, kind) for kind in get_args(IndexKind)}
     matrix = TensorSize(512**2, round(512**2 / 10))

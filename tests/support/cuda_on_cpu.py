@@ -101,13 +101,8 @@ ENCODED = tuple(name for kind, name in INDICES.items() if kind != "full")
 GRADIENTS = ("Bf16, Bf16", "Bf16, Fp32", "Fp16, Fp16", "Fp16, Fp32", "Fp32, Fp32")
 """Types of weight and gradient."""
 STATES = tuple(
-    f"{numbers}, {master}"
+    f"{numbers}, {'MasterIsWeight' if numbers.startswith('Fp32') else 'MasterBuffer'}"
     for numbers in GRADIENTS
-    for master in {
-        "Bf16": ("MasterBuffer", "MasterRemainder"),
-        "Fp16": ("MasterBuffer",),
-        "Fp32": ("MasterIsWeight",),
-    }[numbers[:4]]
 )
 COMPRESS = [f"compress<{index}, {types}>" for index, types in product(INDICES.values(), GRADIENTS)]
 NUMBERS = ("Bf16", "Fp16", "Fp32")

@@ -150,7 +150,7 @@ def gradients_are_compressed_and_added_as_on_the_cpu(
 ) -> None:
     weight, gradient = types
     mask = mask_for(kind, numel, 0.3) if numel > 1 else torch.tensor([kind == "full"])
-    master = master_kind(half=weight != FP32, split=False)
+    master = master_kind(half=weight != FP32)
     layer, tensor = layer_of(mask, torch.zeros(numel, dtype=weight), gradient, master, 0)
     index = machine.index(mask, kind)
     ours = machine.put(torch.full((index.kept,), math.nan, dtype=gradient))
@@ -212,7 +212,7 @@ def gradients_are_made_in_the_memory_of_their_sums(machine: Machine, part: tuple
 def sums_of_squares_are_those_of_the_cpu_in_another_order(
     machine: Machine, dtype: torch.dtype, kept: int
 ) -> None:
-    half = master_kind(half=dtype != FP32, split=False)
+    half = master_kind(half=dtype != FP32)
     mask = torch.ones(kept, dtype=torch.bool)
     layer, _ = layer_of(mask, torch.zeros(kept, dtype=dtype), dtype, half, 0)
     layer.gradient.copy_(randoms(kept, 1))
@@ -302,7 +302,7 @@ def tensors_of_any_size_and_density_are_stepped(
     mask = mask_for(kind, numel, density)
     if numel == 1 and kind != "full":
         mask[0] = False
-    layer = fresh_layer(mask, (BF16, BF16, "remainder"), 2)
+    layer = fresh_layer(mask, (BF16, BF16, "fp32"), 2)
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
     slot = slot_of(machine, machine.index(mask, kind), layer)
 
@@ -353,7 +353,7 @@ def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
 
 @promise(RULES)
 def tensors_of_the_same_types_are_stepped_together(machine: Machine, rule: Case) -> None:
-    states = (STATES[1], STATES[3])
+    states = (STATES[1], STATES[2])
     kinds: tuple[DeviceKind, ...] = ("mask", "full")
     launched: list[str] = []
 
@@ -394,7 +394,7 @@ def more_tensors_than_a_launch_takes_are_stepped_by_several(machine: Machine) ->
         same_state(slot, layer)
 
 
-@promise((STATES[0], STATES[4], STATES[-1]), [1, 3])
+@promise((STATES[0], STATES[2], STATES[-1]), [1, 3])
 def weights_need_not_stand_at_aligned_addresses(
     machine: Machine, state: tuple[torch.dtype, torch.dtype, MasterKind], shift: int
 ) -> None:
@@ -464,8 +464,8 @@ def sums_round_to_the_nearest_with_ties_to_even(machine: Machine, dtype: torch.d
     same_bits(ours, (one.float() + other.float()).to(dtype))
 
 
-@promise(((BF16, "fp32"), (BF16, "remainder"), (FP16, "fp32")))
-def masters_are_rounded_and_split_as_on_the_cpu(
+@promise(((BF16, "fp32"), (FP16, "fp32")))
+def masters_are_rounded_as_on_the_cpu(
     machine: Machine, state: tuple[torch.dtype, MasterKind]
 ) -> None:
     dtype, master = state
@@ -475,32 +475,26 @@ def masters_are_rounded_and_split_as_on_the_cpu(
     layer.optimizer_state.write_master(tensor, 0, values)
     slot = slot_of(machine, machine.index(mask, "full"), layer)
     still = replace(HYPER, learning_rate=0.0, weight_decay=0.0)
-    slot.weight.zero_() if master == "fp32" else None
+    slot.weight.zero_()
 
     SGD_CASE.device([slot], still, 1.0)
 
     same_bits(slot.weight, precision.round_to(values, dtype))
     same_state(slot, layer)
-    if master == "remainder":
-        assert slot.master is not None
-        joined = precision.join(slot.weight.cpu(), slot.master.cpu())
-        same_bits(joined[~joined.isnan()], values[~joined.isnan()])
 
 
 @promise()
-def a_master_that_is_no_number_leaves_no_remainder(machine: Machine) -> None:
+def a_master_that_is_no_number_makes_a_weight_that_is_none(machine: Machine) -> None:
     mask = random_mask(TILE, 0.5)
-    layer = fresh_layer(mask, (BF16, FP32, "remainder"), 0)
+    layer = fresh_layer(mask, (BF16, FP32, "fp32"), 0)
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
-    layer.gradient[:9].view(torch.int32).fill_(0x7FC01234)  # what is left of it would be lower bits
+    layer.gradient[:9].view(torch.int32).fill_(0x7FC01234)
     slot = slot_of(machine, machine.index(mask, "mask"), layer)
 
     SGD_CASE.device([slot], HYPER, FACTOR)
 
     by_numpy(layer, SGD_CASE, HYPER, FACTOR)
     same_state(slot, layer)
-    assert slot.master is not None
-    assert slot.master[:9].tolist() == [0] * 9
     assert int(slot.weight.isnan().sum()) == 9
 
 

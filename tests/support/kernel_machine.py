@@ -181,9 +181,7 @@ RULES = (
 ADAMW_CASE, SGD_CASE, MOMENTUM_CASE, _ = RULES
 STATES: tuple[tuple[torch.dtype, torch.dtype, MasterKind], ...] = (
     (BF16, BF16, "fp32"),
-    (BF16, BF16, "remainder"),
     (BF16, FP32, "fp32"),
-    (BF16, FP32, "remainder"),
     (FP16, FP16, "fp32"),
     (FP16, FP32, "fp32"),
     (FP32, FP32, "weight"),

@@ -90,7 +90,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "plain": ((1, 1), {}),
     "dense": ((1, 1), {"samo": {"enabled": False}}),
     "two heads": ((2, 1), {"model": {"tie_embeddings": False}, "samo": {"index": "mask"}}),
-    "split": ((2, 2), {"precision": "bf16", "samo": {"split_master": True}}),
+    "bf16": ((2, 2), {"precision": "bf16"}),
     "sharded": ((2, 2), {"precision": "fp16", "samo": {"shard_optimizer": True}}),
 }
 

@@ -44,11 +44,7 @@ from axsparse.samo.state_bytes import MasterKind
 
 NORM_TOLERANCE = 1e-11
 """The largest relative difference of a sum from one in another order: 65,536 roundings of fp64."""
-MASTERS: dict[MasterKind, str] = {
-    "weight": "MasterIsWeight",
-    "fp32": "MasterBuffer",
-    "remainder": "MasterRemainder",
-}
+MASTERS: dict[MasterKind, str] = {"weight": "MasterIsWeight", "fp32": "MasterBuffer"}
 """The names of the master kinds in the source."""
 
 

@@ -42,21 +42,16 @@ def step(
     loop, factor = STEPS[rule.name], np.float32(gradient_factor)
     for slot in slots:
         slot.check(optimizer.moments)
-        for gradient, moments, weights in _chunks(slot):
-            loop(gradient, factor, moments or None, *weights, factors)
+        for gradient, moments, masters, weights in _chunks(slot):
+            loop(gradient, factor, moments or None, masters, weights, factors)
 
 
-def _chunks(
-    slot: TensorSlot,
-) -> Iterator[tuple[Array, tuple[Array, ...], tuple[Array | None, Array | None, Array | None]]]:
+def _chunks(slot: TensorSlot) -> Iterator[tuple[Array, tuple[Array, ...], Array, Array | None]]:
     """A tensor's held entries as loops take them, a chunk at a time: gradients, which are fp32 or
-    the bits of bf16, moments, and what the loop replaces.
-
-    That is fp32 masters (None where they are joined of weight and remainder), the bits of bf16
-    weights (None for other types), and the remainders, if there are any. What the loop has written
-    is stored before the next chunk.
+    the bits of bf16, and what the loop replaces: moments, fp32 masters, and the bits of bf16
+    weights (None for other types). What the loop has written is stored before the next chunk.
     """
-    index, held, kind = slot.index, slot.held, slot.master_kind
+    index, held = slot.index, slot.held
     is_dense, is_fp16 = index.kept == slot.weight.numel(), slot.gradient.dtype == torch.float16
     # A tensor that is neither gathered nor converted needs no memory, so it is one chunk.
     each = CHUNK if is_fp16 or not is_dense else max(len(held), 1)
@@ -66,19 +61,16 @@ def _chunks(
         gradient_K = slot.gradient[start:stop]
         if is_dense:
             weight_K = slot.weight[start:stop]
-        elif kind == "fp32":
-            weight_K = slot.weight.new_empty(stop - start)
-        else:
+        elif slot.master is None:
             weight_K = index.gather(slot.weight, start, stop)
+        else:
+            weight_K = slot.weight.new_empty(stop - start)
         masters = _array(weight_K) if slot.master is None else slot.master[part].numpy()
         yield (
             _array(gradient_K.float() if is_fp16 else gradient_K),
             tuple(values[part].numpy() for values in slot.moments),
-            (
-                None if kind == "remainder" else masters,
-                _array(weight_K) if weight_K.dtype == torch.bfloat16 else None,
-                masters if kind == "remainder" else None,
-            ),
+            masters,
+            _array(weight_K) if weight_K.dtype == torch.bfloat16 else None,
         )
         if weight_K.dtype == torch.float16:
             assert slot.master is not None

@@ -61,31 +61,15 @@ def _widened(value: Any) -> Any:
 
 
 @compiled
-def master_of(master: Array | None, weight: Any, low: Array | None, at: int) -> Any:
-    """The fp32 master of one entry: stored, or joined (`samo/precision.py`)."""
-    value = np.float32(0)
-    if master is not None:
-        value = master[at]
-    if low is not None:
-        high = np.uint32(np.uint32(weight[at]) << SIXTEEN)
-        value = from_bits(np.uint32(high + np.uint32(np.int32(low[at]))))
-    return value
-
-
-@compiled
 def part(array: Array | None, begin: int, end: int) -> Any:
     """The entries [begin, end) of an array, or None of None."""
     return array[begin:end] if array is not None else None
 
 
 @compiled
-def store(master: Any, weight: Any, low: Any, at: int, value: Any) -> None:
-    """Store an fp32 master, or its remainder, which is zero for a NaN; and round it to the weight
-    (`samo/precision.py`), where that is bf16."""
-    if master is not None:
-        master[at] = value
-    if low is not None:
-        low[at] = np.int16(to_bits(value) & np.uint32(0xFFFF)) if value == value else np.int16(0)
+def store(master: Any, weight: Any, at: int, value: Any) -> None:
+    """Store an fp32 master; where the weight is bf16, round it to that (`samo/precision.py`)."""
+    master[at] = value
     if weight is not None:
         high = np.uint32(to_bits(value) + HALF_UNIT) >> SIXTEEN
         weight[at] = np.uint16(high) if value == value else QUIET_NAN
@@ -108,32 +92,23 @@ def adamw_moments(
         square[i] = multiply_add(square_weight * value, value, square[i] * square_decay)
 
 
-# Reason: the arrays of one entry, each of which numba must see by itself.
 @compiled
 def adamw_apply(
-    master: Array | None,
-    weight: Array | None,
-    low: Array | None,
-    mean: Array,
-    square: Array,
-    factors: tuple[Any, ...],
+    master: Array, weight: Array | None, mean: Array, square: Array, factors: tuple[Any, ...]
 ) -> None:
     decay, correction, eps, rate = factors[3], factors[4], factors[5], factors[6]
     for i in range(mean.size):
         denominator = np.sqrt(square[i]) / correction + eps
-        value = master_of(master, weight, low, i) * decay + rate * mean[i] / denominator
-        store(master, weight, low, i, value)
+        store(master, weight, i, master[i] * decay + rate * mean[i] / denominator)
 
 
-# Reason: the arrays of one entry, each of which numba must see by itself.
 @compiled
 def adamw_step(
     gradient: Array,
     factor: Any,
     moments: tuple[Array, Array],
-    master: Array | None,
+    master: Array,
     weight: Array | None,
-    low: Array | None,
     factors: tuple[Any, ...],
 ) -> None:
     mean, square = moments
@@ -141,25 +116,22 @@ def adamw_step(
         end = min(begin + STRETCH, mean.size)
         near, far = mean[begin:end], square[begin:end]
         adamw_moments(gradient[begin:end], factor, near, far, factors)
-        own = (part(master, begin, end), part(weight, begin, end), part(low, begin, end))
-        adamw_apply(own[0], own[1], own[2], near, far, factors)
+        adamw_apply(master[begin:end], part(weight, begin, end), near, far, factors)
 
 
-# Reason: the arrays of one entry, each of which numba must see by itself.
 @compiled
 def sgd_step(
     gradient: Array,
     factor: Any,
     moments: tuple[Array] | None,
-    master: Array | None,
+    master: Array,
     weight: Array | None,
-    low: Array | None,
     factors: tuple[Any, ...],
 ) -> None:
     weight_decay, damping, rate, nesterov = factors[0], factors[1], factors[2], factors[3]
     for i in range(gradient.size):
         direction = widened(gradient[i]) * factor
-        value = master_of(master, weight, low, i)
+        value = master[i]
         if weight_decay != 0:
             direction = multiply_add(weight_decay, value, direction)
         if moments is not None:
@@ -170,7 +142,7 @@ def sgd_step(
             else:
                 direction = momentum[i]
         value = multiply_add(rate, direction, value)
-        store(master, weight, low, i, value)
+        store(master, weight, i, value)
 
 
 @intrinsic

@@ -233,9 +233,7 @@ def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> N
         sums = torch.zeros(FEW + 1, dtype=torch.int64)
         fixed_point.add(sums, torch.zeros(FEW + 1, dtype=dtype), 1.0, torch.zeros(1), adds=False)
     if optimizer.compiled is not None:
-        master = {"weight": None, "fp32": torch.zeros(2)}.get(
-            types.master, torch.zeros(2, dtype=torch.int16)
-        )
+        master = None if types.master == "weight" else torch.zeros(2)
         weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=types.updating)
         moments = tuple(torch.zeros(2) for _ in types.moments)
         slot = TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))

@@ -215,7 +215,7 @@ MEANS = (
     *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path"),
     *("train.log_every", "train.peak_flops", "train.trace", "train.nvtx", "train.memory_history"),
     *("train.compare_replicas_every", "watchdog.", "observe."),
-    *("samo.index", "samo.split_master", "samo.shard_optimizer", "samo.offload"),
+    *("samo.index", "samo.shard_optimizer", "samo.offload"),
     "samo.sparse_products",
 )
 """Keys, or beginnings of keys, that say where and how a run computes: at most they change the order

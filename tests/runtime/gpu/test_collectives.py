@@ -97,7 +97,7 @@ def test_gradients_that_are_computed_late_are_summed_in_the_order_of_their_start
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bounds", [[0, 3, 6], [0, 2, 6]], ids=["equal", "unequal"])
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.BROADCAST])
-def test_remainders_of_masters_are_exchanged_although_nccl_has_no_such_type(
+def test_integers_of_16_bits_are_exchanged_although_nccl_has_no_such_type(
     op: Op, bounds: list[int], way: Way
 ) -> None:
     values = torch.arange(6, dtype=torch.int16) - 3

@@ -3,31 +3,15 @@
 
 // Where the fp32 masters are. `load` needs the dense weight only if READS_WEIGHT.
 struct MasterBuffer {
-    typedef float Bits;
     static const bool READS_WEIGHT = false, STORES = true;
     template <typename Weight>
-    ON_DEVICE static float load(typename Weight::Bits, Bits stored) { return stored; }
-    ON_DEVICE static Bits store(float master) { return master; }
-};
-
-struct MasterRemainder {
-    typedef short Bits;
-    static const bool READS_WEIGHT = true, STORES = true;
-    template <typename Weight>
-    ON_DEVICE static float load(typename Weight::Bits weight, Bits stored) {
-        return __uint_as_float(((unsigned)weight << 16) + (unsigned)(int)stored);
-    }
-    ON_DEVICE static Bits store(float master) {
-        return is_nan(master) ? (Bits)0 : (Bits)(__float_as_uint(master) & 0xFFFFu);
-    }
+    ON_DEVICE static float load(typename Weight::Bits, float stored) { return stored; }
 };
 
 struct MasterIsWeight {
-    typedef float Bits;
     static const bool READS_WEIGHT = true, STORES = false;
     template <typename Weight>
-    ON_DEVICE static float load(typename Weight::Bits weight, Bits) { return Weight::load(weight); }
-    ON_DEVICE static Bits store(float master) { return master; }
+    ON_DEVICE static float load(typename Weight::Bits weight, float) { return Weight::load(weight); }
 };
 
 // The formulas are those of samo/optim/adamw.py and samo/optim/sgd.py, in the order of operations
@@ -105,7 +89,6 @@ ON_DEVICE void write_tile(Bits* into, const Bits* tile, int count) {
 template <typename Index, typename Weight, typename Gradient, typename Master, typename Rule>
 ON_DEVICE void step(const Group& group, float factor, const Rule& rule) {
     typedef typename Weight::Bits WeightBits;
-    typedef typename Master::Bits MasterBits;
     const Tensor& tensor = group.tensors[group.of_this_block()];
     Count number = blockIdx.x - tensor.block;
     Index index(tensor.entries, tensor.offsets, tensor.kept, tensor.numel);
@@ -120,7 +103,7 @@ ON_DEVICE void step(const Group& group, float factor, const Rule& rule) {
 
     const typename Gradient::Bits* gradient_K = (const typename Gradient::Bits*)tensor.gradient;
     WeightBits* weight_D = (WeightBits*)tensor.weight;
-    MasterBits* master_K = (MasterBits*)tensor.master;
+    float* master_K = (float*)tensor.master;
     Count from = tensor.first > here.begin ? tensor.first : here.begin;
     Count until = least(here.end, tensor.last);
     if (from != here.begin || until != here.end) {
@@ -132,7 +115,7 @@ ON_DEVICE void step(const Group& group, float factor, const Rule& rule) {
     for (Count own = from + threadIdx.x; own < until; own += LOADS * THREADS) {
         float gradient[LOADS], moment[LOADS][2];
         WeightBits weight[LOADS];
-        MasterBits stored[LOADS];
+        float stored[LOADS];
         int place[LOADS];  // in the tile
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {  // all reads before the first write
@@ -155,7 +138,7 @@ ON_DEVICE void step(const Group& group, float factor, const Rule& rule) {
             if (k >= until) break;
             float master = Master::template load<Weight>(weight[i], stored[i]);
             rule.apply(master, multiply(gradient[i], factor), moment[i]);
-            if (Master::STORES) master_K[at] = Master::store(master);
+            if (Master::STORES) master_K[at] = master;
 #pragma unroll
             for (int m = 0; m < Rule::MOMENTS; ++m) tensor.moments[m][at] = moment[i][m];
             tile[place[i]] = Weight::weight(master);
