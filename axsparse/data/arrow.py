@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 LABELS = "labels"
 """The column of targets beside token ids."""
+MASKS = ("completion_mask", "assistant_masks")
+"""Columns beside token ids: 0 for tokens that are no targets."""
+PADDING = "attention_mask"
+"""The column beside token ids that is 0 for padding, which is no text."""
 MAGIC = b"ARROW1"
 """Begins an Arrow file with a table of contents; what `datasets` writes is a stream without one."""
 ROWS = 1024

@@ -16,31 +16,19 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
-from axsparse.data.arrow import LABELS, columns_of, rows_of
+from axsparse.data.arrow import LABELS, MASKS, PADDING, columns_of, rows_of
+from axsparse.data.chats import KWARGS, TOOLS, Chat
 from axsparse.data.in_place import megatron
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
-Problem = Literal[
-    "not UTF-8",
-    "empty",
-    "huge line",
-    "malformed JSON",
-    "missing field",
-    "ids beyond the vocabulary",
-    "labels that do not fit the ids",
-    "a chat or labels, and none among the first documents",
-    "a chat that the template refuses",
-    "a chat without words of the assistant",
-    "unreadable",
-]
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 STRETCH = 1 << 23
 """Bytes after which a document of a text file is handed on in stretches."""
@@ -56,6 +44,8 @@ STATE = "state.json"
 """Lies beside the Arrow files that save_to_disk of `datasets` writes."""
 WHY = 200
 """Letters of why a file cannot be read that are told."""
+NAMED = 8
+"""Fields of a record that are named where it has none that is read."""
 WORD_END = re.compile(r"\S(?=[ \t\r\n])")
 """Finds the last letter of a word before white space."""
 
@@ -71,7 +61,9 @@ class Reading:
     jsonl_field: str = "text"
     """How JSONL files and tables are divided: each record, or row, is a document, and this is the
     key of its text, its token ids, or the messages of a chat. Without it, `messages` or `input_ids`
-    are taken. `labels` beside token ids are -100 for tokens that are no targets."""
+    are taken. Beside token ids, `labels` are -100, and `completion_mask` and `assistant_masks` 0,
+    for tokens that are no targets, and `attention_mask` is 0 for padding. Beside messages, `tools`
+    and `chat_template_kwargs` go to the template."""
     max_line: int = 16_000_000
     """The longest line of a usable document, in bytes."""
     include: tuple[str, ...] = ()
@@ -104,10 +96,10 @@ class Stretch(NamedTuple):
     ends: bool = True
     """Whether the document ends here. A part of a document that goes on is cut at the end of a
     line."""
-    problem: Problem | None = None
+    problem: str | None = None
     """Why the document cannot be used."""
-    content: list[Any] | None = None
-    """Of a document that is no text, its token ids, or the messages of a chat. -1 - id stands for
+    content: list[int] | Chat | None = None
+    """Of a document that is no text, its token ids, or a chat. -1 - id stands for
     a token that is no target."""
 
 
@@ -119,7 +111,7 @@ raises makes the file unreadable."""
 def read_text(file: BinaryIO, reading: Reading) -> Iterator[Stretch]:
     """The documents of a text file, divided as `Reading.split_documents` says."""
     divides = divider(reading.split_documents)
-    begin, block, problem = 1, bytearray(), cast("Problem | None", None)
+    begin, block, problem = 1, bytearray(), cast("str | None", None)
     for number, (line, is_huge) in enumerate(_lines(file, reading.max_line), 1):
         if divides(line, number - begin):
             yield _decoded(begin, block, True, problem)
@@ -147,13 +139,14 @@ def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Stretch]:
 
 def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> Iterator[Stretch]:
     """The rows of a file of Arrow or Parquet: each is a document."""
-    wanted = (reading.jsonl_field, *OTHER_FIELDS, LABELS)
-    columns = [name for name in columns_of(file, parquet=parquet) if name in wanted]
-    if not columns:
-        yield Stretch(1, "", problem="missing field")
-    else:
-        for number, row in enumerate(rows_of(file, columns, parquet=parquet), 1):
-            yield _document(number, row, reading.jsonl_field)
+    contents = (reading.jsonl_field, *OTHER_FIELDS)
+    names = columns_of(file, parquet=parquet)
+    if not {*names} & {*contents}:
+        yield Stretch(1, "", problem=_missing(names, reading.jsonl_field))
+        return
+    columns = [name for name in names if name in (*contents, *BESIDE)]
+    for number, row in enumerate(rows_of(file, columns, parquet=parquet), 1):
+        yield _document(number, row, reading.jsonl_field)
 
 
 def read_index(file: BinaryIO, _: Reading) -> Iterator[Stretch]:
@@ -171,6 +164,8 @@ def read_index(file: BinaryIO, _: Reading) -> Iterator[Stretch]:
 
 OTHER_FIELDS = ("messages", "input_ids")
 """Keys of documents that are no text, for records without the key of a text."""
+BESIDE = (LABELS, PADDING, *MASKS, TOOLS, KWARGS)
+"""Columns that are read beside those of documents."""
 IGNORED = -100
 """The label of a token that is no target."""
 READERS: dict[str, Reader] = {
@@ -228,7 +223,7 @@ def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, bool]]:
         line = file.readline(limit + 1)
 
 
-def _decoded(line: int, block: bytearray, ends: bool, problem: Problem | None) -> Stretch:
+def _decoded(line: int, block: bytearray, ends: bool, problem: str | None) -> Stretch:
     if problem is not None:
         return Stretch(line, "", ends, problem)
     try:
@@ -250,38 +245,54 @@ def _record(number: int, line: bytes, field: str) -> Stretch:
 
 def _document(number: int, record: object, field: str) -> Stretch:
     """The document of a record or a row, or why it cannot be used."""
-    values = [record.get(key) for key in (field, *OTHER_FIELDS)] if isinstance(record, dict) else []
+    record = record if isinstance(record, dict) else {}
+    values = [record.get(key) for key in (field, *OTHER_FIELDS)]
     value = next((value for value in values if value is not None), None)
-    if isinstance(value, str | bytes) and values[0] is None:
-        return Stretch(number, "", problem="missing field")  # A chat or ids are no text.
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
-        return Stretch(number, "", problem=None if value else "empty", content=value)
+        chat = Chat(value, record.get(TOOLS), record.get(KWARGS))
+        return Stretch(number, "", problem=None if value else "empty", content=chat)
     if isinstance(value, list) and all(isinstance(one, int) for one in value):
-        return _ids(number, value, cast("dict[str, object]", record).get(LABELS))
+        return _ids(number, value, record)
+    if not isinstance(value, str | bytes) or values[0] is None:  # A chat or ids are no text.
+        return Stretch(number, "", problem=_missing(record, field))
     try:
         # JSON can express a lone surrogate such as "\ud800"; texts of tables are bytes.
         value = value.decode() if isinstance(value, bytes) else value
-        if not isinstance(value, str):
-            return Stretch(number, "", problem="missing field")
         value.encode()
     except UnicodeError:
         return Stretch(number, "", problem="not UTF-8")
     return Stretch(number, value, problem=None if value.strip() else "empty")
 
 
-def _ids(number: int, ids: list[int], labels: object) -> Stretch:
-    """The document of token ids, of which those whose label is -100 are no targets."""
-    if min(ids) < 0:
+def _missing(found: Iterable[str], field: str) -> str:
+    """The problem of a record that has none of the fields that are read."""
+    wanted = ", ".join(dict.fromkeys((field, *OTHER_FIELDS)))
+    names = sorted(found)
+    some = f"{', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"[:WHY]
+    return f"missing field (it has {some or 'none'}, and {wanted} are read)"
+
+
+def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Stretch:
+    """The document of token ids without padding; those whose label is -100, or for which a mask is
+    0, are no targets."""
+    if min(ids, default=0) < 0:
         return Stretch(number, "", problem="ids beyond the vocabulary")
-    if labels is None:
-        return Stretch(number, "", content=ids)
-    if not isinstance(labels, list) or len(labels) != len(ids):
-        return Stretch(number, "", problem="labels that do not fit the ids")
-    if any(label not in (id_, IGNORED) for id_, label in zip(ids, labels, strict=True)):
-        return Stretch(number, "", problem="labels that do not fit the ids")
-    counts = [label != IGNORED for label in labels]
-    content = [id_ if so else -1 - id_ for id_, so in zip(ids, counts, strict=True)]
-    return Stretch(number, "", content=content)
+    beside = {name: record[name] for name in BESIDE if record.get(name) is not None}
+    columns = {name: beside[name] for name in (LABELS, PADDING, *MASKS) if name in beside}
+    for name, column in columns.items():
+        if not isinstance(column, list) or len(column) != len(ids):
+            return Stretch(number, "", problem=f"{name} that do not fit the ids")
+    is_text = columns.get(PADDING, [1] * len(ids))
+    labels = columns.get(LABELS, ids)
+    content = []
+    for at, (id_, label, is_here) in enumerate(zip(ids, labels, is_text, strict=True)):
+        if not is_here:
+            continue
+        if label not in (id_, IGNORED):
+            return Stretch(number, "", problem=f"{LABELS} that do not fit the ids")
+        counts = label != IGNORED and all(columns[name][at] for name in MASKS if name in columns)
+        content.append(id_ if counts else -1 - id_)
+    return Stretch(number, "", problem=None if content else "empty", content=content)
 
 
 # -- files ----------------------------------------------------------------------------------
@@ -377,14 +388,14 @@ class Piece(NamedTuple):
     text: str
     ends: bool
     """Whether the document ends here."""
-    problem: Problem | None
+    problem: str | None
     """Why the document cannot be used; None if this piece is usable."""
     validation: bool
     """Whether the document is held out for validation."""
     read: int
     """Bytes of the file that have been read so far."""
-    content: list[Any] | None = None
-    """Of a document that is no text, its token ids, or the messages of a chat. -1 - id stands for
+    content: list[int] | Chat | None = None
+    """Of a document that is no text, its token ids, or a chat. -1 - id stands for
     a token that is no target."""
 
 
@@ -406,7 +417,8 @@ def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Pie
                     continue
                 is_empty, read, place = False, raw.tell(), f"{source.name}, {unit} {line}"
                 if begins:
-                    told = text if content is None else json.dumps(content, default=str)
+                    said = content.messages if isinstance(content, Chat) else content
+                    told = text if said is None else json.dumps(said, default=str)
                     held_out = source.validation or falls_to_validation(told, fraction)
                 *cut, rest = pieces(rest + text)
                 for piece in cut:
@@ -424,7 +436,7 @@ def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Pie
         yield Piece(f"{source.name}, {unit} 1", "", True, "empty", held_out, read)
 
 
-def first_contents(sources: Sequence[Source], reading: Reading) -> Iterator[list[Any]]:
+def first_contents(sources: Sequence[Source], reading: Reading) -> Iterator[list[int] | Chat]:
     """What the first documents of files have that is no text."""
     for source in sources:
         if any(suffix in READERS for suffix in PurePath(source.path).suffixes[-2:]):
@@ -433,14 +445,9 @@ def first_contents(sources: Sequence[Source], reading: Reading) -> Iterator[list
                     yield piece.content
 
 
-def is_chat(content: list[Any] | None) -> bool:
-    """Whether a document has the messages of a chat."""
-    return content is not None and any(isinstance(message, dict) for message in content[:1])
-
-
-def has_marks(content: list[Any] | None) -> bool:
+def has_marks(content: list[int] | Chat | None) -> bool:
     """Whether a document has tokens that are no targets, or may have some."""
-    return content is not None and (is_chat(content) or any(id_ < 0 for id_ in content))
+    return isinstance(content, Chat) or (content is not None and any(id_ < 0 for id_ in content))
 
 
 def _stretches(raw: BinaryIO, source: Source, reading: Reading) -> Iterator[Stretch]:

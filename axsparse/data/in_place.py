@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from axsparse.data.arrow import LABELS, arrow_batches, import_pyarrow, refusing
+from axsparse.data.arrow import LABELS, MASKS, PADDING, arrow_batches, import_pyarrow, refusing
 from axsparse.data.token_file import SAMPLED_BLOCKS, SAMPLED_BYTES
 from axsparse.runtime.errors import DataError, MissingInputError, reading
 
@@ -180,8 +180,11 @@ def arrow(files: Sequence[Path], where: str) -> InPlace:
                     names = ", ".join(batch.schema.names)
                     what = f"has no column {COLUMN}, but {names}"
                     _refuse(where, path, what, "prepare texts by `axsparse data prepare`")
-                if LABELS in batch.schema.names:
-                    what = f"has {LABELS}, which are not read in place"
+                marks = {LABELS, *MASKS} & {*batch.schema.names}
+                if PADDING in batch.schema.names and _is_padded(pyarrow, batch.column(PADDING)):
+                    marks.add(f"an {PADDING} with padding")
+                if marks:
+                    what = f"has {', '.join(sorted(marks))}, which are not read in place"
                     _refuse(where, path, what, "prepare it by `axsparse data prepare`")
                 rows = batch.column(COLUMN)
                 rows.validate(full=True)
@@ -203,6 +206,11 @@ def arrow(files: Sequence[Path], where: str) -> InPlace:
         _refuse(where, files[0], what, "give lists of one type of whole numbers")
     every = np.concatenate(lengths)
     return InPlace(Joined(parts), len(every), lambda: np.cumsum(every) - every)
+
+
+def _is_padded(pyarrow: Any, masks: Any) -> bool:
+    """Whether a column of masks is 0 somewhere."""
+    return pyarrow.compute.min(masks.flatten()).as_py() in (0, False)
 
 
 def _files(folder: Path, where: str) -> list[Path]:

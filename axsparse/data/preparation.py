@@ -23,11 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from axsparse.data.chats import ChatTemplate
+from axsparse.data.chats import Chat, ChatTemplate
 from axsparse.data.documents import (
     STRETCH,
     Piece,
-    Problem,
     Reading,
     Source,
     divider,
@@ -35,7 +34,6 @@ from axsparse.data.documents import (
     find_sources,
     first_contents,
     has_marks,
-    is_chat,
 )
 from axsparse.data.token_file import (
     FORMAT,
@@ -104,7 +102,8 @@ class Request:
     validation: tuple[Path, ...] = ()
     """Files and folders whose documents form the validation part."""
     validation_fraction: float = 0.0
-    """Fraction of the documents held out for validation, in [0, 1), instead of `validation`."""
+    """Fraction of the documents held out for validation, in [0, 1), instead of `validation`. Where
+    that leaves a split without documents, it is the fraction of the tokens, the last ones."""
     train_bpe: int | None = None
     """Vocabulary size of a byte-pair encoding that is learnt from the training documents."""
     bpe_sample_bytes: int = 64_000_000
@@ -145,8 +144,9 @@ class Progress(BaseModel):
         return ", ".join(f"{count} {name}" for name, count in self.left_out.items())
 
     def leave_out(self, place: str, problem: str) -> None:
-        """Count a document that cannot be used."""
-        self.left_out[problem] = self.left_out.get(problem, 0) + 1
+        """Count a document that cannot be used, by its reason without what stands in brackets."""
+        kind = problem.partition(" (")[0]
+        self.left_out[kind] = self.left_out.get(kind, 0) + 1
         if len(self.examples) < EXAMPLES:
             self.examples.append(f"{place}: {problem}")
 
@@ -170,7 +170,9 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
                 request.inputs, request.validation, out, request.reading
             )
             firsts = [*first_contents(sources, request.reading)]
-            template = _template(request) if any(map(is_chat, firsts)) else None
+            template = (
+                _template(request) if any(isinstance(content, Chat) for content in firsts) else None
+            )
             if template is not None:
                 settings["chat_template"] = template.digest
             if any(map(has_marks, firsts)):
@@ -329,6 +331,10 @@ class _Run:
         tokenizer = self._tokenizer()
         progress = self._write(tokenizer, unreadable)
         _refuse_empty(progress, request)
+        if request.validation_fraction and not all(progress.documents.values()):
+            self._hold_out_end(
+                progress, stored(dtype_for(tokenizer.vocab_size, marked=self.marked))
+            )
         records = {
             split: SplitRecord(
                 documents=progress.documents[split],
@@ -437,6 +443,25 @@ class _Run:
             writer.save()
             return progress
 
+    def _hold_out_end(self, progress: Progress, dtype: np.dtype[Any]) -> None:
+        """Divide the tokens where all documents fell to one split: the last ones are validation."""
+        fraction, count = self._request.validation_fraction, sum(progress.tokens.values())
+        held = min(count - 1, max(1, round(fraction * count)))
+        documents = sum(progress.documents.values())
+        train, validation = (token_path(self._folder, split) for split in ("train", "validation"))
+        if not progress.documents["train"]:
+            validation.replace(train)
+        with train.open("r+b") as whole, validation.open("wb") as end:
+            whole.seek((count - held) * dtype.itemsize)
+            shutil.copyfileobj(whole, end)
+            whole.truncate((count - held) * dtype.itemsize)
+        progress.tokens = {"train": count - held, "validation": held}
+        progress.documents = {"train": documents, "validation": 1}
+        self._console.line(
+            f"{_count(documents, 'document')} cannot be shared out by {fraction:g}: validation has "
+            f"the last {format_count(held)} tokens of all"
+        )
+
     def _report(self, progress: Progress, tokenizer: Tokenizer) -> None:
         """Say what was left out and what was written, and show the first tokens as text."""
         console = self._console
@@ -468,7 +493,7 @@ class _Encoder:
         self.mark = mark_of(self.dtype) if marked else 0
         """What is added to the ids of tokens that are no targets."""
 
-    def encode(self, batch: Sequence[Piece]) -> Iterator[tuple[Tokens, Problem | None]]:
+    def encode(self, batch: Sequence[Piece]) -> Iterator[tuple[Tokens, str | None]]:
         """The ids of each piece, and why its document cannot be used, if that is so."""
         encoded = self._tokenizer.encode_batch([piece.text for piece in batch])
         for piece, ids in zip(batch, encoded, strict=True):
@@ -476,16 +501,23 @@ class _Encoder:
                 yield ids, piece.problem
             elif has_marks(piece.content) and not self.mark:
                 yield self._nothing, "a chat or labels, and none among the first documents"
-            elif is_chat(piece.content):
+            elif isinstance(piece.content, Chat):
                 yield self._chat(piece.content)
             else:
                 yield self._ids(np.array(piece.content))
 
+    def begin(self, piece: Piece) -> Tokens:
+        """The ids before the first piece of a document: a text's own first tokens."""
+        return self._nothing if piece.content is not None else self._tokenizer.first
+
     def end(self, piece: Piece, ids: Tokens) -> Tokens:
-        """What follows the ids of the last piece of a document: the separator, unless ids that are
-        given end with it; no target, where others are none."""
+        """The ids after the last piece of a document: a text's own last tokens and the separator,
+        unless they or the given ids end with it; no target, where others are none."""
         separator = self._tokenizer.separator
-        if piece.content is not None and ids.size and int(ids[-1]) & ~self.mark == separator:
+        if piece.content is None:
+            last = self._tokenizer.last.tolist()
+            return np.array(last if last[-1:] == [separator] else [*last, separator], self.dtype)
+        if ids.size and int(ids[-1]) & ~self.mark == separator:
             return self._nothing
         return np.array([separator | (self.mark if has_marks(piece.content) else 0)], self.dtype)
 
@@ -493,7 +525,7 @@ class _Encoder:
     def _nothing(self) -> Tokens:
         return np.zeros(0, self.dtype)
 
-    def _ids(self, content: NDArray[Any]) -> tuple[Tokens, Problem | None]:
+    def _ids(self, content: NDArray[Any]) -> tuple[Tokens, str | None]:
         """Ids as they are given; -1 - id is a token that is no target."""
         if content.dtype.kind != "i":
             return self._nothing, "ids beyond the vocabulary"
@@ -503,12 +535,12 @@ class _Encoder:
             return self._nothing, "ids beyond the vocabulary"
         return np.where(counts, ids, ids | self.mark).astype(self.dtype), None
 
-    def _chat(self, content: list[dict[str, Any]]) -> tuple[Tokens, Problem | None]:
+    def _chat(self, chat: Chat) -> tuple[Tokens, str | None]:
         if self._template is None:
             return self._nothing, "a chat or labels, and none among the first documents"
-        encoded = self._template.encode(content)
-        if encoded is None:
-            return self._nothing, "a chat that the template refuses"
+        encoded = self._template.encode(chat)
+        if isinstance(encoded, str):
+            return self._nothing, f"a chat that the template refuses ({encoded})"
         ids, counts = np.array(encoded.ids, np.int64), np.array(encoded.counts, np.bool_)
         if not counts.any():
             return self._nothing, "a chat without words of the assistant"
@@ -559,26 +591,28 @@ class _Writer:
             os.fsync(file.fileno())
         _write_file(self._path, self.progress.model_dump_json().encode())
 
-    def _append(self, piece: Piece, ids: Tokens, problem: Problem | None) -> None:
+    def _append(self, piece: Piece, ids: Tokens, problem: str | None) -> None:
         progress = self.progress
         split: Split = "validation" if piece.validation else "train"
         progress.pieces += 1
         if progress.begin is None:
             progress.begin, progress.problem = progress.tokens[split], None
+            self._write(split, self._encoder.begin(piece))
         progress.problem = progress.problem or problem
-        self._files[split].write(ids.astype(self._dtype, copy=False).data)
-        progress.tokens[split] += len(ids)
+        self._write(split, ids)
         if not piece.ends:
             return
         if progress.problem is not None:
             self._cut(split, progress.begin)
             progress.leave_out(piece.place, progress.problem)
         else:
-            end = self._encoder.end(piece, ids)
-            self._files[split].write(end.tobytes())
-            progress.tokens[split] += len(end)
+            self._write(split, self._encoder.end(piece, ids))
             progress.documents[split] += 1
         progress.begin = None
+
+    def _write(self, split: Split, ids: Tokens) -> None:
+        self._files[split].write(np.ascontiguousarray(ids, self._dtype).data)
+        self.progress.tokens[split] += len(ids)
 
     def _cut(self, split: Split, tokens: int) -> None:
         """Let a file end after so many tokens."""
@@ -605,7 +639,7 @@ def _batches(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, 
 
 
 def _refuse_empty(progress: Progress, request: Request) -> None:
-    """Raise DataError if a split has no document."""
+    """Raise DataError if there is no document, or none in named validation files."""
     documents = sum(progress.documents.values())
     if documents == 0:
         first = f"; the first: {progress.examples[0]}" if progress.examples else ""
@@ -619,18 +653,6 @@ def _refuse_empty(progress: Progress, request: Request) -> None:
                 f"{split}: none of the {_count(documents, 'document')} is of it; name files by "
                 "--validation that have documents, and others than those that are trained on"
             )
-        if count == 0:
-            raise DataError(
-                f"{split}: none of the {_count(documents, 'document')} is left for it; "
-                f"{_fraction_for(documents)}mark documents by --split-documents, or name "
-                "validation files by --validation"
-            )
-
-
-def _fraction_for(documents: int) -> str:
-    """Advice on how large a part of so many documents leaves some for both splits."""
-    least = 5 / documents
-    return f"give --validation-fraction {least:.1g} or more, " if least <= 0.5 else ""
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -54,15 +54,19 @@ class ExportedTokenizer:
     end: str
     """The token that follows each document of the training data."""
     end_id: int
+    begin: str | None = None
+    """The token that begins each document; None if there is none but the end of the one before."""
+    begin_id: int | None = None
 
     @property
     def ids(self) -> dict[str, int]:
         """What config.json and generation_config.json say of it.
 
-        The same token begins a text, as GPT-2 has it: what follows it in the data is the beginning
-        of a document.
+        Without a token that begins documents, their end does, as GPT-2 has it: what follows it in
+        the data is the beginning of a document.
         """
-        return {"bos_token_id": self.end_id, "eos_token_id": self.end_id}
+        begin = self.end_id if self.begin_id is None else self.begin_id
+        return {"bos_token_id": begin, "eos_token_id": self.end_id}
 
     def files(self, length: int) -> dict[str, dict[str, Any]]:
         """The contents of all files, by name; `length` is the longest text of the model."""
@@ -70,7 +74,7 @@ class ExportedTokenizer:
             TOKENIZER: dict(self.tokenizer),
             SETTINGS: {
                 "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": self.end,
+                "bos_token": self.begin or self.end,
                 "eos_token": self.end,
                 "model_max_length": length,
                 "clean_up_tokenization_spaces": False,
@@ -97,9 +101,15 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
     if sidecar.tokenizer.kind == "bytes":
         return byte_tokenizer(sidecar.separator)
     path, end = _checked(Path(data.path), sidecar)
-    # The preparation has texts neither cut, nor filled up, nor put between special tokens.
-    bare = {"truncation": None, "padding": None, "post_processor": None}
-    return ExportedTokenizer(json.loads(path.read_bytes()) | bare, end, sidecar.separator)
+    bare = {"truncation": None, "padding": None}  # The preparation neither cuts nor fills up.
+    made = Subwords(path, sidecar.tokenizer, end)
+    begin = made.first.tolist()[:1]
+    return ExportedTokenizer(
+        json.loads(path.read_bytes()) | bare,
+        end,
+        sidecar.separator,
+        *((made.decode(begin), begin[0]) if begin else ()),
+    )
 
 
 def _checked(folder: Path, sidecar: Sidecar) -> tuple[Path, str]:

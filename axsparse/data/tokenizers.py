@@ -42,14 +42,19 @@ class Tokenizer(Protocol):
     vocab_size: int
     """All ids are below this number; it also decides how many bytes an id has in a file."""
     separator: int
-    """The id that is written after each document. `encode` never returns it."""
+    """The id that is written after each document."""
+    first: Tokens
+    """The ids that begin each text, such as the token BOS; none for most."""
+    last: Tokens
+    """The ids that end each text."""
 
     def encode(self, text: str) -> Tokens:
-        """The ids of a text, (N,) unsigned integers, without separator; empty for ""."""
+        """The ids of a text that may go on, (N,) unsigned integers: `first` and its own."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> Iterable[Tokens]:
-        """The ids of each of several texts, which may be encoded by several threads."""
+        """The ids of each of several pieces, without `first` and `last`; several threads may encode
+        them."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -66,6 +71,7 @@ class ByteTokenizer:
     record = TokenizerRecord(kind="bytes")
     vocab_size = 256
     separator = 255
+    first = last = np.zeros(0, np.uint8)
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), dtype=np.uint8)
@@ -78,7 +84,11 @@ class ByteTokenizer:
 
 
 class Subwords:
-    """A tokenizer that Hugging Face's library reads from a file."""
+    """A tokenizer that Hugging Face's library reads from a file.
+
+    It gives a text the ids that `tokenizer(text)` of transformers gives it: special tokens in the
+    text are themselves, and the file's own tokens begin and end it.
+    """
 
     def __init__(self, path: Path, record: TokenizerRecord, separator: str) -> None:
         """DataError if the file holds no tokenizer, ConfigError if it has no token `separator`."""
@@ -88,8 +98,6 @@ class Subwords:
             self._tokenizer = library.Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # A separator that occurs in a document is encoded as ordinary text.
-        self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if separator not in vocabulary:
             raise ConfigError(
@@ -99,9 +107,21 @@ class Subwords:
         self.record = record
         self.separator = vocabulary[separator]
         self.vocab_size = max(vocabulary.values()) + 1
+        self.first, self.last = self._around()
 
     def encode(self, text: str) -> Tokens:
-        return self.encode_batch([text])[0]
+        return np.concatenate([self.first, *self.encode_batch([text])])
+
+    def _around(self) -> tuple[Tokens, Tokens]:
+        """The ids before and behind those of a text."""
+        with self._refusing("cannot encode a text"):
+            encoding = self._tokenizer.encode("a")
+        outside = np.array(encoding.special_tokens_mask, dtype=bool)
+        ids = np.array(encoding.ids, dtype=np.uint32)
+        inner = np.flatnonzero(~outside)
+        if not inner.size:
+            return ids, ids[:0]
+        return ids[: inner[0]], ids[inner[-1] + 1 :]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         # This call alone leaves out the places of the tokens in the text.

@@ -34,9 +34,9 @@ def test_each_row_is_a_document_and_named_by_its_row(ending: str, tmp_path: Path
 
     found = pieces_of(path)
 
-    assert [(piece.text, piece.problem) for piece in found] == [
-        *(("one", None), ("", "missing field"), (" ", "empty"), ("four\nlines", None)),
-    ]
+    kinds = [piece.problem and piece.problem.partition(" (")[0] for piece in found]
+    assert [piece.text for piece in found] == ["one", "", " ", "four\nlines"]
+    assert kinds == [None, "missing field", "empty", None]
     assert [piece.place for piece in found] == [f"{path}, row {row}" for row in (1, 2, 3, 4)]
 
 
@@ -92,7 +92,10 @@ def test_a_table_without_the_column_is_named(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", ROWS)
 
     assert [(p.place, p.problem) for p in pieces_of(path, "words")] == [
-        (f"{path}, row 1", "missing field")
+        (
+            f"{path}, row 1",
+            "missing field (it has other, text, and words, messages, input_ids are read)",
+        )
     ]
 
 

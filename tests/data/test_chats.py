@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from support.formats import write_jsonl, write_table
 from support.preparing import run
 
-from axsparse.data.chats import ChatTemplate
+from axsparse.config.schema import DataConfig
+from axsparse.data.chats import Chat, ChatTemplate
 from axsparse.data.documents import FIRST, Reading
 from axsparse.data.preparation import Request
-from axsparse.data.run_tokenizer import byte_tokenizer
+from axsparse.data.run_tokenizer import byte_tokenizer, exported_tokenizer, run_tokenizer
 from axsparse.data.token_file import read_sidecar, token_datasets
 from axsparse.runtime.errors import ConfigError, DataError, OutputError
 
@@ -63,8 +65,8 @@ def test_what_counts_is_what_counts_for_trl(kind: str, tmp_path: Path) -> None:
     template = ChatTemplate(folder_of(kind, tmp_path))
 
     for chat, theirs in zip(CHATS, TRL[kind], strict=False):
-        encoded = template.encode(chat)
-        assert encoded is not None
+        encoded = template.encode(Chat(list(chat)))
+        assert not isinstance(encoded, str)
         assert encoded.ids == theirs["ids"]
         counts = "".join(map(str, map(int, encoded.counts)))
         if kind == "marked":
@@ -133,10 +135,12 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
     sidecar, _ = run(Request((source,), tmp_path / "out", tokenizer=given))
 
     refused, labels = "a chat that the template refuses", "labels that do not fit the ids"
+    no = f"{refused} (TemplateError: no)"
+    other = f"{refused} (UndefinedError: 'dict object' has no attribute 'content')"
     wordless = "a chat without words of the assistant"
     assert sidecar.train.documents == 2
     assert [text.partition("chats.jsonl, ")[2] for text in sidecar.sources.examples] == [
-        *(f"line 2: {refused}", f"line 3: {wordless}", f"line 4: {refused}", "line 5: empty"),
+        *(f"line 2: {no}", f"line 3: {wordless}", f"line 4: {other}", "line 5: empty"),
         *(f"line 6: {labels}", f"line 7: {labels}"),
     ]
 
@@ -144,8 +148,117 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
 def test_a_template_that_rewrites_earlier_turns_needs_marks(tmp_path: Path) -> None:
     template = ChatTemplate(folder_of("forgets", tmp_path))
 
-    assert template.encode(CHATS[0]) is not None
-    assert template.encode(CHATS[1]) is None
+    assert not isinstance(template.encode(Chat(list(CHATS[0]))), str)
+    assert "marks no answers by {% generation %}" in str(template.encode(Chat(list(CHATS[1]))))
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "d", "parameters": {}}}
+WITH_ALL = (
+    "{{ 'T' + (tools | length | string) if tools else '' }}{{ mood or '' }}{% for m in messages %}"
+    f"{TURN}{{% endfor %}}{ASKS}"
+)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_tools_and_variables_of_a_record_go_to_the_template_that_transformers_takes(
+    named: bool, as_json: bool, tmp_path: Path
+) -> None:
+    folder = folder_of("plain", tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    default, with_tools = settings["chat_template"], WITH_ALL.replace("'T'", "'tool_use '")
+    named_ones = [
+        {"name": "default", "template": default},
+        {"name": "tool_use", "template": with_tools},
+    ]
+    settings["chat_template"] = named_ones if named else WITH_ALL
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    from transformers import AutoTokenizer
+
+    judge, template = AutoTokenizer.from_pretrained(str(folder)), ChatTemplate(folder)
+    beside: list[dict[str, Any]] = [
+        {},
+        {"tools": [TOOL]},
+        {"tools": [TOOL, TOOL], "chat_template_kwargs": {"mood": "calm"}},
+        {"chat_template_kwargs": {"mood": "calm"}},
+    ]
+
+    found = set()
+    for columns in beside:
+        given = {key: json.dumps(value) if as_json else value for key, value in columns.items()}
+        chat = Chat([*CHATS[0]], given.get("tools"), given.get("chat_template_kwargs"))
+        encoded = template.encode(chat)
+        assert not isinstance(encoded, str)
+        theirs: Any = judge.apply_chat_template(
+            list(CHATS[0]),
+            tools=columns.get("tools"),
+            return_dict=True,
+            **columns.get("chat_template_kwargs", {}),
+        )
+        assert encoded.ids == theirs["input_ids"]
+        found.add(tuple(encoded.ids))
+    assert len(found) == (3 if named else 4)  # the default template knows no mood
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for m in messages %}", "TemplateSyntaxError: Unexpected end of template"),
+        ("{{ raise_exception('two users in a row') }}", "TemplateError: two users in a row"),
+        ("{{ messages[0].talk.x }}", "UndefinedError: "),
+    ],
+)
+def test_a_template_that_fails_says_why(template: str, why: str, tmp_path: Path) -> None:
+    folder = folder_of("plain", tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": template})
+    )
+    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
+
+    with pytest.raises(DataError) as caught:
+        run(Request((source,), tmp_path / "out", tokenizer=folder / "tokenizer.json"))
+
+    assert f"a chat that the template refuses ({why}" in str(caught.value)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_texts_and_prompts_have_the_ids_that_transformers_gives_them(
+    ends: bool, tmp_path: Path
+) -> None:
+    """Special tokens are themselves, and BOS begins a text, also one that is cut."""
+    folder = folder_of("plain", tmp_path)
+    library = pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")
+    own = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens = [("<|im_start|>", 256), ("<|endoftext|>", 0)]
+    own.post_processor = library.processors.TemplateProcessing(
+        single=f"<|im_start|> $A{' <|endoftext|>' if ends else ''}", special_tokens=tokens
+    )
+    own.save(str(folder / "tokenizer.json"))
+    from transformers import AutoTokenizer
+
+    judge = AutoTokenizer.from_pretrained(str(folder))
+    texts = ["Hello.", "a <|im_end|> b<|im_start|>", "word " * 40_000]
+    source = write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+
+    run(Request((source,), tmp_path / "out", tokenizer=folder / "tokenizer.json"))
+
+    expected = [judge(text)["input_ids"] + ([] if ends else [0]) for text in texts]
+    ids = np.fromfile(tmp_path / "out" / "train.tokens", np.uint16)
+    assert ids.tolist() == [*chain.from_iterable(expected)]
+    data = DataConfig(source="tokens", path=str(tmp_path / "out"))
+    tokenizer, end = run_tokenizer(data)
+    for text, theirs in zip(texts, expected, strict=True):
+        assert [*tokenizer.encode(text), end] == theirs
+    sidecar = read_sidecar(tmp_path / "out", "")
+    made = exported_tokenizer(data, "tokens out", sidecar.train.digest)
+    assert made is not None
+    assert made.ids == {"bos_token_id": 256, "eos_token_id": 0}
+    (tmp_path / "exported").mkdir()
+    for name, content in made.files(64).items():
+        (tmp_path / "exported" / name).write_text(json.dumps(content))
+    again = AutoTokenizer.from_pretrained(str(tmp_path / "exported"))
+    assert [again(text)["input_ids"] for text in texts] == [judge(t)["input_ids"] for t in texts]
 
 
 @pytest.mark.parametrize(

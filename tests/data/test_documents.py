@@ -6,6 +6,7 @@ import bz2
 import contextlib
 import gzip
 import io
+import json
 import lzma
 import os
 import re
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.data import documents as module
+from axsparse.data.chats import Chat
 from axsparse.data.documents import (
     Piece,
     Reading,
@@ -167,7 +169,8 @@ def test_each_record_stands_for_itself() -> None:
 
     found = list(read_json_lines(io.BytesIO(data), Reading()))
 
-    assert [(s.text, s.problem) for s in found] == list(RECORDS.values())
+    kinds = [s.problem and s.problem.partition(" (")[0] for s in found]
+    assert [*zip([s.text for s in found], kinds, strict=True)] == list(RECORDS.values())
     assert [s.line for s in found] == [*range(1, len(RECORDS) + 1)]
     assert all(s.ends for s in found)
     (named,) = read_json_lines(io.BytesIO(b'{"text": 1, "b": "x"}'), Reading(jsonl_field="b"))
@@ -184,8 +187,55 @@ def test_a_record_without_a_text_may_have_token_ids_or_messages() -> None:
     found = read_json_lines(io.BytesIO(b"\n".join(lines)), Reading())
 
     assert [(s.text, s.content, s.problem) for s in found] == [
-        ("", content, None) for content in ([5, 6], [5, 6], [{"role": "user"}])
+        ("", content, None) for content in ([5, 6], [5, 6], Chat([{"role": "user"}]))
     ]
+
+
+def test_a_record_that_has_no_document_says_what_it_has() -> None:
+    lines = [
+        b'{"id": 3, "conversations": [{"from": "human", "value": "x"}]}',
+        b'{"prompt": "x", "completion": "y"}',
+        b'{"text": null}',
+        b"[]",
+    ]
+
+    found = read_json_lines(io.BytesIO(b"\n".join(lines)), Reading())
+
+    assert [s.problem for s in found] == [
+        f"missing field (it has {names}, and text, messages, input_ids are read)"
+        for names in ("conversations, id", "completion, prompt", "text", "none")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "content"),
+    [
+        ({"attention_mask": [0, 1, 1, 1, 0]}, [6, 7, 8]),
+        ({"completion_mask": [0, 0, 1, 1, 1]}, [-6, -7, 7, 8, 9]),
+        ({"assistant_masks": [0, 1, 0, 1, 0]}, [-6, 6, -8, 8, -10]),
+        ({"labels": [-100, 6, 7, 8, 9]}, [-6, 6, 7, 8, 9]),
+        (
+            {
+                "labels": [-100, 6, 7, 8, -100],
+                "attention_mask": [1, 1, 1, 1, 0],
+                "completion_mask": [0, 0, 1, 1, 1],
+                "assistant_masks": [1, 1, 1, 0, 1],
+            },
+            [-6, -7, 7, -9],
+        ),
+        ({"attention_mask": [0] * 5}, "empty"),
+        ({"completion_mask": [1]}, "completion_mask that do not fit the ids"),
+        ({"labels": [1] * 5}, "labels that do not fit the ids"),
+    ],
+)
+def test_padding_is_no_text_and_what_a_mask_leaves_out_is_no_target(
+    columns: dict[str, list[int]], content: list[int] | str
+) -> None:
+    record = json.dumps({"input_ids": [5, 6, 7, 8, 9], **columns}).encode()
+
+    (found,) = read_json_lines(io.BytesIO(record), Reading())
+
+    assert (found.problem or found.content) == content
 
 
 def test_a_huge_line_is_passed_over_and_the_next_record_is_found(

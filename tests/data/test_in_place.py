@@ -195,6 +195,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "null id": (arrow_of([{"input_ids": [1, None]}]), r"or nulls, as input_ids from row 1 on; "),
     "no rows": (arrow_of([{"input_ids": []}]), r"or nulls|has no ids"),
     "labels": (arrow_of([{"input_ids": [1], "labels": [1]}]), r"has labels, which are not read in"),
+    "a mask": (
+        arrow_of([{"input_ids": [1], "completion_mask": [1]}]),
+        r"has completion_mask, which are not read in place; prepare it by",
+    ),
+    "padding": (
+        arrow_of([{"input_ids": [1, 2], "attention_mask": [1, 0]}]),
+        r"has an attention_mask with padding, which are not read in place; prepare it by",
+    ),
     "state": (state_of([]), r"state\.json lists no files; save the data again"),
     "selection": (
         state_of({"_data_files": [{"filename": "a"}], "_indices_data_files": [{"filename": "i"}]}),

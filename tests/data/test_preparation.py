@@ -120,6 +120,28 @@ def test_validation_files_are_no_training_files(library: Path, tmp_path: Path) -
     assert LINE * 3 not in documents_of(tmp_path / "o")
 
 
+@pytest.mark.parametrize(("split", "fraction"), [("none", 0.1), ("none", 0.999), ("lines:10", 0.1)])
+def test_documents_that_all_fall_to_one_split_are_divided_by_tokens(
+    split: str, fraction: float, tmp_path: Path
+) -> None:
+    """So one file is enough; equal documents go to the same split."""
+    book, out = tmp_path / "book.txt", tmp_path / "out"
+    book.write_text(LINE * 20)
+    reading = Reading(split)
+    run(Request((book,), tmp_path / "whole", reading=reading))
+    request = Request((book,), out, validation_fraction=fraction, reading=reading)
+
+    sidecar, said = run(request)
+
+    whole = np.fromfile(tmp_path / "whole" / "train.tokens", np.uint8)
+    parts = [np.fromfile(out / f"{name}.tokens", np.uint8) for name in ("train", "validation")]
+    assert np.concatenate(parts).tolist() == whole.tolist()
+    assert sidecar.validation is not None
+    assert len(parts[1]) == sidecar.validation.tokens == round(fraction * len(whole))
+    assert "cannot be shared out" in said
+    assert "already prepared" in run(request)[1]
+
+
 def test_a_split_without_a_document_is_told_by_the_option_that_says_which(tmp_path: Path) -> None:
     texts, empty = tmp_path / "texts.txt", tmp_path / "empty.txt"
     texts.write_text(LINE)
@@ -252,18 +274,6 @@ for name in sys.argv[1:]:
             {},
             DataError,
             r"input: no document can be used \(there is none\); name UTF-8 text files, or JSONL,",
-        ),
-        (
-            [b"one document"],
-            {"validation_fraction": 1e-6},
-            DataError,
-            "validation: none of the 1 document is left for it; mark documents by --split-",
-        ),
-        (
-            [b"= a =\n" * 50],
-            {"validation_fraction": 1e-6, "reading": Reading("lines:1")},
-            DataError,
-            "none of the 50 documents is left for it; give --validation-fraction 0.1 or more, mark",
         ),
         (
             [b'{"input_ids": [1, 256]}\n{"input_ids": [-1]}\n{"input_ids": [0.5]}'],
