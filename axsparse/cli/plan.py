@@ -4,33 +4,45 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from axsparse.cli.parser import CommandParser, add_configuration, say, whole
-from axsparse.config.load import load_config
+from axsparse.config.hf_config import BUNDLED, CONFIG_FILE, is_gpt2, read_json, refuse_other_heads
+from axsparse.config.load import LoadedConfig, load_config, setting_to_yaml
+from axsparse.config.schema import sample_length
 from axsparse.config.validate import check_config, counted
 from axsparse.planner.cluster import DEFAULT_CLUSTER, cluster_text, load_cluster
-from axsparse.runtime.errors import ConfigError, writing
+from axsparse.runtime.errors import EXIT_CONFIG, ConfigError, MissingInputError, writing
 from axsparse.runtime.launcher import speaks
+from axsparse.runtime.process_exit import exit_process
 
 if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster
     from axsparse.planner.layout_search import Plan
     from axsparse.planner.plan_model import Method, Subject
+    from axsparse.planner.what_fits import Refusal
 
 DESCRIPTION = """\
-Plan a training run: stages, replicas, memory, seconds. Needs no GPU and no MPI.
+Does it fit? Plan a training run: stages, replicas, memory, seconds. Needs no GPU and no MPI.
 
+  axsparse plan FOLDER --gpus 4 --memory 40
   axsparse plan --config gpt3_2.7b.yaml --gpus 512 --cluster summit
   axsparse plan --config gpt3_xl.yaml --gpus 64,128,256,512 --cluster summit --compare dense,samo
   axsparse plan --config my.yaml --gpus 8 --cluster my_cluster.yaml --html plan.html
 """
 EPILOG = """\
+The first line is the answer, and the exit code is 78 where nothing fits. FOLDER is a Hugging Face
+folder, of which config.json alone is read; it is planned by the settings of prune_llama.yaml, in
+samples of at most 4,096 tokens.
+
 A layout is stages × replicas, or stages × members × replicas where several ranks may compute a
 stage together. The fewest ranks for a copy of the model that fit are recommended, at their fastest
 microbatch size; the other layouts follow by predicted step. Phases are the mean over stages.
@@ -39,12 +51,26 @@ A configuration with layout.g_inter, g_tensor, g_data or split leaves only those
 A cluster file says where each constant comes from; benchmarks/calibrate.py measures one.
 """
 METHODS = ("dense", "samo")
+GPU_CLUSTER = "a100-pod"
+"""The bundled cluster that is taken where the memory of a device is given and no cluster is."""
+LONGEST = 4096
+"""Tokens of a sample of a model from a folder at most, unless they are given: as in
+llama3_8b.yaml."""
+PATIENCE = 2.0
+"""Seconds after which somebody who waits is told so."""
 
 
 def parser() -> CommandParser:
     """The command line."""
     arguments = CommandParser(_plan, prog="axsparse plan", description=DESCRIPTION, epilog=EPILOG)
     add = arguments.add_argument
+    add(
+        "model",
+        metavar="FOLDER_OR_CONFIG",
+        nargs="?",
+        help="a folder with the config.json of a causal language model of transformers, or a "
+        "configuration as for --config",
+    )
     add_configuration(add)
     add(
         "--gpus",
@@ -54,10 +80,28 @@ def parser() -> CommandParser:
         help="number of devices; several numbers make a scaling study",
     )
     add(
+        "--memory",
+        metavar="GB",
+        type=_gigabytes,
+        help="memory of a device, everything included; short for --set layout.memory_per_rank=GB",
+    )
+    add(
+        "--sparsity",
+        metavar="S",
+        type=_share,
+        help="short for --set pruning.sparsity=S; 0 is dense",
+    )
+    add(
+        "--sequence-length",
+        metavar="N",
+        type=whole(),
+        help="tokens of a sample; short for --set data.sequence_length=N",
+    )
+    add(
         "--cluster",
         metavar="NAME",
         help="a bundled cluster (summit, selene-a100, dgx-h100, …: docs/howto/plan.md) or a file "
-        f"(default {DEFAULT_CLUSTER})",
+        f"(default {DEFAULT_CLUSTER}, with --memory {GPU_CLUSTER})",
     )
     add(
         "--print-cluster",
@@ -103,46 +147,30 @@ class PrintCluster(argparse.Action):
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    gpus, methods = arguments.gpus, arguments.compare or ["start"]
-    cluster = load_cluster(arguments.cluster or DEFAULT_CLUSTER)
-    loaded = load_config(arguments.config, arguments.overrides)
-    check_config(loaded)
-    # Imported late, so that --help and mistakes in what the user wrote do not load torch.
-    from axsparse.observe import trace_file as trace
-    from axsparse.observe.charts import check_installed
-    from axsparse.planner.plan_model import subject
-    from axsparse.planner.plan_report import has_members, spans
+    cluster = load_cluster(arguments.cluster or _default_cluster(arguments))
+    with _said_after(PATIENCE, "axsparse: reading the model and trying layouts …"):
+        loaded, notes = _read(arguments)
+        check_config(loaded)
+        # Imported late, so that --help and mistakes in what the user wrote do not load torch.
+        from axsparse.observe.charts import check_installed
+        from axsparse.planner.plan_model import subject
 
-    if arguments.html is not None:
-        check_installed("--html")
-    asked = subject(loaded, cluster)
-    try:
+        if arguments.html is not None:
+            check_installed("--html")
+        asked = subject(loaded, cluster)
         plans = partial(
-            asked.plan,
-            microbatch_sizes=arguments.microbatch_size,
-            members=arguments.members,
+            asked.plan, microbatch_sizes=arguments.microbatch_size, members=arguments.members
         )
-        answers = list(_answers(plans, cluster, gpus, methods))
-    except ConfigError as error:
-        if arguments.cluster is not None:
-            raise
-        assumed = f"{DEFAULT_CLUSTER} was taken, since no --cluster is named"
-        raise ConfigError(f"{error}; {assumed}") from error
-    notes = list(asked.notes)
-    if arguments.cluster is None:
-        notes.append(
-            f"no --cluster, hence planned for the bundled cluster {DEFAULT_CLUSTER}; "
-            "benchmarks/calibrate.py measures one of your own"
-        )
-    if cluster.host_memory_bytes is not None and any(map(has_members, answers)):
-        notes.append(
-            "no two GPUs have trained with several members of a stage so far: they are tested on "
-            "one that they share, and over NCCL on devices that are played"
-        )
-    if len(gpus) == 1 and methods == ["start"]:
-        notes += _training_differs(asked, answers[0])
-    _print(answers, notes, as_json=arguments.json, is_study=len(gpus) > 1)
+        methods = arguments.compare or ["start"]
+        answers, refusals = _answers(plans, cluster, arguments.gpus, methods)
+    notes = [*asked.notes, *notes, *_notes(arguments, asked, cluster, answers)]
+    _print(answers, refusals, notes, arguments)
+    if not answers:
+        exit_process(EXIT_CONFIG)
     if arguments.trace is not None:
+        from axsparse.observe import trace_file as trace
+        from axsparse.planner.plan_report import spans
+
         last = answers[-1]
         devices = counted(last.gpus, "device")
         source = f"simulated: {last.workload.name} ({last.method}), {devices}"
@@ -151,30 +179,127 @@ def _plan(arguments: argparse.Namespace) -> None:
         _write_page(arguments.html, answers, notes)
 
 
+def _default_cluster(arguments: argparse.Namespace) -> str:
+    """The cluster where none is named: who says how much memory a device has means a GPU."""
+    return DEFAULT_CLUSTER if arguments.memory is None else GPU_CLUSTER
+
+
+def _read(arguments: argparse.Namespace) -> tuple[LoadedConfig, list[str]]:
+    """What is planned, and what to say about it."""
+    settings = [
+        f"{key}={value}"
+        for key, value in (
+            ("layout.memory_per_rank", arguments.memory),
+            ("pruning.sparsity", arguments.sparsity),
+            ("data.sequence_length", arguments.sequence_length),
+        )
+        if value is not None
+    ]
+    overrides, source = [*arguments.overrides, *settings], arguments.model
+    if source is None:
+        return load_config(arguments.config, overrides), []
+    if arguments.config is not None:
+        raise ConfigError(
+            f"--config: {arguments.config!r}, but {source!r} is planned; leave one of them out"
+        )
+    path = Path(source)
+    if path.name == CONFIG_FILE and path.is_file():
+        path = path.parent
+    if path.is_dir():
+        return _read_folder(path, overrides)
+    try:
+        return load_config(source, overrides), []
+    except MissingInputError as error:
+        raise MissingInputError(
+            f"{error}; or name a folder with the {CONFIG_FILE} of a model"
+        ) from error
+
+
+def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[LoadedConfig, list[str]]:
+    """The model of a Hugging Face folder by the settings of `BUNDLED`, which count as defaults."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise MissingInputError(
+            f"{str(folder)!r} has no {CONFIG_FILE}; name a folder that has one, or a configuration"
+        )
+    theirs = read_json(path)
+    refuse_other_heads(path, theirs)
+    model = [setting_to_yaml("model.from", str(folder)).replace(": ", "=", 1)]
+    if is_gpt2(path, theirs):
+        model.append("model.name=gpt")  # which needs no transformers
+    loaded = load_config(BUNDLED, [*model, *overrides])
+    length = sample_length(loaded.config)
+    if loaded.config.data.sequence_length == "auto" and length > LONGEST:
+        model.append(f"data.sequence_length={LONGEST}")
+        loaded = load_config(BUNDLED, [*model, *overrides])
+        length = LONGEST
+    given = {k: at for k, at in loaded.origins.items() if not at.startswith(f"{BUNDLED}:")}
+    asked = " ".join(f"--set {each}" for each in model)
+    note = (
+        f"a folder is planned by {BUNDLED}, in samples of {length} tokens; to train it, add "
+        f"--config {BUNDLED} {asked}"
+    )
+    return LoadedConfig(loaded.config, folder.resolve().name, given), [note]
+
+
+def _notes(
+    arguments: argparse.Namespace, asked: Subject, cluster: Cluster, answers: Sequence[Plan]
+) -> Iterator[str]:
+    """What else the user should know about the answers."""
+    from axsparse.planner.plan_model import BATCH
+    from axsparse.planner.plan_report import has_members
+
+    if BATCH not in asked.loaded.origins:
+        batches = ", ".join(str(asked.batch(gpus)) for gpus in arguments.gpus)
+        yield f"no batch is given: planned with {batches} samples a step ({BATCH})"
+    if arguments.cluster is None:
+        yield (
+            f"no --cluster, hence planned for the bundled cluster {cluster.name}, with "
+            f"{cluster.overhead_bytes / 1e9:g} GB of overhead; benchmarks/calibrate.py measures "
+            "one of your own"
+        )
+    if cluster.host_memory_bytes is not None and any(map(has_members, answers)):
+        yield (
+            "no two GPUs have trained with several members of a stage so far: they are tested on "
+            "one that they share, and over NCCL on devices that are played"
+        )
+    if len(answers) == len(arguments.gpus) == 1 and arguments.compare is None:
+        yield from _training_differs(asked, answers[0])
+
+
 def _answers(
     plans: Callable[[Method, Cluster, int], Plan],
     cluster: Cluster,
     gpus: Sequence[int],
     methods: Sequence[Method],
-) -> Iterator[Plan]:
-    """The plan of every method for every number of devices.
+) -> tuple[list[Plan], list[Refusal]]:
+    """The plan of every method for every number of devices, and the refusals where none fits."""
+    from axsparse.planner.what_fits import DoesNotFitError
 
-    Where several are asked for, one that fits nothing is left out with a line on stderr;
-    ConfigError if nothing fits at all.
-    """
-    pairs = [(number, method) for number in gpus for method in methods]
-    failures = []
-    for number, method in pairs:
+    answers, refusals = [], []
+
+    def ask(number: int, method: Method) -> None:
         try:
-            plan = plans(method, cluster, number)
-        except ConfigError as error:
-            failures.append(error)
-            if len(failures) == len(pairs):
-                raise
-            print(f"axsparse: {method}: {error}", file=sys.stderr, flush=True)
-            continue
-        at_start = "samo" if plan.workload.is_pruned else "dense"
-        yield replace(plan, method=at_start if method == "start" else method)
+            answers.append(plans(method, cluster, number))
+        except DoesNotFitError as error:
+            refusals.append(error.refusal)
+
+    for number, method in product(gpus, methods):
+        ask(number, method)
+    return answers, refusals
+
+
+@contextmanager
+def _said_after(seconds: float, line: str) -> Iterator[None]:
+    """Write a line on a terminal's stderr if what is within takes longer."""
+    said = threading.Timer(seconds, partial(print, line, file=sys.stderr, flush=True))
+    said.daemon = True
+    if sys.stderr.isatty():
+        said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
 
 
 def _training_differs(asked: Subject, plan: Plan) -> Iterator[str]:
@@ -200,20 +325,38 @@ def _training_differs(asked: Subject, plan: Plan) -> Iterator[str]:
         )
 
 
-def _print(answers: Sequence[Plan], notes: Sequence[str], *, as_json: bool, is_study: bool) -> None:
+def _print(
+    answers: Sequence[Plan],
+    refusals: Sequence[Refusal],
+    notes: Sequence[str],
+    arguments: argparse.Namespace,
+) -> None:
     from axsparse.planner import plan_report as report
 
-    if as_json:
-        everything = {"plans": [report.as_json(answer) for answer in answers], "notes": notes}
+    if arguments.json:
+        everything = {
+            "plans": [report.as_json(answer) for answer in answers],
+            "refusals": [report.refusal_json(refusal) for refusal in refusals],
+            "notes": notes,
+        }
         say(json.dumps(everything))
         return
-    if not is_study:
-        say("\n".join(report.lines(answers, notes)))
+    if not answers and len(refusals) == 1:
+        say("\n".join(report.refusal_lines(refusals[0], notes)))
         return
-    plan = answers[0]
-    head = f"{plan.workload.name} in {plan.workload.precision} on {plan.cluster.name}"
-    rest = (f"note: {note}" for note in notes)
-    say("\n".join([head, "", *report.scaling(answers), *rest]))
+    said = [f"{counted(each.question.gpus, 'device')}, {each.method}: " for each in refusals]
+    lines = [before + each.answer for before, each in zip(said, refusals, strict=True)]
+    if len(arguments.gpus) == 1 and answers:
+        lines = [*report.lines(answers, lines + list(notes))]
+    else:
+        if answers:
+            plan = answers[0]
+            lines.append(
+                f"{plan.workload.name} in {plan.workload.precision} on {plan.cluster.name}"
+            )
+            lines += ["", *report.scaling(answers)]
+        lines += [f"note: {note}" for note in notes]
+    say("\n".join(lines))
 
 
 def _write_page(path: Path, answers: Sequence[Plan], notes: Sequence[str]) -> None:
@@ -226,6 +369,24 @@ def _write_page(path: Path, answers: Sequence[Plan], notes: Sequence[str]) -> No
 def _numbers(text: str) -> list[int]:
     """The whole numbers of at least 1 in a text that separates them by commas."""
     return [*map(whole(), text.split(","))]
+
+
+def _gigabytes(text: str) -> float:
+    return _number(text, "number of gigabytes above 0, such as 40", lambda value: value > 0)
+
+
+def _share(text: str) -> float:
+    return _number(text, "number from 0 to below 1, such as 0.9", lambda value: 0 <= value < 1)
+
+
+def _number(text: str, rule: str, passes: Callable[[float], bool]) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value) and passes(value):
+        return value
+    raise argparse.ArgumentTypeError(f"{text[:60]!r} is no {rule}")
 
 
 def _methods(text: str) -> list[Method]:

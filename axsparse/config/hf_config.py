@@ -176,6 +176,14 @@ def from_gpt2(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
     return {ours: theirs.get(name, default) for name, (ours, default) in _GPT2_SIZES.items()}
 
 
+def is_gpt2(path: Path, theirs: Mapping[str, Any]) -> bool:
+    """Whether the settings in a config.json are those of a GPT-2 that our GPT can represent."""
+    try:
+        return theirs.get("model_type") == "gpt2" and bool(from_gpt2(path, theirs))
+    except DataError:
+        return False
+
+
 def to_gpt2(config: GptConfig, dtype: str) -> dict[str, Any]:
     """The config.json of a GPT whose weights are saved in `dtype`.
 

@@ -21,7 +21,10 @@ from axsparse.observe.charts import (
 from axsparse.planner.layout import Row
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_report import (
+    answer,
     backward_cells,
+    baseline_cells,
+    baseline_remark,
     because,
     cells,
     memory_cells,
@@ -65,10 +68,14 @@ def page(plans: Sequence[Plan], notes: Sequence[str]) -> str:
 
 def _section(plan: Plan) -> Iterator[str]:
     best = plan.recommended
-    yield f"<h2>{counted(plan.gpus, 'device')}, {escape(plan.method)}: {best.layout.grid}</h2>"
+    yield f"<h2>{counted(plan.gpus, 'device')}, {escape(plan.method)}: {escape(answer(plan))}</h2>"
+    if plan.baselines:
+        rows = baseline_cells([plan])
+        yield from html_table(list(rows[0]), (list(row.values()) for row in rows))
+        yield f"<p>{escape(baseline_remark(best.layout, plan.cluster))}</p>"
     yield (
         f"<p>{best.seconds:.4g} s a step, {best.percent_of_peak:.1f} % of peak. Recommended "
-        f"because {escape(because(plan))}. <code>{escape(settings(best))}</code></p>"
+        f"because {escape(because(plan))}. <code>{escape(settings(plan))}</code></p>"
     )
     yield from _layouts(plan)
     yield from chart_html(_timeline(best))

@@ -10,11 +10,12 @@ take whole microbatches, some one more than others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from axsparse.config.validate import counted
 from axsparse.pipeline.schedules import Schedule
+from axsparse.planner.baselines import Baseline
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout import (
     DEFAULT_SLACK,
@@ -75,6 +76,12 @@ class Plan:
     trades: Sequence[Trade]
     method: str = ""
     """What the plan is for, such as "dense", where several are compared."""
+    taken: Mapping[str, object] = field(default_factory=dict)
+    """Settings beside the layout that the plan chose, as the configuration says nothing of them."""
+    recomputes: bool = False
+    """Whether activations are recomputed."""
+    baselines: Sequence[Baseline] = ()
+    """Other ways of dense training, where the model has been surveyed."""
 
     @property
     def recommended(self) -> Row:
@@ -88,8 +95,16 @@ class Plan:
         return row.seconds / self.recommended.seconds - 1
 
 
+class NoLayoutError(ConfigError):
+    """No layout of a question fits."""
+
+    def __init__(self, text: str, rejected: Sequence[Rejection]) -> None:
+        super().__init__(text)
+        self.rejected = rejected
+
+
 def plan(question: LayoutQuestion) -> Plan:
-    """Try every layout; ConfigError if nothing fits."""
+    """Try every layout; NoLayoutError if none fits."""
     workload, cluster, gpus = question.workload, question.cluster, question.gpus
     if gpus < 1:
         raise ConfigError(f"gpus: {gpus} devices train nothing; plan for at least 1")
@@ -101,10 +116,11 @@ def plan(question: LayoutQuestion) -> Plan:
         best = _on_fewer(question, fewest, best)
     if best is None:
         last = next((each for each in reversed(rejected) if each.g_data), rejected[-1])
-        raise ConfigError(
-            f"gpus: {workload.name} fits no layout of {counted(gpus, 'device')} of "
+        raise NoLayoutError(
+            f"{workload.name} fits no layout of {counted(gpus, 'device')} of "
             f"{cluster.name}; with {last.layout} {last.reason}; take more "
-            "devices, or prune more"
+            "devices, or prune more",
+            rejected,
         )
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
     search = Search(best)
@@ -132,7 +148,7 @@ def _on_fewer(question: LayoutQuestion, most: int, best: Row | None) -> Row | No
     """
     for members in question.members:
         used = replace(question, gpus=question.gpus - question.gpus % members)
-        if _why_not_members(used, members) is not None:
+        if why_not_members(used, members) is not None:
             continue
         limit = min(most, question.gpus) // members
         for stages in question.g_inter or range(1, limit + 1):
@@ -160,7 +176,7 @@ def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
     rows: list[Row] = []
     rejected: list[Rejection] = []
     for members in question.members:
-        why = _why_not_members(question, members)
+        why = why_not_members(question, members)
         if why is not None:
             rejected.append(Rejection(1, 0, None, why, members))
             continue
@@ -179,7 +195,7 @@ def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
     return rows, rejected
 
 
-def _why_not_members(question: LayoutQuestion, members: int) -> str | None:
+def why_not_members(question: LayoutQuestion, members: int) -> str | None:
     """Why no number of stages can have so many members; None if some can.
 
     With one number in the question nodes are not looked at, and ConfigError says why the model

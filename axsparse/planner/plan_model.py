@@ -5,7 +5,7 @@ This is what `axsparse plan` and `ax.plan_for` call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,19 +15,16 @@ from axsparse.config.validate import check_config, check_offload, check_split, c
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.model_registry import model_without_weights
+from axsparse.planner.baselines import Baseline, baselines
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.cutting import Cutting
-from axsparse.planner.layout import LayoutQuestion
-from axsparse.planner.layout_search import Plan, plan, try_layouts
-from axsparse.planner.run_workload import (
-    configured_schedule,
-    has_costs,
-    only_backward,
-    run_question,
-    schedules,
-)
+from axsparse.planner.layout import Layout, LayoutQuestion
+from axsparse.planner.layout_search import NoLayoutError, Plan, plan
+from axsparse.planner.run_workload import has_costs, run_question, schedules
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
+from axsparse.planner.what_fits import DoesNotFitError, Refusal, fewest_devices, least_memory
+from axsparse.planner.workload import StageLoad
 from axsparse.pruning.criteria import Criterion, Score, configured_criterion
 from axsparse.pruning.targets import Targets, starts_pruned, what_is_pruned
 from axsparse.runtime.errors import ConfigError
@@ -37,8 +34,8 @@ from axsparse.samo.precision import DTYPES
 Method = Literal["start", "dense", "samo"]
 """`start`: as the run begins, which is dense if masks are found later; `dense`: without pruning;
 `samo`: with as many kept entries as the run ends with."""
-MOST_TIMES = 256
-"""If nothing fits, numbers of devices up to this multiple are tried, to say how many would do."""
+BATCH, RECOMPUTED = "batch.global_batch_size", "pipeline.checkpoint_activations"
+"""Settings that a plan chooses where nobody has set them."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,15 @@ class Subject:
         return replace(model, kept=self.targets.kept())
 
     def room(self, cluster: Cluster) -> float:
-        """Bytes that a rank may take, its overhead included."""
+        """Bytes that a rank has, its overhead included."""
         limit = self.loaded.config.layout.memory_per_rank
-        if limit == "auto":
-            return cluster.memory_bytes
-        return limit * 1e9 + cluster.overhead_bytes
+        return cluster.memory_bytes if limit == "auto" else limit * 1e9
+
+    def batch(self, gpus: int) -> int:
+        """Samples of a step: those of the configuration; where nobody has set them, one for each
+        device at least."""
+        batch = self.loaded.config.batch.global_batch_size
+        return batch if BATCH in self.loaded.origins else max(batch, gpus)
 
     def plan(
         self,
@@ -96,27 +97,97 @@ class Subject:
         microbatch_sizes: Sequence[int] | None = None,
         members: Sequence[int] | None = None,
     ) -> Plan:
-        """The plan; ConfigError if nothing fits, which says how many devices would do.
+        """The plan; DoesNotFitError if nothing fits, which says what memory and how many devices
+        would do.
 
         `members` are the numbers of members of a stage to try; None: that of the configuration if
-        it says one, else all that training can cut the model for.
+        it says one, else all that training can cut the model for. Where nothing fits and nobody has
+        set `pipeline.checkpoint_activations`, activations are recomputed.
         """
+        for tried in self._tried(gpus):
+            question = tried._question(method, cluster, gpus, microbatch_sizes, members)
+            try:
+                found = plan(question)
+            except NoLayoutError as error:
+                failed = error
+                continue
+            best = found.recommended
+            return replace(
+                found,
+                method=_name(question),
+                taken=tried._changes(self.loaded.config),
+                recomputes=tried._recomputes,
+                baselines=tried._baselines(question, best.layout, best.loads),
+            )
+        least = least_memory(question)
+        if least is None:
+            raise failed
+        node = self._members(cluster, cluster.gpus_per_node) if members is None else members
+        refusal = Refusal(
+            method=_name(question),
+            question=question,
+            rejected=failed.rejected,
+            least=least,
+            fewest=(
+                fewest_devices(replace(question, members=node)) if question.may_leave else None
+            ),
+            recomputes=tried._recomputes,
+            baselines=tried._baselines(question, least.layout, least.loads),
+        )
+        raise DoesNotFitError(refusal) from None
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.loaded.config.pipeline.checkpoint_activations > 0
+
+    def _tried(self, gpus: int) -> Iterator[Subject]:
+        """This model with a batch for so many devices; then also with activations recomputed."""
+        config = self.loaded.config
+        batch = config.batch.model_copy(update={"global_batch_size": self.batch(gpus)})
+        config = config.model_copy(update={"batch": batch})
+        yield replace(self, loaded=replace(self.loaded, config=config))
+        if RECOMPUTED in self.loaded.origins or config.pipeline.checkpoint_activations:
+            return
+        pipeline = config.pipeline.model_copy(update={"checkpoint_activations": 1})
+        config = config.model_copy(update={"pipeline": pipeline})
+        yield replace(self, loaded=replace(self.loaded, config=config))
+
+    def _changes(self, before: Config) -> dict[str, object]:
+        """The settings that differ from those of before."""
+        config = self.loaded.config
+        values = {
+            BATCH: (before.batch.global_batch_size, config.batch.global_batch_size),
+            RECOMPUTED: (
+                before.pipeline.checkpoint_activations,
+                config.pipeline.checkpoint_activations,
+            ),
+        }
+        return {key: after for key, (was, after) in values.items() if was != after}
+
+    def _question(
+        self,
+        method: Method,
+        cluster: Cluster,
+        gpus: int,
+        microbatch_sizes: Sequence[int] | None,
+        members: Sequence[int] | None,
+    ) -> LayoutQuestion:
         config = self.loaded.config
         tried = self._members(cluster, gpus) if members is None else members
         stages, room = self._stages(gpus, tried), self.room(cluster)
-        question = replace(
+        return replace(
             run_question(self.workload(method), cluster, config, gpus, stages, room),
             members=tried,
             microbatch_sizes=microbatch_sizes,
             schedules=schedules(config, has_times=True),
             may_leave=config.layout.g_data == "auto",
         )
-        try:
-            return plan(question)
-        except ConfigError as error:
-            enough = self._enough(question)
-            hint = f"; {counted(enough, 'device')} would do" if enough else ""
-            raise ConfigError(f"{error}{hint}") from None
+
+    def _baselines(
+        self, question: LayoutQuestion, layout: Layout, loads: Sequence[StageLoad]
+    ) -> list[Baseline]:
+        overhead = question.cluster.overhead_bytes
+        return baselines(self.workload("dense"), layout, loads, question.gpus, overhead)
 
     def _members(self, cluster: Cluster, gpus: int) -> list[int]:
         """The numbers of members that the configuration allows and training can run; on GPUs, where
@@ -157,26 +228,10 @@ class Subject:
         check_split(self.loaded, stages, len(self.survey.layers))
         return [stages]
 
-    def _enough(self, question: LayoutQuestion) -> int | None:
-        """How many devices would fit the deepest pipeline: the question's, doubled again and again.
 
-        None if even `MOST_TIMES` as many are too few, or if the number of stages is given.
-        """
-        if question.g_inter is not None:
-            return None  # more devices would only be more replicas
-        pipeline, gpus = self.loaded.config.pipeline, question.gpus
-        is_split = only_backward(pipeline) is True
-        least = replace(configured_schedule(pipeline, slack=0, is_split=is_split), slack=0)
-        deeper = replace(question, schedules=[least], microbatch_sizes=[1])
-        more = 2 * gpus
-        while more <= MOST_TIMES * gpus:
-            stages = range(1, question.workload.most_stages + 1)
-            deepest = max(n for n in stages if more // min(question.members) % n == 0)
-            rows, _ = try_layouts(replace(deeper, gpus=more, g_inter=[deepest]))
-            if rows:
-                return more
-            more *= 2
-        return None
+def _name(question: LayoutQuestion) -> str:
+    """The method of what is planned."""
+    return "samo" if question.workload.is_pruned else "dense"
 
 
 def subject(

@@ -10,17 +10,21 @@ from axsparse.config.validate import counted
 from axsparse.observe.trace_file import Span
 from axsparse.pipeline.policy import Kind
 from axsparse.pipeline.simulator import StageRun
-from axsparse.planner.layout import Row
+from axsparse.planner.baselines import PAPER, Baseline
+from axsparse.planner.cluster import Cluster
+from axsparse.planner.layout import Layout, Row
 from axsparse.planner.layout_search import Plan, Rejection
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_simulation import STEP_PHASES
+from axsparse.planner.what_fits import RECOMPUTED, Refusal, short
 
 MOST_ROWS = 12
 """How many layouts are printed; the JSON has all."""
 MOST_STAGES = 8
 """The memory of so many stages is printed: the first ones, the fullest and the last."""
+STATE = "bytes of state a parameter"
 _LEFT = frozenset(
-    {"layout", "stage", "layers", "method", "backward", "tensor", ""}
+    {STATE, "layout", "stage", "layers", "method", "backward", "tensor", ""}
     | {"name", "unit", "table", "cluster", "worst row", "a miss by"}
 )
 """Columns that are aligned to the left."""
@@ -29,12 +33,78 @@ _LEFT = frozenset(
 def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
     """What the command prints about the plans for one number of devices."""
     for plan in plans:
+        yield f"{plan.method}: " * (len(plans) > 1) + answer(plan)
+    if plans[-1].baselines:
+        yield ""
+        yield from table(baseline_cells(plans))
+        yield baseline_remark(plans[-1].recommended.layout, plans[-1].cluster)
+    for plan in plans:
+        yield ""
         yield from _of_one(plan)
     if len(plans) > 1:
         yield ""
         yield from comparison(plans)
     for note in notes:
         yield f"note: {note}"
+
+
+def refusal_lines(refusal: Refusal, notes: Sequence[str]) -> Iterator[str]:
+    """What the command prints where nothing fits."""
+    least, room = refusal.least, refusal.question.room
+    yield refusal.answer
+    yield ""
+    own = (f"{refusal.method}, {least.layout.grid}", least.nbytes)
+    yield from table(_comparison_cells([own], refusal.baselines, room))
+    yield baseline_remark(least.layout, refusal.question.cluster)
+    yield ""
+    yield "rejected, with the work of the stages balanced:"
+    yield from rejections(refusal.rejected)
+    for note in notes:
+        yield f"note: {note}"
+
+
+def answer(plan: Plan) -> str:
+    """The answer in a line: "fits: 2 stages × 2 replicas, 33.1 of 40 GB"."""
+    best = plan.recommended
+    left = plan.gpus - best.layout.grid.size
+    devices = f" ({counted(left, 'device')} left over)" * (left > 0)
+    used, room = gigabytes(best.most_bytes), short(plan.memory_bytes)
+    recomputed = RECOMPUTED * plan.recomputes
+    return f"fits: {best.layout.grid}{devices}, {used} of {room} GB{recomputed}"
+
+
+def baseline_cells(plans: Sequence[Plan]) -> list[dict[str, str]]:
+    """The memory of a device by these plans and by other ways of training, as texts by column."""
+    own = [
+        (f"{plan.method}, {plan.recommended.layout.grid}", plan.recommended.most_bytes)
+        for plan in plans
+    ]
+    return _comparison_cells(own, plans[-1].baselines, plans[-1].memory_bytes)
+
+
+def _comparison_cells(
+    own: Sequence[tuple[str, float]], others: Sequence[Baseline], room: float
+) -> list[dict[str, str]]:
+    named = [(name, "by plan", nbytes) for name, nbytes in own]
+    named += [(each.name, each.formula, each.nbytes) for each in others]
+    return [
+        {
+            "": name,
+            "GB a device": gigabytes(nbytes),
+            f"fits {short(room)}": "yes" if nbytes <= room else "no",
+            STATE: formula,
+        }
+        for name, formula, nbytes in named
+    ]
+
+
+def baseline_remark(layout: Layout, cluster: Cluster) -> str:
+    """What the figures of other ways of training contain."""
+    return (
+        f"dense: formulas of the ZeRO paper ({PAPER}), activations of microbatches of "
+        f"{layout.microbatch_size} and {gigabytes(cluster.overhead_bytes)} GB of overhead; no "
+        "buffers"
+    )
 
 
 def _of_one(plan: Plan) -> Iterator[str]:
@@ -50,7 +120,7 @@ def _of_one(plan: Plan) -> Iterator[str]:
         yield f"… and {len(plan.rows) - MOST_ROWS} more (--json has all)"
     yield ""
     layout = best.layout
-    yield f"recommended: {layout.grid}, microbatches of {layout.microbatch_size}, {settings(best)}"
+    yield f"recommended: {layout.grid}, microbatches of {layout.microbatch_size}, {settings(plan)}"
     yield f"because {because(plan)}"
     yield ""
     yield "memory of each stage, GB:"
@@ -72,14 +142,15 @@ def _of_one(plan: Plan) -> Iterator[str]:
     yield ""
 
 
-def settings(row: Row) -> str:
-    """The options that make training take this layout."""
-    schedule = row.layout.schedule
-    grid = row.layout.grid
+def settings(plan: Plan) -> str:
+    """The options that make training take the recommended layout."""
+    layout = plan.recommended.layout
+    schedule, grid = layout.schedule, layout.grid
     keys: dict[str, object] = {
+        **plan.taken,
         "layout.g_inter": grid.g_inter,
         **({"layout.g_tensor": grid.g_tensor} if grid.g_tensor > 1 else {}),
-        "batch.microbatch_size": row.layout.microbatch_size,
+        "batch.microbatch_size": layout.microbatch_size,
         "pipeline.slack": schedule.slack,
         "pipeline.split_backward": str(schedule.split_backward).lower(),
     }
@@ -274,15 +345,21 @@ def shown_stages(row: Row) -> list[int]:
 def as_json(plan: Plan) -> dict[str, Any]:
     """Everything about a plan, in bytes and seconds."""
     return {
+        "answer": answer(plan),
         "method": plan.method,
         "model": plan.workload.name,
         "precision": plan.workload.precision,
         "cluster": plan.cluster.name,
         "gpus": plan.gpus,
         "memory_bytes": plan.memory_bytes,
+        "recomputes": plan.recomputes,
+        "taken": dict(plan.taken),
+        "baselines": _baselines_json(plan.baselines, plan.memory_bytes),
         "because": because(plan),
         "rows": [_row_json(plan, row) for row in plan.rows],
-        "rejected": [_rejection_json(plan, each) for each in plan.rejected],
+        "rejected": [
+            _rejection_json(each, has_members=has_members(plan)) for each in plan.rejected
+        ],
         "slack_curve": [{"slack": _slack(row), **_figures(row)} for row in plan.slack_curve],
         "tried": [{"schedule": asdict(row.layout.schedule), **_figures(row)} for row in plan.tried],
         "trades": [{**asdict(trade), "is_taken": trade.is_taken} for trade in plan.trades],
@@ -297,9 +374,43 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _rejection_json(plan: Plan, rejection: Rejection) -> dict[str, Any]:
+def refusal_json(refusal: Refusal) -> dict[str, Any]:
+    """Everything about a question that nothing fits, in bytes."""
+    question = refusal.question
+    return {
+        "answer": refusal.answer,
+        "method": refusal.method,
+        "model": question.workload.name,
+        "precision": question.workload.precision,
+        "cluster": question.cluster.name,
+        "gpus": question.gpus,
+        "memory_bytes": question.room,
+        "recomputes": refusal.recomputes,
+        "least_bytes": refusal.least.nbytes,
+        "fewest_devices": refusal.fewest,
+        "baselines": _baselines_json(refusal.baselines, question.room),
+        "rejected": [
+            _rejection_json(each, has_members=len(question.members) > 1)
+            for each in refusal.rejected
+        ],
+    }
+
+
+def _baselines_json(found: Sequence[Baseline], room: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": each.name,
+            "formula": each.formula,
+            "bytes": each.nbytes,
+            "fits": each.nbytes <= room,
+        }
+        for each in found
+    ]
+
+
+def _rejection_json(rejection: Rejection, *, has_members: bool) -> dict[str, Any]:
     found = asdict(rejection)
-    if not has_members(plan):
+    if not has_members:
         del found["g_tensor"]
     return found
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import Axsparse, assert_one_line
 
+from axsparse.config.load import load_config, packaged_folder
+from axsparse.config.model_config import HfConfig, of_family
 from axsparse.observe.trace_file import read
 from axsparse.planner.cluster import load_cluster
-from axsparse.runtime.errors import EXIT_CONFIG
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING
 
 SMALL = [
     *("--config", "quickstart.yaml", "--cluster", "laptop"),
@@ -42,7 +48,7 @@ def test_it_prints_a_recommendation_and_why(plan: Axsparse) -> None:
 def test_members_are_tried_as_asked_for_and_what_training_does_by_itself_is_said(
     plan: Axsparse,
 ) -> None:
-    small = ("layout.memory_per_rank=0.0026", "layout.g_inter=1", "samo.enabled=false")
+    small = ("layout.memory_per_rank=0.3026", "layout.g_inter=1", "samo.enabled=false")
     asked = ("--microbatch-size=1", *(f"--set={one}" for one in small))
     fewer, one = plan("--gpus", "4", *asked)[1], plan("--gpus", "4", "--members", "1")[1]
     summit = plan("--gpus", "6", "--members", "1,2", "--cluster", "summit")[1]
@@ -72,19 +78,153 @@ def test_a_cluster_file_to_begin_with_is_printed(axsparse: Axsparse, tmp_path: P
 
 def test_without_a_cluster_it_says_which_one_it_took(axsparse: Axsparse, plan: Axsparse) -> None:
     asked = ("plan", "--config", "quickstart.yaml", "--gpus", "1")
-    limit = ("--set", "layout.memory_per_rank=1e-6")
+    took = "note: no --cluster, hence planned for the bundled cluster "
 
-    screen = axsparse(*asked)[1].splitlines()
-    assert "on 1 device of laptop" in screen[0]
-    assert screen[-1] == (
-        "note: no --cluster, hence planned for the bundled cluster laptop; benchmarks/calibrate.py "
-        "measures one of your own"
+    assert f"{took}laptop, with 0.3 GB of overhead; " in axsparse(*asked)[1]
+    assert took not in plan("--gpus", "1")[1]
+    # Nor is it silent where nothing fits; and a memory is that of a GPU.
+    screen = axsparse(*asked, "--memory", "0.1")[1]
+    assert screen.startswith("does not fit: ")
+    assert f"{took}a100-pod, with 3 GB of overhead; " in screen
+
+
+def test_the_first_line_is_the_answer_and_a_table_follows(plan: Axsparse) -> None:
+    code, screen, _ = plan("--gpus", "4", "--memory", "2")
+    first, blank, heads, own, *others = screen.splitlines()[:8]
+
+    assert (code, first, blank) == (0, "fits: 1 stage × 4 replicas, 0.3 of 2 GB", "")
+    assert heads.split("  ")[-1] == "bytes of state a parameter"
+    assert own.startswith("samo, 1 stage × 4 replicas ") and own.endswith("yes  by plan")
+    assert [row.split("  ")[0] for row in others[:3]] == [
+        *("dense, DDP", "dense, ZeRO-1", "dense, ZeRO-3 or FSDP"),
+    ]
+
+
+def test_where_nothing_fits_it_says_what_would_and_both_figures_are_true(plan: Axsparse) -> None:
+    asked = ("--set", "samo.enabled=false", "--members", "1")
+    code, screen, errors = plan("--gpus", "2", "--memory", "0.302", *asked, "--json")
+    told = json.loads(screen)["refusals"][0]
+    memory, fewest = f"{told['least_bytes'] / 1e9:.6g}", told["fewest_devices"]
+
+    assert (code, errors, json.loads(screen)["plans"]) == (EXIT_CONFIG, "", [])
+    assert told["answer"] == (
+        f"does not fit: 2 devices would do with {float(memory):.4g} GB, {fewest} with 0.302, "
+        "recomputing activations"
     )
-    assert "no --cluster" not in plan("--gpus", "1")[1]
-    # Nor is it silent where nothing fits.
-    assumed = "; laptop was taken, since no --cluster is named\n"
-    assert axsparse(*asked, *limit)[2].endswith(assumed)
-    assert assumed not in plan("--gpus", "1", *limit)[2]
+    assert fewest > 2
+    assert plan("--gpus", "2", "--memory", memory, *asked)[0] == 0
+    assert plan("--gpus", fewest, "--memory", "0.302", *asked)[0] == 0
+    for number in range(3, fewest):
+        assert plan("--gpus", number, "--memory", "0.302", *asked)[0] == EXIT_CONFIG
+    said = plan("--gpus", "2", "--memory", "0.302", *asked)[1].splitlines()
+    assert said[0] == told["answer"]
+    assert "rejected, with the work of the stages balanced:" in said
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder of nothing but the config.json of `llama3_8b.yaml`, of two blocks."""
+    pytest.importorskip("transformers", reason="no transformers: pip install 'axsparse[test]'")
+    folder = tmp_path / "my_llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**llama_settings(), "num_hidden_layers": 2}))
+    return folder
+
+
+def llama_settings() -> dict[str, Any]:
+    return of_family(load_config("llama3_8b.yaml").config.model, HfConfig).hf
+
+
+def test_a_folder_is_planned_like_the_bundled_configuration_of_its_model(
+    axsparse: Axsparse, llama: Path
+) -> None:
+    """Two blocks, whose settings stand in for those of the bundled file."""
+    small = json.dumps({**llama_settings(), "num_hidden_layers": 2})
+    bundled = (packaged_folder("configs") / "llama3_8b.yaml").read_text()
+    rewritten = llama.parent / "llama.yaml"
+    rewritten.write_text(re.sub(r"  hf: \{.*\}\n", f"  hf: {small}\n", bundled, count=1))
+    asked = ("--gpus", "4", "--memory", "24", "--json")
+
+    by_folder, by_file, by_json = (
+        json.loads(axsparse("plan", named, *asked)[1])
+        for named in (llama, rewritten, llama / "config.json")
+    )
+
+    assert by_folder == by_json
+    [mine], [theirs] = by_folder["plans"], by_file["plans"]
+    assert (mine.pop("model"), theirs.pop("model")) == ("my_llama", "llama")
+    assert mine == theirs
+    notes = "\n".join(by_folder["notes"])
+    assert "in samples of 4096 tokens; to train it, add --config prune_llama.yaml " in notes
+    assert f"--set model.from={llama} --set data.sequence_length=4096" in notes
+    assert "no batch is given: planned with 128 samples a step" in notes
+
+
+def test_short_forms_are_settings_and_many_devices_have_a_sample_each(
+    axsparse: Axsparse, llama: Path
+) -> None:
+    asked = ("--gpus", "160", "--memory", "24", "--json")
+    short = axsparse("plan", llama, *asked, "--sparsity", "0.9", "--sequence-length", "256")[1]
+    sets = ("--set=pruning.sparsity=0.9", "--set=data.sequence_length=256")
+    long = axsparse("plan", llama, *asked, *sets, "--set=layout.memory_per_rank=24")[1]
+
+    [told] = json.loads(short)["plans"]
+    assert told == json.loads(long)["plans"][0]
+    assert told["memory_bytes"] == 24e9
+    assert told["taken"] == {"batch.global_batch_size": 160}
+    assert "planned with 160 samples a step" in short
+
+
+def test_a_gpt2_folder_needs_no_transformers_and_others_say_that_they_do(
+    axsparse: Axsparse, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    settings = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100}
+    gpt2 = tmp_path / "gpt2"
+    gpt2.mkdir()
+    (gpt2 / "config.json").write_text(json.dumps(settings))
+
+    assert axsparse("plan", gpt2, "--gpus", "2", "--memory", "4")[1].startswith("fits: 1 stage ")
+    assert_one_line(
+        axsparse("plan", llama, "--gpus", "2"),
+        EXIT_MISSING,
+        "model.hf: needs transformers 5.20 or newer, which is not installed",
+    )
+
+
+def test_other_folders_and_names_are_refused_in_one_line(
+    axsparse: Axsparse, tmp_path: Path
+) -> None:
+    encoder = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(encoder))
+    (tmp_path / "empty").mkdir()
+
+    for words, code, text in (
+        ([tmp_path], EXIT_CONFIG, '"BertForMaskedLM" has another head than a language model'),
+        ([tmp_path / "empty"], EXIT_MISSING, "empty' has no config.json; name a folder that has"),
+        (["no/where"], EXIT_MISSING, "; or name a folder with the config.json of a model"),
+        (
+            ["gpt3_xl.yaml", "--config", "quickstart.yaml"],
+            EXIT_CONFIG,
+            "--config: 'quickstart.yaml', but 'gpt3_xl.yaml' is planned; leave one of them out",
+        ),
+    ):
+        assert_one_line(axsparse("plan", *words, "--gpus", "4"), code, text)
+
+
+def test_somebody_who_waits_at_a_terminal_is_told_so(
+    plan: Axsparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Impatient(threading.Timer):
+        def start(self) -> None:
+            self.function()
+
+    monkeypatch.setattr(threading, "Timer", Impatient)
+    silent = plan("--gpus", "1")[2]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    told = plan("--gpus", "1")[2]
+
+    assert (silent, told) == ("", "axsparse: reading the model and trying layouts …\n")
 
 
 def test_json_is_one_object_with_both_methods(plan: Axsparse) -> None:
@@ -127,7 +267,18 @@ def test_only_the_microbatches_that_were_asked_for_are_tried(
         (["--gpus", "2", "--members", "two"], "argument --members: 'two' is no whole number"),
         (["--gpus", "2", "--compare", "best"], "argument --compare: 'best' is not of dense,samo"),
         (["--gpus", "2", "--cluster", "nowhere"], "cluster 'nowhere': no such file and no bundled"),
-        (["--gpus", "2", "--set", "layout.memory_per_rank=1e-6"], "stage 0 needs "),
+        (
+            ["--gpus", "2", "--memory", "40GB"],
+            "argument --memory: '40GB' is no number of gigabytes",
+        ),
+        (
+            ["--gpus", "2", "--memory", "0"],
+            "argument --memory: '0' is no number of gigabytes above",
+        ),
+        (
+            ["--gpus", "2", "--sparsity", "1"],
+            "argument --sparsity: '1' is no number from 0 to below",
+        ),
         (
             ["--gpus", "2", "--html", "/nowhere/plan.html"],
             "--html /nowhere/plan.html: cannot be written (No such file or directory); "
@@ -144,14 +295,16 @@ def test_mistakes_are_one_line(plan: Axsparse, args: list[str], text: str) -> No
     assert_one_line((code, "", errors), code, text)
 
 
-def test_what_fits_nowhere_in_a_study_is_left_out_unless_all_is(
-    plan: Axsparse,
-) -> None:
-    limit = "--set=layout.memory_per_rank=0.0026"
-    dense = ("--set=samo.enabled=false", "--set=pipeline.slack=1", "--microbatch-size=1", limit)
-    code, screen, errors = plan("--gpus", "1,4", *dense)
-    nothing, _, _ = plan("--gpus", "1,2", "--set", "layout.memory_per_rank=1e-6")
+def test_in_a_study_what_does_not_fit_is_said_above_what_does(plan: Axsparse) -> None:
+    dense = ("--set=samo.enabled=false", "--set=pipeline.slack=1", "--microbatch-size=1")
+    code, screen, errors = plan("--gpus", "1,4", *dense, "--memory", "0.3026")
+    nothing, refused, _ = plan("--gpus", "1,2", "--memory", "0.3001")
 
-    assert (code, nothing) == (0, EXIT_CONFIG)
-    assert errors.startswith("axsparse: start: gpus: quickstart fits no layout of 1 device ")
-    assert [row.split()[1] for row in screen.splitlines()[2:]] == ["devices", "4"]
+    assert (code, nothing, errors) == (0, EXIT_CONFIG, "")
+    first, head, _, *rows = screen.splitlines()
+    assert first.startswith("1 device, dense: does not fit: 1 device would do with 0.31 GB, ")
+    assert head == "quickstart in bf16 on laptop"
+    assert [row.split()[1] for row in rows[:2]] == ["devices", "4"]
+    assert [line.split(":")[0] for line in refused.splitlines()[:2]] == [
+        *("1 device, samo", "2 devices, samo"),
+    ]

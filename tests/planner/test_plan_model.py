@@ -14,9 +14,11 @@ from torch import Tensor
 import axsparse
 from axsparse.config.load import LoadedConfig, load_config, made_in_python
 from axsparse.planner import run_workload
-from axsparse.planner.cluster import load_cluster
+from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_model import Subject, plan_for, subject
+from axsparse.planner.plan_report import answer, settings
+from axsparse.planner.what_fits import DoesNotFitError, Refusal
 from axsparse.pruning.criteria import Score
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
@@ -144,25 +146,70 @@ def test_without_pruning_there_is_no_samo_to_compare() -> None:
         asked(samo={"enabled": False}).workload("samo")
 
 
-def test_a_limit_of_memory_comes_on_top_of_the_overhead() -> None:
+def test_a_limit_of_memory_has_everything_in_it() -> None:
     limited = asked(layout={"memory_per_rank": 2.0})
 
-    assert limited.room(MACHINE) == 2e9 + 1e6
+    assert limited.room(MACHINE) == 2e9
     assert asked().room(MACHINE) == MACHINE.memory_bytes
 
 
-def test_where_nothing_fits_it_says_how_many_devices_would_do() -> None:
-    small = replace(MACHINE, memory_bytes=1.6e6)
-    sections: dict[str, Any] = {"model": {"num_layers": 6}, "samo": {"enabled": False}}
-    with pytest.raises(
-        ConfigError, match=r"fits no layout of 1 device of .*; (\d) devices would"
-    ) as told:
-        asked(**sections).plan("start", small, 1)
-    enough = int(str(told.value).split("; ")[-1].split()[0])
+SIX: dict[str, Any] = {"model": {"num_layers": 6}, "samo": {"enabled": False}}
 
-    asked(**sections).plan("start", small, enough)
-    with pytest.raises(ConfigError, match=r"or prune more$"):
-        asked(**sections).plan("start", replace(MACHINE, memory_bytes=1.0), 1)
+
+def refused(gpus: int, machine: Cluster, given: Subject | None = None) -> Refusal | None:
+    """Why nothing fits; None if something does."""
+    try:
+        (given or asked(**SIX)).plan("start", machine, gpus)
+    except DoesNotFitError as error:
+        return error.refusal
+    return None
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 4])
+def test_where_nothing_fits_both_figures_are_the_least_that_do(gpus: int) -> None:
+    nothing = refused(gpus, replace(MACHINE, memory_bytes=1.0))
+    assert nothing is not None
+    least = nothing.least.nbytes
+    small = replace(MACHINE, memory_bytes=least - 0.1e6)  # two digits are shown
+
+    assert refused(gpus, replace(MACHINE, memory_bytes=least)) is None
+    found = refused(gpus, small)
+    assert found is not None and found.fewest is not None
+    assert found.least.nbytes == least
+    assert refused(found.fewest, small) is None
+    for fewer in range(gpus, found.fewest):
+        assert refused(fewer, small) is not None
+
+
+def test_where_no_number_of_devices_does_it_says_so() -> None:
+    found = refused(1, replace(MACHINE, memory_bytes=1e6 + 1))
+    given = refused(2, replace(MACHINE, memory_bytes=1.2e6), asked(layout={"g_data": 2}))
+
+    assert found is not None and given is not None
+    assert "GB; no number of devices does with 0.001" in found.answer
+    # Others of as many replicas were not tried.
+    assert given.fewest is None and "no number of devices" not in given.answer
+
+
+def test_activations_are_recomputed_only_where_nothing_fits_without_and_nobody_says_no() -> None:
+    wide: dict[str, Any] = {"model": {"sequence_length": 64}, "samo": {"enabled": False}}
+    found = asked(**wide).plan("start", MACHINE, 1)
+    small = replace(MACHINE, memory_bytes=min(row.most_bytes for row in found.rows) - 1)
+    again = asked(**wide).plan("start", small, 1)
+    no = asked({"pipeline.checkpoint_activations": "--set"}, **wide)
+
+    assert (found.recomputes, dict(found.taken)) == (False, {})
+    assert (again.recomputes, dict(again.taken)) == (True, {"pipeline.checkpoint_activations": 1})
+    assert "--set pipeline.checkpoint_activations=1 --set layout.g_inter=1 " in settings(again)
+    assert answer(again).endswith(", recomputing activations")
+    assert refused(1, small, no) is not None
+
+
+def test_a_batch_that_nobody_gives_has_a_sample_for_each_device() -> None:
+    free, given = asked(), asked({"batch.global_batch_size": "--set"})
+    batch = free.loaded.config.batch.global_batch_size
+
+    assert (free.batch(1), free.batch(1000), given.batch(1000)) == (batch, 1000, batch)
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,13 @@ def test_the_recommended_layout_comes_first_with_its_margin_and_the_rest_by_time
     found = answer()
     text = list(lines([found], ["a note"]))
 
-    assert text[0] == "gpt3_2.7b.yaml (dense) in fp16 on 64 devices of summit, 17.2 GB each"
-    rows = text[3 : 3 + min(MOST_ROWS, len(found.rows))]
+    used = gigabytes(found.recommended.most_bytes)
+    assert text[0] == f"fits: 8 stages × 8 replicas, {used} of 17.18 GB"
+    assert text[2] == "gpt3_2.7b.yaml (dense) in fp16 on 64 devices of summit, 17.2 GB each"
+    rows = text[5 : 5 + min(MOST_ROWS, len(found.rows))]
     assert rows[0].split()[:3] == ["8", "×", "8"]
     assert "+0.0" in rows[0].split()
-    options = settings(found.recommended)
+    options = settings(found)
     assert f"recommended: 8 stages × 8 replicas, microbatches of 1, {options}" in text
     assert text[-1] == "note: a note"
     # Memory by category adds up.
@@ -85,12 +87,12 @@ def test_the_third_axis_is_shown_where_several_members_were_tried() -> None:
 
 
 def test_what_members_exchange_and_the_settings_that_train_them_are_said() -> None:
-    alone = of_three_axes(1e9).recommended
-    found = of_three_axes(0.9 * alone.most_bytes, ring_latency=0.0)
+    alone = of_three_axes(1e9)
+    found = of_three_axes(0.9 * alone.recommended.most_bytes, ring_latency=0.0)
     best, text = found.recommended, "\n".join(lines([found], []))
 
     assert best.layout.grid.g_tensor > 1
-    assert f"--set layout.g_tensor={best.layout.grid.g_tensor} " in settings(best)
+    assert f"--set layout.g_tensor={best.layout.grid.g_tensor} " in settings(found)
     assert "layout.g_tensor" not in settings(alone)
     most = gigabytes(max(best.sum_bytes))
     assert f"a member sends up to {most} GB to its partners in a step" in text
