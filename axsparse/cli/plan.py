@@ -64,39 +64,7 @@ def parser() -> CommandParser:
     """The command line."""
     arguments = CommandParser(_plan, prog="axsparse plan", description=DESCRIPTION, epilog=EPILOG)
     add = arguments.add_argument
-    add(
-        "model",
-        metavar="FOLDER_OR_CONFIG",
-        nargs="?",
-        help="a folder with the config.json of a causal language model of transformers, or a "
-        "configuration as for --config",
-    )
-    add_configuration(add)
-    add(
-        "--gpus",
-        metavar="N[,N…]",
-        type=_numbers,
-        required=True,
-        help="number of devices; several numbers make a scaling study",
-    )
-    add(
-        "--memory",
-        metavar="GB",
-        type=_gigabytes,
-        help="memory of a device, everything included; short for --set layout.memory_per_rank=GB",
-    )
-    add(
-        "--sparsity",
-        metavar="S",
-        type=_share,
-        help="short for --set pruning.sparsity=S; 0 is dense",
-    )
-    add(
-        "--sequence-length",
-        metavar="N",
-        type=whole(),
-        help="tokens of a sample; short for --set data.sequence_length=N",
-    )
+    _add_question(add)
     add(
         "--cluster",
         metavar="NAME",
@@ -133,6 +101,43 @@ def parser() -> CommandParser:
         help="write timeline, memory and curves as a page; needs axsparse[plot]",
     )
     return arguments
+
+
+def _add_question(add: Callable[..., object]) -> None:
+    """The options that say what is to fit where."""
+    add(
+        "model",
+        metavar="FOLDER_OR_CONFIG",
+        nargs="?",
+        help="a folder with the config.json of a causal language model of transformers, or a "
+        "configuration as for --config",
+    )
+    add_configuration(add)
+    add(
+        "--gpus",
+        metavar="N[,N…]",
+        type=_numbers,
+        required=True,
+        help="number of devices; several numbers make a scaling study",
+    )
+    add(
+        "--memory",
+        metavar="GB",
+        type=_gigabytes,
+        help="memory of a device, everything included; short for --set layout.memory_per_rank=GB",
+    )
+    add(
+        "--sparsity",
+        metavar="S",
+        type=_share,
+        help="short for --set pruning.sparsity=S; 0 is dense",
+    )
+    add(
+        "--sequence-length",
+        metavar="N",
+        type=whole(),
+        help="tokens of a sample; short for --set data.sequence_length=N",
+    )
 
 
 class PrintCluster(argparse.Action):
@@ -263,8 +268,12 @@ def _notes(
             "no two GPUs have trained with several members of a stage so far: they are tested on "
             "one that they share, and over NCCL on devices that are played"
         )
-    if len(answers) == len(arguments.gpus) == 1 and arguments.compare is None:
-        yield from _training_differs(asked, answers[0])
+    members = asked.loaded.config.layout.g_tensor
+    if any(answer.recommended.layout.grid.g_tensor != members for answer in answers):
+        yield (
+            f"training by itself takes as many members as layout.g_tensor says, {members}; the "
+            "--set options above train what is recommended"
+        )
 
 
 def _answers(
@@ -300,29 +309,6 @@ def _said_after(seconds: float, line: str) -> Iterator[None]:
         yield
     finally:
         said.cancel()
-
-
-def _training_differs(asked: Subject, plan: Plan) -> Iterator[str]:
-    """A note if training, left to itself, would take other numbers of stages or members."""
-    from axsparse.planner.auto_layout import resolve_grid
-
-    layout, best = asked.loaded.config.layout, plan.recommended.layout.grid
-    if best.g_tensor != layout.g_tensor:
-        yield (
-            "training by itself takes as many members as layout.g_tensor says, "
-            f"{layout.g_tensor}; the --set options above train what is recommended"
-        )
-        return
-    given = (layout.memory_per_rank, layout.g_inter, layout.g_data, layout.split)
-    if given != ("auto",) * len(given):
-        return  # both keep to what is given, or take the fewest stages that fit the limit
-    grid = resolve_grid(asked.loaded, best.size, len(asked.survey.layers))
-    if grid.g_inter != best.g_inter:
-        yield (
-            f"training by itself takes {grid}: where layout.memory_per_rank sets no limit, "
-            "layout.g_inter: auto takes 2 stages if 2 divides the ranks, whatever is faster; the "
-            "--set options above train what is recommended"
-        )
 
 
 def _print(

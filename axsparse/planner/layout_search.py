@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from axsparse.config.validate import counted
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.baselines import Baseline
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout import (
     DEFAULT_SLACK,
@@ -37,6 +37,9 @@ from axsparse.planner.step_cost import step_costs
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
+
+if TYPE_CHECKING:
+    from axsparse.planner.baselines import Baseline
 
 
 @dataclass(frozen=True)

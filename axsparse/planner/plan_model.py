@@ -20,6 +20,7 @@ from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import Layout, LayoutQuestion
 from axsparse.planner.layout_search import NoLayoutError, Plan, plan
+from axsparse.planner.memory_budget import memory_budget
 from axsparse.planner.run_workload import has_costs, run_question, schedules
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
@@ -79,9 +80,15 @@ class Subject:
         return replace(model, kept=self.targets.kept())
 
     def room(self, cluster: Cluster) -> float:
-        """Bytes that a rank has, its overhead included."""
+        """Bytes that a rank may take, its overhead included."""
         limit = self.loaded.config.layout.memory_per_rank
-        return cluster.memory_bytes if limit == "auto" else limit * 1e9
+        budget = memory_budget(
+            cluster.memory_bytes,
+            cluster.overhead_bytes,
+            on_host=self.on_host,
+            limit=None if limit == "auto" else limit * 1e9,
+        )
+        return budget.nbytes
 
     def batch(self, gpus: int) -> int:
         """Samples of a step: those of the configuration; where nobody has set them, one for each

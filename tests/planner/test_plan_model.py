@@ -14,7 +14,7 @@ from torch import Tensor
 import axsparse
 from axsparse.config.load import LoadedConfig, load_config, made_in_python
 from axsparse.planner import run_workload
-from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_model import Subject, plan_for, subject
 from axsparse.planner.plan_report import answer, settings
@@ -147,19 +147,23 @@ def test_without_pruning_there_is_no_samo_to_compare() -> None:
 
 
 def test_a_limit_of_memory_has_everything_in_it() -> None:
-    limited = asked(layout={"memory_per_rank": 2.0})
+    limited, free = asked(layout={"memory_per_rank": 2.0}), asked()
 
     assert limited.room(MACHINE) == 2e9
-    assert asked().room(MACHINE) == MACHINE.memory_bytes
+    assert free.room(MACHINE) == 1e6 + 0.8 * (MACHINE.memory_bytes - 1e6)
+    assert replace(free, on_host=False).room(MACHINE) == MACHINE.memory_bytes
 
 
-SIX: dict[str, Any] = {"model": {"num_layers": 6}, "samo": {"enabled": False}}
+def in_memory(room: float, origins: dict[str, str] | None = None, **sections: Any) -> Subject:
+    """A dense model, of a rank that may take so many bytes."""
+    layout = {"memory_per_rank": room / 1e9, **sections.pop("layout", {})}
+    return asked(origins, layout=layout, samo={"enabled": False}, **sections)
 
 
-def refused(gpus: int, machine: Cluster, given: Subject | None = None) -> Refusal | None:
-    """Why nothing fits; None if something does."""
+def refused(gpus: int, room: float, **sections: Any) -> Refusal | None:
+    """Why six blocks do not fit; None if they do."""
     try:
-        (given or asked(**SIX)).plan("start", machine, gpus)
+        in_memory(room, model={"num_layers": 6}, **sections).plan("start", MACHINE, gpus)
     except DoesNotFitError as error:
         return error.refusal
     return None
@@ -167,23 +171,23 @@ def refused(gpus: int, machine: Cluster, given: Subject | None = None) -> Refusa
 
 @pytest.mark.parametrize("gpus", [1, 3, 4])
 def test_where_nothing_fits_both_figures_are_the_least_that_do(gpus: int) -> None:
-    nothing = refused(gpus, replace(MACHINE, memory_bytes=1.0))
+    nothing = refused(gpus, 1.0)
     assert nothing is not None
     least = nothing.least.nbytes
-    small = replace(MACHINE, memory_bytes=least - 0.1e6)  # two digits are shown
+    less = least - 0.1e6  # two digits are shown
 
-    assert refused(gpus, replace(MACHINE, memory_bytes=least)) is None
-    found = refused(gpus, small)
+    assert refused(gpus, least) is None
+    found = refused(gpus, less)
     assert found is not None and found.fewest is not None
     assert found.least.nbytes == least
-    assert refused(found.fewest, small) is None
+    assert refused(found.fewest, less) is None
     for fewer in range(gpus, found.fewest):
-        assert refused(fewer, small) is not None
+        assert refused(fewer, less) is not None
 
 
 def test_where_no_number_of_devices_does_it_says_so() -> None:
-    found = refused(1, replace(MACHINE, memory_bytes=1e6 + 1))
-    given = refused(2, replace(MACHINE, memory_bytes=1.2e6), asked(layout={"g_data": 2}))
+    found = refused(1, 1e6 + 1)
+    given = refused(2, 1.05e6, layout={"g_data": 2})
 
     assert found is not None and given is not None
     assert "GB; no number of devices does with 0.001" in found.answer
@@ -192,17 +196,18 @@ def test_where_no_number_of_devices_does_it_says_so() -> None:
 
 
 def test_activations_are_recomputed_only_where_nothing_fits_without_and_nobody_says_no() -> None:
-    wide: dict[str, Any] = {"model": {"sequence_length": 64}, "samo": {"enabled": False}}
-    found = asked(**wide).plan("start", MACHINE, 1)
-    small = replace(MACHINE, memory_bytes=min(row.most_bytes for row in found.rows) - 1)
-    again = asked(**wide).plan("start", small, 1)
-    no = asked({"pipeline.checkpoint_activations": "--set"}, **wide)
+    wide = {"sequence_length": 64}
+    found = in_memory(1e9, model=wide).plan("start", MACHINE, 1)
+    less = min(row.most_bytes for row in found.rows) - 1e3
+    again = in_memory(less, model=wide).plan("start", MACHINE, 1)
+    no = in_memory(less, {"pipeline.checkpoint_activations": "--set"}, model=wide)
 
     assert (found.recomputes, dict(found.taken)) == (False, {})
     assert (again.recomputes, dict(again.taken)) == (True, {"pipeline.checkpoint_activations": 1})
     assert "--set pipeline.checkpoint_activations=1 --set layout.g_inter=1 " in settings(again)
     assert answer(again).endswith(", recomputing activations")
-    assert refused(1, small, no) is not None
+    with pytest.raises(DoesNotFitError, match=r"^does not fit: 1 device would do with "):
+        no.plan("start", MACHINE, 1)
 
 
 def test_a_batch_that_nobody_gives_has_a_sample_for_each_device() -> None:
