@@ -16,7 +16,6 @@ from axsparse.cli.parser import (
     require_configuration,
 )
 from axsparse.runtime.connection import cannot_start
-from axsparse.runtime.restarts.lifeline import BUILDS, ENDS, JOINS, Lifeline
 from axsparse.runtime.stop_signal import StopRequest
 
 DESCRIPTION = """\
@@ -70,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train, and end the process with the exit code of the run."""
     arguments = parser().parse_args(argv)
     require_configuration(arguments, "train")
-    lifeline = Lifeline.begin()  # before there are threads
     # Ctrl-C ends the process silently while libraries load; `run` restores Python's handling.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     overrides = overrides_of(arguments)
@@ -90,18 +88,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         cannot_start(reason)
 
     def train(job: Job) -> None:
-        lifeline.at(BUILDS)
-        job.lifeline = lifeline
         loaded = together(job.transport, lambda: load_config(arguments.config, overrides))
         model = together(job.transport, lambda: named_model(loaded))
         datasets = partial(open_datasets, loaded)
         run_training(job, model, datasets, loaded, resume=arguments.resume)
 
-    lifeline.at(JOINS)
-    try:
-        run(train, stop)
-    finally:
-        lifeline.at(ENDS)
+    run(train, stop)
 
 
 if __name__ == "__main__":

@@ -1,48 +1,59 @@
 #!/bin/bash
-# An LSF job that saves before its time ends, and goes on from there when it starts again.
-# `axsparse submit --lsf` makes it of launch/lsf.sh.
-?requeued #BSUB -J @job_name@
-?chained #BSUB -J "@job_name@[1-@chain@]%1"
-?by_jsrun #BSUB -nnodes @nodes@
-?by_mpirun #BSUB -n @ranks@
-?by_mpirun #BSUB -R "span[ptile=@ranks_per_node@]"
-?slots_with_gpus #BSUB -gpu "num=@gpus_per_node@"
-#BSUB -W @limit@
-#BSUB -wa USR1
-#BSUB -wt @warning@
-?requeued #BSUB -r
-?requeued #BSUB -Q 75
-#BSUB -o @log@
-?account #BSUB -P @account@
-?queue #BSUB -q @queue@
-?directives @directives@
+# Trains under LSF until its time is nearly over, saves, and submits itself again. Edit it at will.
+# `axsparse submit --lsf` fills it in. Directives: ibm.com/docs/en/spectrum-lsf (bsub); a slot is a core
+#BSUB -J @job_name@
+#BSUB -n @all_cores@
+#BSUB -R "span[ptile=@cores@]"
+#BSUB -gpu "num=@gpus@"
+#BSUB -W @minutes@ -r
+#BSUB -o @job_name@-%J.log
+#BSUB -P @account@
+#BSUB -q @queue@
+#BSUB @directives@
 
 cd -- @folder@ || exit 66
+@setup@
+script=@script@ # this file, which is submitted again
+run_dir=@run_dir@ # where all nodes see it, such as on the scratch file system
 python=@python@
-?setup . @setup@ || exit 78
-export OMP_NUM_THREADS=@threads@ PYTHON="$python"
-?by_jsrun export MPIRUN='jsrun -a1 -g@gpus_per_rank@ -c@cpus_per_rank@'
-?by_mpirun export MPIRUN=@mpirun@
+train=(@train@ --run-dir="$run_dir" --resume=auto)
+nodes=@nodes@ per_node=@per_node@ replica=@replica@ fewer=(@fewer@) # ranks a node and a replica; settings for fewer nodes
+save_at=@save_at@ margin=@margin@ # seconds until it saves, and that saving may take
+pause=30 most=5 # seconds until it tries again, doubled each time; tries without a new checkpoint
+export OMP_NUM_THREADS=@threads@ PRTE_MCA_rmaps_default_mapping_policy=slot
+[ -e "$script" ] || { mkdir -p -- "${script%/*}" && cp -- "$0" "$script"; }
 
-# LSF warns with USR1. The ranks finish their step, save, and exit with 75.
-pid='' again='' warned=''
-trap 'again=1 warned=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
-# Where a rank or host dies, this goes on with the hosts that are left.
-"$python" -m axsparse launch --restarts @restarts@ @ranks@ @train@ &
-pid=$!
-while :; do
-  again=''
-  wait "$pid"
-  code=$?
-  [ -n "$again" ] || break # a signal ends `wait`, but not the ranks
+hosts() { xargs -n2 <<<"$LSB_MCPU_HOSTS" | cut -d' ' -f1; }
+answers() { timeout -k 5 20 blaunch "$1" true; }
+start() { exec @mpirun@ --host "$1" -n "$2" "${@:3}"; } # binding: MPICH -bind-to core:@cpus@, Open MPI --map-by slot:PE=@cpus@
+tell() { kill -USR1 "$pid"; }
+submit() { bsub <"$script"; }
+newest() { printf '%s\n' "$run_dir"/checkpoints/step-*[0-9] | sort -V | tail -n 1; }
+trap 'save_at=0' USR1 # somebody tells that the time is nearly over
+first=$(newest) failures=0
+while [ "$SECONDS" -lt "$save_at" ]; do
+  before=$(newest) list='' count=0 code=70 told='' shape=()
+  there=" $(for host in $(hosts); do answers "$host" >/dev/null 2>&1 && echo "$host" & done | tr '\n' ' ') "
+  for host in $(hosts); do
+    case "$there" in *" $host "*) list+=",$host:$per_node" count=$((count + 1)) ;; esac
+  done
+  [ "$count" -eq "$nodes" ] || shape=("${fewer[@]}")
+  export AXSPARSE_RANKS=$((count * per_node / replica * replica))
+  echo "axsparse: $AXSPARSE_RANKS ranks on $count of $nodes nodes"
+  if [ "$AXSPARSE_RANKS" -gt 0 ]; then
+    start "${list#,}" "$AXSPARSE_RANKS" "$python" -m axsparse.train "${train[@]}" "${shape[@]}" & pid=$!
+    while kill -0 "$pid" 2>/dev/null; do
+      sleep 1
+      [ "$SECONDS" -lt "$save_at" ] || [ -n "$told" ] || { told=$SECONDS && tell; }
+      [ -z "$told" ] || [ "$((SECONDS - told))" -lt "$((margin * 3 / 4))" ] || kill -KILL "$pid" # hangs
+    done
+    wait "$pid"; code=$?
+  fi
+  case "$code" in 0 | 65 | 66 | 78 | 130) exit "$code" ;; 75) [ "$SECONDS" -ge "$save_at" ] || exit 75 ;; esac
+  if [ "$(newest)" = "$before" ]; then failures=$((failures + 1)); else failures=0; fi
+  [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2 && exit "$code"; }
+  for ((wait = pause * 2 ** failures; wait > 0 && SECONDS < save_at; wait--)); do sleep 1; done
 done
-# A signal that comes just as the ranks end costs their code: bash leaves 255, Python 138.
-case "$warned$code" in 1255 | 1138) code=75 ;; esac
-
-?chained case "$code" in
-?chained   # Done, or what would only happen again: the rest of the chain is not needed.
-?chained   0 | 65 | 66 | 74 | 78)
-?chained     [ "$LSB_JOBINDEX" -eq @chain@ ] || bkill "${LSB_JOBID}[$((LSB_JOBINDEX + 1))-@chain@]"
-?chained     ;;
-?chained esac
-exit "$code"
+[ "$(newest)" != "$first" ] || { echo "axsparse: error: no new checkpoint in this job, so none follows it" >&2 && exit 70; }
+submit || echo "axsparse: error: saved, but $script cannot be submitted from here; submit it by hand" >&2
+exit 75

@@ -1,56 +1,60 @@
 #!/bin/bash
-# A SLURM job that saves before its time ends, and goes on from there when it starts again.
-# `axsparse submit --slurm` makes it of launch/slurm.sh.
+# Trains under SLURM until its time is nearly over, saves, and submits itself again. Edit it at will.
+# `axsparse submit --slurm` fills it in. Directives: slurm.schedmd.com/sbatch.html
 #SBATCH --job-name=@job_name@
-#SBATCH --nodes=@nodes@
-#SBATCH --ntasks=@ranks@
-#SBATCH --ntasks-per-node=@ranks_per_node@
-#SBATCH --distribution=block
-#SBATCH --cpus-per-task=@cpus_per_rank@
-?gpus_per_node #SBATCH --gpus-per-node=@gpus_per_node@
-#SBATCH --time=@clock@
-#SBATCH --signal=B:USR1@@margin@
-#SBATCH --requeue
-#SBATCH --no-kill
-?chained #SBATCH --array=1-@chain@%1
-#SBATCH --open-mode=append
-#SBATCH --output=@log@
-?account #SBATCH --account=@account@
-?queue #SBATCH --partition=@queue@
-?directives @directives@
+#SBATCH --nodes=@nodes@ --ntasks-per-node=@per_node@ --cpus-per-task=@cpus@
+#SBATCH --gpus-per-node=@gpus@
+#SBATCH --time=@time@ --signal=B:USR1@@margin@
+#SBATCH --no-kill --requeue --open-mode=append
+#SBATCH --output=%x-%j.log
+#SBATCH --account=@account@
+#SBATCH --partition=@queue@
+#SBATCH @directives@
 
 cd -- @folder@ || exit 66
+@setup@
+script=@script@ # this file, which is submitted again
+run_dir=@run_dir@ # where all nodes see it, such as on the scratch file system
 python=@python@
-?setup . @setup@ || exit 78
-export OMP_NUM_THREADS=@threads@ PYTHON="$python"
-?by_srun export MPIRUN='srun@pmi@ --cpus-per-task=@cpus_per_rank@'
-?by_mpirun export MPIRUN=@mpirun@
+train=(@train@ --run-dir="$run_dir" --resume=auto)
+nodes=@nodes@ per_node=@per_node@ replica=@replica@ fewer=(@fewer@) # ranks a node and a replica; settings for fewer nodes
+save_at=@save_at@ margin=@margin@ # seconds until it saves, and that saving may take
+pause=30 most=5 # seconds until it tries again, doubled each time; tries without a new checkpoint
+export OMP_NUM_THREADS=@threads@ SLURM_OVERLAP=1 PRTE_MCA_rmaps_default_mapping_policy=slot
+[ -e "$script" ] || { mkdir -p -- "${script%/*}" && cp -- "$0" "$script"; }
 
-# SLURM sends USR1 to this script alone. The ranks finish their step, save, and exit with 75.
-pid='' again='' warned=''
-trap 'again=1 warned=1; [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null' USR1
-# Where a rank or node dies, this goes on with the nodes that are left.
-"$python" -m axsparse launch --restarts @restarts@ @ranks@ @train@ &
-pid=$!
-while :; do
-  again=''
-  wait "$pid"
-  code=$?
-  [ -n "$again" ] || break # a signal ends `wait`, but not the ranks
+hosts() { scontrol show hostnames "$SLURM_JOB_NODELIST"; }
+answers() { timeout -k 5 20 srun -Q --overlap --mpi=none -N1 -n1 --ntasks-per-node=1 -c1 -w "$1" true; }
+start() { exec @mpirun@ --host "$1" -n "$2" "${@:3}"; } # binding: MPICH -bind-to core:@cpus@, Open MPI --map-by slot:PE=@cpus@
+# start() { exec srun --mpi=pmi2 -K1 -N"$count" -n"$2" --ntasks-per-node="$per_node" -c@cpus@ -w "${1//:$per_node/}" "${@:3}"; }
+tell() { kill -USR1 "$pid"; }
+submit() { sbatch "$script"; }
+newest() { printf '%s\n' "$run_dir"/checkpoints/step-*[0-9] | sort -V | tail -n 1; }
+trap 'save_at=0' USR1 # somebody tells that the time is nearly over
+first=$(newest) failures=0
+while [ "$SECONDS" -lt "$save_at" ]; do
+  before=$(newest) list='' count=0 code=70 told='' shape=()
+  there=" $(for host in $(hosts); do answers "$host" >/dev/null 2>&1 && echo "$host" & done | tr '\n' ' ') "
+  for host in $(hosts); do
+    case "$there" in *" $host "*) list+=",$host:$per_node" count=$((count + 1)) ;; esac
+  done
+  [ "$count" -eq "$nodes" ] || shape=("${fewer[@]}")
+  export AXSPARSE_RANKS=$((count * per_node / replica * replica))
+  echo "axsparse: $AXSPARSE_RANKS ranks on $count of $nodes nodes"
+  if [ "$AXSPARSE_RANKS" -gt 0 ]; then
+    start "${list#,}" "$AXSPARSE_RANKS" "$python" -m axsparse.train "${train[@]}" "${shape[@]}" & pid=$!
+    while kill -0 "$pid" 2>/dev/null; do
+      sleep 1
+      [ "$SECONDS" -lt "$save_at" ] || [ -n "$told" ] || { told=$SECONDS && tell; }
+      [ -z "$told" ] || [ "$((SECONDS - told))" -lt "$((margin * 3 / 4))" ] || kill -KILL "$pid" # hangs
+    done
+    wait "$pid"; code=$?
+  fi
+  case "$code" in 0 | 65 | 66 | 78 | 130) exit "$code" ;; 75) [ "$SECONDS" -ge "$save_at" ] || exit 75 ;; esac
+  if [ "$(newest)" = "$before" ]; then failures=$((failures + 1)); else failures=0; fi
+  [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2 && exit "$code"; }
+  for ((wait = pause * 2 ** failures; wait > 0 && SECONDS < save_at; wait--)); do sleep 1; done
 done
-# A signal that comes just as the ranks end costs their code: bash leaves 255, Python 138.
-case "$warned$code" in 1255 | 1138) code=75 ;; esac
-
-?chained case "$code" in
-?chained   # Done, or what would only happen again: the rest of the chain is not needed.
-?chained   0 | 65 | 66 | 74 | 78) scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" ;;
-?chained esac
-?requeued if [ "$code" -eq 75 ]; then
-?requeued   trap '' USR1 TERM # requeueing ends this script
-?requeued   if scontrol requeue "$SLURM_JOB_ID"; then
-?requeued     sleep 300
-?requeued   else
-?requeued     echo "axsparse: error: saved, but SLURM does not requeue job $SLURM_JOB_ID; submit it again" >&2
-?requeued   fi
-?requeued fi
-exit "$code"
+[ "$(newest)" != "$first" ] || { echo "axsparse: error: no new checkpoint in this job, so none follows it" >&2 && exit 70; }
+submit || echo "axsparse: error: saved, but $script cannot be submitted from here; submit it by hand" >&2
+exit 75

@@ -29,8 +29,7 @@ commands:
   generate   continue a text with a trained model (axsparse generate --help)
   evaluate   measure a trained model on validation data (axsparse evaluate --help)
   export     write what was trained for other libraries (axsparse export --help)
-  submit     give a training run to SLURM or LSF (axsparse submit --help)
-  launch     train on this machine, and go on after failures (axsparse launch --help)
+  submit     fill in a job script for SLURM, LSF, PBS or Flux (axsparse submit --help)
   doctor     check whether this machine is fit for training (axsparse doctor --help)
 """
 

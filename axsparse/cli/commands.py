@@ -28,8 +28,7 @@ COMMANDS = {
     "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),
     "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),
     "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
-    "submit": Command("axsparse.cli.submit", "give a training run to SLURM or LSF"),
-    "launch": Command("axsparse.cli.launch", "train on this machine, and go on after failures"),
+    "submit": Command("axsparse.cli.submit", "fill in a job script for SLURM, LSF, PBS or Flux"),
     "doctor": Command("axsparse.cli.doctor", "check whether this machine is fit for training"),
 }
 

@@ -1,21 +1,20 @@
-"""`axsparse submit`: writes a job script for a cluster's scheduler, and submits it.
+"""`axsparse submit`: fills in a job script for a cluster's scheduler, and prints or submits it.
 
-The scripts are texts in `launch/`. A script is read twice: the scheduler reads its directives, a
-shell its commands. What goes into a directive may hold only letters without a meaning for either;
-what goes into a command is quoted.
+The scripts are texts in `launch/`, which know their scheduler; this command knows the names of the
+schedulers' commands. Only names and numbers go into directives; what goes into a shell command is
+quoted.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import shlex
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,39 +30,32 @@ from axsparse.cli.parser import (
 )
 from axsparse.config.load import LoadedConfig, load_config, packaged_folder
 from axsparse.config.validate import check_batch, check_config, counted
-from axsparse.runtime.errors import (
-    AxsparseError,
-    ConfigError,
-    MissingInputError,
-    writing,
-)
+from axsparse.runtime.errors import ConfigError, MissingInputError, writing
+from axsparse.runtime.files.run_folder import automatic_run_dirs
 
-SCRIPT = "job.sh"
-"""Name of the script in the run directory."""
-LAUNCHERS = {"slurm": ("mpirun", "srun"), "lsf": ("jsrun", "mpirun")}
-"""What starts ranks under each scheduler; the first is the usual one."""
+SCHEDULERS = {
+    "slurm": ("#SBATCH", ("sbatch",)),
+    "lsf": ("#BSUB", ("bsub",)),
+    "pbs": ("#PBS", ("qsub",)),
+    "flux": ("#flux:", ("flux", "batch")),
+}
+"""How a directive begins, and the command that reads a script, by the name of a template."""
 CORES_PER_GPU = 7
-"""The cores that a rank asks for with each GPU that it has. Python, the threads that fetch batches,
-those of NCCL and those of torch share them. As many are there on nodes such as Summit's, with 42
-cores for 6 GPUs, and Frontier's, with 56 for 8; where they are not, --cpus-per-rank says less."""
-LIVE = "\"$%'\\`"
-"""Letters that shells or schedulers replace in a directive, even between quotes."""
+"""Cores that a rank asks for with each GPU that it has: for Python, the threads that fetch batches,
+those of NCCL and those of torch. Nodes such as Frontier's have 56 for 8 GPUs; where there are
+fewer, --cpus-per-rank says so."""
 DESCRIPTION = """\
-Submit a training run to a cluster's scheduler.
+Fill in a job script for a cluster's scheduler, to be read, edited and submitted.
 
-  axsparse submit --slurm --nodes 2 --gpus-per-node 4 --time 2:00:00 --account abc --config my.yaml
-  axsparse submit --lsf --nodes 2 --gpus-per-node 6 --cpus-per-rank 7 --time 2:00:00 \\
-    --account abc --config my.yaml --set layout.g_inter=6
-  axsparse submit --slurm --ranks 8 --time 0:30:00 --config quickstart.yaml --dry-run
+  axsparse submit --slurm --nodes 2 --gpus-per-node 4 --time 2:00:00 --config my.yaml > job.sh
+  axsparse submit --pbs --nodes 2 --gpus-per-node 4 --time 2:00:00 --account abc --queue prod \\
+    --config my.yaml --now
+  axsparse submit --flux --ranks 8 --time 0:30:00 --config quickstart.yaml
 
-Before its time ends the job saves, and the scheduler starts it again until it is done.
-Without --run-dir or run_dir a new folder runs/<configuration> is made; submitting with the
---run-dir of an earlier job goes on from its last checkpoint.
-"""
-EPILOG = """\
-what it leaves in the run directory:
-  job.sh       the script, as submitted
-  job-*.log    what the job printed
+Before its time ends the job saves and submits itself again until training is done. Where ranks or
+nodes fail it goes on from the last checkpoint, on the nodes that answer. Without --run-dir or
+run_dir the run gets a new folder runs/<configuration>; with the --run-dir of an earlier job it goes
+on from its last checkpoint.
 """
 
 
@@ -97,46 +89,36 @@ def name(text: str) -> str:
 
 
 def directive(text: str) -> str:
-    """A directive, as written after #SBATCH or #BSUB."""
-    try:
-        words = shlex.split(text)
-    except ValueError:
-        words = []
-    if not words or not text.isprintable() or re.match(r"--?[A-Za-z]", words[0]) is None:
+    """An option of a scheduler, as written after #SBATCH."""
+    if not text.isprintable() or re.match(r"--?[A-Za-z]", text) is None:
         raise argparse.ArgumentTypeError(
             f"{text[:60]!r} is no option of a scheduler; write it as in a job script, such as "
             "--directive=--constraint=gpu"
-        )
-    if set("$`\\") & set(text):
-        raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} holds $, ` or \\, which no scheduler replaces there; write the value "
-            "itself"
         )
     return text
 
 
 def parser() -> CommandParser:
     """The command line."""
-    arguments = CommandParser(
-        _submit, prog="axsparse submit", description=DESCRIPTION, epilog=EPILOG
-    )
+    arguments = CommandParser(_submit, prog="axsparse submit", description=DESCRIPTION)
     scheduler = arguments.add_mutually_exclusive_group(required=True)
-    for one, program in (("slurm", "sbatch"), ("lsf", "bsub")):
+    for one, (_, command) in SCHEDULERS.items():
         scheduler.add_argument(
             f"--{one}",
             dest="scheduler",
             action="store_const",
             const=one,
-            help=f"for {program}",
+            help=f"for {' '.join(command)}",
         )
     arguments.add_argument(
-        "--dry-run", action="store_true", help="print the script; write and submit nothing"
+        "--now",
+        action="store_true",
+        help="write the script beside the run directory and submit it, instead of printing it",
     )
     trained = arguments.add_argument_group("what is trained (as axsparse train)").add_argument
     add_configuration(trained)
     add_run(trained)
     _add_request(arguments.add_argument_group("what the job asks for").add_argument)
-    _add_start(arguments.add_argument_group("how it starts").add_argument)
     return arguments
 
 
@@ -157,7 +139,7 @@ def _add_request(add: Callable[..., object]) -> None:
         metavar="H:MM:SS",
         type=duration,
         required=True,
-        help="limit of one start; or D-HH:MM:SS",
+        help="limit of one job; or D-HH:MM:SS",
     )
     add(
         "--margin",
@@ -167,7 +149,7 @@ def _add_request(add: Callable[..., object]) -> None:
         help="time before the limit at which the ranks begin to save; longer than a step and a "
         "save take (default %(default)s)",
     )
-    add("--account", metavar="NAME", type=name, help="the account that is charged")
+    add("--account", metavar="NAME", type=name, help="the account, project or bank that is charged")
     queue = "the queue that the job waits in"
     add("--partition", "--queue", metavar="NAME", type=name, dest="queue", help=queue)
     add("--job-name", metavar="NAME", type=name, help="by default the name of the configuration")
@@ -181,123 +163,115 @@ def _add_request(add: Callable[..., object]) -> None:
         "--directive=--constraint=gpu; may be repeated",
     )
     add(
-        "--chain",
-        metavar="K",
-        type=whole(),
-        default="1",
-        help="submit K jobs that continue one another, instead of one that is restarted",
-    )
-
-
-def _add_start(add: Callable[..., object]) -> None:
-    """The options that say how the ranks are started."""
-    add(
-        "--launcher",
-        metavar="NAME",
-        help="SLURM: mpirun (default) or srun; LSF: jsrun (default) or mpirun",
-    )
-    add(
-        "--mpi",
-        metavar="TYPE",
-        type=name,
-        help="srun's --mpi, such as pmi2; by default the site's",
-    )
-    add(
-        "--restarts",
-        metavar="N",
-        type=whole(0),
-        default="3",
-        help="how often the job itself starts the ranks again where one dies, on the nodes that "
-        "are left (default %(default)s)",
-    )
-    add(
         "--setup",
         metavar="FILE",
         type=Path,
-        help="a file that the job's shell sources first: module load …, export …, or python=…",
+        help="a file that the job's shell sources first: module load …, export …",
     )
 
 
-# --- what may be asked for ---------------------------------------------------------------
+# --- the script --------------------------------------------------------------------------
 
 
-def complete(job: argparse.Namespace, loaded: LoadedConfig) -> None:
-    """Fill in what the command line leaves out; ConfigError for what does not fit together."""
-    if job.ranks is None and not job.gpus_per_node:
+def script(job: argparse.Namespace, loaded: LoadedConfig, run_dir: Path) -> str:
+    """The script of a job that trains in `run_dir`; ConfigError for what does not fit together."""
+    ranks = job.ranks or job.nodes * job.gpus_per_node
+    if not ranks:
         raise ConfigError("--ranks: not given, nor --gpus-per-node; say how many ranks to start")
-    job.ranks = job.ranks or job.nodes * job.gpus_per_node
-    threads = job.threads = loaded.config.train.threads
-    if job.cpus_per_rank is None:
-        gpus = job.gpus_per_node * job.nodes / job.ranks
-        job.cpus_per_rank = max(1, int(CORES_PER_GPU * gpus), threads) if gpus else 1
-    job.launcher = job.launcher or LAUNCHERS[job.scheduler][0]
-    usual = re.sub(r"[^A-Za-z0-9_.-]", "_", loaded.name).lstrip("_.-")[:200]
-    job.job_name = job.job_name or usual or "axsparse"
-    here = Path.cwd()
-    job.run_dir_given = loaded.config.run_dir != "auto"
-    job.run_dir = here / (loaded.config.run_dir if job.run_dir_given else _free_run_dir(loaded))
-    job.setup = None if job.setup is None else here / job.setup
-    if job.setup is not None and not job.setup.is_file():
-        raise MissingInputError(f"--setup: {str(job.setup)!r} is no file; name an existing one")
-    # Otherwise every start would make a new folder.
-    options = [] if job.run_dir_given else [f"--run-dir={job.run_dir}"]
-    options += [] if job.config is None else [f"--config={job.config}"]
-    options += [f"--set={pair}" for pair in job.pairs]
-    job.train = options
-    for said in _contradictions(job):
-        raise ConfigError(said)
+    threads = loaded.config.train.threads
+    of_gpus = CORES_PER_GPU * job.gpus_per_node * job.nodes // ranks
+    cpus = job.cpus_per_rank or max(1, of_gpus, threads)
+    _check_request(job, ranks, cpus, threads)
+    check_ranks(loaded, ranks)
+    return fill(
+        f"{job.scheduler}.sh",
+        {
+            **_request(job, loaded, ranks, cpus),
+            **_commands(job, run_dir),
+            **_shape(loaded, ranks),
+            "threads": threads,
+        },
+    )
 
 
-def _free_run_dir(loaded: LoadedConfig) -> Path:
-    """The first of runs/<name>, runs/<name>-2, … that is not there."""
-    from axsparse.runtime.files.run_folder import automatic_run_dirs
-
-    return next(path for path in automatic_run_dirs(loaded.name) if not path.exists())
-
-
-def _contradictions(job: argparse.Namespace) -> Iterator[str]:
-    """What is wrong with a job, and its mend."""
-    per_node, rest = divmod(job.ranks, job.nodes)
+def _check_request(job: argparse.Namespace, ranks: int, cpus: int, threads: int) -> None:
+    """ConfigError for options that contradict each other."""
+    rest = ranks % job.nodes
     if rest:
-        choices = [n for n in (job.ranks - rest, job.ranks - rest + job.nodes) if n]
-        yield (
-            f"--ranks: {job.ranks} does not spread evenly over {job.nodes} nodes; choose "
+        choices = [n for n in (ranks - rest, ranks - rest + job.nodes) if n]
+        raise ConfigError(
+            f"--ranks: {ranks} does not spread evenly over {job.nodes} nodes; choose "
             f"{' or '.join(map(str, choices))}"
         )
-    if job.threads > job.cpus_per_rank:
-        yield (
-            f"--cpus-per-rank: {job.cpus_per_rank} is below train.threads {job.threads}; choose at "
-            f"least {job.threads}"
+    if threads > cpus:
+        raise ConfigError(
+            f"--cpus-per-rank: {cpus} is below train.threads {threads}; choose at least {threads}"
         )
     if job.margin >= job.time:
-        yield (
+        raise ConfigError(
             f"--margin: {clock(job.margin)} before the end of a job of {clock(job.time)} is before "
             "its start; choose a shorter one, or a longer --time"
         )
-    if job.launcher not in LAUNCHERS[job.scheduler]:
-        yield (
-            f"--launcher: {job.launcher!r} does not start ranks under this scheduler; choose "
-            f"{' or '.join(LAUNCHERS[job.scheduler])}"
-        )
-    if job.mpi is not None and job.launcher != "srun":
-        yield (
-            f"--mpi: {job.mpi} is for srun, and the launcher is {job.launcher}; leave it out, or "
-            "choose --launcher srun"
-        )
-    if job.launcher == "jsrun" and job.gpus_per_node not in (0, per_node):
-        yield (
-            f"--gpus-per-node: {job.gpus_per_node} for {per_node} ranks a node, but jsrun gives "
-            f"each rank one; choose {per_node}, or --launcher mpirun"
-        )
-    if set(LIVE) & set(str(job.run_dir)):
-        yield (
-            f"run_dir: {str(job.run_dir)!r} holds one of {' '.join(LIVE)}, which schedulers "
-            "replace in the name of the log; choose another --run-dir"
-        )
-    for word in (*job.train, *map(str, (Path.cwd(), job.run_dir, job.setup, sys.executable))):
-        # Editors and terminals end a line at more characters than a shell does.
-        if any(ord(letter) < 32 or letter in "\x7f\x85\u2028\u2029" for letter in word):
-            yield f"{word[:60]!r} holds a line break or another control character; remove it"
+
+
+def _request(
+    job: argparse.Namespace, loaded: LoadedConfig, ranks: int, cpus: int
+) -> dict[str, object]:
+    """The values of directives."""
+    usual = re.sub(r"[^A-Za-z0-9_.-]", "_", loaded.name).lstrip("_.-")[:200]
+    prefix, _ = SCHEDULERS[job.scheduler]
+    per_node = ranks // job.nodes
+    return {
+        "job_name": job.job_name or usual or "axsparse",
+        "nodes": job.nodes,
+        "per_node": per_node,
+        "cpus": cpus,
+        "cores": per_node * cpus,
+        "all_cores": ranks * cpus,
+        "gpus": job.gpus_per_node or None,
+        "ngpus": f":ngpus={job.gpus_per_node}" if job.gpus_per_node else "",
+        "time": clock(job.time),
+        "minutes": -(-job.time // 60),
+        "margin": job.margin,
+        "save_at": job.time - job.margin,
+        "account": job.account,
+        "queue": job.queue,
+        "directives": f"\n{prefix} ".join(job.directive) or None,
+    }
+
+
+def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, object]:
+    """The values of shell commands, quoted."""
+    setup = "# module load … # the site's MPI library, the one that mpi4py loads"
+    if job.setup is not None:
+        if not job.setup.is_file():
+            raise MissingInputError(f"--setup: {str(job.setup)!r} is no file; name an existing one")
+        setup = f". {shlex.quote(str(Path.cwd() / job.setup))} || exit 78"
+    mpirun = Path(sys.executable).with_name("mpirun")
+    config = [] if job.config is None else [f"--config={job.config}"]
+    return {
+        "folder": shlex.quote(str(Path.cwd())),
+        "setup": setup,
+        "script": shlex.quote(str(script_of(run_dir))),
+        "run_dir": shlex.quote(str(run_dir)),
+        "python": shlex.quote(sys.executable),
+        "mpirun": shlex.quote(str(mpirun) if mpirun.is_file() else "mpirun"),
+        "train": shlex.join([*config, *(f"--set={pair}" for pair in job.pairs)]),
+    }
+
+
+def _shape(loaded: LoadedConfig, ranks: int) -> dict[str, object]:
+    """The ranks of one replica as far as the configuration fixes its stages, and the options with
+    which fewer ranks train fewer replicas of the same stages."""
+    layout = loaded.config.layout
+    stages = layout.g_inter
+    if stages == "auto":
+        stages = ranks // layout.g_data // layout.g_tensor if layout.g_data != "auto" else 1
+    options = [f"--set=layout.g_inter={stages}", "--set=layout.g_data=auto"]
+    return {
+        "replica": stages * layout.g_tensor,
+        "fewer": "" if layout.g_data == "auto" else shlex.join(options),
+    }
 
 
 def check_ranks(loaded: LoadedConfig, ranks: int) -> None:
@@ -313,57 +287,16 @@ def check_ranks(loaded: LoadedConfig, ranks: int) -> None:
     check_batch(loaded, resolve_grid(loaded, ranks, len(named_model(loaded).layers)))
 
 
-# --- the script --------------------------------------------------------------------------
-
-
-def script(job: argparse.Namespace) -> bytes:
-    """The script of a complete job. Arguments keep their bytes, even if they are not UTF-8."""
-    chained = job.chain > 1
-    number = {"slurm": ("%j", "%A_%a"), "lsf": ("%J", "%J_%I")}[job.scheduler][chained]
-    python, mpirun = Path(sys.executable), Path(sys.executable).with_name("mpirun")
-    values = {
-        **vars(job),
-        # Flags of lines that only some jobs have.
-        "chained": chained,
-        "requeued": not chained,
-        "by_srun": job.launcher == "srun",
-        "by_mpirun": job.launcher == "mpirun",
-        "by_jsrun": job.launcher == "jsrun",
-        "slots_with_gpus": job.launcher == "mpirun" and job.gpus_per_node,
-        "directives": "\n".join(
-            f"{'#SBATCH' if job.scheduler == 'slurm' else '#BSUB'} {one}" for one in job.directive
-        ),
-        # In directives.
-        "ranks_per_node": job.ranks // job.nodes,
-        "clock": clock(job.time),
-        "limit": clock(-(-job.time // 60) * 60)[:-3],  # LSF has minutes only, rounded up
-        "warning": -(-job.margin // 60),
-        "log": _in_directive(f"{job.run_dir}/job-{number}.log"),
-        # In commands.
-        "folder": shlex.quote(str(Path.cwd())),
-        "setup": job.setup and shlex.quote(str(job.setup)),
-        "python": shlex.quote(str(python)),
-        "mpirun": shlex.quote(shlex.quote(str(mpirun) if mpirun.is_file() else "mpirun")),
-        "pmi": f" --mpi={job.mpi}" if job.mpi else "",
-        "gpus_per_rank": int(bool(job.gpus_per_node)),
-        "train": shlex.join(job.train),
-    }
-    return fill(f"{job.scheduler}.sh", values).encode(errors="surrogateescape")
-
-
 def fill(template: str, values: Mapping[str, Any]) -> str:
     """The text of a template, with `@name@` replaced by a value.
 
-    A line that begins with `?name ` stays, without this word, where the value is neither None,
-    False, 0 nor empty. Placeholders within a value are not replaced.
+    A line with the name of a value that is None is left out. Placeholders within a value stay.
     """
     lines = []
     for line in (packaged_folder("launch") / template).read_text(encoding="utf-8").splitlines():
-        if line.startswith("?"):
-            flag, _, line = line[1:].partition(" ")
-            if not values[flag]:
-                continue
-        lines.append(re.sub(r"@([a-z_]+)@", lambda match: str(values[match[1]]), line))
+        found = [values[name] for name in re.findall(r"@([a-z_]+)@", line)]
+        if None not in found:
+            lines.append(re.sub(r"@([a-z_]+)@", lambda match: str(values[match[1]]), line))
     return "\n".join(lines) + "\n"
 
 
@@ -372,62 +305,49 @@ def clock(seconds: int) -> str:
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
-def _in_directive(text: str) -> str:
-    """A checked text as one word of a directive, whose readers know double quotes only."""
-    return text if re.fullmatch(r"[\w./@:%+=-]+", text, re.ASCII) else f'"{text}"'
+# --- printing and submitting -------------------------------------------------------------
 
 
-# --- submitting --------------------------------------------------------------------------
+def script_of(run_dir: Path) -> Path:
+    """The script of a run: beside its directory, which belongs to the run alone."""
+    return run_dir.with_name(f"{run_dir.name}.sh")
 
 
 def _submit(job: argparse.Namespace) -> None:
     job.pairs = overrides_of(job)
-    loaded = load_config(job.config, job.pairs)
-    complete(job, loaded)
     require_configuration(job, "submit")
-    check_ranks(loaded, job.ranks)
-    if job.dry_run:
-        sys.stdout.buffer.write(script(job))
+    loaded = load_config(job.config, job.pairs)
+    run_dir = Path.cwd() / loaded.config.run_dir
+    if loaded.config.run_dir == "auto":
+        unused = (path for path in automatic_run_dirs(loaded.name) if not path.exists())
+        run_dir = Path.cwd() / next(path for path in unused if not script_of(path).exists())
+    text = script(job, loaded, run_dir).encode(errors="surrogateescape")
+    if not job.now:
+        sys.stdout.buffer.write(text)
         sys.stdout.flush()
         return
-    path = job.run_dir / SCRIPT
-    is_new = not (job.run_dir_given and job.run_dir.is_dir())
-    with writing(f"run_dir: {job.run_dir}", "choose another --run-dir"):
-        job.run_dir.mkdir(parents=True, exist_ok=not is_new)
+    path = script_of(run_dir)
     with writing(f"{path}:", "choose another --run-dir"):
-        path.write_bytes(script(job))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    try:
-        said = hand_over(path, ["bsub"] if job.scheduler == "lsf" else ["sbatch", str(path)])
-    except AxsparseError:
-        path.unlink()
-        if is_new:
-            with contextlib.suppress(OSError):
-                job.run_dir.rmdir()
-        raise
-    many = f" · up to {job.chain} jobs" if job.chain > 1 else ""
-    say(said)
-    say(
-        f"{counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')} · {clock(job.time)} at a "
-        f"time{many} · log → {job.run_dir}/job-*.log"
-    )
+    say(hand_over(text, SCHEDULERS[job.scheduler][1]))
+    say(f"script → {path} · {counted(job.nodes, 'node')}, {clock(job.time)} at a time")
 
 
-def hand_over(path: Path, command: list[str]) -> str:
+def hand_over(text: bytes, command: tuple[str, ...]) -> str:
     """Submit a script and return what the scheduler prints; ConfigError if it refuses."""
     if shutil.which(command[0]) is None:
         raise MissingInputError(
             f"{command[0]}: no such command; submit from a login node of the cluster, or print "
-            "the script with --dry-run"
+            "the script without --now"
         )
-    with path.open("rb") as text:
-        done = subprocess.run(  # noqa: S603 - no shell
-            command, stdin=text, capture_output=True, text=True, check=False
-        )
+    done = subprocess.run(command, input=text, capture_output=True, check=False)  # noqa: S603
     if done.returncode:
-        words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        said = (done.stderr or done.stdout).decode(errors="replace")
+        words = " ".join(said.split()) or f"exit code {done.returncode}"
         raise ConfigError(
-            f"{command[0]}: refuses the job: {words}; change what it names, "
+            f"{' '.join(command)}: refuses the job: {words}; change what it names, "
             "see axsparse submit --help"
         )
-    return done.stdout.strip()
+    return done.stdout.decode(errors="replace").strip()

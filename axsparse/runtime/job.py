@@ -35,7 +35,6 @@ from axsparse.runtime.errors import (
 from axsparse.runtime.exchange import leave_together
 from axsparse.runtime.launcher import speaks, write_line
 from axsparse.runtime.process_exit import exit_process
-from axsparse.runtime.restarts.lifeline import Lifeline
 from axsparse.runtime.seeds import preserved_rng, seed_main
 from axsparse.runtime.stop_signal import StopRequest
 
@@ -65,8 +64,6 @@ class Job:
         configuration has been read that chooses them."""
         self.stop = stop or StopRequest()
         """Whether this rank was told to stop; it listens to signals once a run can be saved."""
-        self.lifeline = Lifeline()
-        """Tells the supervisor of this rank, if it has one, how far the rank is."""
         self.where = f"rank {transport.rank}"
         """Names this rank in messages; "rank 3 (stage 1, replica 1)" once there is a grid."""
         self.run_dir: Path | None = None

@@ -16,7 +16,7 @@ SRUN_SIZE = "SLURM_STEP_NUM_TASKS"
 """Where srun says how many processes it started. If one of `SIZE_VARIABLES` is set beside it, these
 may be the daemons of an mpirun, one a node; SLURM_NTASKS then counts those, too."""
 JOB_SIZE = "AXSPARSE_RANKS"
-"""Where a job script of `axsparse submit` says how many ranks it asked for."""
+"""Where a job script of `axsparse submit` says how many ranks it starts."""
 
 
 def write_line(text: str) -> None:

@@ -670,5 +670,4 @@ def _make_trainer(job: Job, parts: Parts, directory: RunDir | None) -> Trainer:
         stop=job.stop,
         watchdog=watchdog,
         progress=directory.progress,
-        lifeline=job.lifeline,
     )

@@ -34,7 +34,6 @@ from axsparse.runtime.errors import (
     noted,
 )
 from axsparse.runtime.exchange import sum_by_owner, sum_of
-from axsparse.runtime.restarts.lifeline import STEPS, TRAINS, Lifeline
 from axsparse.runtime.stop_signal import StopRequest
 from axsparse.samo.state_bytes import StateBytes
 from axsparse.training.checkpoint.checkpoint_folder import path_of
@@ -57,11 +56,10 @@ class Trainer:
         stop: StopRequest | None = None,
         watchdog: Watchdog | None = None,
         progress: Progress | None = None,
-        lifeline: Lifeline | None = None,
     ) -> None:
         """Without `saver` nothing is saved, without `stop` no signal ends training, and without
         `watchdog` a hang lasts for ever. `progress` says where the resumed run stood; it is None
-        for a new one. By `lifeline` a supervisor learns how far this rank is.
+        for a new one.
         """
         self.config = config = parts.run.config
         self.parts = parts
@@ -72,7 +70,6 @@ class Trainer:
         self._saver = saver
         self._stop = stop
         self._watchdog = watchdog
-        self._lifeline = lifeline or Lifeline()
         self._is_stopped = False
         self._closed = False
         self._is_ended = False
@@ -149,8 +146,6 @@ class Trainer:
         }
         if self._watchdog is not None:
             self._watchdog.start()
-        self._lifeline.after(self.steps_done)
-        self._lifeline.at(TRAINS)
         try:
             _refuse_no_functions(self._callbacks)
             with explained(
@@ -353,9 +348,6 @@ class Trainer:
         if self._tracing is not None:
             self._tracing.end(self.steps_done)
         parts.recorder.step(figures, seconds, maxima)
-        self._lifeline.after(self.steps_done)
-        if not parts.activity.steps:
-            self._lifeline.at(STEPS)
         self._call_back("on_step", "after step", self.steps_done, verdict)
         self._tell_of_checkpoints()
         parts.activity.steps += 1

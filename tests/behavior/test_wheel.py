@@ -95,9 +95,10 @@ def test_it_trains_resumes_and_reports_far_from_the_checkout(
 
 
 def test_what_comes_along_is_found(installed: Path, tmp_path: Path) -> None:
-    submit = ("submit", "--slurm", "--nodes", "1", "--ranks", "2", "--time", "1:00:00", "--dry-run")
+    submit = ("submit", "--ranks", "2", "--time", "1:00:00", "--config", "quickstart.yaml")
 
     question = ("--config", "gpt3_xl.yaml", "--gpus", "64", "--cluster", "summit")
     assert "recommended" in axsparse(installed, tmp_path, "plan", *question)
-    assert "#SBATCH" in axsparse(installed, tmp_path, *submit, "--config", "quickstart.yaml")
-    assert "launch" in axsparse(installed, tmp_path, "launch", "--help")
+    for scheduler, sign in (("slurm", "#SBATCH"), ("lsf", "#BSUB"), ("pbs", "#PBS")):
+        assert sign in axsparse(installed, tmp_path, *submit, f"--{scheduler}")
+    assert "#flux:" in axsparse(installed, tmp_path, *submit, "--flux")

@@ -58,5 +58,4 @@ def test_there_is_no_other_way_out() -> None:
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.exit", "os._exit")
     }
 
-    # The process beside a rank, a fork without a run to end, leaves without the rank's handlers.
-    assert others <= {"runtime.process_exit", "runtime.restarts.lifeline"}
+    assert others <= {"runtime.process_exit"}

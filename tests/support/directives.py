@@ -1,4 +1,7 @@
-"""Reads job scripts: what bash says of them, and directives that a scheduler would refuse."""
+"""Reads job scripts: bash's and shellcheck's opinion, and directives that a scheduler would refuse.
+
+The tables follow the schedulers' manuals, which are named above each.
+"""
 
 from __future__ import annotations
 
@@ -9,75 +12,107 @@ import subprocess
 
 NAME = r"[A-Za-z0-9][\w.@:/+-]*"
 COUNT = r"[1-9][0-9]*"
-LSF = {
-    "-J": rf"{NAME}(\[1-{COUNT}\]%[1-9])?",
-    "-nnodes": COUNT,
-    "-n": COUNT,
-    "-R": r"span\[ptile=[1-9][0-9]*\]|rusage\[.+\]|select\[.+\]",
-    "-gpu": r"num=[1-9][0-9]*",
-    "-W": r"[0-9]+:[0-5][0-9]",
-    "-wa": r"USR1|URG|INT|TERM",
-    "-wt": COUNT,
-    "-r": None,
-    "-Q": r"[0-9]+( [0-9]+)*",
-    "-o": r"/.+",
-    "-P": NAME,
-    "-q": NAME,
-    "-alloc_flags": r"[\w ]+",
-    "-x": None,
+CLOCK = r"[0-9]+:[0-5][0-9]:[0-5][0-9]"
+TABLES: dict[str, tuple[str, dict[str, str | None]]] = {
+    # slurm.schedmd.com/sbatch.html: options; %x is the job's name and %j its number.
+    "slurm": (
+        "#SBATCH",
+        {
+            "--job-name": NAME,
+            "--nodes": COUNT,
+            "--ntasks-per-node": COUNT,
+            "--cpus-per-task": COUNT,
+            "--gpus-per-node": COUNT,
+            "--time": CLOCK,
+            "--signal": rf"B:USR1@{COUNT}",
+            "--no-kill": None,
+            "--requeue": None,
+            "--open-mode": "append",
+            "--output": r"%x-%j\.log",
+            "--account": NAME,
+            "--partition": NAME,
+            "--constraint": r".+",
+            "--exclusive": None,
+        },
+    ),
+    # ibm.com/docs/en/spectrum-lsf/10.1.0?topic=bsub-options: -W takes [hour:]minute, num= of -gpu
+    # and ptile count for each host, %J is the job's number.
+    "lsf": (
+        "#BSUB",
+        {
+            "-J": NAME,
+            "-n": COUNT,
+            "-R": rf"span\[ptile={COUNT}\]",
+            "-gpu": rf"num={COUNT}",
+            "-W": COUNT,
+            "-r": None,
+            "-o": rf"{NAME}-%J\.log",
+            "-P": NAME,
+            "-q": NAME,
+            "-x": None,
+        },
+    ),
+    # github.com/openpbs/openpbs, doc/man1: qsub.1B, pbs_resources.7B, pbs_job_attributes.7B.
+    "pbs": (
+        "#PBS",
+        {
+            "-N": NAME,
+            "-S": "/bin/bash",
+            "-l select": rf"{COUNT}:ncpus={COUNT}:mpiprocs={COUNT}(:ngpus={COUNT})?",
+            "-l place": "scatter",
+            "-l walltime": CLOCK,
+            "-l filesystems": r"[\w:]+",
+            "-W": "tolerate_node_failures=(all|job_start|none)",
+            "-j": "oe",
+            "-k": "doe",
+            "-A": NAME,
+            "-q": NAME,
+        },
+    ),
+    # flux-framework.readthedocs.io, flux-batch(1): --time-limit takes minutes or a duration with a
+    # unit, --exclusive goes with --nodes, all directives begin alike and come before other lines.
+    "flux": (
+        "#flux:",
+        {
+            "--job-name": NAME,
+            "--nodes": COUNT,
+            "--exclusive": None,
+            "--time-limit": rf"{COUNT}m",
+            "--output": rf"{NAME}-\{{\{{id\}}\}}\.log",
+            "--bank": NAME,
+            "--queue": NAME,
+            "--requires": r".+",
+        },
+    ),
 }
-"""LSF's options that we know; the whole of a value, None for those without."""
-SLURM = {
-    "--job-name": NAME,
-    "--nodes": COUNT,
-    "--ntasks": COUNT,
-    "--ntasks-per-node": COUNT,
-    "--cpus-per-task": COUNT,
-    "--gpus-per-node": COUNT,
-    "--distribution": "block",
-    "--time": r"[0-9]+:[0-5][0-9]:[0-5][0-9]",
-    "--signal": rf"B:USR1@{COUNT}",
-    "--requeue": None,
-    "--no-kill": None,
-    "--array": rf"1-{COUNT}%1",
-    "--open-mode": "append",
-    "--output": r"/.+",
-    "--account": NAME,
-    "--partition": NAME,
-    "--constraint": r".+",
-    "--exclusive": None,
-    "--comment": r".+",
-}
+"""How a directive begins, and the options that we use: the whole of a value, None for those
+without."""
 
 
 class WrongDirectiveError(ValueError):
     """A directive that a scheduler would refuse or misread."""
 
 
-def read_slurm(script: str) -> dict[str, str]:
-    """Option -> value; "" for those without."""
+def read(scheduler: str, script: str) -> dict[str, str]:
+    """Option -> value; "" for those without. An option of PBS's -l goes with its resource."""
+    prefix, known = TABLES[scheduler]
     options: dict[str, str] = {}
-    for word in [word for line in _lines(script, "#SBATCH") for word in _words(line)]:
-        name, _, value = word.partition("=")
-        _keep(options, SLURM, name, value if "=" in word else None)
-    return options
-
-
-def read_lsf(script: str) -> dict[str, str]:
-    """Option -> value; "" for those without."""
-    options: dict[str, str] = {}
-    for line in _lines(script, "#BSUB"):
-        name, *values = _words(line)
-        if len(values) > 1:
-            raise WrongDirectiveError(f"{line!r}: several values; quote them")
-        _keep(options, LSF, name, values[0] if values else None)
-    if ("-wa" in options) != ("-wt" in options):
-        raise WrongDirectiveError("-wa and -wt go together")
+    for line in _lines(script, prefix):
+        words = _words(line)
+        while words:
+            name, equals, value = words.pop(0).partition("=")
+            if not equals and words and not words[0].startswith("-"):
+                value = words.pop(0)
+            if name == "-l":
+                resource, _, value = value.partition("=")
+                name = f"-l {resource}"
+            _check(options, known, name, value)
+            options[name] = value
     return options
 
 
 def _lines(script: str, prefix: str) -> list[str]:
-    """What stands behind a prefix, up to the first command."""
+    """The text after a prefix, up to the first command."""
     first, *rest = script.split("\n")
     if not first.startswith("#!/"):
         raise WrongDirectiveError(f"{first!r}: no interpreter")
@@ -100,27 +135,24 @@ def _words(line: str) -> list[str]:
         words = shlex.split(line, comments=False)
     except ValueError as reason:
         raise WrongDirectiveError(f"{line!r}: {reason}") from None
-    if not words:
-        raise WrongDirectiveError("an empty directive")
+    if not words or not words[0].startswith("-"):
+        raise WrongDirectiveError(f"{line!r}: no option")
     return words
 
 
-def _keep(
-    options: dict[str, str], known: dict[str, str | None], name: str, value: str | None
-) -> None:
+def _check(options: dict[str, str], known: dict[str, str | None], name: str, value: str) -> None:
     if name not in known:
         raise WrongDirectiveError(f"{name}: unknown option")
     if name in options:
         raise WrongDirectiveError(f"{name}: given twice")
     pattern = known[name]
-    fits = value is None if pattern is None else re.fullmatch(pattern, value or "") is not None
-    if not fits:
+    if re.fullmatch("" if pattern is None else pattern, value) is None:
         raise WrongDirectiveError(f"{name}: bad value {value!r}")
-    options[name] = value or ""
 
 
-KNOWN_TO_SHELLCHECK = "SC1091,SC2015,SC2016"
-"""A file of the user's is not followed, quoted words may hold a $, `a && b || c` is meant so."""
+KNOWN_TO_SHELLCHECK = "SC1091,SC2015,SC2016,SC2317"
+"""A file of the user's is not followed, quoted words may hold a $, `a && b || c` is meant so, and
+functions are called by name."""
 
 
 def assert_a_shell_reads(script: str) -> None:

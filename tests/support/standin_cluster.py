@@ -1,9 +1,10 @@
-"""Stand-in commands of SLURM and LSF that really run the job, on this machine and at once.
+"""Stand-in commands of SLURM, LSF, PBS and Flux that really run the job, on this machine at once.
 
-`install` makes a folder for PATH. `sbatch` and `bsub` return when the job and all that
-follow from it (requeued, or next in a chain) have ended; which starts there were, and with
-which code, stands in `starts.jsonl` beside the commands. Directives are read and checked as
-strictly as `directives` does.
+`install` makes a folder for PATH. A submitted job runs before the command returns, and so do the
+jobs that it submits; the exit codes of all stand in `starts.jsonl` beside the commands. Directives
+are read as strictly as `directives` does. The nodes are node1, node2, …; one of which a file
+NODE.down is in the folder answers nobody. Ranks under mpirun, srun and flux are processes with the
+name of their node in STANDIN_NODE.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from support.directives import read_lsf, read_slurm
+from support import directives
 
-COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "bsub", "jsrun", "bkill")
-MOST_STARTS = 9
+COMMANDS = (
+    *("sbatch", "srun", "scontrol", "bsub", "blaunch"),
+    *("qsub", "pbs_tmrsh", "flux", "mpirun"),
+)
+MOST_JOBS = 9
 JOB = "41"
+INSIDE = "STANDIN_INSIDE"
 
 
 def install(folder: Path) -> Path:
@@ -43,96 +48,84 @@ def install(folder: Path) -> Path:
 
 
 def starts(folder: Path) -> list[int]:
-    """Exit codes of the starts of a job, in order; negative if a signal ended its shell."""
+    """Exit codes of all jobs, in order; negative if a signal ended the shell of one."""
     path = folder / "starts.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-# --- commands of the scheduler -----------------------------------------------------------
+# --- commands that take a script ---------------------------------------------------------
 
 
 def sbatch(arguments: Sequence[str], state: Path) -> int:
-    [path] = arguments
-    script = Path(path).read_text(errors="surrogateescape")
-    options = read_slurm(script)
-    print(f"Submitted batch job {JOB}", flush=True)
-    last = int(options.get("--array", "1-1%1").removeprefix("1-").removesuffix("%1"))
-    index = restarts = 0
-    for _ in range(MOST_STARTS):
-        if not restarts:
-            index += 1
-        log = Path(options["--output"].replace("%A", JOB).replace("%a", str(index)))
-        log = log.with_name(log.name.replace("%j", JOB))
-        environment = {
-            "SLURM_JOB_ID": JOB,
-            "SLURM_NTASKS": options["--ntasks"],
-            "SLURM_JOB_NUM_NODES": options["--nodes"],
-            "SLURM_PROCID": "0",
-            "SLURM_RESTART_COUNT": str(restarts),
-            **({"SLURM_ARRAY_JOB_ID": JOB} if "--array" in options else {}),
-        }
-        _start(script, log, environment, state, whole_group=False)
-        restarts = restarts + 1 if _taken(state / "requeue") else 0
-        if not restarts and (_taken(state / "cancel") or index == last):
-            return 0
-    return 1
+    def environment(options: Mapping[str, str]) -> dict[str, str]:
+        nodes = _nodes(int(options["--nodes"]))
+        return {"SLURM_JOB_ID": JOB, "SLURM_JOB_NODELIST": ",".join(nodes)}
 
-
-def scontrol(arguments: Sequence[str], state: Path) -> int:
-    if list(arguments) != ["requeue", JOB] or (state / "refuse-requeue").exists():
-        print("scontrol: error: Requested operation is presently disabled", file=sys.stderr)
-        return 1
-    (state / "requeue").touch()
-    # A requeued job is ended, whatever it is doing; this command is a part of it.
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-    return 0
-
-
-def scancel(arguments: Sequence[str], state: Path) -> int:
-    if list(arguments) != ["--state=PENDING", JOB]:
-        return 1
-    (state / "cancel").touch()
-    return 0
+    return _submit("slurm", arguments, state, f"Submitted batch job {JOB}", environment)
 
 
 def bsub(arguments: Sequence[str], state: Path) -> int:
-    if arguments:
+    def environment(options: Mapping[str, str]) -> dict[str, str]:
+        slots = re.sub(r"\D", "", options["-R"])
+        nodes = _nodes(int(options["-n"]) // int(slots))
+        return {"LSB_JOBID": JOB, "LSB_MCPU_HOSTS": " ".join(f"{node} {slots}" for node in nodes)}
+
+    return _submit("lsf", arguments, state, f"Job <{JOB}> is submitted to queue <n>.", environment)
+
+
+def qsub(arguments: Sequence[str], state: Path) -> int:
+    def environment(options: Mapping[str, str]) -> dict[str, str]:
+        count, _, chunk = options["-l select"].partition(":")
+        ranks = dict(one.split("=") for one in chunk.split(":"))["mpiprocs"]
+        file = state / "nodefile"
+        file.write_text("".join(f"{node}\n" * int(ranks) for node in _nodes(int(count))))
+        return {"PBS_JOBID": f"{JOB}.server", "PBS_NODEFILE": str(file)}
+
+    return _submit("pbs", arguments, state, f"{JOB}.server", environment)
+
+
+def _batch(arguments: Sequence[str], state: Path) -> int:
+    def environment(options: Mapping[str, str]) -> dict[str, str]:
+        return {"STANDIN_NODES": options["--nodes"]}
+
+    return _submit("flux", arguments, state, "f41", environment)
+
+
+def _submit(
+    scheduler: str,
+    arguments: Sequence[str],
+    state: Path,
+    said: str,
+    environment: Callable[[Mapping[str, str]], dict[str, str]],
+) -> int:
+    """Run a job and those that it submits, one after another."""
+    if (state / "refuses").exists():
+        print(f"{scheduler}: error: Invalid\n  account", file=sys.stderr)
         return 1
-    script = sys.stdin.read()
-    options = read_lsf(script)
-    print(f"Job <{JOB}> is submitted to default queue <normal>.", flush=True)
-    array = re.fullmatch(r".*\[1-(\d+)\]%1", options["-J"])
-    last, index, again = int(array[1]) if array else 0, 0, False
-    for _ in range(MOST_STARTS):
-        index += 1 if array and not again else 0
-        log = Path(options["-o"].replace("%J", JOB).replace("%I", str(index)))
-        environment = {"LSB_JOBID": JOB, "LSB_JOBINDEX": str(index)}
-        # LSF signals every process of a job.
-        code = _start(script, log, environment, state, whole_group=True)
-        again = str(code) in options.get("-Q", "").split()
-        cancelled = state / "cancel"
-        stopped = cancelled.exists() and cancelled.read_text() == f"{JOB}[{index + 1}-{last}]"
-        if not again and (stopped or index == last):
+    text = Path(arguments[0]).read_bytes() if arguments else sys.stdin.buffer.read()
+    options = directives.read(scheduler, text.decode(errors="surrogateescape"))
+    print(said, flush=True)
+    queue = state / "queue"
+    if INSIDE in os.environ:
+        queue.write_bytes(text)
+        return 0
+    for _ in range(MOST_JOBS):
+        _run(text, state, {INSIDE: "1", **environment(options)})
+        if not queue.exists():
             return 0
+        text = queue.read_bytes()
+        queue.unlink()
     return 1
 
 
-def bkill(arguments: Sequence[str], state: Path) -> int:
-    [which] = arguments
-    (state / "cancel").write_text(which)
-    return 0
-
-
-def _start(
-    script: str, log: Path, environment: Mapping[str, str], state: Path, *, whole_group: bool
-) -> int:
+def _run(script: bytes, state: Path, environment: Mapping[str, str]) -> None:
     """Run the script as a batch shell, in a group of its own, and note how it ended."""
     spooled = state / "spooled.sh"
-    spooled.write_text(script, errors="surrogateescape")
-    launch = 'STANDIN_WARN_PID=$1$$; export STANDIN_WARN_PID; shift; exec bash "$@"'
-    with log.open("ab") as out:
+    spooled.write_bytes(script)
+    launch = 'STANDIN_WARN_PID=${STANDIN_WARN_PID:-$$}; export STANDIN_WARN_PID; exec bash "$1"'
+    with (state / "job.log").open("ab") as out:
         done = subprocess.run(
-            ["bash", "-c", launch, "sh", "-" if whole_group else "", str(spooled)],
+            ["bash", "-c", launch, "sh", str(spooled)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -142,36 +135,87 @@ def _start(
         )
     with (state / "starts.jsonl").open("a") as file:
         file.write(f"{done.returncode}\n")
-    return done.returncode
 
 
-def _taken(marker: Path) -> bool:
-    there = marker.exists()
-    marker.unlink(missing_ok=True)
-    return there
+# --- nodes -------------------------------------------------------------------------------
+
+
+def _nodes(count: int) -> list[str]:
+    return [f"node{number + 1}" for number in range(count)]
+
+
+def _answers(node: str, state: Path) -> int:
+    return int((state / f"{node}.down").exists())
+
+
+def scontrol(arguments: Sequence[str], state: Path) -> int:
+    what, whom, nodes = arguments
+    assert (what, whom) == ("show", "hostnames")
+    print("\n".join(nodes.split(",")))
+    return 0
+
+
+def blaunch(arguments: Sequence[str], state: Path) -> int:
+    node, command = arguments
+    assert command == "true"
+    return _answers(node, state)
+
+
+pbs_tmrsh = blaunch
+
+
+def flux(arguments: Sequence[str], state: Path) -> int:
+    words = list(arguments)
+    if words[0] == "--parent":
+        assert INSIDE in os.environ
+        words.pop(0)
+    if words[0] == "batch":
+        return _batch(words[1:], state)
+    if words[0] == "hostlist":
+        assert words[1:3] == ["--expand", "--delimiter=\\n"], words
+        nodes = _nodes(int(os.environ["STANDIN_NODES"]))
+        if words[3] == "avail":
+            nodes = [node for node in nodes if not _answers(node, state)]
+        print("\n".join(nodes))
+        return 0
+    if words == ["job", "last"]:
+        print(JOB)
+        return 0
+    if words[:2] == ["job", "kill"]:
+        assert words[2:] == ["--signal=USR1", JOB], words
+        os.kill(int((state / "flux-run").read_text()), signal.SIGUSR1)
+        return 0
+    assert words[0] == "run", words
+    (state / "flux-run").write_text(str(os.getpid()))
+    options, command = _split(words[1:], re.compile(r"-[Nnc]\d+|--exclusive|--requires=host:\S+"))
+    hosts = options[-1].partition(":")[2].split(",")
+    count = int(options[1].removeprefix("-n"))
+    assert options[0] == f"-N{len(hosts)}"
+    return _launch(command, hosts, count)
 
 
 # --- launchers ---------------------------------------------------------------------------
 
 
+def mpirun(arguments: Sequence[str], state: Path) -> int:
+    option, listed, flag, count, *command = arguments
+    assert (option, flag) == ("--host", "-n")
+    hosts = [word.partition(":")[0] for word in listed.split(",")]
+    assert sum(int(word.partition(":")[2]) for word in listed.split(",")) >= int(count)
+    return _launch(command, hosts, int(count))
+
+
 def srun(arguments: Sequence[str], state: Path) -> int:
-    options, command = _split(arguments, flag=re.compile(r"--[a-z-]+=[A-Za-z0-9]+|-K1"))
-    values = dict(option.partition("=")[::2] for option in options)
-    count = int(values["--ntasks"])
-    # What is started once a node is no rank; here, all nodes are one.
-    ranks = count if values.get("--ntasks-per-node") != "1" else 1
-    shared = {"SLURM_NTASKS": str(count), "SLURM_STEP_ID": "0"}
-    each = [{**shared, "SLURM_PROCID": str(rank)} for rank in range(ranks)]
-    return _launch(command, each, spares=lambda code: code == 0 or "-K1" not in options)
-
-
-def jsrun(arguments: Sequence[str], state: Path) -> int:
-    options, command = _split(arguments, flag=re.compile(r"-[acgr][0-9]+|-n|[0-9]+"))
-    count = int(options[options.index("-n") + 1])
-    ranks = count if "-r1" not in options else 1
-    size = {"JSM_NAMESPACE_SIZE": str(count)}
-    each = [{**size, "JSM_NAMESPACE_RANK": str(rank)} for rank in range(ranks)]
-    return _launch(command, each, spares=lambda code: code >= 0)
+    """A probe of a node, or the launcher."""
+    words = list(arguments)
+    hosts = words[words.index("-w") + 1].split(",")
+    options, command = words[: words.index("-w")], words[words.index("-w") + 2 :]
+    if command == ["true"]:
+        assert "--overlap" in options
+        return _answers(hosts[0], state)
+    count = next(int(word[2:]) for word in options if re.fullmatch(r"-n\d+", word))
+    assert f"-N{len(hosts)}" in options
+    return _launch(command, hosts, count)
 
 
 def _split(arguments: Sequence[str], flag: re.Pattern[str]) -> tuple[list[str], list[str]]:
@@ -180,17 +224,14 @@ def _split(arguments: Sequence[str], flag: re.Pattern[str]) -> tuple[list[str], 
     return list(arguments[:at]), list(arguments[at:])
 
 
-def _launch(
-    command: Sequence[str], ranks: Sequence[Mapping[str, str]], *, spares: Callable[[int], bool]
-) -> int:
+def _launch(command: Sequence[str], hosts: Sequence[str], count: int) -> int:
     """Run the command once a rank and pass USR1 on; the highest exit code.
 
-    A rank's code (negative: the signal that ended it) ends the others unless it `spares` them.
+    Ranks fill one host after the other. A rank that a signal ends, ends the others.
     """
     processes: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, _: object) -> None:
-        # A launcher signals all processes of a rank.
         for process in processes:
             if process.returncode is None:
                 with suppress(ProcessLookupError):  # it has ended, and is not noted down yet
@@ -199,10 +240,19 @@ def _launch(
     # Before there are ranks a signal waits: none may be started without it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     signal.signal(signal.SIGUSR1, forward)
-    # In sessions of their own, since a group's signal would reach them twice.
+    each = -(-count // len(hosts))
     processes.extend(
-        subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True)
-        for own in ranks
+        subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                "PMI_RANK": str(rank),
+                "PMI_SIZE": str(count),
+                "STANDIN_NODE": hosts[rank // each],
+            },
+            start_new_session=True,
+        )
+        for rank in range(count)
     )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     codes = []
@@ -212,7 +262,7 @@ def _launch(
         code = os.waitstatus_to_exitcode(status)
         left.pop(pid).returncode = code
         codes.append(code if code >= 0 else 128 - code)
-        if not spares(code):
+        if code < 0:
             for other in left:
                 os.killpg(other, signal.SIGKILL)
     return max(codes)

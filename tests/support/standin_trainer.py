@@ -3,17 +3,18 @@
     python standin_trainer.py --run-dir=DIR --resume=auto …
 
 Every rank works by itself, and leaves in DIR: `rank-R.jsonl`, an object a start (its first
-step, arguments, environment) and then the steps it made; `saved-R`, the last step saved.
+step, arguments, environment) and then the steps it made; `saved-R`, the last step saved; and
+`checkpoints/step-N`, empty.
 
 STANDIN_STEPS         steps of the whole run
 STANDIN_STEP_SECONDS  a step's length
 STANDIN_WARN_AT       the step of a first start in which rank 0 has the scheduler warn the job, and
                       all wait for it
-STANDIN_WARN_PID      whom the scheduler signals; a process group if negative
+STANDIN_WARN_PID      whom the scheduler signals; 0 leaves that to the job, which finds `waits`
+                      in DIR once all ranks wait
 STANDIN_WARNED_CODE   what it leaves with then (75)
 STANDIN_KILL_AT       the step in which the last rank is killed, once
-STANDIN_READY         a pipe that gets a byte of each rank before its first step
-STANDIN_READY_AT      or after so many steps, by which its supervisor has heard of it
+STANDIN_DIES          then its node answers nobody any more, which a file here says
 STANDIN_EXIT          "STEP:CODE": all ranks leave so in that step
 """
 
@@ -27,8 +28,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-
-from axsparse.runtime.restarts.lifeline import ENDS, STEPS, TRAINS, Lifeline
 
 EVERY = 2
 """Steps between two saves."""
@@ -46,7 +45,6 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--resume")
     arguments = parser.parse_args()
-    lifeline = Lifeline.begin()
     overrides = dict(pair.split("=", 1) for pair in arguments.overrides)
     run_dir = arguments.run_dir or Path(overrides["run_dir"])
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -66,27 +64,21 @@ def main() -> int:
                 "folder": str(Path.cwd()),
                 "executable": os.environ.get("STANDIN_PYTHON", sys.executable),
                 "ranks": os.environ.get("AXSPARSE_RANKS"),
+                "node": os.environ.get("STANDIN_NODE"),
             }
         )
-        ready_at = begin + _number("STANDIN_READY_AT")
-        if "STANDIN_READY" in os.environ and ready_at == begin:
-            Path(os.environ["STANDIN_READY"]).write_text("x")
-        lifeline.after(begin)
-        lifeline.at(TRAINS)
         for step in range(begin + 1, _number("STANDIN_STEPS", 6) + 1):
             time.sleep(float(os.environ.get("STANDIN_STEP_SECONDS", "0")))
             tell(step)
-            lifeline.after(step)
-            if step == begin + 1:
-                lifeline.at(STEPS)
-            if "STANDIN_READY" in os.environ and step == ready_at:
-                Path(os.environ["STANDIN_READY"]).write_text("x")
             # Only a first start is warned: a rank that was killed while it saved for the warning
             # comes to this step once more, when nobody sends it again.
             if begin == 0 and step == _number("STANDIN_WARN_AT"):
                 if rank == 0:
                     _wait_for_all(run_dir)
-                    os.kill(_number("STANDIN_WARN_PID"), signal.SIGUSR1)
+                    if warned := _number("STANDIN_WARN_PID"):
+                        os.kill(warned, signal.SIGUSR1)
+                    else:
+                        (run_dir / "waits").touch()
                 if signal.sigtimedwait({signal.SIGUSR1}, LONGEST_SECONDS) is None:
                     return 1
                 _save(saved, step)
@@ -99,13 +91,15 @@ def main() -> int:
                 killed = run_dir / "killed"
                 if not killed.exists():
                     killed.touch()
+                    if "STANDIN_DIES" in os.environ:
+                        down = Path(os.environ["STANDIN_DIES"])
+                        (down / f"{os.environ['STANDIN_NODE']}.down").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
             at, _, code = os.environ.get("STANDIN_EXIT", "").partition(":")
             if str(step) == at:
                 return int(code)
             if step % EVERY == 0:
                 _save(saved, step)
-    lifeline.at(ENDS)
     return 0
 
 
@@ -137,6 +131,7 @@ def _save(path: Path, step: int) -> None:
     partial = path.with_suffix(".tmp")
     partial.write_text(str(step))
     partial.rename(path)
+    (path.parent / "checkpoints" / f"step-{step}").mkdir(parents=True, exist_ok=True)
 
 
 def _wait_for_all(run_dir: Path) -> None:

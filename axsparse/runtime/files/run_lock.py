@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from axsparse.runtime.errors import OutputError, writing
-from axsparse.runtime.restarts.lifeline import SUPERVISOR
 
 LOCK_FILE = "run.lock"
 OTHER_RUN_DIR = "choose another --run-dir"
@@ -64,15 +63,7 @@ class RunLock:
         `option` is the one by which the user names the directory.
 
         If its file system has no locks, a warning is printed, and the directory is used without.
-        The ranks of a supervisor, which itself holds the directory for all attempts, take no lock:
-        a host that hangs would keep it.
         """
-        self.is_exclusive = True
-        """Whether other processes are kept out; False on a file system without locks."""
-        self.release: Callable[[], object] = lambda: None
-        """Let other processes have the directory."""
-        if SUPERVISOR in os.environ:
-            return
         path = run_dir / LOCK_FILE
         try:
             with writing(f"{path}:", OTHER_RUN_DIR):
@@ -85,7 +76,9 @@ class RunLock:
                 f"{option}"
             ) from reason
         self.is_exclusive = lock.problem is None
-        self.release = lock.release
+        """Whether other processes are kept out; False on a file system without locks."""
+        self.release: Callable[[], object] = lock.release
+        """Let other processes have the directory."""
         if lock.problem is not None:
             print(
                 f"axsparse: warning: {path}: cannot be locked ({lock.problem}); see that no "

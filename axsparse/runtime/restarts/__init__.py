@@ -1,1 +1,0 @@
-"""Starts the ranks of a run, watches their hosts, and starts again with those that are left."""

@@ -1,0 +1,60 @@
+#!/bin/bash
+# Trains under PBS until its time is nearly over, saves, and submits itself again. Edit it at will.
+# `axsparse submit --pbs` fills it in. Directives: qsub(1B) of OpenPBS and PBS Professional
+#PBS -N @job_name@
+#PBS -S /bin/bash
+#PBS -l select=@nodes@:ncpus=@cores@:mpiprocs=@per_node@@ngpus@
+#PBS -l place=scatter -l walltime=@time@
+#PBS -W tolerate_node_failures=all
+#PBS -j oe -k doe
+#PBS -A @account@
+#PBS -q @queue@
+#PBS @directives@
+
+cd -- @folder@ || exit 66
+@setup@
+script=@script@ # this file, which is submitted again
+run_dir=@run_dir@ # where all nodes see it, such as on the scratch file system
+python=@python@
+train=(@train@ --run-dir="$run_dir" --resume=auto)
+nodes=@nodes@ per_node=@per_node@ replica=@replica@ fewer=(@fewer@) # ranks a node and a replica; settings for fewer nodes
+save_at=@save_at@ margin=@margin@ # seconds until it saves, and that saving may take
+pause=30 most=5 # seconds until it tries again, doubled each time; tries without a new checkpoint
+export OMP_NUM_THREADS=@threads@ PRTE_MCA_rmaps_default_mapping_policy=slot
+[ -e "$script" ] || { mkdir -p -- "${script%/*}" && cp -- "$0" "$script"; }
+
+hosts() { awk '!seen[$0]++' "$PBS_NODEFILE"; }
+answers() { timeout -k 5 20 pbs_tmrsh "$1" true; }
+start() { exec @mpirun@ --host "$1" -n "$2" "${@:3}"; } # binding: MPICH -bind-to core:@cpus@, Open MPI --map-by slot:PE=@cpus@
+# start() { exec mpiexec --hosts "${1//:$per_node/}" -n "$2" --ppn "$per_node" --depth @cpus@ "${@:3}"; } # PALS of Cray
+tell() { kill -USR1 "$pid"; }
+submit() { qsub "$script"; }
+newest() { printf '%s\n' "$run_dir"/checkpoints/step-*[0-9] | sort -V | tail -n 1; }
+trap 'save_at=0' USR1 # somebody tells that the time is nearly over
+first=$(newest) failures=0
+while [ "$SECONDS" -lt "$save_at" ]; do
+  before=$(newest) list='' count=0 code=70 told='' shape=()
+  there=" $(for host in $(hosts); do answers "$host" >/dev/null 2>&1 && echo "$host" & done | tr '\n' ' ') "
+  for host in $(hosts); do
+    case "$there" in *" $host "*) list+=",$host:$per_node" count=$((count + 1)) ;; esac
+  done
+  [ "$count" -eq "$nodes" ] || shape=("${fewer[@]}")
+  export AXSPARSE_RANKS=$((count * per_node / replica * replica))
+  echo "axsparse: $AXSPARSE_RANKS ranks on $count of $nodes nodes"
+  if [ "$AXSPARSE_RANKS" -gt 0 ]; then
+    start "${list#,}" "$AXSPARSE_RANKS" "$python" -m axsparse.train "${train[@]}" "${shape[@]}" & pid=$!
+    while kill -0 "$pid" 2>/dev/null; do
+      sleep 1
+      [ "$SECONDS" -lt "$save_at" ] || [ -n "$told" ] || { told=$SECONDS && tell; }
+      [ -z "$told" ] || [ "$((SECONDS - told))" -lt "$((margin * 3 / 4))" ] || kill -KILL "$pid" # hangs
+    done
+    wait "$pid"; code=$?
+  fi
+  case "$code" in 0 | 65 | 66 | 78 | 130) exit "$code" ;; 75) [ "$SECONDS" -ge "$save_at" ] || exit 75 ;; esac
+  if [ "$(newest)" = "$before" ]; then failures=$((failures + 1)); else failures=0; fi
+  [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2 && exit "$code"; }
+  for ((wait = pause * 2 ** failures; wait > 0 && SECONDS < save_at; wait--)); do sleep 1; done
+done
+[ "$(newest)" != "$first" ] || { echo "axsparse: error: no new checkpoint in this job, so none follows it" >&2 && exit 70; }
+submit || echo "axsparse: error: saved, but $script cannot be submitted from here; submit it by hand" >&2
+exit 75
