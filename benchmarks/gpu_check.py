@@ -139,19 +139,17 @@ def doctor(around: Around) -> Found:
     part = "step"
     ended = around.host.run(
         [
-            *(sys.executable, "-m", "axsparse", "doctor", "--json"),
+            *(sys.executable, "-m", "axsparse", "doctor"),
             *("--run-dir", str(around.folder / "run")),
         ],
         min(120, around.left),
     )
-    try:
-        told = json.loads(ended.stdout)
-    except json.JSONDecodeError:
+    findings = ended.stdout.splitlines()
+    if not findings:
         return [Row(part, "axsparse doctor", "fail", ended.last_words)], None
-    wrong = [f for f in told["findings"] if f["mark"] == "wrong"]
-    said = "; ".join(f"{f['name']}: {f['said']}" for f in wrong) or "nothing is wrong"
-    row = judged(part, "axsparse doctor", said, "nothing wrong", good=not wrong)
-    return [row], told["findings"]
+    wrong = [line for line in findings if line.startswith("✗")]
+    said = "; ".join(wrong) or "nothing is wrong"
+    return [judged(part, "axsparse doctor", said, "nothing wrong", good=not wrong)], findings
 
 
 # -- tests ----------------------------------------------------------------------------------
