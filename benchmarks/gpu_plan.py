@@ -16,8 +16,7 @@ from axsparse.planner.cluster import load_cluster
 from axsparse.planner.plan_model import Method, subject
 from axsparse.planner.run_workload import predict
 from axsparse.planner.stage_memory import StageMemory, stage_memory
-from axsparse.pruning.ticket.ticket_reader import TicketOrigin
-from axsparse.pruning.ticket.ticket_writer import write_ticket
+from axsparse.pruning.mask_file import write_masks
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -133,7 +132,7 @@ def chosen(
     )
 
 
-def ticket(training: Training, folder: Path) -> Path:
+def mask_file(training: Training, folder: Path) -> Path:
     """Masks that cost no time: of every tensor the same positions in each stretch of `TILE`."""
     loaded = load_config(training.config, training.all())
     asked = subject(loaded, load_cluster(CLUSTER))
@@ -147,10 +146,9 @@ def ticket(training: Training, folder: Path) -> Path:
         return tile.repeat(-(-numel // TILE))[:numel]
 
     shapes = asked.targets.shapes
-    drawn = TicketOrigin("random", step=0, seed=1, parameters=asked.survey.shapes)
     own = {name: partial(mask, math.prod(shape)) for name, shape in shapes.items()}
     alone = LocalTransport(LocalWorld(1), 0)
     path = folder / f"{Path(training.config).stem}-{asked.survey.num_params}.safetensors"
     if not path.exists():
-        write_ticket(path, drawn, own, transport=alone, place=Grid(1, 1).place(0))
+        write_masks(path, shapes, own, transport=alone, place=Grid(1, 1).place(0))
     return path

@@ -12,7 +12,7 @@
     largest      the most layers of 13B's width that the plan lets fit, confirmed by three steps
 
 Other microbatches are as large as the plan lets fit without recomputing activations, else 1 with.
-Masks are a ticket of random positions, the same tenth over and over; start values see
+Masks are a file of random positions, the same tenth over and over; start values see
 `gpu_worker.py`. Medians; brackets hold the quartiles. The exit code is 1 if a check fails, 69
 without a GPU.
 """
@@ -38,7 +38,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from gpu_plan import SIZES, Training, batches, chosen, planned, ticket
+from gpu_plan import SIZES, Training, batches, chosen, mask_file, planned
 from gpu_report import (
     EXIT_FAILED,
     EXIT_NO_DEVICE,
@@ -106,7 +106,7 @@ Found = tuple[list[Row], dict[str, Any]]
 
 
 def pruned(training: Training, place: Place) -> Training:
-    return training.with_(f"pruning.ticket={ticket(training, place.folder)}")
+    return training.with_(f"pruning.mask={mask_file(training, place.folder)}")
 
 
 def alone(name: str, training: Training, place: Place) -> Found:

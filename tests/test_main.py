@@ -23,7 +23,7 @@ commands:
   report     draw runs as a page for a browser (axsparse report --help)
   compare    say whether two runs are the same, bit by bit (axsparse compare --help)
   data       turn text files into tokens (axsparse data --help)
-  ticket     say what a file of masks holds (axsparse ticket --help)
+  mask       say what a mask file holds (axsparse mask --help)
   prune      prune and heal a model, or say what a run would prune (axsparse prune --help)
   checkpoint look at what a run saved (axsparse checkpoint --help)
   generate   continue a text with a trained model (axsparse generate --help)
@@ -62,7 +62,7 @@ def test_no_command_is_left_out() -> None:
     assert all(parser.prog == f"axsparse {words}" for words, parser in all_parsers().items())
 
 
-@pytest.mark.parametrize("group", ["ticket", "config", "data", "checkpoint"])
+@pytest.mark.parametrize("group", ["config", "data", "checkpoint"])
 def test_a_command_of_several_words_says_which_may_follow(axsparse: Axsparse, group: str) -> None:
     code, screen, errors = axsparse(group)
 
@@ -104,7 +104,7 @@ def test_one_of_many_ranks_speaks(axsparse: Axsparse, monkeypatch: pytest.Monkey
     assert axsparse("--help") == (0, "", "")
     assert axsparse("tran") == (78, "", "")
     assert axsparse("train") == (78, "", "")
-    for words in (["plan", "--gpus", "2"], ["ticket", "show", "none"], ["submit"], ["data"]):
+    for words in (["plan", "--gpus", "2"], ["mask", "none"], ["submit"], ["data"]):
         assert axsparse(*words) == (0, "", "")
 
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "report": Command("axsparse.cli.report", "draw runs as a page for a browser"),
     "compare": Command("axsparse.cli.compare", "say whether two runs are the same, bit by bit"),
     "data": Command("axsparse.cli.data", "turn text files into tokens"),
-    "ticket": Command("axsparse.cli.ticket", "say what a file of masks holds"),
+    "mask": Command("axsparse.cli.mask", "say what a mask file holds"),
     "prune": Command("axsparse.cli.prune", "prune and heal a model, or say what a run would prune"),
     "checkpoint": Command("axsparse.cli.checkpoint", "look at what a run saved"),
     "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),

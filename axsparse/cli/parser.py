@@ -45,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
         )
         self.set_defaults(work=work)
         self.members: dict[str, CommandParser] = {}
-        """The parsers of the second words of a command, such as `show` of `axsparse ticket`."""
+        """The parsers of the second words of a command, such as `show` of `axsparse config`."""
 
     def add_member(self, name: str, work: Work, **texts: Any) -> CommandParser:
         """The parser of a word that may follow this command; `texts` are those of argparse."""

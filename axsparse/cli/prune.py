@@ -170,8 +170,8 @@ def lines(loaded: LoadedConfig) -> Iterator[str]:
     if targets is None:
         yield "nothing is pruned: samo.enabled is false, or pruning.sparsity is 0"
         return
-    kept, ticket = targets.kept(), targets.ticket
-    yield f"pruned by {loaded.config.pruning.method if ticket is None else ticket.path}:"
+    kept, masks = targets.kept(), targets.mask_file
+    yield f"pruned by {loaded.config.pruning.method if masks is None else masks.path}:"
     rows = [
         (name, " × ".join(map(str, shape)), math.prod(shape), kept[name])
         for name, shape in targets.shapes.items()

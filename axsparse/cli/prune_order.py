@@ -137,7 +137,7 @@ class PruneOrder:
             raise ConfigError(
                 "--heal: adapters are trained where each layer is pruned by itself; choose train, "
                 "or neither pruning.distribution: global nor layout.g_tensor nor a method or "
-                "ticket that sees the whole model"
+                "mask file, which see the whole model"
             )
         if config.train.eval_steps == 0:
             raise ConfigError("train.eval_steps: 0 judges nothing; choose at least 1")
@@ -183,7 +183,7 @@ def goes_by_layers(config: Config) -> bool:
     return (
         pruning.method in ONE_BY_ONE
         and pruning.distribution != "global"
-        and pruning.ticket is None
+        and pruning.mask is None
         and pruning.at_step == 0
         and config.layout.g_tensor == 1
     )

@@ -228,7 +228,7 @@ class PruningConfig(Section):
     """Steps done at the last pruning (gradual, iterative) or at the end of the search (early-bird);
     `auto` is half of `train.steps`."""
     threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """early-bird: the ticket is drawn once five distances between masks in a row are below it."""
+    """early-bird: the mask is drawn once five distances between masks in a row are below it."""
     metric: Literal["churn", "hamming"] = "churn"
     """early-bird: how masks differ. `churn`: fraction of the kept entries that is replaced;
     `hamming`: fraction of all entries, by which at high sparsity even random masks are close."""
@@ -260,13 +260,13 @@ class PruningConfig(Section):
     """The learning rate of a pruned tensor is divided by its final density to this power: 1 as in
     SMET (arXiv 2606.00888), 0 divides nothing. Those that `optimizer.learning_rates` names have
     theirs."""
-    ticket: str | None = None
-    """A ticket file, whose masks are used from the start, under any layout. It replaces method
-    and sparsities of this section."""
+    mask: str | None = None
+    """A mask file, or a run that has found a mask: what is kept from the start, under any layout.
+    It replaces method and sparsities of this section."""
 
     @model_validator(mode="after")
     def _patterns_keep_as_much_everywhere(self) -> PruningConfig:
-        if self.pattern is None or self.ticket is not None:
+        if self.pattern is None or self.mask is not None:
             return self
         if self.method not in ONCE:
             raise BrokenRule(
@@ -290,7 +290,7 @@ class PruningConfig(Section):
 
     @model_validator(mode="after")
     def _settings_fit_the_method(self) -> PruningConfig:
-        if not prunes(self) or self.ticket is not None:
+        if not prunes(self) or self.mask is not None:
             return self
         at, rewind = self.at_step, self.rewind_step
         early = ("zeros", "wanda", "sparsegpt")
@@ -324,16 +324,14 @@ class PruningConfig(Section):
             raise BrokenRule("at_step", f"{self.at_step}, but {why}; choose 0")
         if self.distribution == "global":
             raise BrokenRule("distribution", f"global, but {why}; choose uniform")
-        if self.ticket is not None:
-            raise BrokenRule(
-                "ticket", f"{self.ticket!r} has masks, but {why}; leave one of them out"
-            )
+        if self.mask is not None:
+            raise BrokenRule("mask", f"{self.mask!r} has masks, but {why}; leave one of them out")
         return self
 
 
 def prunes(pruning: PruningConfig) -> bool:
     """Whether these settings prune anything at all."""
-    return bool(pruning.sparsity > 0 or pruning.layers or pruning.pattern or pruning.ticket)
+    return bool(pruning.sparsity > 0 or pruning.layers or pruning.pattern or pruning.mask)
 
 
 def _known_index(value: object) -> object:

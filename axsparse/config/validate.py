@@ -16,14 +16,14 @@ from axsparse.runtime.grid import Grid
 SMALL_DATA = 10
 """Batches that data have to hold so that passing over them again needs no remark."""
 DISTANCES = 5
-"""Distances between masks in a row that have to be small before an Early-Bird ticket is drawn."""
+"""Distances between masks in a row that have to be small before an Early-Bird mask is drawn."""
 
 
 def check_config(loaded: LoadedConfig) -> None:
     """ConfigError for the first broken rule that needs nothing but the configuration."""
     config = loaded.config
     _check_model(loaded)
-    if config.samo.enabled and prunes(config.pruning) and config.pruning.ticket is None:
+    if config.samo.enabled and prunes(config.pruning) and config.pruning.mask is None:
         _check_pruning(loaded)
     _check_warm_up(loaded)
     _check_checkpoints(loaded)

@@ -77,8 +77,8 @@ def _pruning(config: Config) -> str:
     if not prunes(pruning):
         return "dense (pruning.sparsity is 0)"
     what = "of the block weights" if pruning.include == "blocks" else "of all matrices"
-    if pruning.ticket is not None:
-        return f"pruned by the ticket {pruning.ticket}"
+    if pruning.mask is not None:
+        return f"pruned by the masks of {pruning.mask}"
     when = f" after step {pruning.at_step}" if pruning.at_step else ""
     if pruning.pattern is not None:
         return f"{pruning.pattern} {what} kept by {pruning.method}{when}"

@@ -332,7 +332,7 @@ class SurveyedModel:
         calibration = CalibrationMemory()
         pruning = config.pruning
         samples = pruning.method in METHODS or self.sees_inputs or pruning.heal != "none"
-        draws = samples and config.pruning.ticket is None
+        draws = samples and config.pruning.mask is None
         if draws and self.kept and not self.has_masks:
             calibration = calibration_memory(whole, uncut, stored)
         logits = self.survey.loss_logits if is_last else None

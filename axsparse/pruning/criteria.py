@@ -172,7 +172,7 @@ def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion
     """
     config = loaded.config
     pruning = config.pruning
-    if pruning.method == "custom" and score is None and pruning.ticket is None:
+    if pruning.method == "custom" and score is None and pruning.mask is None:
         raise ConfigError(
             f"{loaded.where('pruning.method')}: custom needs a score of your own; give it to build "
             "in Python (score=…), or choose magnitude"

@@ -20,7 +20,7 @@ from axsparse.pruning.distribution import (
     kept_counts,
     parse_pattern,
 )
-from axsparse.pruning.ticket.ticket_reader import Ticket, open_ticket
+from axsparse.pruning.mask_file import MaskFile, open_masks
 from axsparse.runtime.errors import ConfigError, everywhere
 from axsparse.samo.masks import Shape, Weight
 
@@ -44,8 +44,8 @@ class Targets:
     distribution: Literal["uniform", "erk", "global"]
     own: Mapping[str, float]
     """The sparsities of tensors that `pruning.layers` names."""
-    ticket: Ticket | None = None
-    """The ticket whose masks are used from the start, and which names the tensors; None without."""
+    mask_file: MaskFile | None = None
+    """The file whose masks are used from the start, and which names the tensors; None without."""
     stacks: Mapping[str, int] = field(default_factory=dict)
     """The tensors that are a matrix for each expert, of which each is pruned by itself, with the
     dimension of their inputs (`ParameterInfo.expert_inputs`)."""
@@ -53,11 +53,11 @@ class Targets:
     def kept(self, at: Callable[[float], float] = lambda final: final) -> dict[str, int]:
         """How many entries each tensor keeps; `at` maps a final sparsity to the present one.
 
-        A ticket says that by itself. A global distribution needs the weights to say it; here it
+        A mask file says that by itself. A global distribution needs the weights to say it; here it
         counts as uniform.
         """
-        if self.ticket is not None:
-            return dict(self.ticket.kept)
+        if self.mask_file is not None:
+            return dict(self.mask_file.kept)
         return kept_counts(
             self.shapes,
             at(self.sparsity),
@@ -81,22 +81,20 @@ class Targets:
 
 
 def what_is_pruned(config: Config, surveyed: Survey) -> Targets | None:
-    """The tensors that a run prunes, with the ticket of the settings, if there is one; None for
+    """The tensors that a run prunes, with the mask file of the settings, if there is one; None for
     dense training.
 
-    Raises ConfigError where the settings or the ticket do not fit the model, and what `open_ticket`
+    Raises ConfigError where the settings or the masks do not fit the model, and what `open_masks`
     raises.
     """
     pruning = config.pruning
     targets = find_targets(surveyed, pruning) if config.samo.enabled else None
     if targets is None or not prunes(pruning):
         return None
-    if pruning.ticket is None:
+    if pruning.mask is None:
         return targets
-    ticket = open_ticket(pruning.ticket)
-    ticket.check(surveyed.shapes)
-    shapes = {name: entry.shape for name, entry in ticket.manifest.tensors.items()}
-    return replace(targets, shapes=shapes, own={}, ticket=ticket, stacks={})
+    masks = open_masks(pruning.mask)
+    return replace(targets, shapes=masks.targets(surveyed), own={}, mask_file=masks, stacks={})
 
 
 def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
@@ -130,7 +128,7 @@ def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
     shapes = {
         name: tuple(matrices[name][0].shape) for name in candidates if name in own or name in usual
     }
-    if not shapes and prunes(pruning) and pruning.ticket is None:
+    if not shapes and prunes(pruning) and pruning.mask is None:
         raise ConfigError(
             "pruning.exclude: no tensor is left to prune; leave some in, or set samo.enabled=false"
             if excluded
@@ -161,8 +159,8 @@ def left_dense(
                 continue
             if len(parameter.shape) < 2:
                 why = "vectors"
-            elif pruning.ticket is not None:
-                why = "not in the ticket"
+            elif pruning.mask is not None:
+                why = "not in the mask file"
             elif any(fnmatchcase(name, pattern) for pattern in pruning.exclude):
                 why = "named in pruning.exclude"
             elif layer.kind != "block":
@@ -196,7 +194,7 @@ def pruning_lines(surveyed: Survey, targets: Targets, pruning: PruningConfig) ->
 def starts_pruned(config: Config, targets: Targets | None) -> bool:
     """Whether state is built compressed; otherwise it is dense until the first pruning."""
     at_start = config.pruning.at_step == 0 and config.pruning.method in FROM_START
-    return targets is not None and (targets.ticket is not None or at_start)
+    return targets is not None and (targets.mask_file is not None or at_start)
 
 
 def kept_at_start(config: Config, targets: Targets | None) -> Mapping[str, int]:

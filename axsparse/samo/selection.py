@@ -64,6 +64,19 @@ class Bits:
         return torch.from_numpy(bits.view(np.bool_))
 
 
+def pack(mask_D: Tensor) -> Tensor:
+    """The bits of a flat bool mask, uint8, as files have them: the first entry in the highest bit
+    of the first byte, and the last byte filled up with zeros."""
+    assert mask_D.dtype == torch.bool and mask_D.dim() == 1
+    return torch.from_numpy(np.packbits(mask_D.numpy()))
+
+
+def count_kept(packed: Tensor) -> int:
+    """How many bits are set."""
+    parts = packed.split(CHUNK)
+    return sum(int(np.unpackbits(part.numpy()).sum(dtype=np.int64)) for part in parts)
+
+
 KEEP_NONE = Cut(2**31 - 1, 0)
 """The cut that keeps nothing."""
 

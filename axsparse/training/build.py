@@ -552,8 +552,8 @@ def _first_masks(
     """
     if run.targets is None or not run.starts_pruned:
         return None
-    if run.targets.ticket is not None:
-        return run.targets.ticket
+    if run.targets.mask_file is not None:
+        return run.targets.mask_file
     ties, pruning = run.survey.ties, run.config.pruning
     heals, is_shown = (
         pruning.heal != "none",

@@ -210,7 +210,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     config, survey = loaded.config, inputs.survey
     check_transport(loaded, inputs.transport, on_host=inputs.on_host)
     targets = what_is_pruned(config, survey)
-    draws = targets is not None and targets.ticket is None
+    draws = targets is not None and targets.mask_file is None
     if targets is not None and draws and config.pruning.method in ("zeros", "sparsegpt"):
         check_weights_are_loaded(loaded, inputs.model, targets)
     kept = kept_at_start(config, targets) if inputs.saved is None else inputs.saved

@@ -15,7 +15,7 @@ import yaml
 from axsparse.config.load import LoadedConfig, to_yaml
 from axsparse.config.schema import Config
 from axsparse.observe.trace_file import TRACES
-from axsparse.pruning.ticket.ticket_reader import TICKET_FILE
+from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import text_of_first, together
@@ -215,7 +215,7 @@ def _clear(path: Path) -> None:
     for name in (CHECKPOINTS, TRACES):
         if (path / name).is_dir():
             shutil.rmtree(path / name)
-    for name in (METRICS_FILE, TICKET_FILE):
+    for name in (METRICS_FILE, MASK_FILE):
         (path / name).unlink(missing_ok=True)
 
 

@@ -22,9 +22,8 @@ from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_file import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Watchdog
+from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.pruning.methods.masking import Masking, Moment
-from axsparse.pruning.ticket.ticket_reader import TICKET_FILE
-from axsparse.pruning.ticket.ticket_writer import save_live
 from axsparse.runtime.errors import (
     AxsparseError,
     ConfigError,
@@ -258,19 +257,17 @@ class Trainer:
         self._saver.finish()
         return path_of(self._saver.folder, self.steps_done)
 
-    def save_ticket(self, path: str | Path) -> None:
-        """Write which entries are kept now as a ticket, the same file in every layout.
+    def save_mask(self, path: str | Path) -> None:
+        """Write which entries are kept now as a mask file, the same in every layout.
 
-        `pruning.ticket` and `axsparse ticket show` read it. All ranks call this together, between
-        steps.
+        `pruning.mask` and `axsparse mask` read it. All ranks call this together, between steps.
 
         Raises, on all ranks alike, ConfigError if nothing is pruned, OutputError.
         """
         live = self.parts.live
         if live is None:
-            raise ConfigError("ticket: nothing of this model is pruned; set pruning.sparsity")
-        method = self.config.pruning.method
-        save_live(live, self.parts.survey, Path(path), method, self.steps_done)
+            raise ConfigError("mask file: nothing of this model is pruned; set pruning.sparsity")
+        live.save(path)
 
     def state_dict(self, *, trained: bool = False) -> dict[str, Tensor] | None:
         """All weights and buffers as `ax.load` gives them for a checkpoint, on rank 0; None on
@@ -409,8 +406,8 @@ class Trainer:
         self.parts.recorder.masks(
             MaskRecord(self.steps_done, change.text, dict(change.figures), new, old)
         )
-        if change.is_ticket and self.parts.run_dir is not None:
-            self.save_ticket(self.parts.run_dir / TICKET_FILE)
+        if change.is_final and self.parts.run_dir is not None:
+            self.save_mask(self.parts.run_dir / MASK_FILE)
 
     def _bytes_sent(self) -> tuple[int, int]:
         """Bytes that were sent so far to other replicas, and to other stages and members."""

@@ -711,7 +711,7 @@ def test_a_run_is_the_uncut_one_to_rounding(row: Row) -> None:
 def test_members_leave_equal_files_and_go_on_as_any_other_number_of_members(
     pruning: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Checkpoints, tickets and exports do not know the degree."""
+    """Checkpoints, mask files and exports do not know the degree."""
     config = tiny_config(
         **exact({"model": {"num_heads": 4}, "checkpoint": {"every": 2, "keep_last": 3}}),
         **{"batch": {"microbatch_size": 4}, "pruning": pruning},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.tickets import small_ticket
+from support.mask_files import small_mask_file
 
 from axsparse.cli.prune import lines
 from axsparse.config.load import load_config
@@ -54,6 +54,6 @@ def test_a_run_that_prunes_nothing_says_so() -> None:
     assert said.startswith("nothing is pruned")
 
 
-def test_a_ticket_of_another_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="drawn from another model"):
-        list(lines(load_config(None, [*SMALL, f"pruning.ticket={small_ticket(tmp_path)}"])))
+def test_masks_of_another_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="which is no trained matrix of this model"):
+        list(lines(load_config(None, [*SMALL, f"pruning.mask={small_mask_file(tmp_path)}"])))

@@ -76,7 +76,7 @@ def test_what_cannot_be_read_becomes_a_note(axsparse: Axsparse, tmp_path: Path) 
     write(run / "trace" / "steps-2-2.json", [Span(2, 0, 0, "compute", "F0", 0.0, 1.0)], "run")
     (run / "trace" / "steps-3-3.json").write_text('{"traceEvents": [')  # is being written
     (run / "checkpoints" / "step-3").mkdir(parents=True)
-    (run / "config.yaml").write_text("pruning: {ticket: gone.safetensors}\nseed: [1, {a: b}]\n")
+    (run / "config.yaml").write_text("pruning: {mask: gone.safetensors}\nseed: [1, {a: b}]\n")
 
     assert axsparse("report", run)[0] == 0
 

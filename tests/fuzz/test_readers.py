@@ -32,9 +32,9 @@ from fuzz.mutations import (
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.images import write_safetensors
+from support.mask_files import small_mask_file
 from support.resuming import ran
 from support.runs import mlp, tiny_config, vector_data
-from support.tickets import small_ticket
 
 import axsparse
 from axsparse.cli import checkpoint as checkpoint_command
@@ -45,7 +45,7 @@ from axsparse.config.validate import check_config
 from axsparse.data.token_file import TokenizerRecord
 from axsparse.data.tokenizers import SEPARATOR, Subwords, train_bpe
 from axsparse.planner.cluster import bundled_clusters, load_cluster
-from axsparse.pruning.ticket.ticket_reader import hash_of, open_ticket
+from axsparse.pruning.mask_file import open_masks
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, SafetensorsIndex
 from axsparse.training.checkpoint.verification import open_checkpoint, refuse_other_settings, verify
@@ -183,7 +183,7 @@ def test_checkpoints(checkpoint: Restored, tmp_path: Path, counted: list[int], r
     assert outside.read_bytes() == b"not yours"
 
 
-# -- tickets and safetensors ----------------------------------------------------------------
+# -- mask files and safetensors -------------------------------------------------------------
 
 
 def safetensors_changed(rng: Random, data: bytes) -> bytes:
@@ -202,32 +202,32 @@ def safetensors_changed(rng: Random, data: bytes) -> bytes:
 
 @given(SEEDS)
 @inputs(0.2)
-def test_tickets(tmp_path: Path, counted: list[int], rng: Random) -> None:
+def test_mask_files(tmp_path: Path, counted: list[int], rng: Random) -> None:
     counted[0] += 1
-    path = tmp_path / "ticket.safetensors"
+    path = tmp_path / "mask.safetensors"
     whole = tmp_path / "whole.safetensors"
     if not whole.exists():
-        small_ticket(tmp_path).rename(whole)
+        small_mask_file(tmp_path).rename(whole)
     contents = whole.read_bytes()
     if rng.random() < 0.5:
         start = 8 + int.from_bytes(contents[:8], "little")
         header = json.loads(contents[8:start])
         metadata = header["__metadata__"]
         if rng.randrange(4):
-            text = json_text(rng, json_changed(rng, json.loads(metadata["ticket"])))
+            text = json_text(rng, json_changed(rng, json.loads(metadata["masks"])))
         else:
-            raw = bytes_changed(rng, metadata["ticket"].encode())
+            raw = bytes_changed(rng, metadata["masks"].encode())
             text = raw.decode(errors="replace")
-        metadata |= {"ticket": text, "ticket_hash": hash_of(text.encode())}
+        metadata["masks"] = text
         encoded = json.dumps(header).encode()
         path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + contents[start:])
     else:
         path.write_bytes(safetensors_changed(rng, contents))
 
     def read() -> None:
-        ticket = open_ticket(path)
-        for name in ticket.kept:
-            ticket.mask(name)
+        masks = open_masks(path)
+        for name, entry in masks.entries.items():
+            masks.mask(name, entry.shape)
 
     read_or_refused(read, tmp_path)
 

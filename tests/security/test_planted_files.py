@@ -19,7 +19,7 @@ from support.runs import tiny_config
 
 import axsparse as ax
 from axsparse.models.start_weights import open_weights
-from axsparse.pruning.ticket.ticket_reader import open_ticket
+from axsparse.pruning.mask_file import open_masks
 from axsparse.runtime.errors import AxsparseError, DataError
 from axsparse.runtime.files.run_lock import RunLock
 from axsparse.training.checkpoint.manifest import manifest_bytes
@@ -77,12 +77,12 @@ def test_a_pickle_given_as_weights_does_not_run(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_pickle_given_as_a_ticket_does_not_run(planted: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "ticket.safetensors"
+def test_a_pickle_given_as_a_mask_file_does_not_run(planted: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "mask.safetensors"
     path.write_bytes(planted)
 
     with pytest.raises(DataError):
-        open_ticket(path)
+        open_masks(path)
 
     assert not (tmp_path / "ran").exists()
 

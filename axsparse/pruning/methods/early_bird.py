@@ -26,8 +26,8 @@ from torch import Tensor
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import LiveMasks, ScoredMasks
 from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
-from axsparse.pruning.ticket.ticket_reader import count_kept
 from axsparse.runtime.errors import DataError, TrainingError, everywhere
+from axsparse.samo.selection import count_kept
 
 Metric = Literal["churn", "hamming"]
 KIND = "search"
@@ -90,7 +90,7 @@ class MaskConvergence:
         `mask` is a bool tensor of the same shape in all rounds. The first round gives 0, which
         `judge` does not take for a distance.
         """
-        # Low bits first, as checkpoints have these masks; tickets have high bits first.
+        # Low bits first, as checkpoints have these masks; mask files have high bits first.
         new = torch.from_numpy(np.packbits(mask.reshape(-1).numpy(), bitorder="little"))
         old = self.masks[name] if self.last_step is not None else new
         # The old tensor is not written to, since a checkpoint may still be reading it.
@@ -164,7 +164,7 @@ class EarlyBirdSearch:
         self._live.prune(masks)
         how = "draws" if judged.outcome == "draw" else "draws an unsettled mask"
         figures |= self._live.figures()
-        return Change(f"early-bird {how}: {said}", figures, is_ticket=True)
+        return Change(f"early-bird {how}: {said}", figures, is_final=True)
 
     def _judge(self, masks: ScoredMasks, updates: int) -> Judgement:
         """Compare these masks with those of the last look, over all stages."""

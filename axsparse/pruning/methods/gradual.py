@@ -86,7 +86,7 @@ class GradualPruning:
         )
         self._live.prune(masks)
         text = "pruned" if rounds == 1 else f"pruning {number} of {rounds}"
-        return Change(text, self._live.figures(), is_ticket=self._is_done)
+        return Change(text, self._live.figures(), is_final=self._is_done)
 
     def state(self) -> MaskingState:
         return MaskingState(MethodState(is_done=self._is_done))

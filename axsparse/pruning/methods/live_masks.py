@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.mask_file import write_masks
 from axsparse.pruning.targets import Targets
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.grid import Place
@@ -71,6 +73,13 @@ class LiveMasks:
     def prune(self, masks: Masks) -> None:
         """Shrink the state to the entries that the masks keep, one tensor at a time."""
         prune_in_place(self.layers, self.ties, masks)
+
+    def save(self, path: str | Path) -> None:
+        """Write the entries that are kept now to a mask file; all ranks call this together. Raises
+        OutputError on all ranks alike."""
+        masks = {name: partial(state.mask, name) for name, state, _ in self.counted()}
+        shapes = self.targets.shapes
+        write_masks(path, shapes, masks, transport=self.transport, place=self.place)
 
     def figures(self) -> dict[str, float]:
         """The present sparsity of all pruned tensors of the model; all ranks call this together."""

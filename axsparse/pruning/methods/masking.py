@@ -33,7 +33,7 @@ class Masking(Protocol):
                 masks = self._live.masks(Criterion("magnitude"), lambda final: final)
                 self._live.prune(masks)
                 self._is_done = True
-                return Change("pruned", self._live.figures(), is_ticket=True)
+                return Change("pruned", self._live.figures(), is_final=True)
 
             def state(self) -> MaskingState:
                 return MaskingState(MethodState(is_done=self._is_done))
@@ -113,7 +113,7 @@ class Change:
     """Whether the masks changed; False if the method only looked at the weights."""
     rewound: bool = False
     """Whether the weights went back to an earlier step; the learning rate then begins anew."""
-    is_ticket: bool = False
+    is_final: bool = False
     """Whether the masks are the method's final result."""
 
 

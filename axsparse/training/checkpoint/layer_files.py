@@ -1,6 +1,6 @@
 """The files of a layer: what they contain, which replica writes them, and how they are read back.
 
-    mask/NAME      uint8, one bit an entry as in tickets; of pruned tensors only
+    mask/NAME      uint8, one bit an entry as in mask files; of pruned tensors only
     master/NAME    fp32 weights of the kept entries, in ascending position
     MOMENT/NAME    the same for each state of the optimizer, such as exp_avg
     value/NAME     a parameter that is not trained, in the training precision
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from axsparse.models.module_buffers import BufferSlot, slots
 from axsparse.pruning.methods.masking import MaskingState
-from axsparse.pruning.ticket.ticket_reader import pack
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import DataError, MissingInputError
 from axsparse.runtime.files.safetensors import (
@@ -42,7 +41,7 @@ from axsparse.samo.index.base import host_positions
 from axsparse.samo.layer_construction import BuiltLayer, fill
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Shape, Weight
-from axsparse.samo.selection import Bits
+from axsparse.samo.selection import Bits, pack
 from axsparse.samo.tensor_state import Whole
 from axsparse.training.checkpoint.manifest import LayerEntry, ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint

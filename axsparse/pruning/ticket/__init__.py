@@ -1,1 +1,0 @@
-"""Tickets: files of masks, with which a run may start under any layout."""

@@ -1,0 +1,422 @@
+"""Mask files are the same under every layout, read one mask at a time, and refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.mask_files import PRUNED, small_mask_file, some_masks, write_tensors
+from support.runs import (
+    assert_bitwise,
+    random_init,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+)
+from torch import Tensor, nn
+
+from axsparse.config.schema import Config
+from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.survey import Survey, survey
+from axsparse.pruning import mask_file as module
+from axsparse.pruning.mask_file import MASK_FILE, open_masks, write_masks
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
+from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, write_safetensors
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.masks import Masks
+from axsparse.samo.selection import count_kept, pack
+from axsparse.training.trainer import Trainer
+
+LAYOUTS = [(1, 1), (3, 1), (2, 2)]
+
+
+# -- of runs --------------------------------------------------------------------------------
+
+
+def drawn(path: Path, config: Config, g_inter: int, g_data: int) -> list[Trainer]:
+    """Train, and have all ranks save their masks at the end."""
+    trainers: dict[int, Trainer] = {}
+
+    def note(trainer: Trainer) -> None:
+        trainers[trainer.parts.place.rank] = trainer
+        close = trainer.close
+
+        def save_and_close() -> None:
+            if trainer.steps_done == config.train.steps:
+                trainer.save_mask(path)
+            close()
+
+        trainer.close = save_and_close  # type: ignore[method-assign]  # the last moment of a run
+
+    train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data(), before=note)
+    return [trainers[rank] for rank in range(g_inter * g_data)]
+
+
+def positions(trainers: list[Trainer]) -> dict[str, list[int]]:
+    return {
+        tensor.name: tensor.index.positions().tolist()
+        for trainer in trainers
+        for layer in trainer.parts.layers
+        for tensor in layer.state.owned
+    }
+
+
+def test_the_file_is_the_same_in_every_layout_and_gives_the_same_run(tmp_path: Path) -> None:
+    """A tied weight has one mask, under its first use."""
+    search = tiny_config(
+        pruning={
+            **{"method": "early-bird", "interval": 1, "until_step": 7},
+            **{"threshold": 0.5, "include": "all"},
+        },
+        schedule={"warmup_steps": 1},
+    )
+    files = []
+    for g_inter, g_data in LAYOUTS:
+        path = tmp_path / f"{g_inter}x{g_data}"
+        masks = positions(drawn(path, search, g_inter, g_data))
+        files.append(path)
+    # Replicas add in another order, but these masks do not depend on the last bits.
+    assert len({path.read_bytes() for path in files}) == 1
+
+    opened = open_masks(files[0])
+    bools = {name: opened.mask(name, it.shape) for name, it in opened.entries.items()}
+    plain = {name: mask.view(opened.entries[name].shape) for name, mask in bools.items()}
+    foreign = write_tensors(tmp_path / "foreign", plain)
+    traces = []
+    for path, (g_inter, g_data) in ((files[0], (1, 1)), (files[0], (3, 1)), (foreign, (2, 1))):
+        start = tiny_config(pruning={"mask": str(path)}, train={"steps": 4})
+        for trainer, trace in train_in_process(
+            g_inter, g_data, tiny_gpt(start), start, token_data()
+        ):
+            traces.append(trace)
+            assert_bitwise(trace, traces[0])
+            for name, kept in positions([trainer]).items():
+                assert kept == masks[name], name
+
+
+def test_a_model_of_which_nothing_is_pruned_has_no_masks(tmp_path: Path) -> None:
+    config = tiny_config(samo={"enabled": False}, train={"steps": 1})
+
+    with pytest.raises(ConfigError, match=r"mask file: nothing of this model is pruned; set pruni"):
+        drawn(tmp_path / "m", config, 1, 1)
+
+
+# -- reading --------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 70), st.integers(0, 2**70))
+@settings(deadline=None, derandomize=True, max_examples=40)
+def test_bits_are_packed_in_order_highest_first(numel: int, seed: int) -> None:
+    mask = [bool(seed >> at & 1) for at in range(numel)]
+
+    packed = pack(torch.tensor(mask, dtype=torch.bool))
+
+    digits = "".join("1" if bit else "0" for bit in mask)
+    digits += "0" * (-numel % 8)
+    assert packed.tolist() == [int(digits[at : at + 8], 2) for at in range(0, len(digits), 8)]
+    assert count_kept(packed) == sum(mask)
+
+
+def test_other_libraries_read_the_bits_and_write_bools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="comes with transformers")
+    monkeypatch.setattr(module, "PIECE", 7)
+    bits = safetensors.load_file(small_mask_file(tmp_path))
+    bools = {
+        name: torch.from_numpy(np.unpackbits(bits[name].numpy(), count=mask.numel()) > 0)
+        for name, mask in some_masks().items()
+    }
+    shaped = {name: mask.view(PRUNED[name]) for name, mask in bools.items()}
+    safetensors.save_file(shaped, tmp_path / "bools")
+
+    for path in (tmp_path, tmp_path / "bools"):
+        masks: Masks = open_masks(path)
+        assert dict(masks.kept) == {name: int(mask.sum()) for name, mask in some_masks().items()}
+        for name, mask in some_masks().items():
+            assert torch.equal(masks.mask(name, PRUNED[name], mask.clone), mask)
+
+
+def test_reading_a_mask_holds_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = SafetensorsFile.read
+
+    def noted(self: SafetensorsFile, name: str) -> Tensor:
+        read.append(name)
+        return original(self, name)
+
+    monkeypatch.setattr(SafetensorsFile, "read", noted)
+    monkeypatch.setattr(SafetensorsFile, "read_part", lambda *_: pytest.fail("bits are counted"))
+    masks = open_masks(small_mask_file(tmp_path))
+    assert masks.kept["block1.fc.weight"] > 0
+    assert read == []
+    monkeypatch.undo()
+    monkeypatch.setattr(SafetensorsFile, "read", noted)
+
+    masks.mask("block1.fc.weight", (4, 4))
+
+    assert read == ["block1.fc.weight"]
+
+
+# -- for which model ------------------------------------------------------------------------
+
+
+def model_of(first: tuple[int, int], *, tied: bool = False) -> Survey:
+    layers = [
+        Layer(f"block{number}", partial(nn.Linear, *sizes), init=random_init)
+        for number, sizes in enumerate([first, (4, 4)])
+    ]
+    ties = [Tie("block0.weight", "block1.weight")] if tied else []
+    return survey(Model(layers, loss=lambda out, y: out.sum(), ties=ties))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "surveyed", "words"),
+    [
+        (
+            "block7.weight",
+            (4, 4),
+            model_of((4, 4)),
+            "'block7.weight', which is no trained matrix of this model; take the model of the ",
+        ),
+        (
+            "block0.bias",
+            (4,),
+            model_of((4, 4)),
+            "'block0.bias', which is no trained matrix of this model; take the model of the m",
+        ),
+        (
+            "block0.weight",
+            (8, 4),
+            model_of((8, 4)),
+            r"'block0.weight', of shape \(8, 4\), which has \(4, 8\); take the model of the m",
+        ),
+        (
+            "block1.weight",
+            (4, 4),
+            model_of((4, 4), tied=True),
+            "'block1.weight', which is tied to block0.weight; name it block0.weight$",
+        ),
+    ],
+)
+def test_a_mask_that_fits_no_matrix_is_named(
+    name: str, shape: tuple[int, ...], surveyed: Survey, words: str, tmp_path: Path
+) -> None:
+    path = write_tensors(tmp_path / "m", {name: torch.ones(shape, dtype=torch.bool)})
+
+    with pytest.raises(ConfigError, match=rf"^{path}: has a mask of {words}"):
+        open_masks(path).targets(surveyed)
+
+
+# -- damage ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["nothing", "folder", "lost"])
+def test_a_file_that_cannot_be_read_is_missing(what: str, tmp_path: Path) -> None:
+    path = tmp_path / MASK_FILE
+    read: Callable[[], object] = partial(open_masks, tmp_path if what == "folder" else path)
+    if what == "lost":
+        masks = open_masks(small_mask_file(tmp_path))
+        path.unlink()
+        read = partial(masks.mask, "block0.fc.weight", (5, 4))
+
+    with pytest.raises(
+        MissingInputError,
+        match=rf"^mask file '{path}': cannot be read \(.+\); name a mask file, or a run that has ",
+    ):
+        read()
+
+
+def test_what_is_cut_short_is_refused_wherever_that_is(tmp_path: Path) -> None:
+    path = small_mask_file(tmp_path)
+    whole = path.read_bytes()
+
+    for length in {*range(12), *range(12, len(whole), 41), len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match=rf"^{path}: .*; get it anew$"):
+            open_masks(path)
+
+
+Forgery = Callable[[dict[str, Any], dict[str, Any]], None]
+
+
+def dropped(header: dict[str, Any], said: dict[str, Any]) -> None:
+    del header["block1.fc.weight"]
+
+
+def unsaid(header: dict[str, Any], said: dict[str, Any]) -> None:
+    del said["block1.fc.weight"]
+
+
+def said_as(**values: Any) -> Forgery:
+    return lambda header, said: said["block1.fc.weight"].update(values)
+
+
+def emptied(header: dict[str, Any], said: dict[str, Any]) -> None:
+    for name in PRUNED:
+        del header[name], said[name]
+
+
+def retyped(header: dict[str, Any], said: dict[str, Any]) -> None:
+    header["block1.fc.weight"]["dtype"] = "I8"
+
+
+NO_MASK = "'block1.fc.weight' is {} (2,), which is no mask; write it as bool, in the shape of the "
+FORGERIES: dict[str, tuple[Forgery, str]] = {
+    "a mask less": (dropped, "lacks the mask of 'block1.fc.weight'; get the file anew"),
+    "no masks": (emptied, "lacks any mask; get the file anew"),
+    "bits of unknown shape": (unsaid, NO_MASK.format("uint8") + "parameter"),
+    "another type": (retyped, NO_MASK.format("int8") + "parameter"),
+    "another size": (said_as(shape=[9, 9]), NO_MASK.format("uint8") + "parameter"),
+    "a huge size": (said_as(shape=[2**62, 4]), NO_MASK.format("uint8") + "parameter"),
+    "more than all": (said_as(kept=17), NO_MASK.format("uint8") + "parameter"),
+    "no number": (
+        said_as(kept=None),
+        "its metadata 'masks' are malformed (int_type); get the file anew",
+    ),
+    "below zero": (
+        said_as(shape=[-4, 4]),
+        "its metadata 'masks' are malformed (greater_than_equal); get the file anew",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORGERIES)
+def test_what_was_forged_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    path = small_mask_file(tmp_path)
+    change, line = FORGERIES[case]
+    contents = path.read_bytes()
+    start = 8 + int.from_bytes(contents[:8], "little")
+    header = json.loads(contents[8:start])
+    said = json.loads(header["__metadata__"]["masks"])
+    change(header, said)
+    header["__metadata__"]["masks"] = json.dumps(said)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + contents[start:])
+
+    with pytest.raises(DataError) as told:
+        open_masks(path)
+
+    assert str(told.value) == f"{path}: {line}"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 200_000, '{"a": 1}'], ids=range(4))
+def test_metadata_that_are_no_masks_are_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    write_safetensors(path, {}, iter([]), {"masks": text})
+
+    with pytest.raises(DataError, match=rf"^{path}: its metadata 'masks' are malformed \(.+\); "):
+        open_masks(path)
+
+
+def test_bits_that_changed_are_told_when_they_are_read(tmp_path: Path) -> None:
+    path = small_mask_file(tmp_path)
+    contents = bytearray(path.read_bytes())
+    contents[-1] ^= 128
+    path.write_bytes(contents)
+    masks, kept = open_masks(path), int(some_masks()["block2.conv.weight"].sum())
+
+    masks.mask("block0.fc.weight", (5, 4))
+    with pytest.raises(
+        DataError,
+        match=rf"^{path}: damaged: the mask of 'block2.conv.weight' keeps \d+ entries and not "
+        rf"{kept}; get the file anew$",
+    ):
+        masks.mask("block2.conv.weight", (2, 1, 3, 3))
+
+
+def test_a_bool_that_is_neither_true_nor_false_is_damage(tmp_path: Path) -> None:
+    path = write_tensors(tmp_path / "m", {"w": torch.ones(2, 4, dtype=torch.bool)})
+    contents = path.read_bytes()
+    path.write_bytes(contents[:-1] + b"\2")
+
+    with pytest.raises(DataError, match=rf"^{path}: damaged: 'w' is bool and has a byte above 1; "):
+        open_masks(path)
+
+
+# -- writing --------------------------------------------------------------------------------
+
+
+def write_on(
+    g_inter: int, g_data: int, path: Path, noted: Callable[[int, str], None] = lambda *_: None
+) -> None:
+    """Write on all ranks of a layout; tensor n is on stage n, or on the last stage."""
+    world: LocalWorld[None] = LocalWorld(g_inter * g_data)
+    grid = Grid(g_inter, g_data)
+
+    def main(rank: int) -> None:
+        def mask(name: str) -> Tensor:
+            noted(rank, name)
+            return some_masks()[name]
+
+        place = grid.place(rank)
+        own = {
+            name: partial(mask, name)
+            for number, name in enumerate(PRUNED)
+            if min(number, g_inter - 1) == place.stage
+        }
+        transport = LocalTransport(world, rank)
+        write_masks(path, PRUNED, own, transport=transport, place=place)
+
+    world.run(main)
+
+
+@pytest.mark.parametrize(("g_inter", "g_data"), [(3, 1), (2, 2), (1, 3)])
+def test_the_file_is_the_same_bytes_whoever_writes_it(
+    g_inter: int, g_data: int, tmp_path: Path
+) -> None:
+    write_on(g_inter, g_data, tmp_path / "new" / "m")
+
+    assert (tmp_path / "new" / "m").read_bytes() == small_mask_file(tmp_path).read_bytes()
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["m"]
+
+
+def test_only_replica_0_is_asked_for_masks_one_at_a_time(tmp_path: Path) -> None:
+    asked: list[tuple[int, str]] = []
+
+    write_on(2, 2, tmp_path / "m", lambda rank, name: asked.append((rank, name)))
+
+    first, second, third = PRUNED
+    assert sorted(asked) == sorted([(0, first), (1, second), (1, third)] * 2)
+
+
+@pytest.mark.parametrize("name", ["m", "file/m"])
+def test_a_disk_that_fills_up_ends_all_ranks_and_leaves_what_was_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fills_up(
+        path: Path,
+        described: Mapping[str, TensorHeader],
+        tensors: Iterator[Tensor],
+        metadata: Mapping[str, str],
+    ) -> None:
+        write_safetensors(path, {}, iter([]))
+        next(tensors)
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "file").touch()
+    if name == "m":
+        (tmp_path / "m").write_text("older")
+        monkeypatch.setattr(module, "write_safetensors", fills_up)
+
+    with pytest.raises(
+        OutputError,
+        match=rf"^mask file '{tmp_path / name}': cannot be written \(.+\); choose another place, ",
+    ) as told:
+        write_on(3, 1, tmp_path / name)
+
+    assert told.value.on_all_ranks
+    assert (tmp_path / "file").read_text() == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted({"file", name.partition("/")[0]})
+    assert name != "m" or (tmp_path / "m").read_text() == "older"
