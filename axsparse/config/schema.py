@@ -487,6 +487,10 @@ class TrainConfig(Section):
     compare_replicas_every: Natural = 10
     """Steps between two looks whether all replicas still have the same weights, whose hash is in
     `metrics.jsonl` then; 0 never looks."""
+    check_layers: bool | Auto = "auto"
+    """Whether each distinct layer is compared with plain torch before the first step, by its
+    outputs and gradients for one microbatch; what differs ends the run. `auto` does so for all
+    models but the package's own decoder, and not in a run that goes on."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Torch's CPU threads in each rank; fixed, since the numerics depend on them."""
     peak_flops: Annotated[float, Field(gt=0.0)] | Auto = "auto"

@@ -206,6 +206,14 @@ def _structure(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, empty)
 
 
+def given_module(layer: Layer) -> nn.Module | None:
+    """The user's own module of a layer of `from_sequential`, whose copy is trained; None if the
+    layer builds its module, or that one has no values."""
+    build = layer.build
+    is_copied = isinstance(build, partial) and build.func is _structure
+    return build.args[0] if isinstance(build, partial) and is_copied else None
+
+
 def _started(module: nn.Module) -> nn.Module:
     """A newly initialised copy of a module, on torch's default device."""
     fresh = _structure(module).to_empty(device=torch.empty(0).device)

@@ -10,7 +10,6 @@ import copy
 import itertools
 import json
 import math
-import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -418,7 +416,6 @@ def _survey_layer(
         )
     module = _module_of(layer)
     _check_module(layer, module)
-    _check_generators(layer, module)
     numel = sum(parameter.numel() for parameter in module.parameters())
     module, names = _cut(layer, module, group)
     weights = {
@@ -586,20 +583,6 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
                 f"{where} is {tensor.dtype}, which cannot be saved; keep it as integers, or "
                 "register it with persistent=False and make it anew in build"
             )
-
-
-def _check_generators(layer: Layer, module: nn.Module) -> None:
-    """Raise ConfigError for random generators that a module keeps: what one draws depends on how
-    often it has drawn, and so on the layout, on recomputation and on where a run resumes."""
-    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-    for prefix, child in module.named_modules():
-        for name, value in vars(child).items():
-            if isinstance(value, kinds):
-                raise ConfigError(
-                    f"layer {layer.name}: {f'{prefix}.{name}'.lstrip('.')!r} is a generator of its "
-                    "own, whose numbers would depend on the layout; draw from the global ones of "
-                    "torch, random or numpy.random, which every forward finds seeded"
-                )
 
 
 def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, str]:

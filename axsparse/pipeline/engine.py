@@ -18,6 +18,7 @@ from torch import Tensor
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.models.tensor_group import TensorGroup
 from axsparse.observe.phases import Phases
+from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.policy import (
     BACKWARD,
     FORWARD,
@@ -180,6 +181,11 @@ class Engine:
     def unsplit(self) -> Sequence[str]:
         """The weights of linear and convolution modules that split backwards leave unsplit."""
         return self._stage.unsplit
+
+    @property
+    def layers(self) -> Sequence[LayerRunner]:
+        """The layers of the stage, in order."""
+        return self._stage.layers
 
     def awaited(self) -> list[str]:
         """The messages that this stage waits for, in words. Any thread may ask at any time."""

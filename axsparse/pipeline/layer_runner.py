@@ -10,7 +10,9 @@ seeded, since a layer may begin to draw at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,45 @@ DrawKey = tuple[int | str, ...]
 GRAPHS = 4
 """The most graphs that torch.compile makes of one layer: in training and in evaluation, and each
 again for a last microbatch that is smaller."""
+
+
+@dataclass
+class Run:
+    """One forward and backward of a layer: its outputs, and the gradients that it made."""
+
+    outputs: Tensors = ()
+    input_gradients: list[Tensor | None] = field(default_factory=list)
+    """One for each input; None for an input that got none."""
+    weight_gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    """By the name of the parameter within the layer; None for one that got none."""
+
+
+@dataclass
+class RecordedRun(Run):
+    """A run of a layer in the layout, and all that it took: `run_plainly` repeats it.
+
+    A record holds copies. The gradients of weights are in the layer's state, not here.
+    """
+
+    inputs: Tensors = ()
+    requires_grad: tuple[bool, ...] = ()
+    key: DrawKey = ()
+    buffers: list[tuple[str, Tensor]] = field(default_factory=list)
+    """The buffers as the forward found them, by name."""
+    output_gradients: list[Tensor | None] = field(default_factory=list)
+
+    def begin(self, inputs: Tensors, key: DrawKey, buffers: Sequence[BufferSlot]) -> Tensors:
+        """Note inputs and buffers; returns copies of the inputs, which tell their gradients."""
+        self.key = key
+        self.inputs = tuple(tensor.detach().clone() for tensor in inputs)
+        self.requires_grad = tuple(tensor.requires_grad for tensor in inputs)
+        self.buffers = [(slot.name, slot.tensor.detach().clone()) for slot in buffers]
+        return _watched_copies(inputs, self.input_gradients)
+
+    def end(self, outputs: Tensors) -> Tensors:
+        """Note the outputs; returns copies of them, which tell their gradients."""
+        self.outputs = tuple(tensor.detach().clone() for tensor in outputs)
+        return _watched_copies(outputs, self.output_gradients)
 
 
 class LayerRunner:
@@ -70,6 +111,8 @@ class LayerRunner:
         if is_compiled:
             _allow_graphs(GRAPHS)
         self._run = torch.compile(self._call, dynamic=False) if is_compiled else self._call
+        self.record: RecordedRun | None = None
+        """Takes down the next training forward and its backward; None takes down nothing."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -83,11 +126,14 @@ class LayerRunner:
         Here and in `evaluate`, the caller preserves the global generators.
         """
         self._module.train()
+        record = self.record
+        if record is not None:
+            inputs = record.begin(inputs, key, self._slots)
         outputs = self._once_or_twice(inputs, key)
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(canonical)
-        return outputs
+        return outputs if record is None else record.end(outputs)
 
     def evaluate(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """The outputs of an evaluation; ConfigError if it changes a buffer that is state."""
@@ -231,6 +277,88 @@ class LayerRunner:
                 output = output.view_as(output)
             apart.append(output)
         return tuple(apart)
+
+
+def run_plainly(name: str, module: nn.Module, record: RecordedRun) -> Run:
+    """Repeat a recorded run as plain torch runs a module: with its own hooks, modes and buffers,
+    without recomputation, and with autograd's own gradients of weights.
+
+    The caller has given the module the weights and the buffers. Gradients that the parameters had
+    are left as they were.
+    """
+    inputs = [
+        tensor.clone().requires_grad_(needs)
+        for tensor, needs in zip(record.inputs, record.requires_grad, strict=True)
+    ]
+    parameters = dict(module.named_parameters())
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    try:
+        outputs = forward_plainly(name, module, record, inputs)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, record.output_gradients, strict=False)
+            if output.requires_grad and gradient is not None
+        ]
+        if pairs:
+            backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
+    return Run(
+        tuple(output.detach() for output in outputs), [each.grad for each in inputs], gradients
+    )
+
+
+def forward_plainly(
+    name: str, module: nn.Module, record: RecordedRun, inputs: Sequence[Tensor]
+) -> Tensors:
+    """The outputs of a module for the inputs of a record, with the random numbers of its run."""
+    with preserved_rng(is_seeded=True):
+        seed_all(*record.key, "forward")
+        # Copies, since a module may write into what it is given.
+        return as_tuple(name, module(*(tensor.clone() for tensor in inputs)))
+
+
+class _Start(torch.autograd.Function):
+    """A scalar whose backward passes each of `roots` its gradient.
+
+    `torch.autograd.backward` with gradients does the same, but imports sympy to compare shapes,
+    which costs every rank 0.3 seconds and 40 MB.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *roots: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return roots[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Run autograd from some tensors with their gradients, in this thread: hooks of gradients need
+    its stream and device."""
+    with torch.autograd.set_multithreading_enabled(False):
+        start: Callable[..., Tensor] = _Start.apply
+        start(gradients, *roots).backward()
+
+
+def _watched_copies(tensors: Tensors, gradients: list[Tensor | None]) -> Tensors:
+    """Copies of tensors within autograd's graph, whose gradients a list takes down."""
+    gradients.extend([None] * len(tensors))
+
+    def note(place: int, gradient: Tensor) -> None:
+        gradients[place] = gradient.detach().clone()
+
+    copies = tuple(tensor.clone() for tensor in tensors)
+    for place, tensor in enumerate(copies):
+        if tensor.requires_grad:
+            tensor.register_hook(partial(note, place))
+    return copies
 
 
 def _call_with(module: nn.Module, parameters: dict[str, Tensor], *inputs: Tensor) -> object:

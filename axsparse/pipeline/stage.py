@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from axsparse.models.layer import LossFunction, MetricFunction
-from axsparse.pipeline.layer_runner import DrawKey, LayerRunner, Tensors
+from axsparse.pipeline.layer_runner import DrawKey, LayerRunner, Tensors, backward
 from axsparse.pipeline.weight_gradients import DeferredGradients, StageProducts
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.seeds import noted_draws, preserved_rng, seed_all
+from axsparse.runtime.seeds import preserved_rng, seed_all
 
 
 @dataclass(frozen=True)
@@ -32,23 +31,6 @@ class Key:
         return seed, name, self.step, self.first_sample
 
 
-class _Start(torch.autograd.Function):
-    """A scalar whose backward passes each of `roots` its gradient.
-
-    `torch.autograd.backward` with gradients does the same, but imports sympy to compare shapes,
-    which costs every rank 0.3 seconds and 40 MB.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *roots: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return roots[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        return None, *ctx.gradients
-
-
 @dataclass(frozen=True)
 class _InFlight:
     """What a microbatch's backward needs of its forward."""
@@ -57,10 +39,6 @@ class _InFlight:
     outputs: Tensors
     versions: list[int]
     """The versions of the outputs after the forward: a later write changes them."""
-
-
-DRAWING_BACKWARDS = 3
-"""So many backwards in a row that draw from Python's or numpy's generator are no chance."""
 
 
 class Stage:
@@ -88,7 +66,7 @@ class Stage:
         """
         self.cut = {layer.place for layer in layers if layer.is_cut}
         """The layers that are cut, as notes name them."""
-        self._layers = layers
+        self.layers = layers
         self._loss = loss
         self._loss_is_known = False
         self._leaves_are_known = False
@@ -97,8 +75,6 @@ class Stage:
         self._seed = seed
         self._products = products
         self._live: dict[int, _InFlight] = {}
-        self._drawing_backwards = 0
-        """How many backwards in a row have drawn from Python's or numpy's generator."""
 
     @property
     def live(self) -> int:
@@ -132,7 +108,7 @@ class Stage:
             self._products.begin_step()
         products = nullcontext() if self._products is None else self._products.in_place()
         with preserved_rng(is_seeded=True), products:
-            for layer in self._layers:
+            for layer in self.layers:
                 outputs = layer.train(outputs, key.of(self._seed, layer.name))
             if self._loss is not None:
                 outputs = (self._summed_loss(outputs, targets, key) / divisor,)
@@ -154,7 +130,7 @@ class Stage:
         inputs, outputs = live.inputs, live.outputs
         if live.versions != [output._version for output in outputs]:
             raise ConfigError(
-                f"layer {self._layers[-1].name}: an output was written to after it had been passed "
+                f"layer {self.layers[-1].name}: an output was written to after it had been passed "
                 "on; return a tensor that the module does not keep, or a copy of it"
             )
         roots = [output for output in outputs if output.requires_grad]
@@ -167,28 +143,10 @@ class Stage:
         ]
         products = self._products
         deferring = nullcontext() if products is None else products.backward_of(microbatch)
-        with noted_draws() as draws, deferring:
+        with deferring:
             if pairs:
-                # The gradient hooks need this thread's stream and device, so autograd runs in it.
-                with torch.autograd.set_multithreading_enabled(False):
-                    roots = [root for root, _ in pairs]
-                    start: Callable[..., Tensor] = _Start.apply
-                    start([gradient for _, gradient in pairs], *roots).backward()
-        self._refuse_draws(draws)
+                backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         return [tensor.grad for tensor in inputs if tensor.requires_grad]
-
-    def _refuse_draws(self, draws: set[str]) -> None:
-        """ConfigError for a backward that has drawn random numbers, from these generators."""
-        if "torch" not in draws:
-            # Once, it may have been another thread, such as one that waits to send again.
-            self._drawing_backwards = self._drawing_backwards + 1 if draws else 0
-            if self._drawing_backwards < DRAWING_BACKWARDS:
-                return
-        raise ConfigError(
-            f"layers {self._layers[0].name} to {self._layers[-1].name}: a backward draws random "
-            f"numbers (of {' and '.join(sorted(draws))}), which no key seeds; draw them in the "
-            "forward and keep them (ctx.save_for_backward)"
-        )
 
     def weight_gradients(self, microbatch: int) -> None:
         """Compute the weight gradients that the microbatch's backward has deferred."""
@@ -203,7 +161,7 @@ class Stage:
         loss and the count of each metric, all scalars."""
         outputs = self._cast(inputs)
         with preserved_rng(is_seeded=True):
-            for layer in self._layers:
+            for layer in self.layers:
                 outputs = layer.evaluate(outputs, key.of(self._seed, layer.name))
             if self._loss is None:
                 return outputs
@@ -295,7 +253,7 @@ class Stage:
         as in a gradient penalty.
         """
         self._leaves_are_known = True
-        known = {id(weight) for layer in self._layers for weight in layer.parameters}
+        known = {id(weight) for layer in self.layers for weight in layer.parameters}
         nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
         seen = set(nodes)
         while nodes:
@@ -317,7 +275,7 @@ class Stage:
             for name, parameter in self._loss.named_parameters():
                 if parameter is leaf:
                     return f"loss: its parameter {name!r}"
-        first, last, shape = self._layers[0].name, self._layers[-1].name, tuple(leaf.shape)
+        first, last, shape = self.layers[0].name, self.layers[-1].name, tuple(leaf.shape)
         return f"layers {first} to {last}: a parameter of shape {shape} that a forward or loss uses"
 
     def _cast(self, inputs: Tensors) -> Tensors:

@@ -109,43 +109,6 @@ def kept_rng() -> Iterator[None]:
             torch.cuda.set_rng_state(of_torch[1])
 
 
-@contextmanager
-def noted_draws() -> Iterator[set[str]]:
-    """Note from which global generators the code within draws, after it: "torch", "Python" or
-    "numpy".
-
-    numpy's is another one meanwhile, since a look at the state of the usual one takes ten times as
-    long as all the rest. The code does not wait for other ranks; other threads count as well.
-    """
-    found = set[str]()
-    of_torch, of_python = torch.get_rng_state(), _place_in_python()
-    of_numpy, meanwhile = _NUMPY.get_bit_generator(), _small()
-    before = meanwhile.state
-    _NUMPY.set_bit_generator(meanwhile)
-    try:
-        yield found
-    finally:
-        _NUMPY.set_bit_generator(of_numpy)
-    if not torch.equal(torch.get_rng_state(), of_torch):
-        found.add("torch")
-    if _place_in_python() != of_python:
-        found.add("Python")
-    if meanwhile.state != before:
-        found.add("numpy")
-
-
-def _place_in_python() -> tuple[object, ...]:
-    """Where Python's generator stands: a word of its block of numbers, how many of them are drawn,
-    and the other half of a pair of normal numbers."""
-    _, words, other_half = random.getstate()
-    return words[0], words[-1], other_half
-
-
-@cache
-def _small() -> np.random.PCG64:
-    return np.random.PCG64(0)
-
-
 @cache
 def _spare() -> np.random.MT19937:
     return np.random.MT19937()

@@ -134,7 +134,7 @@ def _construct_layer(
             storage = torch.zeros(shape, dtype=options.dtype, device=options.backend.device)
         else:
             storage = owner.parameter.detach()
-        _put_storage(parameter, storage)
+        put_storage(parameter, storage)
         if not parameter.requires_grad:
             parameter.detach().copy_(values(local_name))
             frozen.append(parameter)
@@ -227,7 +227,7 @@ def _chunk_states(
         if mask_D is not None:
             state.own_index = options.backend.index(whole.part(state, mask_D), options.index)
         storage = torch.zeros(parameter.shape, dtype=options.dtype, device=options.backend.device)
-        _put_storage(parameter, storage if owner is None else owner.parameter.detach())
+        put_storage(parameter, storage if owner is None else owner.parameter.detach())
         whole.parts.append(state)
         tensors[state.name] = state
         states.append(state)
@@ -334,7 +334,7 @@ def _skeleton(
     return module, value
 
 
-def _put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
+def put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
     """Give a parameter the contents of `storage`.
 
     It stays the same object: the module may hold it elsewhere as well, such as in a list, and may

@@ -43,6 +43,7 @@ from axsparse.samo.optim.update import update
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
 from axsparse.training.checkpoint.manifest import FirstBad, Progress, SpikeHistory
+from axsparse.training.layer_check import check_layers, is_checked
 from axsparse.training.parts import Parts
 
 MOST_NAMED = 4
@@ -71,6 +72,8 @@ class Step:
         """The units of exact sums; None where gradients are summed as numbers."""
         if config.samo.gradient == "exact":
             self._units = Units(num_microbatches(config.batch))
+        self._checks_layers = is_checked(parts.run.model, config.train.check_layers)
+        """Whether the coming step compares the layers with plain torch first."""
         self._has_gradients = False
         """Whether gradients were ever computed by this process."""
         self._named: dict[str, set[str]] = {}
@@ -90,6 +93,7 @@ class Step:
         else is computed. TrainingError on all ranks once too many steps in a row could not update,
         or once replicas are found to have other weights.
         """
+        self.check_layers()
         step = self.position.steps_done + 1
         verdict = self._gradients(self._next_batch(), notice)
         refuse_drifted_weights(verdict, step, self._parts.place.grid)
@@ -104,6 +108,19 @@ class Step:
         self.skips.record(step, verdict, spike)
         self.position.steps_done = step
         return replace(verdict, spike=spike is not None)
+
+    @torch.inference_mode(mode=False)
+    @torch.enable_grad()
+    def check_layers(self) -> None:
+        """Compare the layers with plain torch by the first batch, if that is wanted and not done.
+
+        All ranks call this together; ConfigError on all of them for a layer that differs.
+        """
+        if self._checks_layers:
+            self._checks_layers = False
+            self._refuse_frozen()
+            self._read_ahead = self._next_batch()
+            check_layers(self._parts, self._read_ahead)
 
     def _gradients(self, batch: Batch, notice: Callable[[], Notice] = lambda: NOTHING) -> Verdict:
         """Compute the gradients of a batch, and reach a verdict on them with all ranks.
@@ -139,18 +156,8 @@ class Step:
             return self._prefetcher.get(self.position.batch)
 
     def _begin_step(self) -> None:
-        """Open a step, whose first gradient of each parameter overwrites that of the last step.
-
-        ConfigError if a callback has frozen a parameter, or has made one train: its moments in the
-        optimizer would not follow.
-        """
-        for name, parameter, trains in self._parameters:
-            if parameter.requires_grad is not trains:
-                raise ConfigError(
-                    f"{name}: requires_grad was set to {parameter.requires_grad} after build, "
-                    "which the optimizer does not follow (momentum and weight decay go on); set it "
-                    "in the layer's build, or give it a rate in optimizer.learning_rates"
-                )
+        """Open a step, whose first gradient of each parameter overwrites that of the last step."""
+        self._refuse_frozen()
         if self._units is not None:
             ties = self._parts.survey.ties
             for layer in self._parts.layers:
@@ -159,6 +166,17 @@ class Step:
         self._parts.collector.begin()
         self._parts.sync.begin()
         self._parts.statistics.begin()
+
+    def _refuse_frozen(self) -> None:
+        """ConfigError if a callback has frozen a parameter, or has made one train: its moments in
+        the optimizer would not follow."""
+        for name, parameter, trains in self._parameters:
+            if parameter.requires_grad is not trains:
+                raise ConfigError(
+                    f"{name}: requires_grad was set to {parameter.requires_grad} after build, "
+                    "which the optimizer does not follow (momentum and weight decay go on); set it "
+                    "in the layer's build, or give it a rate in optimizer.learning_rates"
+                )
 
     def _forward_backward(self, batch: Batch) -> list[Tensor]:
         """Run all microbatches; returns their losses on the last stage, nothing elsewhere.
@@ -308,6 +326,7 @@ class Step:
     def restore(self, progress: Progress) -> None:
         """Go on from where a checkpoint stood; called before the first step."""
         self.position.steps_done = progress.step
+        self._checks_layers = self._config.train.check_layers is True
         self._parts.loss_scale.scale = progress.loss_scale
         self.skips.spikes.restore(progress.spikes)
         if self._units is not None:

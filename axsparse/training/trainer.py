@@ -315,6 +315,7 @@ class Trainer:
     def _recorded_step(self) -> None:
         parts = self.parts
         parts.activity.at("training", self.steps_done + 1)
+        self._step.check_layers()  # before anything of the step is counted
         if self._tracing is not None:
             self._tracing.begin(self.steps_done + 1)
         parts.phases.begin_step()

@@ -1,14 +1,13 @@
 """Random numbers of every global source follow from seed, step and sample.
 
 In layers, in the loss and its metrics, in evaluations and recomputations, in every layout, from the
-first draw on. A backward that draws is refused.
+first draw on.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,8 @@ from torch import Tensor, nn
 
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Layer, Model
-from axsparse.models.survey import survey
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.stage import Key, Stage
-from axsparse.runtime.errors import ConfigError
 from axsparse.training.trainer import Trainer
 
 WIDTH = 16
@@ -191,70 +188,6 @@ def test_start_values_of_every_source_do_not_depend_on_the_layout(source: str, b
     assert not torch.equal(weights[0]["l0.weight"], weights[0]["l1.weight"])
 
 
-@pytest.mark.parametrize(
-    "make", [torch.Generator, random.Random, np.random.default_rng, np.random.RandomState]
-)
-def test_a_generator_of_ones_own_is_refused_by_name(make: Callable[[], object]) -> None:
-    class Owning(Noisy):
-        def __init__(self) -> None:
-            super().__init__(torch.rand_like)
-            self.chance = make()
-
-    model = noisy_model(torch.rand_like)
-    inner = Layer("own", lambda: nn.Sequential(Owning()))
-    with pytest.raises(
-        ConfigError, match=r"^layer own: '0.chance' is a generator of its own, .*; draw from the"
-    ):
-        survey(replace(model, layers=[*model.layers[:2], inner, model.layers[2]]))
-
-
-class Rounded(torch.autograd.Function):
-    """Its gradient has noise."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, noise: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.noise = noise
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient + 1e-3 * ctx.noise(gradient), None
-
-
-class ByFunction(nn.Linear):
-    noise: Callable[[Tensor], Tensor] = staticmethod(lambda gradient: torch.rand_like(gradient))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rounded: Callable[..., Tensor] = Rounded.apply
-        return rounded(super().forward(x), self.noise)
-
-
-class ByPython(ByFunction):
-    noise = staticmethod(lambda gradient: random.random() * gradient)  # noqa: S311 - on purpose
-
-
-class ByPythonsPairs(ByFunction):
-    """Of two normal numbers, the second one is kept for the next call."""
-
-    noise = staticmethod(lambda gradient: random.gauss(0, 1) * gradient)
-
-
-class ByNumpysPairs(ByFunction):
-    noise = staticmethod(lambda gradient: float(np.random.randn()) * gradient)
-
-
-class ByNumpy(ByFunction):
-    noise = staticmethod(lambda gradient: float(np.random.rand()) * gradient)
-
-
-class ByHook(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient + torch.rand_like(gradient))
-        return y
-
-
 class Dropped(nn.Linear):
     """Draws in the forward, and again where it is recomputed, which is seeded."""
 
@@ -262,9 +195,9 @@ class Dropped(nn.Linear):
         return nn.functional.dropout(super().forward(x), 0.3)
 
 
-def train(kind: type[nn.Linear], recompute: int) -> None:
+def train(recompute: int) -> None:
     layers = [
-        Layer("noisy", lambda: kind(16, 16)),
+        Layer("noisy", lambda: Dropped(16, 16)),
         Layer("out", lambda: nn.Linear(16, 5), kind="head"),
     ]
     config = tiny_config(
@@ -276,45 +209,5 @@ def train(kind: type[nn.Linear], recompute: int) -> None:
 
 
 @pytest.mark.parametrize("recompute", [0, 1])
-@pytest.mark.parametrize(
-    ("kind", "source"),
-    [
-        (ByFunction, "torch"),
-        (ByHook, "torch"),
-        (ByPython, "Python"),
-        (ByPythonsPairs, "Python"),
-        (ByNumpy, "numpy"),
-        (ByNumpysPairs, "numpy"),
-    ],
-)
-def test_it_is_refused(kind: type[nn.Linear], source: str, recompute: int) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=rf"^layers noisy to out: a backward draws random numbers \(of {source}\), which no ",
-    ):
-        train(kind, recompute)
-
-
-def test_a_thread_that_draws_once_during_a_backward_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that waits for a random time before it sends again."""
-    draws = iter((1, 1, 0, 1))
-    usual = random.getstate()
-
-    def noise(gradient: Tensor) -> Tensor:
-        if next(draws):
-            random.random()  # noqa: S311 - on purpose
-            np.random.rand()
-        return gradient
-
-    monkeypatch.setattr(ByFunction, "noise", staticmethod(noise))
-    try:
-        train(ByFunction, 0)
-    finally:
-        random.setstate(usual)
-
-    assert next(draws, None) is None
-
-
-@pytest.mark.parametrize("recompute", [0, 1])
-def test_a_forward_that_draws_is_not(recompute: int) -> None:
-    train(Dropped, recompute)
+def test_a_forward_that_draws_is_recomputed_alike(recompute: int) -> None:
+    train(recompute)

@@ -14,7 +14,6 @@ from axsparse.runtime.seeds import (
     kept_rng,
     keyed_generator,
     keyed_seed,
-    noted_draws,
     preserved_rng,
     seed_all,
 )
@@ -85,7 +84,7 @@ def test_torchs_own_generator_is_put_back_even_after_a_failure() -> None:
 def test_threads_that_wait_for_each_other_leave_the_first_generator_behind() -> None:
     of_numpy: Any = np.random
     first = of_numpy.get_bit_generator()
-    one, other = noted_draws(), noted_draws()
+    one, other = preserved_rng(), preserved_rng()
     waits = [kept_rng(), kept_rng()]
 
     one.__enter__()

@@ -214,7 +214,7 @@ def steps_in(run_dir: Path) -> list[int]:
 MEANS = (
     *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path"),
     *("train.log_every", "train.peak_flops", "train.trace", "train.nvtx", "train.memory_history"),
-    *("train.compare_replicas_every", "watchdog.", "observe."),
+    *("train.compare_replicas_every", "train.check_layers", "watchdog.", "observe."),
     *("samo.index", "samo.shard_optimizer", "samo.offload"),
     "samo.sparse_products",
 )

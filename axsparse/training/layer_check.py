@@ -1,0 +1,455 @@
+"""The layer check: each distinct layer of a model, compared with plain torch before the first step.
+
+One microbatch of the first step passes through the stages, forward and backward, as in training.
+Each stage takes down what its distinct layers got, returned and passed back. Then the module as the
+user gave it repeats each of these runs by itself: with full weights, its own hooks and modes,
+without recomputation, deferred gradients or sparse products. Outputs, gradients of inputs and
+gradients of weights must agree.
+
+The check leaves nothing behind: the microbatch works on copies of the buffers, attributes of
+modules are put back, random numbers are those that the first step draws again, and its gradients
+are overwritten by those of the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axsparse.data.batches import Batch
+from axsparse.models.layer import Layer, Model, on_meta
+from axsparse.models.module_buffers import replaced, slots, tracked_norms
+from axsparse.models.sequential import given_module
+from axsparse.pipeline.layer_runner import (
+    LayerRunner,
+    RecordedRun,
+    Run,
+    forward_plainly,
+    run_plainly,
+)
+from axsparse.runtime.errors import AxsparseError, ConfigError, described
+from axsparse.runtime.exchange import together
+from axsparse.runtime.seeds import preserved_rng, seed_all
+from axsparse.samo.layer_construction import BuiltLayer, put_storage
+from axsparse.samo.layer_state import LayerState
+from axsparse.training.parts import Parts
+
+OWN_MODELS = "axsparse.models.zoo"
+"""Models that build their modules here are not a user's."""
+OWN_DECODER = f"{OWN_MODELS}.gpt"
+"""The decoder's layers, whose every layout the tests hold against plain torch."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference, relative to a tensor's largest entry, by the precision of the run. Products
+whose terms are added in another order differ by some roundings: 1e-7, 1e-3 and 8e-3 each. What a
+layer does wrong differs by its own size."""
+NOISE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Largest difference of a weight gradient relative to the largest entry of all weight gradients of
+the layer: a gradient that is zero but for rounding (that of the bias of attention's keys) consists
+of such noise."""
+FIXED_POINT_UNIT = 2.0**-40
+"""The unit of exact sums in the check: entries up to 2**20 fit, and 2e-12 is seen."""
+SILENT_SECONDS = 1.0
+"""A check that takes longer says so."""
+NUMBERED = {"layer_idx", "_run"}
+"""Attributes in which layers of one kind may differ: the number by which a layer of transformers
+finds its cache, and that by which `PartModule` finds the layer's arguments."""
+
+
+def is_checked(model: Model, setting: bool | str) -> bool:
+    """Whether a run compares its layers before the first step: `auto` does so for all models but
+    the package's own decoder."""
+    if setting != "auto":
+        return bool(setting)
+    return not all(_module_of(layer).startswith(OWN_DECODER) for layer in model.layers)
+
+
+def check_layers(parts: Parts, batch: Batch) -> None:
+    """Compare the distinct layers of this stage with plain torch, by a microbatch of `batch`.
+
+    All ranks call this together, before their first step. ConfigError on all ranks for the first
+    layer that differs anywhere.
+    """
+    if parts.members is not None:  # What such a layer computes is checked by its own package.
+        return
+    began = time.monotonic()
+    runners, live = parts.engine.layers, [layer.module for layer in parts.layers]
+    chosen = _distinct([given_module(layer.spec) or layer.module for layer in parts.layers])
+    originals = [slot for module in live for slot in slots(module)]
+    with ExitStack() as kept:
+        kept.enter_context(_same_attributes(live))
+        kept.enter_context(replaced([(slot, slot.tensor.clone()) for slot in originals]))
+        records = _recorded(parts, batch, [runners[number] for number in chosen])
+        layers = [parts.layers[number] for number in chosen]
+        pairs = list(zip(layers, records, strict=True))
+        together(parts.transport, lambda: _compare_all(parts, pairs))
+    seconds = time.monotonic() - began
+    if seconds > SILENT_SECONDS:
+        parts.recorder.say(
+            f"compared {len(chosen)} of {len(live)} layers with plain torch in {seconds:.1f} s "
+            "(train.check_layers)"
+        )
+
+
+# -- the run of the layout ----------------------------------------------------------------
+
+
+def _recorded(parts: Parts, batch: Batch, runners: Sequence[LayerRunner]) -> list[RecordedRun]:
+    """Pass one microbatch through all stages, and take down the runs of some layers."""
+    records = []
+    for runner in runners:
+        runner.record = RecordedRun()
+        records.append(runner.record)
+    parts.collector.begin()
+    parts.statistics.begin()
+    for layer in parts.layers:
+        for tensor in layer.state.tensors:
+            tensor.unit = FIXED_POINT_UNIT if layer.state.is_exact else tensor.unit
+    try:
+        parts.engine.train(
+            replace(batch, microbatches=batch.microbatches[:1]),
+            1.0,  # The summed loss: its gradients fit every precision better than those of a mean.
+            1.0,
+            parts.statistics.before_forward,
+            # Never the last one: no sums over replicas begin.
+            lambda _: parts.collector.microbatch(is_last=False),
+        )
+    finally:
+        for runner in runners:
+            runner.record = None
+        parts.statistics.undo()
+    return records
+
+
+def _weight_gradients(state: LayerState) -> dict[str, Tensor | None]:
+    """The kept entries of the gradients of one microbatch, by the name within the layer."""
+    state.complete_sums()
+    found: dict[str, Tensor | None] = {}
+    for tensor in state.tensors:
+        name = tensor.name[len(state.name) + 1 :]
+        found[name] = None
+        if tensor.accumulated and state.is_exact:
+            found[name] = state.sums_of(tensor).double() * tensor.unit
+        elif tensor.accumulated:
+            found[name] = state.gradient_of(tensor)
+    return found
+
+
+# -- the run of plain torch ---------------------------------------------------------------
+
+
+def _compare_all(parts: Parts, pairs: Sequence[tuple[BuiltLayer, RecordedRun]]) -> None:
+    model, config = parts.run.model, parts.run.config
+    given = [module for layer in model.layers if (module := given_module(layer)) is not None]
+    # Who gives a whole model in evaluation mode, as from_pretrained does, means to train it.
+    is_set = any(child.training for module in given for child in module.modules())
+    for layer, record in pairs:
+        with preserved_rng(), _plain_module(layer, record, config.seed) as module:
+            is_own = _module_of(layer.spec).startswith(OWN_MODELS)
+            if is_own or (given and not is_set):
+                module.train()
+            comparison = _Comparison(parts, layer, record, module)
+            comparison.refuse_difference()
+
+
+@contextmanager
+def _plain_module(layer: BuiltLayer, record: RecordedRun, seed: int) -> Iterator[nn.Module]:
+    """The module of a layer as the user gave or declared it, with the weights of the run and the
+    buffers that the recorded forward found; a module that the user holds has its own tensors again
+    afterwards."""
+    module = given_module(layer.spec)
+    if module is None:
+        yield _filled(_rebuilt(layer.spec, seed), layer, record)
+        return
+    data = [(parameter, parameter.data) for parameter in module.parameters()]
+    own = [(slot, slot.tensor) for slot in slots(module)]
+    with _same_attributes([module]):
+        try:
+            yield _filled(module, layer, record)
+        finally:
+            for slot, buffer in own:
+                slot.put(buffer)
+            for parameter, tensor in data:
+                parameter.data = tensor
+
+
+def _rebuilt(spec: Layer, seed: int) -> nn.Module:
+    if spec.init is not None:
+        return on_meta(spec)
+    seed_all(seed, spec.name, "init")  # as when the stage built it
+    return spec.build()
+
+
+def _filled(module: nn.Module, layer: BuiltLayer, record: RecordedRun) -> nn.Module:
+    """Give a module the run's weights, and the buffers that the recorded forward found.
+
+    Parameters of normalisations have the type of their running statistics, as torch wants them.
+    """
+    weights = {name: parameter.detach() for name, parameter in layer.module.named_parameters()}
+    buffers = dict(record.buffers)
+    places = slots(module)
+    if weights.keys() != dict(module.named_parameters()).keys() or buffers.keys() != {
+        slot.name for slot in places
+    }:
+        raise ConfigError(
+            f"layer {layer.spec.name}: a second call of its build gives other parameters or "
+            "buffers; build the same module in every call"
+        )
+    for slot in places:
+        slot.put(buffers[slot.name].clone())
+    for prefix, norm in tracked_norms(module).items():
+        assert isinstance(norm.running_mean, Tensor)
+        for name, _ in norm.named_parameters(prefix, recurse=False):
+            weights[name] = weights[name].to(norm.running_mean.dtype)
+    for name, parameter in module.named_parameters():
+        put_storage(parameter, weights[name])
+    return module
+
+
+# -- the comparison -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """One layer's run in the layout beside its run in plain torch."""
+
+    parts: Parts
+    layer: BuiltLayer
+    record: RecordedRun
+    module: nn.Module
+
+    def refuse_difference(self) -> None:
+        """ConfigError for the first output or gradient that differs."""
+        name = self.layer.spec.name
+        try:
+            plain = run_plainly(name, self.module, self.record)
+        except AxsparseError:
+            raise
+        except Exception as reason:
+            raise ConfigError(
+                f"layer {name}: the module as it was given fails in plain torch with "
+                f"{described(reason)}, and did not in the run; {self._mend('')}"
+            ) from reason
+        found = self._difference(plain)
+        if self._changes_from_call_to_call(plain):
+            raise ConfigError(
+                f"layer {name}: its result changes from call to call; draw from the global random "
+                f"generators, and keep what changes in buffers; {self._mend('')}"
+            )
+        if found is None:
+            return
+        what, difference, largest = found
+        raise ConfigError(
+            f"layer {name}: {what} differs from plain torch by {difference:.2g}, where the "
+            f"largest entry is {largest:.2g}; {self._mend(self._cause(what))}"
+        )
+
+    @torch.no_grad()
+    def _changes_from_call_to_call(self, plain: Run) -> bool:
+        """Whether a second forward, from the same buffers and random numbers, gives another
+        result."""
+        for slot, (_, buffer) in zip(slots(self.module), self.record.buffers, strict=True):
+            slot.put(buffer.clone())
+        name, record = self.layer.spec.name, self.record
+        again = forward_plainly(name, self.module, record, record.inputs)
+        return len(again) != len(plain.outputs) or any(
+            _difference(one, other, TOLERANCE[self.parts.run.dtype]) is not None
+            for one, other in zip(again, plain.outputs, strict=True)
+        )
+
+    def _difference(self, plain: Run) -> tuple[str, float, float] | None:
+        """The first tensor that differs: its name, by how much, and its largest entry."""
+        record, dtype = self.record, self.parts.run.dtype
+        if len(plain.outputs) != len(record.outputs):
+            return "the number of outputs", len(record.outputs), len(plain.outputs)
+        for number, pair in enumerate(zip(record.outputs, plain.outputs, strict=True)):
+            found = _difference(*pair, TOLERANCE[dtype])
+            if found is not None:
+                return f"output {number}", *found
+        for number, both in enumerate(
+            zip(record.input_gradients, plain.input_gradients, strict=True)
+        ):
+            found = _gradient_difference(*both, TOLERANCE[dtype])
+            if found is not None:
+                return f"the gradient of input {number}", *found
+        kept = self._kept(plain.weight_gradients)
+        noise = NOISE[dtype] * max((_largest(each) for each in kept.values()), default=0.0)
+        for name, gradient in _weight_gradients(self.layer.state).items():
+            found = _gradient_difference(gradient, kept[name], TOLERANCE[dtype], noise)
+            if found is not None:
+                return f"the gradient of parameter {name}", *found
+        return None
+
+    def _kept(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """The kept entries of dense gradients of the trained parameters."""
+        kept: dict[str, Tensor | None] = {}
+        for tensor in self.layer.state.tensors:
+            name = tensor.name[len(self.layer.spec.name) + 1 :]
+            dense = gradients[name]
+            if dense is not None:
+                dense = dense.to_dense() if dense.layout != torch.strided else dense
+                dense = tensor.index.gather(dense.reshape(-1), 0, tensor.kept)
+            kept[name] = dense
+        return kept
+
+    def _cause(self, what: str) -> str:
+        """The likely cause in few words; empty if it is of no known kind."""
+        live = dict(self.layer.module.named_modules())
+        for path, child in self.module.named_modules():
+            if path in live and child.training is not live[path].training:
+                return (
+                    f"{path or 'it'} was set to evaluation (eval()), and a run trains all modules: "
+                    "override train() in its class to keep it there"
+                )
+        for name, parameter in self.module.named_parameters():
+            if what.endswith(f" {name}") and _has_hooks(parameter):
+                return (
+                    f"{name} has a hook, which its copy lacks: register it in the module's forward"
+                )
+        if not what.startswith("output") and self.parts.run.config.pipeline.checkpoint_activations:
+            return (
+                "a second forward of it, for the backward, may give something else: try "
+                "pipeline.checkpoint_activations: 0"
+            )
+        if not what.startswith("output"):
+            return (
+                "a backward must follow from its inputs alone: draw random numbers in the forward"
+            )
+        return ""
+
+    @staticmethod
+    def _mend(cause: str) -> str:
+        return f"{cause + '; ' if cause else ''}train.check_layers: false runs it nevertheless"
+
+
+def _gradient_difference(
+    ours: Tensor | None, plain: Tensor | None, tolerance: float, noise: float = 0.0
+) -> tuple[float, float] | None:
+    """As `_difference`, where no gradient is a gradient of zeros."""
+    if ours is None and plain is None:
+        return None
+    if ours is None or plain is None:
+        largest = _largest(plain if ours is None else ours)
+        return None if largest <= noise else (largest, _largest(plain))
+    return _difference(ours, plain.reshape(ours.shape), tolerance, noise)
+
+
+def _difference(
+    ours: Tensor, plain: Tensor, tolerance: float, noise: float = 0.0
+) -> tuple[float, float] | None:
+    """The largest difference of two tensors, and the largest entry of plain torch's; None if these
+    agree. NaN agrees with NaN, and an infinity with the same one."""
+    if ours.shape != plain.shape:
+        return float("inf"), _largest(plain)
+    if not (ours.is_floating_point() and plain.is_floating_point()):
+        return None if torch.equal(ours, plain) else (1.0, _largest(plain.double()))
+    wide = torch.float64 if torch.float64 in (ours.dtype, plain.dtype) else torch.float32
+    one, other = ours.to(wide), plain.to(wide)
+    apart = (one - other).abs()
+    apart.masked_fill_((one == other) | (one.isnan() & other.isnan()), 0.0)
+    apart.nan_to_num_(nan=float("inf"))
+    difference, largest = _largest(apart), _largest(other)
+    return None if difference <= tolerance * largest + noise else (difference, largest)
+
+
+def _largest(tensor: Tensor | None) -> float:
+    """The largest absolute value that is a number; 0 if there is none."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    values = tensor.abs().float() if tensor.dtype.itemsize < 4 else tensor.abs()
+    return float(values.nan_to_num(nan=0.0, posinf=float("inf")).max())
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+# -- which layers are alike ---------------------------------------------------------------
+
+
+def _module_of(layer: Layer) -> str:
+    """The Python module that the function which builds a layer is of."""
+    build: Any = layer.build.func if isinstance(layer.build, partial) else layer.build
+    return str(getattr(build, "__module__", ""))
+
+
+def _distinct(modules: Sequence[nn.Module]) -> list[int]:
+    """The numbers of the modules of which none before is of the same structure and settings."""
+    first: dict[object, int] = {}
+    for number, module in enumerate(modules):
+        first.setdefault(_structure(module, set()), number)
+    return list(first.values())
+
+
+def _structure(module: nn.Module, seen: set[int]) -> object:
+    """The classes, settings and shapes of a module and of all below it, as a value that equals
+    that of a module like it."""
+    if id(module) in seen:
+        return "again"
+    seen.add(id(module))
+    settings = {
+        name: _setting(value, seen)
+        for name, value in vars(module).items()
+        if name not in NUMBERED and name not in ("_parameters", "_buffers", "_modules")
+    }
+    tensors = [
+        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, _setting(hooks, seen))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+        for hooks in [(tensor._backward_hooks, len(tensor._post_accumulate_grad_hooks or ()))]
+    ]
+    children = [
+        (name, _structure(child, seen))
+        for name, child in module._modules.items()
+        if child is not None
+    ]
+    return type(module), tuple(sorted(settings.items())), tuple(tensors), tuple(children)
+
+
+def _setting(value: object, seen: set[int]) -> object:
+    """A value that equals that of a setting which makes no other layer; as text, which compares."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return repr([_setting(each, seen) for each in value])
+    if isinstance(value, Mapping):
+        # Keys of hooks are numbers that count all hooks.
+        return repr([(str(k) * (not isinstance(k, int)), _setting(value[k], seen)) for k in value])
+    if isinstance(value, set | frozenset):
+        return repr(sorted(str(_setting(each, seen)) for each in value))
+    if isinstance(value, nn.Module):
+        return repr(_structure(value, seen))
+    if isinstance(value, partial):
+        return _setting([value.func, value.args, value.keywords], seen)
+    if isinstance(value, MethodType):
+        return _setting([value.__func__, value.__self__], seen)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return f"{id(value.__code__)} {_setting(cells, seen)}"
+    return f"{type(value).__name__} {id(value)}"
+
+
+# -- what stays as it was -----------------------------------------------------------------
+
+
+@contextmanager
+def _same_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put the attributes of modules and of all below them back afterwards."""
+    before = [(child, dict(vars(child))) for module in modules for child in module.modules()]
+    try:
+        yield
+    finally:
+        for child, attributes in before:
+            now = vars(child)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            for name, value in attributes.items():
+                if now.get(name) is not value:
+                    now[name] = value

@@ -1,0 +1,479 @@
+"""Before the first step each distinct layer is compared with plain torch: what a run would compute
+otherwise ends it by name, and nothing else does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.exhaustive import each_once
+from support.runs import (
+    assert_bitwise,
+    mlp,
+    random_init,
+    summed_loss,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
+
+from axsparse.data.dataset import ArrayDataset, Dataset
+from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.sequential import from_sequential
+from axsparse.runtime.errors import ConfigError
+from axsparse.training import layer_check
+from axsparse.training.layer_check import is_checked
+
+WIDTH, CLASSES = 16, 5
+BATCH = {"batch": {"global_batch_size": 12, "microbatch_size": 3}, "train": {"steps": 2}}
+CALLS = "its result changes from call to call; draw from the global random generators"
+BACKWARD = "a backward must follow from its inputs alone"
+
+
+def linear(outputs: int = WIDTH) -> nn.Linear:
+    return nn.Linear(WIDTH, outputs)
+
+
+def judged(
+    model: Model,
+    layout: tuple[int, int] = (1, 1),
+    data: Dataset | None = None,
+    **sections: Any,
+) -> None:
+    data = vector_data() if data is None else data
+    train_in_process(*layout, model, tiny_config(**{**BATCH, **sections}), data)
+
+
+def declared(build: Callable[[], nn.Module]) -> Model:
+    layers = [Layer("in", linear), Layer("odd", build), Layer("out", partial(linear, CLASSES))]
+    return Model(layers, summed_loss)
+
+
+def given(make: Callable[[], nn.Module]) -> Model:
+    return from_sequential([linear(), make(), linear(CLASSES)], summed_loss)
+
+
+# -- what ends a run ----------------------------------------------------------------------
+
+
+class Doing(nn.Module):
+    """A linear layer, and something that is done to its output."""
+
+    def __init__(self, does: Callable[[Any, Tensor], Tensor], **members: object) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.does = does
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.does(self, torch.tanh(self.linear(x)))
+        return out
+
+
+class Noisy(torch.autograd.Function):
+    """Its gradient has noise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noise: Callable[[], float]) -> Tensor:
+        ctx.noise = noise
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * (1 + ctx.noise()), None
+
+
+def noisy(noise: Callable[[], float]) -> nn.Module:
+    return Doing(lambda _, x: Noisy.apply(x, noise))  # type: ignore[no-untyped-call]
+
+
+def counting() -> nn.Module:
+    """Counts its calls outside of buffers."""
+
+    def count(self: Any, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = x * self.calls
+        return out
+
+    return Doing(count, calls=0)
+
+
+def hooked(*, after: bool = False) -> nn.Module:
+    """A layer of which a hook keeps the first row where it is."""
+    module = linear()
+    keep = torch.arange(WIDTH)[:, None] > 0
+
+    def mask(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(keep)
+
+    if after:
+        module.weight.register_post_accumulate_grad_hook(mask)
+    else:
+        module.weight.register_hook(lambda gradient: gradient * keep)
+    return module
+
+
+def evaluating() -> nn.Module:
+    """A frozen backbone with statistics and dropout, which its user has set to evaluation."""
+    module = nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
+    return module.requires_grad_(requires_grad=False).eval()
+
+
+def own_torch(seed: int = 3) -> nn.Module:
+    return Doing(
+        lambda self, x: x * torch.rand(WIDTH, generator=self.chance),
+        chance=torch.Generator().manual_seed(seed),
+    )
+
+
+def own_numpy() -> nn.Module:
+    chance = np.random.default_rng(3)
+    return Doing(lambda _, x: x * torch.from_numpy(chance.random(WIDTH)).float())
+
+
+def own_python() -> nn.Module:
+    chance = random.Random(3)  # noqa: S311 - noise
+    return Doing(lambda _, x: x * chance.random())
+
+
+def second_call() -> nn.Module:
+    """Writes into its input from the second call on, and scales its output by what it found."""
+
+    def later(self: Any, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * 2 if self.calls > 1 else x
+
+    return Doing(later, calls=0)
+
+
+ROWS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a generator of torch": (own_torch, CALLS),
+    "a generator of numpy": (own_numpy, CALLS),
+    "a generator of Python": (own_python, CALLS),
+    "a count outside of buffers": (counting, CALLS),
+    "a change from the second call on": (second_call, CALLS),
+    "torch's numbers in a backward": (partial(noisy, lambda: float(torch.rand(()))), BACKWARD),
+    "numpy's numbers in a backward": (partial(noisy, lambda: float(np.random.rand())), BACKWARD),
+    "Python's numbers in a backward": (
+        partial(noisy, lambda: random.random()),  # noqa: S311 - noise
+        BACKWARD,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layout"), each_once(list(ROWS), [declared, given], [(1, 1), (3, 1), (1, 2)])
+)
+def test_what_is_no_function_of_its_inputs_ends_the_run(
+    model: Callable[..., Model], name: str, layout: tuple[int, int]
+) -> None:
+    build, cause = ROWS[name]
+    layer = "odd" if model is declared else "1"
+
+    with pytest.raises(ConfigError, match=rf"^layer {layer}: .*{cause}.*train.check_layers: fal"):
+        judged(model(build), layout)
+
+
+GIVEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a hook of a parameter": (hooked, "the gradient of parameter weight differs .*has a hook"),
+    "a hook after accumulation": (
+        partial(hooked, after=True),
+        "the gradient of parameter weight differs .*has a hook",
+    ),
+    "a part in evaluation": (evaluating, r"output 0 differs .*was set to evaluation \(eval"),
+}
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (3, 1), (1, 2)])
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_the_user_set_on_a_module_stays_set_or_ends_the_run(
+    name: str, layout: tuple[int, int]
+) -> None:
+    make, told = GIVEN[name]
+
+    with pytest.raises(ConfigError, match=rf"^layer 1: {told}"):
+        judged(given(make), layout)
+
+
+@pytest.mark.parametrize("broken", ["deferral", "sparse products", "recomputation"])
+def test_a_fault_of_the_layouts_own_way_ends_the_run(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from axsparse.models import module_products
+    from axsparse.pipeline.layer_runner import LayerRunner
+
+    pipeline: dict[str, Any] = {}
+    if broken == "deferral":
+        pipeline = {"split_backward": True}
+        monkeypatch.setattr(module_products, "_weight_gradient", lambda x, g: [g.t().mm(x) * 1.01])
+        told = "the gradient of parameter weight differs from plain torch by"
+    elif broken == "sparse products":
+        usual = module_products._input_gradient
+        monkeypatch.setattr(module_products, "_input_gradient", lambda *given: usual(*given) * 1.01)
+        pipeline, told = {"split_backward": True}, "the gradient of input 0 differs"
+    else:
+        seeded = LayerRunner._seeded
+        monkeypatch.setattr(
+            LayerRunner, "_seeded", lambda self, x, key: seeded(self, x, (*key, *calls))
+        )
+        calls: list[int] = []
+        watched = LayerRunner._watched
+
+        def first(self: LayerRunner, *given: Any) -> Any:
+            calls.clear()
+            found = watched(self, *given)
+            calls.append(1)
+            return found
+
+        monkeypatch.setattr(LayerRunner, "_watched", first)
+        pipeline, told = {"checkpoint_activations": 1}, "try pipeline.checkpoint_activations: 0"
+    model = given(nn.Dropout) if broken == "recomputation" else given(linear)
+
+    with pytest.raises(ConfigError, match=told):
+        judged(model, (2, 1), pipeline=pipeline)
+
+
+def test_the_check_can_be_switched_off() -> None:
+    judged(given(hooked), train={"steps": 1, "check_layers": False})
+
+
+def test_the_packages_own_decoder_is_checked_on_request_only() -> None:
+    config = tiny_config()
+    own, foreign = tiny_gpt(config), mlp(2)
+
+    assert [is_checked(own, setting) for setting in ("auto", True, False)] == [False, True, False]
+    assert [is_checked(foreign, setting) for setting in ("auto", True, False)] == [
+        True,
+        True,
+        False,
+    ]
+    train_in_process(
+        *(2, 1, own, tiny_config(train={"steps": 1, "check_layers": True})), token_data()
+    )
+
+
+# -- what never does ----------------------------------------------------------------------
+
+
+class Passing(nn.Module):
+    """Two outputs, of which one consists of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), (x > 0).sum(1), x
+
+
+class Taking(Passing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WIDTH + 1, WIDTH)
+
+    def forward(self, x: Tensor, count: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        out: Tensor = self.linear(x) + self.table(count) + y
+        return out
+
+
+class Experts(nn.Module):
+    """Sends each sample to one of three matrices, and some of them may get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(linear() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        chosen = weights.argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, number, None])
+        return x + out
+
+
+class Half(nn.Module):
+    """A frozen matrix, one that no forward uses, and one that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.unused, self.used = linear(), linear(), linear()
+        self.frozen.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(torch.tanh(self.frozen(x)))
+        return out
+
+
+class Attending(nn.Module):
+    """The gradient of the keys' bias is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(len(x), 4, 4)
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        return F.scaled_dot_product_attention(q, k, v).flatten(1)
+
+
+class Moving(nn.Module):
+    """Its output follows from a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        out: Tensor = self.linear(x - self.mean.to(x.dtype))
+        return out
+
+
+def tied() -> Model:
+    build = partial(nn.Linear, WIDTH, WIDTH, bias=False)
+    layers = [
+        Layer("one", build, init=random_init),
+        Layer("between", nn.Tanh),
+        Layer("two", build, init=random_init),
+    ]
+    return Model(layers, summed_loss, [Tie("one.weight", "two.weight")])
+
+
+def tokens() -> Model:
+    return from_sequential(
+        [nn.Embedding(9, 4), nn.Flatten(), linear(), linear(CLASSES)], summed_loss
+    )
+
+
+FINE: dict[str, Callable[[], Model]] = {
+    "dropout": lambda: given(partial(nn.Dropout, 0.5)),
+    "dropout in a declared layer": lambda: declared(partial(nn.Dropout, 0.5)),
+    "batch norm": lambda: given(lambda: nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))),
+    "tied weights": tied,
+    "a mixture of experts": lambda: given(Experts),
+    "no parameters": lambda: given(nn.Tanh),
+    "in place": lambda: given(partial(nn.ReLU, inplace=True)),
+    "tuples": lambda: from_sequential([Passing(), Taking(), linear(CLASSES)], summed_loss),
+    "integers": tokens,
+    "frozen": lambda: given(Half),
+    "all frozen": lambda: given(lambda: linear().requires_grad_(requires_grad=False)),
+    "attention": lambda: given(Attending),
+    "a buffer that moves": lambda: given(Moving),
+    "spectral norm": lambda: given(
+        lambda: nn.utils.parametrizations.spectral_norm(linear()),
+    ),
+    "a hook in the build": lambda: declared(hooked),
+    "numbers of Python and numpy": lambda: given(
+        lambda: Doing(lambda _, x: x * random.random() + float(np.random.rand()))  # noqa: S311
+    ),
+    "all in evaluation": lambda: from_sequential(
+        nn.Sequential(linear(), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), linear(CLASSES)).eval(),
+        summed_loss,
+    ),
+    "recurrent": lambda: given(
+        lambda: Doing(lambda self, x: self.cell(x), cell=nn.GRUCell(WIDTH, WIDTH))
+    ),
+}
+WAYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "one stage": ((1, 1), {}),
+    "split backwards": ((3, 1), {"pipeline": {"split_backward": True}}),
+    "recomputation, two replicas": ((1, 2), {"pipeline": {"checkpoint_activations": 1}}),
+    "bf16": ((2, 1), {"precision": "bf16"}),
+    "fp16, exact sums": ((1, 2), {"precision": "fp16", "samo": {"gradient": "exact"}}),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), each_once(list(FINE), list(WAYS)))
+@pytest.mark.filterwarnings("ignore:.*(non-full|batch_norm)")
+def test_what_plain_torch_computes_alike_is_never_stopped(name: str, way: str) -> None:
+    layout, sections = WAYS[way]
+    if name == "spectral norm":  # whose own vectors are in fp32
+        sections = {**sections, "precision": "fp32"}
+    data: Dataset | None = None
+    if name == "integers":
+        generator = torch.Generator().manual_seed(5)
+        words = torch.randint(9, (24, 4), generator=generator)
+        data = ArrayDataset(words, torch.randint(CLASSES, (24,), generator=generator))
+
+    judged(FINE[name](), layout, data, **sections)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_check_leaves_nothing_behind(way: str) -> None:
+    """The same bits of losses, weights, moments and buffers as without, and of random numbers."""
+    layout, sections = WAYS[way]
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm, self.calls = linear(), nn.BatchNorm1d(WIDTH), 0
+            self.dropout = nn.Dropout(0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x = self.dropout(self.norm(self.linear(x)))
+            return x * random.random() + np.random.rand() * 0.1  # noqa: S311 - noise
+
+    module = nn.Sequential(Mixed(), Mixed(), linear(CLASSES))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    traces = []
+    for checks in (True, False):
+        config = tiny_config(
+            **{**BATCH, **sections, "train": {"steps": 3, "check_layers": checks}},
+        )
+        torch.manual_seed(1)
+        random.seed(1)
+        ranks = train_in_process(
+            *layout, from_sequential(module, summed_loss), config, vector_data()
+        )
+        traces.append((ranks, random.random(), torch.rand(()).item()))  # noqa: S311
+
+    for (ours, trace), (theirs, expected) in zip(traces[0][0], traces[1][0], strict=True):
+        assert_bitwise(trace, expected)
+        calls = [
+            [layer.module.calls for layer in each.parts.layers if isinstance(layer.module, Mixed)]
+            for each in (ours, theirs)
+        ]
+        assert calls[0] == calls[1]
+    assert traces[0][1:] == traces[1][1:]
+    assert all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+    assert all(child.calls == 0 for child in module if isinstance(child, Mixed))
+
+
+def test_alike_layers_are_compared_once_a_stage_and_a_long_check_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared: list[str] = []
+    usual = layer_check._Comparison.refuse_difference
+
+    def note(self: Any) -> None:
+        compared.append(self.layer.spec.name)
+        usual(self)
+
+    monkeypatch.setattr(layer_check._Comparison, "refuse_difference", note)
+
+    def scaled(factor: float) -> nn.Module:
+        return Doing(lambda self, x: x * self.factor, factor=factor)
+
+    modules = [scaled(1.0), scaled(1.0), scaled(2.0), linear(), linear(), linear(CLASSES)]
+    judged(from_sequential(modules, summed_loss))
+
+    assert compared == ["0", "2", "3", "5"]
