@@ -1,20 +1,26 @@
-"""What a build asks of a GPU, seen without one."""
+"""What a build asks of a GPU, seen without one, and what it finds out about a model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
 import torch
+from support.images import image_config
 from support.late_device import LateDevice
-from support.runs import tiny_config, tiny_gpt, token_data
+from support.runs import summed_loss, tiny_config, tiny_gpt, token_data, vector_data
+from torch import Tensor, nn
 
 import axsparse.training.build
 import axsparse.training.parts
 from axsparse.config.schema import Config
-from axsparse.data.dataset import Datasets
+from axsparse.data.dataset import ArrayDataset, Datasets
+from axsparse.models.layer import Model
+from axsparse.models.sequential import from_sequential
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -22,6 +28,7 @@ from axsparse.samo.backend import HOST, Backend
 from axsparse.training import placement
 from axsparse.training.build import build
 from axsparse.training.placement import GpuMemory, Placement
+from axsparse.training.resolution import RunSpec
 from axsparse.training.trainer import Trainer
 
 
@@ -142,3 +149,65 @@ def test_what_overwrites_names_a_run_that_begins_anew(resume: str | None, why: s
             resume=resume,
             overwrite=True,
         )
+
+
+# -- a model without an example -----------------------------------------------------------
+
+
+class KeepsLarge(nn.Module):
+    """Its output has as many zeros as a value says, which the meta device does not know."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = int((x[:, 0] < 100.0).sum())
+        return self.linear(x)[:rows]
+
+
+def without_example(*modules: nn.Module) -> Model:
+    torch.manual_seed(3)
+    return from_sequential(list(modules), summed_loss)
+
+
+def built(model: Model, ranks: int, data: ArrayDataset) -> tuple[list[RunSpec], list[int]]:
+    """The runs of all ranks, and how often each has opened the data."""
+    config = image_config(layout={"g_inter": "auto"}, pruning={"sparsity": 0.0})
+    world: LocalWorld[RunSpec] = LocalWorld(ranks)
+    opened = [0] * ranks
+
+    def on(rank: int) -> RunSpec:
+        def open_datasets() -> Datasets:
+            opened[rank] += 1
+            return Datasets(data, None)
+
+        job = Job(LocalTransport(world, rank))
+        trainer = build(job, model, open_datasets, config, quiet=True)
+        trainer.close()
+        return trainer.parts.run
+
+    return world.run(on), opened
+
+
+@pytest.mark.parametrize("middle", [nn.Linear, lambda width, _: KeepsLarge(width)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_without_an_example_is_planned_by_its_first_microbatch(
+    middle: Callable[[int, int], nn.Module], ranks: int
+) -> None:
+    model = without_example(nn.Linear(16, 8), middle(8, 8), nn.Linear(8, 5))
+
+    runs, opened = built(model, ranks, vector_data())
+
+    assert opened == [1] * ranks
+    for run in runs:
+        assert [layer.flops for layer in run.survey.layers] == [256.0, 128.0, 80.0]
+        assert run.place.grid == Grid(1, ranks)
+        assert run.prediction is not None and run.prediction.memory_bytes > 0
+
+
+def test_a_layer_that_does_not_run_on_the_data_is_named_before_training() -> None:
+    model = without_example(nn.Linear(16, 8), nn.Linear(7, 5))
+
+    with pytest.raises(ConfigError, match="layer 1: on the first samples of the data, RuntimeErr"):
+        built(model, 2, vector_data())
