@@ -88,8 +88,8 @@ def parser() -> CommandParser:
         "--members",
         metavar="N[,N…]",
         type=_numbers,
-        help="numbers of ranks to try that compute each stage together (layout.g_tensor); by "
-        "default the powers of two that fit a node, where training can cut the model",
+        help="numbers of ranks to try that compute each stage together ; by default "
+        "layout.g_tensor alone",
     )
     add("--compare", metavar="METHODS", type=_methods, help="dense,samo: plan both, side by side")
     add("--json", action="store_true", help="print everything as one JSON object")

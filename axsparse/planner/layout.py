@@ -102,6 +102,9 @@ class LayoutQuestion:
     """The numbers of members to try for each stage."""
     microbatch_sizes: Sequence[int] | None = None
     """The sizes to try, in samples; None: every power of two that divides the batch."""
+    usual_size: int | None = None
+    """The microbatch size at which the number of stages is decided where it fits, as training
+    decides; None: whichever size needs fewest."""
 
     @property
     def room(self) -> float:

@@ -112,7 +112,8 @@ def plan(question: LayoutQuestion) -> Plan:
     if gpus < 1:
         raise ConfigError(f"gpus: {gpus} devices train nothing; plan for at least 1")
     rows, rejected = try_layouts(question)
-    fewest = min((row.layout.grid.parallelism for row in rows), default=gpus)
+    asked = [row for row in rows if row.layout.microbatch_size == question.usual_size] or rows
+    fewest = min((row.layout.grid.parallelism for row in asked), default=gpus)
     fitting = [row for row in rows if row.layout.grid.parallelism == fewest]
     best = min(fitting, key=lambda row: row.seconds, default=None)
     if question.may_leave:
@@ -166,9 +167,25 @@ def _on_fewer(question: LayoutQuestion, most: int, best: Row | None) -> Row | No
                 tried = _try_size(question, grid, size)
                 if isinstance(tried, Rejection):
                     break
-                if best is None or tried.seconds <= best.seconds:
+                is_faster = best is None or tried.seconds <= best.seconds
+                if is_faster and _is_fewest(question, grid, question.usual_size or size):
                     best = tried
     return best
+
+
+def _is_fewest(question: LayoutQuestion, grid: Grid, size: int) -> bool:
+    """Whether no fewer stages fit the ranks of a grid, so that training takes as many there."""
+    ranks = grid.g_inter * grid.g_data
+    smaller = (
+        Grid(stages, ranks // stages, grid.g_tensor)
+        for stages in range(1, grid.g_inter)
+        if ranks % stages == 0 and stages in (question.g_inter or [stages])
+    )
+    return all(
+        _impossible(question, each) is not None
+        or isinstance(_try_size(question, each, size), Rejection)
+        for each in smaller
+    )
 
 
 def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:

@@ -36,6 +36,7 @@ Method = Literal["start", "dense", "samo"]
 """`start`: as the run begins, which is dense if masks are found later; `dense`: without pruning;
 `samo`: with as many kept entries as the run ends with."""
 BATCH, RECOMPUTED = "batch.global_batch_size", "pipeline.checkpoint_activations"
+MICROBATCH = "batch.microbatch_size"
 """Settings that a plan chooses where nobody has set them."""
 
 
@@ -107,8 +108,8 @@ class Subject:
         """The plan; DoesNotFitError if nothing fits, which says what memory and how many devices
         would do.
 
-        `members` are the numbers of members of a stage to try; None: that of the configuration if
-        it says one, else all that training can cut the model for. Where nothing fits and nobody has
+        `members` are the numbers of members of a stage to try; None: that of the configuration.
+        Where nothing fits and nobody has
         set `pipeline.checkpoint_activations`, activations are recomputed.
         """
         for tried in self._tried(gpus):
@@ -129,15 +130,12 @@ class Subject:
         least = least_memory(question)
         if least is None:
             raise failed
-        node = self._members(cluster, cluster.gpus_per_node) if members is None else members
         refusal = Refusal(
             method=_name(question),
             question=question,
             rejected=failed.rejected,
             least=least,
-            fewest=(
-                fewest_devices(replace(question, members=node)) if question.may_leave else None
-            ),
+            fewest=fewest_devices(question) if question.may_leave else None,
             recomputes=tried._recomputes,
             baselines=tried._baselines(question, least.layout, least.loads),
         )
@@ -180,12 +178,14 @@ class Subject:
         members: Sequence[int] | None,
     ) -> LayoutQuestion:
         config = self.loaded.config
-        tried = self._members(cluster, gpus) if members is None else members
+        tried = [config.layout.g_tensor] if members is None else members
         stages, room = self._stages(gpus, tried), self.room(cluster)
+        usual = config.batch.microbatch_size if MICROBATCH in self.loaded.origins else None
         return replace(
             run_question(self.workload(method), cluster, config, gpus, stages, room),
             members=tried,
             microbatch_sizes=microbatch_sizes,
+            usual_size=usual,
             schedules=schedules(config, has_times=True),
             may_leave=config.layout.g_data == "auto",
         )
@@ -195,19 +195,6 @@ class Subject:
     ) -> list[Baseline]:
         overhead = question.cluster.overhead_bytes
         return baselines(self.workload("dense"), layout, loads, question.gpus, overhead)
-
-    def _members(self, cluster: Cluster, gpus: int) -> list[int]:
-        """The numbers of members that the configuration allows and training can run; on GPUs, where
-        no training with several has been seen yet, one."""
-        layout = self.loaded.config.layout
-        is_asked = layout.g_tensor > 1 or "layout.g_tensor" in self.loaded.origins
-        if is_asked or layout.g_data != "auto" or self.cutting is None or not self.on_host:
-            return [layout.g_tensor]
-        try:
-            self.cutting.cuts(2)
-        except ConfigError:
-            return [1]
-        return [2**n for n in range(min(cluster.gpus_per_node, gpus).bit_length())]
 
     def _stages(self, gpus: int, members: Sequence[int]) -> list[int] | None:
         """The numbers of stages that the configuration allows; None: all."""
@@ -307,8 +294,8 @@ def plan_for(
     `cluster` is a bundled cluster's name, a file, or a `Cluster`; `config` has the batch, the
     pruning and everything else (default: `Config()`). `score` is the criterion that `build` will be
     given, so that the memory is counted in which it draws masks. `members` are numbers of ranks to
-    try that compute each stage together (`layout.g_tensor`); None: the powers of two that fit a
-    node, where training can cut the model. Needs no device and no MPI. Raises ConfigError if
+    try that compute each stage together (`layout.g_tensor`); None: that of the
+    configuration. Needs no device and no MPI. Raises ConfigError if
     nothing fits, or for `members` that are no whole numbers from 1 on, and MissingInputError for an
     unknown cluster.
     """

@@ -46,8 +46,8 @@ def test_members_are_tried_as_asked_for_and_what_training_does_by_itself_is_said
     plan: Axsparse,
 ) -> None:
     small = ("layout.memory_per_rank=0.3026", "layout.g_inter=1", "samo.enabled=false")
-    asked = ("--microbatch-size=1", *(f"--set={one}" for one in small))
-    fewer, one = plan("--gpus", "4", *asked)[1], plan("--gpus", "4", "--members", "1")[1]
+    asked = ("--microbatch-size=1", "--members=1,2", *(f"--set={one}" for one in small))
+    fewer, one = plan("--gpus", "4", *asked)[1], plan("--gpus", "4")[1]
     summit = plan("--gpus", "6", "--members", "1,2", "--cluster", "summit")[1]
 
     assert "recommended: 1 stage × 2 members × 2 replicas" in fewer

@@ -27,7 +27,7 @@ def planned(gpus: int, **sections: Any) -> tuple[Plan, int]:
     [
         ({"precision": "bf16"}, (2, 2, 12)),
         (
-            {"precision": "bf16", "samo": {"split_master": True, "shard_optimizer": True}},
+            {"precision": "bf16", "samo": {"shard_optimizer": True}},
             (2, 2, 12),
         ),
         ({"precision": "fp32", "samo": {"gradient": "exact"}}, (4, 4, 8)),

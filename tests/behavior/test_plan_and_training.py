@@ -1,0 +1,87 @@
+"""What `axsparse plan` recommends and what `layout.g_inter: auto` takes are the same number."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.exhaustive import by_default
+
+from axsparse.config.load import LoadedConfig, bundled_configs, load_config
+from axsparse.models.survey import survey
+from axsparse.models.zoo.model_registry import model_without_weights
+from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.memory_budget import GPU_OVERHEAD, HOST_OVERHEAD, memory_budget
+from axsparse.planner.plan_model import subject
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.precision import DTYPES
+from axsparse.training.resolution import RunInputs, resolve
+
+RANKS = 8
+SMALL = ("batch.global_batch_size=32", "layout.g_inter=auto", "data.source=stdlib")
+MACHINES = {
+    # name: bytes that a rank's device or its share of the host has, and whether that is a host
+    "GPUs of 16 GB": (16e9, False),
+    "GPUs of 40 GB": (40e9, False),
+    "GPUs of 80 GB": (80e9, False),
+    "CPUs with 3 GB a rank": (3e9, True),
+    "CPUs with 60 GB a rank": (60e9, True),
+}
+ALL = sorted({*bundled_configs()} - {"prune_llama"})  # whose weights have to be there
+QUICK = ("quickstart", "gpt3_xl", "gpt3_13b")
+
+
+def cluster_of(memory: float, *, on_host: bool) -> Cluster:
+    """A node of such devices."""
+    if on_host:
+        node = load_cluster("laptop")
+        return replace(node, memory_bytes=memory, overhead_bytes=HOST_OVERHEAD, gpus_per_node=RANKS)
+    return replace(load_cluster("dgx-h100"), memory_bytes=memory, overhead_bytes=GPU_OVERHEAD)
+
+
+def planned(loaded: LoadedConfig, cluster: Cluster) -> tuple[int | None, dict[str, object]]:
+    """The stages that a plan recommends on all ranks, and the settings that it adds."""
+    try:
+        found = subject(loaded, cluster).plan("start", cluster, RANKS)
+    except ConfigError:
+        return None, {}
+    grid = found.recommended.layout.grid
+    assert grid.size == RANKS
+    return grid.g_inter, dict(found.taken)
+
+
+def trained(loaded: LoadedConfig, memory: float, *, on_host: bool) -> int | None:
+    """The stages that a training takes."""
+    overhead = HOST_OVERHEAD if on_host else GPU_OVERHEAD
+    model = model_without_weights(loaded)
+    world: LocalWorld[None] = LocalWorld(RANKS)
+    inputs = RunInputs(
+        model,
+        survey(model, DTYPES[loaded.config.precision]),
+        LocalTransport(world, 0),
+        budget=memory_budget(memory, overhead, on_host=on_host),
+        on_host=on_host,
+    )
+    with contextlib.suppress(ConfigError):
+        return resolve(loaded, inputs).place.grid.g_inter
+    return None
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", by_default(QUICK, ALL))
+def test_a_plan_and_a_training_take_the_same_stages(
+    transformers: Any, name: str, machine: str
+) -> None:
+    memory, on_host = MACHINES[machine]
+    precision = ("precision=bf16",)
+    loaded = load_config(name, (*SMALL, *precision))
+
+    stages, added = planned(loaded, cluster_of(memory, on_host=on_host))
+    options = tuple(f"{key}={value}" for key, value in added.items())
+
+    with_options = load_config(name, (*SMALL, *precision, *options))
+    assert trained(with_options, memory, on_host=on_host) == stages
