@@ -26,7 +26,11 @@ from axsparse.cli import submit as command
 from axsparse.config.load import packaged_folder
 
 ALL = tuple(command.SCHEDULERS)
-ASKED = ("--ranks", "2", "--nodes", "2", "--time", "1:00:00", "--config", "quickstart.yaml")
+STAGES = ("--set", "layout.g_inter=auto")
+ASKED = (
+    *("--ranks", "2", "--nodes", "2", "--time", "1:00:00"),
+    *(*STAGES, "--config", "quickstart.yaml"),
+)
 SLURM = ("--slurm", *ASKED)
 
 
@@ -180,7 +184,7 @@ def test_a_script_that_cannot_be_written_is_refused(here: Path, submit: Axsparse
 
 EIGHT = ("--nodes", "2", "--ranks", "8", "--gpus-per-node", "4", "--time", "2:00:00")
 NAMED = ("--account", "abc123", "--queue", "batch", "--job-name", "gpt", "--run-dir", "/s/gpt")
-TRAINED = ("--config", "quickstart.yaml")
+TRAINED = (*STAGES, "--config", "quickstart.yaml")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -364,7 +368,8 @@ def test_values_arrive_at_the_ranks_as_they_were_given(
 
     first = history(here / "my run", 1)[0]
     assert first["arguments"] == [
-        *(f"--config={config}", f"--set={HARD}", "--set=train.steps=6", "--set=run_dir=my run"),
+        *(f"--config={config}", "--set=layout.g_inter=auto", f"--set={HARD}"),
+        *("--set=train.steps=6", "--set=run_dir=my run"),
         *(f"--run-dir={here}/my run", "--resume=auto"),
     ], log(here)
     assert first["folder"] == str(here)
