@@ -705,7 +705,7 @@ def test_a_run_is_the_uncut_one_to_rounding(row: Row) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "pruning",
-    [PRUNING["magnitude later"], PRUNING["gradual"]],
+    [PRUNING["magnitude later"], {**PRUNING["gradual"], "until_step": 5}],
     ids=["at a step", "gradual"],
 )
 def test_members_leave_equal_files_and_go_on_as_any_other_number_of_members(
