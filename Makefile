@@ -9,7 +9,6 @@
 #                    installed where there is none (Debian, as root)
 # make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)
 # make fuzz    set up, read 100,000 broken manifests, mask files and settings, train 5,000 drawn models
-#              and 5,000 drawn programs of users
 # make bench   set up and measure every layer in minutes, against the last committed result
 # make bench-growth   measure how time, memory and messages grow with model and ranks
 # make bench-smollm2  prune SmolLM2 135M by three methods, heal it, judge it (six hours of two cores)

@@ -22,7 +22,7 @@ LONGEST = (
     *("test_page_blocks.py", "test_held_memory.py", "test_state_equivalence.py"),
     *("test_mpirun.py", "test_afternoon.py", "test_equivalence.py", "test_on_device.py"),
     *("test_train.py", "test_resume.py", "test_hf_models.py", "test_run_faults.py"),
-    *("test_generated_models.py", "test_user_code.py", "test_wheel.py"),
+    *("test_generated_models.py", "test_wheel.py"),
 )
 """Files that would keep one process busy while the others have come to the end, longest first."""
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.data.dataset import Dataset, length_of, some_samples, steady_digest
+from axsparse.data.dataset import Dataset, length_of
 from axsparse.data.order import Share, blended_step, epochs_of_step, samples_of_step
 from axsparse.runtime.communication import shard_bounds
 from axsparse.runtime.errors import DataError
@@ -114,24 +114,6 @@ class Batches:
         first = number * self.global_batch_size
         samples = np.arange(first, min(first + self.global_batch_size, self.num_samples))
         return self._read(number, samples, np.zeros_like(samples))
-
-    def refuse_draws(self) -> None:
-        """DataError for a data set that gives other values when samples are read again.
-
-        In threads it would also take random numbers from layers, which find theirs seeded.
-        """
-        some = some_samples(self.num_samples)
-
-        def read() -> Sequence[Tensor]:
-            inputs, targets = self._plain(some, np.zeros_like(some))
-            return inputs if targets is None else (*inputs, targets)
-
-        if steady_digest(read) is None:
-            raise DataError(
-                f"data ({self._source}): its samples differ when they are read again, or draw from "
-                "the global generators of torch, random or numpy; draw from a generator that is "
-                "made in read, of the numbers of epoch and sample (reads_epochs = True)"
-            )
 
     def _check_length(self) -> None:
         """Raise DataError if the dataset has another length than when it was opened."""

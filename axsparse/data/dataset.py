@@ -23,7 +23,7 @@ from axsparse.runtime.errors import DataError
 from axsparse.runtime.seeds import preserved_rng
 
 COMPARED = 4
-"""Samples, evenly spread, that are read twice before they are used."""
+"""Samples, evenly spread, that `from_torch` reads twice."""
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
@@ -49,8 +49,7 @@ class Dataset(Protocol):
     The first and the last stage of every replica open the data and read it. Batches are read
     ahead of the steps in a thread, and an evaluation may read at the same time: therefore
     `read` is a pure function of the sample numbers, draws no random numbers, and changes
-    nothing that others see. A few samples are read twice at the start, and a DataError says so if
-    they differ or the global generators have moved.
+    nothing that others see.
 
     Samples that are augmented differ from epoch to epoch. A class with `reads_epochs = True` has
     `read(indices, epochs)` instead: `epochs` is (b,), the epoch that each sample belongs to (0 in

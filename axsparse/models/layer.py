@@ -88,7 +88,7 @@ class Layer:
     `name` is the parameter's name within the layer. Drawn from `generator`, which is seeded by run
     seed and global name, values do not depend on the layout; the global generators of torch, Python
     and numpy have that seed too, while `init` runs. It is called several times for a parameter and
-    gives the same each time; ConfigError if not. Without `init`, `build` initialises the module
+    gives the same each time. Without `init`, `build` initialises the module
     itself; the global generators are then seeded by run seed and layer name, and restored
     afterwards. Buffers of a layer with `init` must be running statistics or come from
     `Model.start`, since the meta device holds no contents.

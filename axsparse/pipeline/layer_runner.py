@@ -5,6 +5,9 @@ buffers, change buffers, or draw random numbers. Each of these would differ betw
 between a forward and its recomputation. So copies and seeds make it safe, or a ConfigError names
 the layer. The first calls of a layer show what it writes to; every call finds the global generators
 seeded, since a layer may begin to draw at any time.
+
+A `RecordedRun` of a layer can be repeated as plain torch runs the user's module (`run_plainly`),
+to which `training/layer_check.py` compares it.
 """
 
 from __future__ import annotations
@@ -162,7 +165,7 @@ class LayerRunner:
             nonlocal passes
             passes += 1
             if passes == 1:
-                return self._watched(tensors, key, before)
+                return self._first_pass(tensors, key, before)
             # The second pass starts from the same buffers, and its changes to them are dropped.
             with replaced(before), preserved_rng(is_seeded=True):
                 return self._seeded(tensors, key)
@@ -178,30 +181,18 @@ class LayerRunner:
         copied = self._slots if self._changing is None else self._changing
         return [(slot, slot.tensor.clone()) for slot in copied]
 
-    def _watched(
+    def _first_pass(
         self,
         inputs: Tensors,
         key: DrawKey,
         before: Sequence[tuple[BufferSlot, Tensor]],
     ) -> Tensors:
-        """The first pass of a recomputed forward, which records the buffers that it changes.
-
-        ConfigError if a later call changes a buffer that the first call did not change.
-        """
-        known = self._changing
-        steady = [] if known is None else [slot for slot in self._slots if slot not in known]
-        marks = _marks(steady)
+        """The first pass of a recomputed forward, which records the buffers that it changes."""
         outputs = self._seeded(inputs, key)
-        if known is None:
+        if self._changing is None:
             self._changing = [
                 slot for slot, old in before if slot.is_statistic or _differ(slot.tensor, old)
             ]
-        for slot in _changed(steady, marks):
-            raise ConfigError(
-                f"layer {self.name}: its forward changes buffer {slot.name!r} and did not in its "
-                "first call, so that a recomputation would see other values; change it in every "
-                "call, or set pipeline.checkpoint_activations to 0"
-            )
         return outputs
 
     # -- one call -----------------------------------------------------------------------
@@ -242,14 +233,9 @@ class LayerRunner:
                     "replicas would drift apart; leave weights to the optimizer, or keep what the "
                     "forward changes in a buffer"
                 )
-        wrote = versions != [tensor._version for tensor in inputs]
         if writes is None:
+            wrote = versions != [tensor._version for tensor in inputs]
             self._writes[self._module.training] = wrote
-        elif wrote and not writes:
-            raise ConfigError(
-                f"layer {self.name}: its forward writes into its input and did not in its first "
-                "call, so that others see the change; do so in every call, or in none"
-            )
         return self._apart(outputs)
 
     def _call(self, inputs: Tensors) -> object:

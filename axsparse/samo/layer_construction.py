@@ -6,7 +6,7 @@ exists, so building a stage needs memory for its final state and one fp32 parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -30,8 +30,6 @@ from axsparse.samo.tensor_state import TensorState, Whole
 
 StartOf: TypeAlias = Callable[[str], Tensor]
 """Makes the fp32 start value of a parameter of a layer, by its name within the layer."""
-DIGESTED = 1 << 14
-"""Entries of a start value that are added at a time, in copies of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,6 @@ class StateOptions:
     """The values that the model starts from; None leaves that to its layers."""
     backend: Backend = HOST
     """The device of the state, and what computes there."""
-    draws: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """A digest of what layers have drawn as start values, by global name. Values are drawn several
-    times, for masks, for state and for rewinding, and have to be the same each time."""
 
     @property
     def types(self) -> StateTypes:
@@ -113,7 +108,6 @@ def _construct_layer(
     options: StateOptions,
 ) -> BuiltLayer:
     """Build one layer and enter its tensors into `tensors`, where later aliases find them."""
-    drawn_before = set(options.draws)
     module, values = _skeleton(layer, ties, options)
     _fill_buffers(layer, module, options)
     chunks = _cut(layer, module, options)
@@ -160,7 +154,6 @@ def _construct_layer(
     )
     for whole in state.wholes.values():
         fill(state, whole, values(whole.name.removeprefix(f"{layer.name}.")))
-    _draw_again(layer, ties, options, options.draws.keys() - drawn_before)
     # This allocates the moments, and does so only now, when the last fp32 start value is freed.
     state.optimizer_state.reset_moments()
     return BuiltLayer(layer, module, state, chunks.names)
@@ -259,21 +252,6 @@ def start_values(
     }
 
 
-def _draw_again(
-    layer: Layer, ties: Mapping[str, str], options: StateOptions, once: Set[str]
-) -> None:
-    """ConfigError if a layer gives other values for the parameters that it has drawn once so far.
-
-    Those of a generator of the user's own would depend on which layers the stage has.
-    """
-    if not once:
-        return
-    module, values = _skeleton(layer, ties, options)
-    for name, _ in module.named_parameters():
-        if f"{layer.name}.{name}" in once:
-            values(name)
-
-
 def _skeleton(
     layer: Layer, ties: Mapping[str, str], options: StateOptions
 ) -> tuple[nn.Module, Callable[[str], Tensor]]:
@@ -297,7 +275,6 @@ def _skeleton(
         full = f"{layer.name}.{name}"
         owner = ties.get(full, full)
         given = None if start is None else start.read(owner)
-        is_drawn = given is None
         if given is not None:
             assert tuple(given.shape) == shapes[name], owner
         elif init is not None:
@@ -319,17 +296,7 @@ def _skeleton(
                 f"parameter {full}: its start value is {odd}; mend the layer's init or "
                 "build, or what it starts from"
             )
-        value_fp32 = given.float().contiguous()
-        bits = value_fp32.view(-1).view(torch.int32).split(DIGESTED)
-        digest = sum(int(part.sum(dtype=torch.int64)) for part in bits)
-        drawn_as = owner if init is not None else full
-        if is_drawn and options.draws.setdefault(drawn_as, digest) != digest:
-            raise ConfigError(
-                f"layer {layer.name}: its {'build' if init is None else 'init'} gave other values "
-                f"for {name} when it was called again; draw them "
-                "from torch's generators, which are seeded here, and not from one of your own"
-            )
-        return value_fp32
+        return given.float().contiguous()
 
     return module, value
 

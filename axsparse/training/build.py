@@ -36,7 +36,7 @@ from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError, everywhere
+from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
@@ -462,9 +462,7 @@ def _build_state(
                 stage_layers, run.survey.ties, replace(options, masks=masks, start=start)
             )
 
-    built = together(transport, construct)
-    _compare_draws(options.draws if place.replica == 0 else {}, transport)
-    return built, options
+    return together(transport, construct), options
 
 
 def _alone(batches: Batches, samples: int) -> Batches:
@@ -483,26 +481,6 @@ def _loss_of(
         microbatch.samples,
         microbatch.source,
     )
-
-
-def _compare_draws(draws: Mapping[str, int], transport: Transport) -> None:
-    """ConfigError on all ranks alike if two stages have drawn other start values for a weight.
-
-    `draws` are those of a replica; the first step compares replicas.
-    """
-    texts = gather_texts(transport.world, transport.backoff, json.dumps(draws))
-    first: dict[str, tuple[int, int]] = {}
-    for rank, text in enumerate(texts):
-        for name, digest in json.loads(text).items():
-            known, other = first.setdefault(name, (digest, rank))
-            if known != digest:
-                raise everywhere(
-                    ConfigError(
-                        f"parameter {name}: ranks {other} and {rank} have drawn different start "
-                        "values; draw them from torch's generators, which are seeded alike, and "
-                        "not from one of your own"
-                    )
-                )
 
 
 def _replicas(run: RunSpec, transport: Transport) -> Replicas:

@@ -106,8 +106,6 @@ def open_data(
     if facts["validation_samples"]:
         dataset = None if datasets is None else datasets.validation
         validation = batches(dataset, num_samples=facts["validation_samples"])
-    for opened in (training, validation):
-        together(transport, (lambda: None) if opened is None else opened.refuse_draws)
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
     return Data(facts["name"], training, validation, unit, facts["fingerprint"])
 

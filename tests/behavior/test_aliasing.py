@@ -284,23 +284,3 @@ def test_an_output_that_is_written_to_after_it_was_sent_is_refused() -> None:
         r"that the module does not keep, or a copy of it$",
     ):
         train_in_process(2, 1, model_of(Keeping, Linear), config, vector_data())
-
-
-class SometimesWriting(Doubling):
-    made = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.made += 1
-        if self.made > 1:
-            x.mul_(1.0)
-        out: Tensor = self.linear(x)
-        return out
-
-
-def test_a_layer_that_begins_to_write_into_its_input_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^layer l1: its forward writes into its input and did not in its first call, so "
-        r"that others see the change; do so in every call, or in none$",
-    ):
-        train_in_process(1, 1, model_of(Linear, SometimesWriting), image_config(), vector_data())

@@ -249,31 +249,6 @@ def one_layer(module: type[nn.Module]) -> Model:
     return Model([Layer("odd", module), Layer("out", lambda: nn.Linear(WIDTH, 5))], summed_loss)
 
 
-class Late(Counter):
-    """Begins to count in its third call."""
-
-    made = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.made += 1
-        if self.training and self.made > 2:
-            self.calls = self.calls + 1
-        out: Tensor = self.linear(x)
-        return out
-
-
-def test_a_buffer_that_begins_to_change_is_refused_where_it_is_recomputed() -> None:
-    recomputing = config(pipeline={"checkpoint_activations": 1})
-
-    with pytest.raises(
-        ConfigError,
-        match=r"^layer odd: its forward changes buffer 'calls' and did not in its first call, so "
-        r"that a recomputation would see other values; change it in every call, or set "
-        r"pipeline.checkpoint_activations to 0$",
-    ):
-        train_in_process(2, 1, one_layer(Late), recomputing, vector_data())
-
-
 class InEvaluation(Counter):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:

@@ -228,7 +228,7 @@ def test_a_fault_of_the_layouts_own_way_ends_the_run(
             LayerRunner, "_seeded", lambda self, x, key: seeded(self, x, (*key, *calls))
         )
         calls: list[int] = []
-        watched = LayerRunner._watched
+        watched = LayerRunner._first_pass
 
         def first(self: LayerRunner, *given: Any) -> Any:
             calls.clear()
@@ -236,7 +236,7 @@ def test_a_fault_of_the_layouts_own_way_ends_the_run(
             calls.append(1)
             return found
 
-        monkeypatch.setattr(LayerRunner, "_watched", first)
+        monkeypatch.setattr(LayerRunner, "_first_pass", first)
         pipeline, told = {"checkpoint_activations": 1}, "try pipeline.checkpoint_activations: 0"
     model = given(nn.Dropout) if broken == "recomputation" else given(linear)
 

@@ -1,9 +1,8 @@
-"""Start values are drawn several times, and are the same each time, or refused."""
+"""Start values are finite real numbers, drawn from any global generator, or refused."""
 
 from __future__ import annotations
 
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import pytest
@@ -11,19 +10,8 @@ import torch
 from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
-from axsparse.models.layer import InitFunction, Layer, Model, Tie
+from axsparse.models.layer import InitFunction, Layer, Model
 from axsparse.runtime.errors import ConfigError
-
-OWN = torch.Generator()
-
-
-def from_its_own(_: str, shape: tuple[int, ...], __: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=OWN)
-
-
-def another_on_each_rank(_: str, shape: tuple[int, ...], __: torch.Generator) -> Tensor:
-    """Ranks are threads here."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(get_ident() % 2**63))
 
 
 def not_a_number(_: str, shape: tuple[int, ...], __: torch.Generator) -> Tensor:
@@ -43,13 +31,6 @@ def model_of(init: InitFunction) -> Model:
 @pytest.mark.parametrize(
     ("init", "layout", "pruning", "said"),
     [
-        (
-            from_its_own,
-            (1, 1),
-            {},
-            "layer block: its init gave other values for weight when it was called again; draw "
-            "them from torch's generators, which are seeded here, and not from one of your own",
-        ),
         (
             not_a_number,
             (1, 1),
@@ -77,30 +58,6 @@ def test_values_that_cannot_be_trusted_are_refused(
         train_in_process(*layout, model_of(init), config, vector_data())
 
     assert str(refused.value) == said
-
-
-def test_a_tied_weight_that_two_stages_draw_apart_is_refused() -> None:
-    layers = [
-        Layer(
-            name,
-            partial(nn.Linear, 16, 16, bias=False),
-            kind="embedding",
-            init=another_on_each_rank,
-        )
-        for name in ("a", "b")
-    ]
-    model = Model(layers, lambda output, _: output.float().sum(), [Tie("a.weight", "b.weight")])
-    config = tiny_config(
-        pruning={"sparsity": 0.0}, batch={"global_batch_size": 2, "microbatch_size": 2}
-    )
-
-    with pytest.raises(ConfigError) as refused:
-        train_in_process(2, 1, model, config, vector_data())
-
-    assert str(refused.value) == (
-        "parameter a.weight: ranks 0 and 1 have drawn different start values; draw them from "
-        "torch's generators, which are seeded alike, and not from one of your own"
-    )
 
 
 def test_torchs_global_generators_may_be_drawn_from() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -64,11 +63,8 @@ class Own:
 
     name, fingerprint, vocab_size, targets_per_sample = "own", "1", None, 1
 
-    def __init__(
-        self, length: Any = 24, draw: Callable[[], Tensor] = lambda: torch.zeros(())
-    ) -> None:
+    def __init__(self, length: Any = 24) -> None:
         self.length = length
-        self.draw = draw
 
     def __len__(self) -> int:
         if isinstance(self.length, Exception):
@@ -80,7 +76,7 @@ class Own:
         return X[number], Y[number]
 
     def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
-        return (X[indices % 24] + self.draw(),), Y[indices % 24]
+        return (X[indices % 24],), Y[indices % 24]
 
     def count_targets(self, targets: Tensor) -> int:
         return targets.numel()
@@ -125,30 +121,3 @@ def test_arrays_that_are_no_tensors_are_refused() -> None:
         r"by torch.as_tensor$",
     ):
         ax.ArrayDataset(torch.ones(2, 1), np.ones((2, 1)))  # type: ignore[arg-type]
-
-
-OWN = np.random.default_rng(0)
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda: torch.rand(()),
-        lambda: F.dropout(torch.zeros(())),
-        lambda: torch.tensor(random.random()),  # noqa: S311
-        lambda: torch.tensor(np.random.rand()).float(),
-        lambda: torch.tensor(OWN.random()).float(),
-    ],
-    ids=["torch", "a dropout without effect", "python", "numpy", "a generator of its own"],
-)
-@pytest.mark.parametrize("part", ["training", "validation"])
-def test_a_read_that_draws_random_numbers_is_refused(draw: Callable[[], Tensor], part: str) -> None:
-    data = {"training": Own(), "validation": Own(), part: Own(draw=draw)}
-
-    with pytest.raises(
-        DataError,
-        match=r"^data \(own\): its samples differ when they are read again, or draw from the "
-        r"global generators of torch, random or numpy; draw from a generator that is made in read, "
-        r"of the numbers of epoch and sample \(reads_epochs = True\)$",
-    ):
-        train_in_process(2, 1, mlp(), CONFIG, data["training"], validation=data["validation"])

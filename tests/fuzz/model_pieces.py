@@ -587,19 +587,6 @@ def _pool(shape: Shape, number: int) -> nn.Module:
     )[number % 6]
 
 
-def _late_writer(shape: Shape, number: int) -> nn.Module:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return x.add_(1.0) if self.calls > 1 else x + 1.0
-
-    return Late()
-
-
 def _refused(shape: Shape, number: int) -> nn.Module:
     match number % 5:
         case 0:
@@ -652,7 +639,6 @@ PIECES: Mapping[str, Piece] = {
     "moving": Piece(_moving, itself=True, moves=True),
     "dropout": Piece(_dropout),
     "random": Piece(_random, random=True),
-    "late writer": Piece(_late_writer, refused="always"),
     "refused": Piece(_refused, refused="always"),
 }
 """By name. Those that must be refused are drawn seldom."""
