@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from axsparse.cli.parser import CommandParser, say
-from axsparse.planner.plan_report import table
 
 if TYPE_CHECKING:
     from axsparse.pruning.mask_file import MaskEntry, MaskFile
@@ -40,6 +39,8 @@ def _mask(arguments: argparse.Namespace) -> None:
 
 def _lines(masks: MaskFile) -> Iterator[str]:
     """A row of the table for each mask, and one for all."""
+    from axsparse.planner.plan_report import table
+
     entries = masks.entries
     total = sum(entry.numel for entry in entries.values()), sum(masks.kept.values())
     rows = [*(_row(name, entry) for name, entry in entries.items()), ("total", "", *total)]
