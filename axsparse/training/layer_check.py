@@ -311,7 +311,7 @@ class _Comparison:
         for name, parameter in self.module.named_parameters():
             if what.endswith(f" {name}") and _has_hooks(parameter):
                 return (
-                    f"{name} has a hook, which its copy lacks: register it in the module's forward"
+                    f"{name} has a hook, which its copy lacks: register it in the build of a Layer"
                 )
         if not what.startswith("output") and self.parts.run.config.pipeline.checkpoint_activations:
             return (
