@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from axsparse.data.torch_dataset import from_torch as from_torch
     from axsparse.models.layer import Layer as Layer
     from axsparse.models.layer import Model as Model
-    from axsparse.models.layer import Split as Split
     from axsparse.models.layer import Tie as Tie
+    from axsparse.models.layer import TpStyle as TpStyle
     from axsparse.models.layer import count_top1 as count_top1
     from axsparse.models.sequential import from_sequential as from_sequential
     from axsparse.models.start_weights import open_weights as open_weights
@@ -57,7 +57,7 @@ _HOMES = {
     "Layer": "axsparse.models.layer",
     "Model": "axsparse.models.layer",
     "Optimizer": "axsparse.samo.optim.optimizer",
-    "Split": "axsparse.models.layer",
+    "TpStyle": "axsparse.models.layer",
     "Tie": "axsparse.models.layer",
     "TokenDataset": "axsparse.data.dataset",
     "Trainer": "axsparse.training.trainer",

@@ -145,7 +145,7 @@ def _profile(loaded: LoadedConfig, steps: int, size: int, *, is_split: bool = Fa
         "batch": {"global_batch_size": MICROBATCHES * size, "microbatch_size": size},
         "layout": {
             **{"g_inter": 1, "g_data": 1, "split": "auto", "memory_per_rank": "auto"},
-            **{"g_tensor": 1, "tensor_exact": False},
+            "g_tensor": 1,
         },
         "pipeline": {"schedule": "message-driven", "split_backward": is_split, "held": "auto"},
     }

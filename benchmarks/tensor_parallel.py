@@ -1,4 +1,4 @@
-"""Seconds a step of two ranks: members of one stage, two stages, two replicas, and torch's
+"""Seconds a step of two ranks: tensor-parallel ranks, two stages, two replicas, and torch's
 `parallelize_module` over gloo, with the same modules, tokens and start values.
 
     python benchmarks/tensor_parallel.py [--steps 8]
@@ -32,18 +32,18 @@ from axsparse.data.order import samples_of_step
 from axsparse.runtime.seeds import keyed_generator
 
 BLOCKS, WIDTH, HEAD, TOKENS, WORDS, MICROBATCHES, SEED = 4, 512, 64, 256, 1024, 4, 1
-SPLITS: dict[str, ax.Split | str] = {
-    **dict.fromkeys(("query", "key", "value"), ax.Split("column", unit=HEAD)),
-    "out": ax.Split("row", unit=HEAD),
-    "up": "column",
-    "down": "row",
+PLAN: dict[str, ax.TpStyle | str] = {
+    **dict.fromkeys(("query", "key", "value"), ax.TpStyle("colwise", unit=HEAD)),
+    "out": ax.TpStyle("rowwise", unit=HEAD),
+    "up": "colwise",
+    "down": "rowwise",
 }
 OURS = {
-    f"axsparse {kind} {shape}": (shape, {"enabled": kind == "SAMO"}, is_exact)
+    f"axsparse {kind} {shape}": (shape, {"enabled": kind == "SAMO"})
     for kind in ("dense", "SAMO")
-    for shape, is_exact in (("2x1x1", False), ("1x2x1", False), ("1x1x2", False))
-} | {"axsparse SAMO 1x2x1, tensor_exact": ("1x2x1", {"enabled": True}, True)}
-"""By name: stages x members x replicas, section `samo`, and whether degrees have the same bits."""
+    for shape in ("2x1x1", "1x2x1", "1x1x2")
+}
+"""By name: stages x tensor-parallel ranks x replicas, and section `samo`."""
 
 
 class Embedding(nn.Module):
@@ -96,16 +96,15 @@ def tokens() -> ax.TokenDataset:
 def layers() -> list[ax.Layer]:
     return [
         ax.Layer("embed", Embedding, kind="embedding", init=init),
-        *(ax.Layer(f"block{n}", Block, init=init, tensor=SPLITS) for n in range(BLOCKS)),
+        *(ax.Layer(f"block{n}", Block, init=init, tp_plan=PLAN) for n in range(BLOCKS)),
         ax.Layer("head", partial(nn.Linear, WIDTH, WORDS), kind="head", init=init),
     ]
 
 
 def ours(name: str, steps: int, path: str) -> None:
-    shape, samo, is_exact = OURS[name]
+    shape, samo = OURS[name]
     stages, members, replicas = map(int, shape.split("x"))
     layout = {"g_inter": stages, "g_tensor": members, "g_data": replicas}
-    layout["tensor_exact"] = is_exact
 
     def main(job: ax.Job) -> None:
         config = ax.configure(

@@ -6,9 +6,8 @@
     python three_axes.py jitter        what the slowest member of a group costs
     python three_axes.py               all of it, into results/three_axes.json
 
-Published runs sum within a layer by rings, axsparse in pairs: the table has both. They are those of
-the scoreboard with tensor parallelism, without interleaved pieces and without the recomputation of
-attention alone, which axsparse does not have. None of them divides norms and residuals by tokens.
+Published runs are those of the scoreboard with tensor parallelism, without interleaved pieces and
+without the recomputation of attention alone, which axsparse does not have.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from published.run_check import check_runs, rates
 from published.run_file import RunRow, bundled_tables, load_runs
 from published.transformer import SCORE_BYTES
 
 from axsparse.config.load import LoadedConfig, configure, load_config, made_in_python
-from axsparse.models.tensor_group import join
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout import Layout, Row, simulate_layout
@@ -38,14 +35,10 @@ from axsparse.planner.plan_report import because, table
 from axsparse.planner.run_workload import run_question, schedules
 from axsparse.planner.step_cost import (
     KERNEL_BYTES,
-    StageSeconds,
-    group,
-    ring_seconds,
     step_costs,
 )
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad
-from axsparse.runtime.communication import Sums
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
@@ -177,9 +170,8 @@ def published() -> Iterator[dict[str, Any]]:
             if why:
                 yield {**said, **known, **errors, "left out": why}
                 continue
-            for name, by_ring in (("plan, in pairs %", False), ("plan, by rings %", True)):
-                predicted, _ = rates(row, seconds_by_plan(row, check.cluster, by_ring=by_ring))
-                errors[name] = round(100 * (predicted / each.published - 1), 1)
+            predicted, _ = rates(row, seconds_by_plan(row, check.cluster))
+            errors["plan %"] = round(100 * (predicted / each.published - 1), 1)
             yield {**said, **known, **errors}
 
 
@@ -194,7 +186,7 @@ def why_not(row: RunRow) -> str:
     return "recomputation of attention alone" if row.training.recompute == "selective" else ""
 
 
-def seconds_by_plan(row: RunRow, cluster: Cluster, *, by_ring: bool) -> float:
+def seconds_by_plan(row: RunRow, cluster: Cluster) -> float:
     """A step of a run under 1F1B, from the survey of axsparse's own GPT of its sizes."""
     sizes, layout = row.model, row.layout
     model = {
@@ -212,25 +204,11 @@ def seconds_by_plan(row: RunRow, cluster: Cluster, *, by_ring: bool) -> float:
     workload = subject(load_config(None, settings), cluster).workload("dense")
     grid = Grid(layout.pipeline, layout.data, layout.tensor)
     asked = Layout(grid, Schedule("1f1b", 0, "alternate"), row.batch.micro, row.microbatches)
-    # Those programs had norms and residuals whole on all members.
-    with patch("axsparse.models.tensor_parallel.joined", join):
-        loads = split_layers(workload.of_member(layout.tensor), asked, 0.0, math.inf)
+    loads = split_layers(workload.of_member(layout.tensor), asked, 0.0, math.inf)
     assert not isinstance(loads, Rejection), "memory has no limit"
     if not cluster.fused_attention:
         loads = [with_scores(load, row, workload) for load in loads]
     costs = step_costs(workload, loads, cluster, grid, row.batch.micro)
-    if by_ring:
-        stages = [
-            with_sums(
-                stage,
-                *(
-                    ring_sums(each, row, cluster)
-                    for each in (load.forward_sums, load.backward_sums)
-                ),
-            )
-            for stage, load in zip(costs.stages, loads, strict=True)
-        ]
-        costs = replace(costs, stages=stages)
     return simulate_layout(costs, cluster, asked).seconds
 
 
@@ -241,28 +219,6 @@ def with_scores(load: StageLoad, row: RunRow, workload: SurveyedModel) -> StageL
     moved = blocks * SCORE_BYTES * scores / KERNEL_BYTES
     again = moved if load.again_flops else 0.0
     return replace(load, moved=load.moved + moved, again_moved=load.again_moved + again)
-
-
-def ring_sums(sums: Sums, row: RunRow, cluster: Cluster) -> float:
-    """The seconds of the same sums by rings over the members, which send as many bytes."""
-    number = row.layout.tensor
-    members = group(number, 1, cluster.gpus_per_node)
-    summed = sums.sent(row.batch.micro) * number / (2 * (number - 1))
-    hops = ring_seconds(0.0, members, cluster)
-    # In pairs a sum takes two exchanges with the nearest partner, but one with the only one.
-    rings = sums.count / min(number // 2, 2)
-    return ring_seconds(summed, members, cluster) + (rings - 1) * hops
-
-
-def with_sums(stage: StageSeconds, forward: float, backward: float) -> StageSeconds:
-    """The seconds of a stage whose sums take other times."""
-    return replace(
-        stage,
-        forward=stage.forward - stage.forward_sums + forward,
-        backward=stage.backward - stage.backward_sums + backward,
-        forward_sums=forward,
-        backward_sums=backward,
-    )
 
 
 # -- jitter -------------------------------------------------------------------------------------

@@ -119,10 +119,7 @@ class LayoutConfig(Section):
     g_data: Count | Auto = "auto"
     """Replicas of the pipeline; `auto` takes ranks / (g_inter × g_tensor)."""
     g_tensor: Count = 1
-    """Ranks that compute each layer of a stage together, a power of two (docs/howto/tensor.md)."""
-    tensor_exact: bool = False
-    """Cut layers into chunks whose number depends on the model alone, so that every `g_tensor`,
-    also 1, gives the same bits. A little slower than without where `g_tensor` is small."""
+    """Ranks that compute each layer of a stage together (docs/howto/tensor.md)."""
     split: Annotated[tuple[Count, ...] | Auto, FromList] = "auto"
     """Layers of each stage, first to last, embedding and head included; `auto` balances the work
     of the stages, among the splits that fit the memory of a rank."""

@@ -19,7 +19,7 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.host_channel import DTYPES
 
-SplitKind = Literal["column", "row", "vocabulary", "shared", "summed"]
+TpKind = Literal["colwise", "rowwise", "replicated", "gather_output", "vocabulary", "experts"]
 Kind = Literal["block", "embedding", "head"]
 """What a layer is: pruning treats blocks, embeddings and heads differently."""
 LossFunction = Callable[..., Tensor]
@@ -31,24 +31,23 @@ InitFunction = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
 
 
 @dataclass(frozen=True)
-class Split:
-    """How a module of a layer is cut into chunks; a value of `Layer.tensor`."""
+class TpStyle:
+    """How a module of a layer is sharded over tensor-parallel ranks; a value of `Layer.tp_plan`,
+    where its kind alone may stand for it."""
 
-    kind: SplitKind
-    """`column` cuts the outputs of a linear module, `row` its inputs, and `vocabulary` the words of
-    an embedding. A `shared` module stands between a column and a row split, has whole parameters,
-    and computes every head or feature by itself: all chunks use it, and its gradient is the sum
-    over all of them. A `summed` module has its own column and row splits inside, such as experts:
-    parameters of its own, by their paths. Every chunk runs all of it, with its chunks of the
-    parameters, and the outputs are added."""
-    groups: int = 1
-    """A matrix that is made of several, one above the other, such as those of query, key and value,
-    has so many groups, each of which is cut."""
+    kind: TpKind
+    """`colwise` shards the outputs of a linear module, and `rowwise` its inputs, of which it takes
+    its own if it gets all. `gather_output` is colwise with all outputs gathered, for what needs all
+    features, such as a norm over all heads. A `replicated` module computes every head or feature by
+    itself between the two: its parameters are full, and their gradients summed over the ranks.
+    `vocabulary` shards the words of an embedding, or of a weight that the layer hands to
+    `linear_cross_entropy`. `experts` have sharded parameters of their own, named by their paths:
+    every rank runs all experts with its features, and the outputs are summed."""
+    packed: int = 1
+    """So many matrices of one size stand one above the other, such as those of query, key and
+    value; each of them is sharded."""
     unit: int = 1
     """So many consecutive outputs or inputs stay together, such as those of a head."""
-    gathered: bool = False
-    """Whether what lies between a column and a row split is whole on every rank, such as a norm
-    over all heads: both splits say so, or neither."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,12 @@ class Layer:
     generators of torch, Python and numpy seeded by run seed, layer, step and sample, so that its
     numbers do not depend on the layout.
     """
-    tensor: Mapping[str, Split | str] = field(default_factory=dict, hash=False)
-    """How modules of the layer are cut where several ranks share a stage (`layout.g_tensor`), by
-    the path of the module: "column", "row", "vocabulary", "shared", "summed", or a `Split`. What
-    lies between a column and a row split sees some heads or features only, so that it takes their
-    number from the tensor; all else is whole on all ranks.
+    tp_plan: Mapping[str, TpStyle | str] = field(default_factory=dict, hash=False)
+    """How modules of the layer are sharded where several ranks compute a stage
+    (`layout.g_tensor`), by the path of the module: "colwise", "rowwise", "replicated",
+    "gather_output", "vocabulary", "experts", or a `TpStyle`. What lies between a colwise and a
+    rowwise module sees some heads or features only, so that it takes their number from the tensor;
+    all else is alike on all ranks.
     """
 
 
@@ -168,10 +168,6 @@ class Model:
     """`loss_logits(samples)` returns how many logits the loss holds at a time in a microbatch of so
     many samples, where it computes them itself; plans count their memory. None: it computes none.
     """
-    cut_loss: Callable[[Any], LossFunction] | None = None
-    """Makes the loss of outputs of which the last layer has cut some, given the members that have
-    the chunks (`models/tensor_group.py`, `TensorGroup`); None if it cuts none. Plans count what
-    it sums for targets of the shape of the inputs, as those of a language model are."""
     start: StartValues | None = None
     """Start values of parameters and buffers; they take precedence over `Layer.init`."""
     vocab_size: int | None = None

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from axsparse.models.layer import StartValues, as_tuple
-from axsparse.models.tensor_group import TensorGroup
-from axsparse.models.tensor_parallel import whole_parameters
-from axsparse.models.token_tensor import call_layer
-from axsparse.runtime.communication import NO_SUM, Op, Sums, Work, shard_bounds
+from axsparse.runtime.communication import NO_SUM, Sums
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.rank_order import exchanged_bytes
 from axsparse.runtime.seeds import preserved_rng
 
 SAMPLES = 2
@@ -57,12 +53,12 @@ class Activations:
     weight_flops: float = 0.0
     """Flops of the gradients that a split backward puts off."""
     summing: int = 0
-    """The largest buffer in which a member exchanges a tensor that is summed over chunks."""
+    """The largest buffer in which a rank exchanges a tensor with others that hold other shards."""
 
 
 class LayerSums(NamedTuple):
-    """What members sum in a forward, in its backward, and more where the backward computes the
-    layer again: torch ends that as soon as it has what it needs."""
+    """What tensor-parallel ranks sum in a forward, in its backward, and more where the backward
+    computes the layer again: torch ends that as soon as it has what it needs."""
 
     forward: Sums
     backward: Sums
@@ -72,60 +68,21 @@ class LayerSums(NamedTuple):
 NO_SUMS = LayerSums(NO_SUM, NO_SUM, NO_SUM)
 
 
-class SilentCollective:
-    """A group of which only this member is there. It sends nothing, leaves buffers as they are, and
-    counts what it would have sent."""
-
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
-        self.bytes_sent = self.started = self.largest = 0
-        """The bytes and the number of operations, and the largest of their buffers."""
-
-    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        limits = list(bounds or shard_bounds(buffer.numel(), self.size))
-        self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
-        self.started += 1
-        self.largest = max(self.largest, buffer.numel() * buffer.itemsize)
-        return _Over()
-
-
-class _Over:
-    """An operation that is over at once."""
-
-    def poll(self) -> bool:
-        return True
-
-
-class SilentTransport:
-    """All of a transport that a `TensorGroup` needs; with it, one member runs layers alone."""
-
-    name = "silent"
-    backoff = None
-
-    def __init__(self) -> None:
-        self._groups: list[SilentCollective] = []
-
-    def collective(self, _: str, ranks: Sequence[int]) -> SilentCollective:
-        self._groups.append(SilentCollective(len(ranks)))
-        return self._groups[-1]
-
-    def begin(self) -> None:
-        """Count from 0 again."""
-        for group in self._groups:
-            group.bytes_sent = group.started = group.largest = 0
-
-    @property
-    def sent(self) -> tuple[int, int]:
-        """The bytes that were sent since `begin`, and in how many exchanges with each partner."""
-        members, *pairs = self._groups
-        # What all members gather is an exchange with each partner.
-        count = members.started + pairs[0].started if pairs else 0
-        return sum(group.bytes_sent for group in self._groups), count
+class SumCounter(Protocol):
+    """Counts what tensor-parallel ranks exchange while a layer runs."""
 
     @property
     def largest(self) -> int:
         """Bytes of the largest buffer since `begin`."""
-        return max(group.largest for group in self._groups)
+        ...
+
+    def begin(self) -> None:
+        """Count from 0 again."""
+        ...
+
+    def summed(self) -> Sums:
+        """What has been exchanged since `begin`; bytes are those of one sample."""
+        ...
 
 
 GROUPED_PRODUCT = getattr(torch, "_grouped_mm", None)
@@ -227,7 +184,7 @@ refuses shared heads in torch 2.11."""
 
 class _NoModules:
     """Stands in for what tells torch's counter of flops the module that runs, which needs hooks on
-    activations that may have no gradient, or be those of some tokens."""
+    activations that may have no gradient."""
 
     parents = ("Global",)
 
@@ -245,33 +202,29 @@ class Tracer:
         self,
         example: tuple[Tensor, ...],
         dtype: torch.dtype,
-        silent: SilentTransport | None = None,
-        members: TensorGroup | None = None,
+        counter: SumCounter | None = None,
         *,
         samples: int = SAMPLES,
         device: torch.device | None = None,
     ) -> None:
         """`example` is the input of the first layer, of as many samples. Floating-point tensors are
-        cast to `dtype`. The `members` of which the layers have chunks reach each other by
-        `silent`. With a `device` layers really run, there."""
+        cast to `dtype`. `counter` counts what the ranks sum that share the layers, if any do. With
+        a `device` layers really run, there."""
         self._dtype, self._samples, self.device = dtype, samples, device
-        self._silent, self._members = silent, members
+        self._counter = counter
         self._flow = tuple(map(self._input, example))
         self.start: StartValues | None = None
         """Start values of layers that really run, in place of their own."""
         self.sums = NO_SUMS
-        """What members sum in the forward and in the backward of the last layer that was run."""
+        """What ranks sum in the forward and in the backward of the last layer that was run."""
 
     @property
     def shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
         """The shapes and types of the inputs of the next layer."""
         return [(tensor.shape, tensor.dtype) for tensor in self._flow]
 
-    def run(
-        self, name: str, module: nn.Module, *, is_last: bool = False
-    ) -> tuple[float, Activations]:
-        """Flops and activations of one sample's forward through the next layer, the last one or
-        not.
+    def run(self, name: str, module: nn.Module) -> tuple[float, Activations]:
+        """Flops and activations of one sample's forward through the next layer.
 
         Matrix products, convolutions and attention are counted. Raises CostError for a
         layer that does not run.
@@ -281,8 +234,8 @@ class Tracer:
         module = module.to(device=self.device or "meta", dtype=self._dtype).train()
         weights = {_storage(p) for p in (*module.parameters(), *module.buffers())}
         inputs = {_storage(tensor) for tensor in self._flow}
-        if self._silent is not None:
-            self._begin()
+        if self._counter is not None:
+            self._counter.begin()
         # References keep every storage alive, so that no identity of a storage is used twice.
         kept: dict[int, Tensor] = {}
 
@@ -292,9 +245,6 @@ class Tracer:
 
         before = self._flow
         run: Callable[..., object] = partial(module, *before)
-        if self._members is not None:
-            whole = whole_parameters(module)
-            run = partial(call_layer, self._members, module, whole, before, is_last=is_last)
         calls, counter = _Calls(self._samples), FlopCounterMode(display=False, custom_mapping=FLOPS)
         counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         try:
@@ -306,6 +256,8 @@ class Tracer:
             ):
                 outputs = run()
         except Exception as reason:
+            if self._counter is not None and isinstance(reason, ConfigError):
+                raise  # it says what does not fit a shard
             raise self._fails(name, reason) from reason
         given = as_tuple(name, outputs)
         self.sums = self._layer_sums(name, given, run)
@@ -321,27 +273,31 @@ class Tracer:
             widest=max((self._bytes([t]) for t in (*saved.values(), *own.values())), default=0),
             deferred=deferred,
             weight_flops=weight_flops,
-            summing=0 if self._silent is None else self._silent.largest // self._samples,
+            summing=0 if self._counter is None else self._counter.largest // self._samples,
         )
         return counter.get_total_flops() / self._samples, activations
 
     def loss_sums(self, loss: Callable[..., Tensor], targets: Tensor) -> LayerSums:
-        """What members sum in the loss of the last outputs."""
-        self._begin()
+        """What ranks sum in the loss of the last outputs."""
+        assert self._counter is not None, "layers are sharded"
+        self._counter.begin()
         with preserved_rng():
             total = loss(*self._flow, targets.to("meta"))
-        forward = self._summed()
-        return NO_SUMS._replace(forward=forward, backward=self._backward("loss", [total]) - forward)
+        forward = self._counter.summed()
+        self._backward("loss", [total])
+        return NO_SUMS._replace(forward=forward, backward=self._counter.summed() - forward)
 
     def _layer_sums(
         self, name: str, outputs: Sequence[Tensor], again: Callable[[], object]
     ) -> LayerSums:
-        """What members have summed in the forward that gave these outputs, and sum in its backward,
+        """What ranks have summed in the forward that gave these outputs, and sum in its backward,
         which runs on the meta device to tell; `again` runs the forward."""
-        if self._silent is None:
+        counter = self._counter
+        if counter is None:
             return NO_SUMS
-        forward = self._summed()
-        both = self._backward(name, outputs)
+        forward = counter.summed()
+        self._backward(name, outputs)
+        both = counter.summed()
         if not forward.count:
             return LayerSums(forward, both - forward, Sums())
 
@@ -351,30 +307,16 @@ class Tracer:
 
         with preserved_rng():
             repeated = checkpoint(same_attention, use_reentrant=False, preserve_rng_state=False)
-            repeats = self._backward(name, as_tuple(name, repeated)) - both
-        return LayerSums(forward, both - forward, repeats - both)
+            self._backward(name, as_tuple(name, repeated))
+        return LayerSums(forward, both - forward, counter.summed() - both - both)
 
-    def _backward(self, name: str, outputs: Sequence[Tensor]) -> Sums:
-        """What members have summed since their layer began, after the backward of its outputs."""
+    def _backward(self, name: str, outputs: Sequence[Tensor]) -> None:
+        """The backward of these outputs."""
         trained = [tensor for tensor in outputs if tensor.requires_grad]
         try:
             torch.autograd.backward(trained, [torch.empty_like(tensor) for tensor in trained])
         except Exception as reason:
             raise self._fails(name, reason) from reason
-        return self._summed()
-
-    def _begin(self) -> None:
-        """Count what members sum from 0 again."""
-        assert self._silent is not None and self._members is not None, "layers are cut"
-        self._silent.begin()
-        self._members.fixed_bytes = 0
-
-    def _summed(self) -> Sums:
-        """What members have summed since `_begin`; bytes are those of one sample."""
-        assert self._silent is not None and self._members is not None, "layers are cut"
-        sent, count = self._silent.sent
-        fixed = self._members.fixed_bytes
-        return Sums((sent - fixed) // self._samples, count, fixed)
 
     def _input(self, tensor: Tensor) -> Tensor:
         """An activation as the next layer gets it."""

@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +29,12 @@ from axsparse.models.layer_cost import (
     SAMPLES,
     Activations,
     LayerSums,
-    SilentTransport,
     Tracer,
 )
-from axsparse.models.losses import CHUNK_LOGITS
 from axsparse.models.module_buffers import slots
-from axsparse.models.tensor_group import TensorGroup
-from axsparse.models.tensor_parallel import cut_module, cuts_of
+from axsparse.models.tensor_shard import LayerSharding, TensorShard
 from axsparse.runtime.errors import ConfigError, described
 from axsparse.runtime.files.safetensors import can_be_stored
-from axsparse.runtime.grid import Place
 from axsparse.runtime.seeds import preserved_rng
 
 FLOPS_PER_BYTE = 100
@@ -118,7 +114,7 @@ class LayerInfo:
     activations: Activations | None = None
     """Bytes of one sample's activations; None if the model has no example."""
     sums: LayerSums = NO_SUMS
-    """What the members of a group sum while one sample passes through the layer."""
+    """What tensor-parallel ranks sum while one sample passes through the layer."""
 
     @property
     def numel(self) -> int:
@@ -212,10 +208,10 @@ def survey(
             )
     tracer = None
     if model.example is not None:
-        example = _example(model.example, samples)
+        example = example_of(model.example, samples)
         tracer = Tracer(example, dtype, samples=samples, device=device)
         tracer.start = model.start
-    layers = _survey_layers(model.layers, tracer)
+    layers = survey_layers(model.layers, tracer)
     parameters = _by_name(layers)
     if not any(parameter.trained for parameter in parameters.values()):
         raise ConfigError("model: no parameter requires a gradient; there is nothing to train")
@@ -260,7 +256,7 @@ def _by_name(layers: Sequence[LayerInfo]) -> dict[str, ParameterInfo]:
     return parameters
 
 
-def _example(make: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple[Tensor, ...]:
+def example_of(make: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple[Tensor, ...]:
     """The inputs that `Model.example` makes; ConfigError if these are not tensors."""
     try:
         inputs = make(samples)
@@ -324,62 +320,23 @@ def with_costs(surveyed: Survey, text: str) -> Survey:
     return replace(surveyed, layers=layers)
 
 
-def survey_of_member(
-    model: Model, whole: Survey, place: Place, chunks: int, dtype: torch.dtype
-) -> Survey:
-    """What the member of this place holds, computes and sums of a model that is cut into `chunks`.
-    `whole` is the survey of the uncut model.
-
-    Parameters that are cut appear as the chunks of the member, such as "block0.fc1.weight#1".
-    ConfigError for a model that cannot be cut so.
-    """
-    silent: Any = SilentTransport()
-    group = TensorGroup(place, silent, chunks)
-    example = None if model.example is None else _example(model.example, SAMPLES)
-    tracer = None if example is None else Tracer(example, dtype, silent, group)
-    layers = _survey_layers(model.layers, tracer, group)
-    names = {parameter.name for layer in layers for parameter in layer.parameters}
-    ties = {
-        f"{second}{mark}": f"{first}{mark}"
-        for second, first in whole.ties.items()
-        for mark in ("", *(f"#{chunk}" for chunk in group.own))
-        if f"{second}{mark}" in names
-    }
-    surveyed = replace(whole, layers=layers, ties=ties)
-    if model.cut_loss is None or tracer is None or example is None:
-        return surveyed
-    # Its targets are words, as the inputs are.
-    words = max(p.shape[0] for p in layers[-1].parameters if "#" in p.name)
-    logits = partial(_logits_of_chunks, len(group.own), example[0].numel() // SAMPLES * words)
-    sums = tracer.loss_sums(model.cut_loss(group), example[0])
-    return replace(surveyed, loss_sums=sums, loss_logits=logits)
-
-
-def _logits_of_chunks(chunks: int, logits: int, samples: int) -> int:
-    """How many logits of a member with so many chunks of the vocabulary are in work at a time, of
-    so many logits of a sample and a chunk. Chunks that wait, where they are not computed again,
-    take a fifth of one in work (`tensor_parallel.vocabulary_cross_entropy`)."""
-    of_chunk = samples * logits
-    return of_chunk if of_chunk > CHUNK_LOGITS else of_chunk + (chunks - 1) * of_chunk // 5
-
-
-def _survey_layers(
-    layers: Sequence[Layer], tracer: Tracer | None, group: TensorGroup | None = None
+def survey_layers(
+    layers: Sequence[Layer], tracer: Tracer | None, sharding: LayerSharding | None = None
 ) -> list[LayerInfo]:
-    """The contents of all layers; a layer like the one before, with inputs like its, is not built
-    and run again."""
+    """The contents of all layers, or of the shards of one rank; a layer like the one before, with
+    inputs like its, is not built and run again.
+
+    A sharded parameter appears with the index of its shard, such as "block0.fc1.weight#1".
+    """
     found: list[LayerInfo] = []
     shapes: object = None
     for number, layer in enumerate(layers):
         shapes_before, shapes = shapes, None if tracer is None else tracer.shapes
-        is_last = number == len(layers) - 1
-        # Of a cut model the last layer gathers what it returns.
-        is_alone = group is not None and is_last
-        is_known = number and shapes == shapes_before and not is_alone
+        is_known = number and shapes == shapes_before
         if is_known and _are_alike(layers[number - 1], layer):
             found.append(_renamed(found[-1], layer.name))
         else:
-            found.append(_survey_layer(layer, tracer, group, is_last=is_last))
+            found.append(_survey_layer(layer, tracer, sharding))
     return found
 
 
@@ -407,9 +364,7 @@ def _renamed(info: LayerInfo, name: str) -> LayerInfo:
     return replace(info, name=name, parameters=parameters, buffers=buffers)
 
 
-def _survey_layer(
-    layer: Layer, tracer: Tracer | None, group: TensorGroup | None, *, is_last: bool
-) -> LayerInfo:
+def _survey_layer(layer: Layer, tracer: Tracer | None, sharding: LayerSharding | None) -> LayerInfo:
     if layer.kind not in get_args(Kind):
         raise ConfigError(
             f"layer {layer.name}: kind is {layer.kind!r}; choose one of {', '.join(get_args(Kind))}"
@@ -417,7 +372,7 @@ def _survey_layer(
     module = _module_of(layer)
     _check_module(layer, module)
     numel = sum(parameter.numel() for parameter in module.parameters())
-    module, names = _cut(layer, module, group)
+    module, names = _sharded(layer, module, sharding)
     weights = {
         id(parameter)
         for child in module.modules()
@@ -451,33 +406,28 @@ def _survey_layer(
     flops, activations, sums = 2.0 * here, None, NO_SUMS
     if tracer is not None:
         module = module if tracer.device is None else _module_with_values(layer, tracer.start)
-        flops, activations = tracer.run(layer.name, module, is_last=is_last)
+        flops, activations = tracer.run(layer.name, module)
         sums = tracer.sums
     if layer.flops is not None:
         flops = float(layer.flops) * (here / numel if here != numel else 1.0)
     return LayerInfo(layer.name, layer.kind, parameters, flops, buffers, activations, sums)
 
 
-def _cut(
-    layer: Layer, module: nn.Module, group: TensorGroup | None
+def _sharded(
+    layer: Layer, module: nn.Module, sharding: LayerSharding | None
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """The module as a member of the group has it, and its parameters by their names within the
-    layer: a chunk has that of the whole parameter and its number, and stands in its place."""
-    parameters = dict(module.named_parameters())
-    if group is None or not layer.tensor:
-        return module, parameters
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if not all(parameter.is_meta for parameter in parameters.values()):
-        module = copy.deepcopy(module)  # The module may be the user's.
-    cuts = cuts_of(layer.name, layer.tensor, shapes, group.chunks)
-    places = cut_module(layer, module, cuts, group)
-    order = {name: number for number, name in enumerate(shapes)}
-    found = []
-    for name, parameter in module.named_parameters():
-        whole, chunk = places.get(name, (name, None))
-        mark = "" if chunk is None else f"#{chunk}"
-        found.append((order[whole], f"{whole}{mark}", parameter))
-    return module, {name: p for _, name, p in sorted(found, key=lambda each: each[0])}
+    """The module as one rank has it, and its parameters in the order of the full layer, those of
+    shards with their index."""
+    order = [name for name, _ in module.named_parameters()]
+    shards: Mapping[str, TensorShard] = {}
+    if sharding is not None and layer.tp_plan:
+        if not all(parameter.is_meta for parameter in module.parameters()):
+            module = copy.deepcopy(module)  # The module may be the user's.
+        shards = sharding.shard(layer, module)
+    return module, {
+        f"{name}#{shards[name].index}" if name in shards else name: module.get_parameter(name)
+        for name in order
+    }
 
 
 def _module_of(layer: Layer) -> nn.Module:

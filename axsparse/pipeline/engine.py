@@ -10,20 +10,17 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
-from axsparse.models.tensor_group import TensorGroup
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.policy import (
     BACKWARD,
     FORWARD,
     Action,
-    Following,
     ForwardOnly,
     Kind,
     Policy,
@@ -31,8 +28,8 @@ from axsparse.pipeline.policy import (
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.bounds import telling_sample
-from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message, Work
-from axsparse.runtime.errors import AxsparseError, ConfigError, described
+from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
+from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.runtime.grid import Place
 
@@ -58,8 +55,26 @@ class Rank:
     phases: Phases
     gpu: Device | None = None
     """The GPU that the stage computes on; None: the CPU."""
-    members: TensorGroup | None = None
-    """The ranks that compute the stage together; None if this one does so alone."""
+
+
+class _Throttled:
+    """A policy that begins nothing while a stage is congested."""
+
+    def __init__(self, policy: Policy, is_congested: Callable[[], bool]) -> None:
+        self._policy, self._is_congested = policy, is_congested
+        self.expects, self.arrived = policy.expects, policy.arrived
+
+    @property
+    def finished(self) -> bool:
+        return self._policy.finished
+
+    def next(self) -> Action | None:
+        return None if self._is_congested() else self._policy.next()
+
+
+def decides_alone(policy: Policy, _: int) -> Policy:
+    """The policy of a rank that decides by itself."""
+    return policy
 
 
 class Engine:
@@ -73,26 +88,26 @@ class Engine:
         *,
         schedule: Schedule,
         while_idle: Callable[[], None],
+        around: Callable[[Policy, int], Policy] = decides_alone,
     ) -> None:
         """`while_idle` is called again and again while nothing can run: it pushes on work that
-        goes on beside the pipeline, such as all-reduces."""
+        goes on beside the pipeline, such as all-reduces. `around` is given the policy of each step
+        and each evaluation, which begins nothing while this rank is congested, with a number that
+        tells the two apart; it returns the one to run."""
         self._place = rank.place
         self._backoff = rank.backoff
         self._phases = rank.phases
         self._gpu = rank.gpu
-        self._members = rank.members
-        if rank.members is not None:  # messages go on while a member waits for others
-            rank.members.idle = link.push
-            rank.members.timed = partial(rank.phases, "collective")
         self._stage = stage
         self._link = link
         self._schedule = schedule
         self._while_idle = while_idle
+        self._around = around
         self._unfinished: deque[Event] = deque()
         """The ends of the actions that the GPU has not finished."""
-        self._arrived: dict[Direction, deque[tuple[Message, Work | None]]]
+        self._arrived: dict[Direction, deque[Message]]
         self._arrived = {direction: deque() for direction in Direction}
-        """Messages that the policy has not been told of, with the work of `TensorGroup.arrived`."""
+        """Messages that the policy has not been told of."""
         self._inbox: dict[tuple[Direction, int], Message] = {}
         """Messages that wait for their action."""
         self._offset = 0
@@ -125,7 +140,6 @@ class Engine:
             g_inter=place.grid.g_inter,
             microbatches=len(batch.microbatches),
         )
-        last = Kind.WEIGHT if self._schedule.split_backward else Kind.BACKWARD
         losses: list[Tensor] = []
 
         def run(action: Action) -> None:
@@ -140,7 +154,7 @@ class Engine:
                 with self._phases("compute"):
                     self._stage.weight_gradients(action.microbatch)
 
-        self._execute(self._followed(policy, len(batch.microbatches), last), run)
+        self._execute(policy, run)
         self._finish_sending()
         return losses
 
@@ -159,10 +173,11 @@ class Engine:
             with self._phases("compute"):
                 key = Key(batch.step, microbatch.first_sample)
                 targets = self._targets(microbatch)
-                outputs = self._told(
+                outputs = telling_sample(
                     lambda: self._stage.evaluate(inputs, key, targets),
                     (*inputs, targets),
-                    microbatch,
+                    microbatch.samples,
+                    microbatch.source,
                 )
             if self._place.is_last:
                 found.append(torch.stack([output.double() for output in outputs]))
@@ -171,8 +186,7 @@ class Engine:
 
         self._offset = EVALUATED
         try:
-            number = len(batch.microbatches)
-            self._execute(self._followed(policy, number, Kind.FORWARD), run, MOST_WAITING)
+            self._execute(policy, run, MOST_WAITING)
         finally:
             self._offset = 0
         return found
@@ -192,10 +206,9 @@ class Engine:
         policy, taken = self._policy, self._taken
         if policy is None:
             return []
-        apart = self._place.grid.g_tensor
-        sides = {FORWARD: ("activation", -apart), BACKWARD: ("gradient", apart)}
+        sides = {FORWARD: ("activation", -1), BACKWARD: ("gradient", 1)}
         return [
-            f"{kind} {taken[direction]} from rank {self._place.rank + step}"
+            f"{kind} {taken[direction]} from rank {self._place.neighbour(step)}"
             for direction, (kind, step) in sides.items()
             if policy.expects(direction)
         ]
@@ -209,6 +222,7 @@ class Engine:
 
         Once `most_waiting` messages wait for their action, no more are taken from the link.
         """
+        policy = self._around(_Throttled(policy, self._is_congested), self._offset)
         self._taken = dict.fromkeys(Direction, 0)
         self._policy = policy
         self._backoff.reset()
@@ -218,12 +232,8 @@ class Engine:
             else:
                 with self._phases("p2p"):
                     self._link.push()
-            is_congested = self._gpu_is_busy() or self._link.unsent > MOST_UNSENT
             self._tell(policy)
-            # Member 0 decides when to go on. The others run what it has begun, and do not wait.
-            action = None if is_congested and self._place.member == 0 else policy.next()
-            if action is not None and self._members is not None and self._place.member == 0:
-                self._members.tell(action.kind, action.microbatch + self._offset)
+            action = policy.next()
             if action is not None:
                 self._phases.action = str(action)
                 run(action)
@@ -235,29 +245,6 @@ class Engine:
                 self._pause()
         self._policy = None
 
-    def _followed(self, policy: Policy, microbatches: int, last: Kind) -> Policy:
-        """The policy, or on members other than 0 one that follows what member 0 decides."""
-        place, members = self._place, self._members
-        if members is None or place.member == 0:
-            return policy
-
-        def told() -> Action | None:
-            words = members.heard()
-            if words is None:
-                return None
-            kind, number = words[0], words[1] - self._offset
-            if not 0 <= number < EVALUATED:
-                raise self._evaluates_alone()
-            return Action(Kind(kind), number)
-
-        return Following(
-            stage=place.stage,
-            g_inter=place.grid.g_inter,
-            microbatches=microbatches,
-            last=last,
-            told=told,
-        )
-
     @property
     def _waiting(self) -> int:
         """How many messages have arrived and were not used yet."""
@@ -266,28 +253,23 @@ class Engine:
     def _receive(self) -> None:
         with self._phases("p2p"):
             for message in self._link.arrivals():
-                members, direction = self._members, message.direction
-                of_all = None if members is None else members.arrived(direction)
-                self._arrived[direction].append((message, of_all))
+                self._arrived[message.direction].append(message)
 
-    def _gpu_is_busy(self) -> bool:
-        """Whether the GPU has as many unfinished actions as it may have."""
+    def _is_congested(self) -> bool:
+        """Whether the GPU has as many unfinished actions as it may have, or the link unsent
+        messages."""
         while self._unfinished and self._unfinished[0].query():
             self._unfinished.popleft()
-        return len(self._unfinished) >= MOST_AHEAD
+        return len(self._unfinished) >= MOST_AHEAD or self._link.unsent > MOST_UNSENT
 
     def _tell(self, policy: Policy) -> None:
-        """Tell the policy of the messages that it expects and all members have, where they need to
-        know that; others wait."""
+        """Tell the policy of the messages that it expects; others wait."""
         for direction, arrived in self._arrived.items():
             while arrived and policy.expects(direction):
-                message, of_all = arrived[0]
+                message = arrived.popleft()
                 number = message.microbatch - self._offset
                 if not 0 <= number < EVALUATED:
                     raise self._evaluates_alone()
-                if of_all is not None and not of_all.poll():
-                    break
-                arrived.popleft()
                 self._taken[direction] += 1
                 self._inbox[direction, number] = message
                 policy.arrived(direction, number)
@@ -322,53 +304,23 @@ class Engine:
         key = Key(batch.step, microbatch.first_sample)
         with self._phases("compute"):
             targets = self._targets(microbatch)
-            outputs = self._told(
+            outputs = telling_sample(
                 lambda: self._stage.forward(number, inputs, key, targets, divisor),
                 (*inputs, targets),
-                microbatch,
+                microbatch.samples,
+                microbatch.source,
             )
         if self._place.is_last:
             return [outputs[0].detach()]
         self._send(FORWARD, number, outputs)
         return []
 
-    def _told(
-        self,
-        run: Callable[[], tuple[Tensor, ...]],
-        data: Sequence[Tensor | None],
-        microbatch: Microbatch,
-    ) -> tuple[Tensor, ...]:
-        """What a run of the stage gives, as `telling_sample`; ConfigError for what a layer does
-        that is cut, and that may do well as long as it is whole."""
-        try:
-            return telling_sample(run, data, microbatch.samples, microbatch.source)
-        except AxsparseError:
-            raise
-        except Exception as error:
-            where = [name for name in getattr(error, "__notes__", []) if name in self._stage.cut]
-            if not where:
-                raise
-            raise ConfigError(
-                f"{where[0]}: cut into chunks (Layer.tensor), it fails with {described(error)}; "
-                "take the number of heads or features from the tensor, use modules that are cut by "
-                "calling them only, or gather both splits (Split.gathered)"
-            ) from error
-
     def _backward(self, number: int, loss_scale: float) -> None:
         gradients: tuple[Tensor | None, ...] = ()
         if not self._place.is_last:
             gradients = self._inbox.pop((BACKWARD, number)).tensors
         with self._phases("compute"):
-            try:
-                input_gradients = self._stage.backward(number, gradients, loss_scale)
-            except RuntimeError as error:
-                if not self._stage.cut or "meta" not in str(error):
-                    raise
-                raise ConfigError(
-                    f"layout.g_tensor: the backward of {', '.join(sorted(self._stage.cut))} fails "
-                    f"with {described(error)}; give an autograd.Function or a checkpoint in a "
-                    "layer x.view(x.shape), which has all tokens"
-                ) from error
+            input_gradients = self._stage.backward(number, gradients, loss_scale)
         if not self._place.is_first:
             self._send(BACKWARD, number, tuple(input_gradients))
 

@@ -22,12 +22,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from axsparse.models.chunked_tensor import ChunkedTensor
 from axsparse.models.layer import as_tuple
 from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_norms
-from axsparse.models.tensor_group import TensorGroup
-from axsparse.models.tensor_parallel import is_cut, whole_parameters
-from axsparse.models.token_tensor import TokenTensor, call_layer
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError, noted
 from axsparse.runtime.seeds import preserved_rng, seed_all
@@ -89,18 +85,11 @@ class LayerRunner:
         *,
         is_recomputed: bool,
         is_compiled: bool = False,
-        members: TensorGroup | None = None,
-        is_last: bool = False,
     ) -> None:
         """`is_recomputed` says that the backward computes the activations once more instead of
-        keeping them, and `is_compiled` that torch.compile fuses the layer's operations. `members`
-        compute the layers of a cut model together, of which this one may be the last."""
+        keeping them, and `is_compiled` that torch.compile fuses the layer's operations."""
         self.name = name
-        self.place = f"layer {name}"
-        """The layer in the notes of what its forward raises."""
-        self.is_cut = is_cut(module)
         self._module = module
-        self._members, self._is_last = members, is_last
         self._is_recomputed = is_recomputed
         self._slots = slots(module)
         self._persistent = [slot for slot in self._slots if slot.persists]
@@ -109,7 +98,6 @@ class LayerRunner:
         self._writes: dict[bool, bool] = {}
         """Whether a forward writes into its inputs, by training mode, once it is known."""
         self._parameters = list(module.named_parameters())
-        self._whole = whole_parameters(module)
         self._widened = _half_parameters_of_norms(module)
         if is_compiled:
             _allow_graphs(GRAPHS)
@@ -213,19 +201,8 @@ class LayerRunner:
             inputs = tuple(tensor.clone() for tensor in inputs)
         versions = [tensor._version for tensor in inputs]
         weights = [weight._version for _, weight in self._parameters]
-        with noted(self.place):
+        with noted(f"layer {self.name}"):
             outputs = as_tuple(self.name, self._run(inputs))
-        for slot in self._slots if self.is_cut else ():
-            if isinstance(slot.tensor, ChunkedTensor):
-                raise ConfigError(
-                    f"layer {self.name}: its forward keeps what some heads or features only give "
-                    f"in buffer {slot.name!r}; gather both splits around it (Split.gathered)"
-                )
-            if isinstance(slot.tensor, TokenTensor):
-                raise ConfigError(
-                    f"layer {self.name}: its forward keeps what each member has of some tokens "
-                    f"only in buffer {slot.name!r}; keep a sum or a mean over the tokens"
-                )
         for (name, weight), version in zip(self._parameters, weights, strict=True):
             if weight._version != version:
                 raise ConfigError(
@@ -244,9 +221,7 @@ class LayerRunner:
         if self._widened:
             wide = {name: parameter.to(dtype) for name, parameter, dtype in self._widened}
             module = partial(_call_with, self._module, wide)
-        if self._members is None:
-            return module(*inputs)
-        return call_layer(self._members, module, self._whole, inputs, is_last=self._is_last)
+        return module(*inputs)
 
     def _apart(self, outputs: Tensors) -> Tensors:
         """The outputs in canonical form, each a tensor of its own; those in a buffer are copied.

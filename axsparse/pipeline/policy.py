@@ -6,7 +6,7 @@ training (`pipeline.engine`) and simulations (`pipeline.simulator`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -91,8 +91,7 @@ class Policy(Protocol):
        An arrival out of order, from a side without a neighbour or beyond the last microbatch is an
        error in the caller: an assertion.
     5. The policies of all stages together never wait for each other for ever.
-    6. The answers depend on the arrivals and calls so far, and on nothing else; those of
-       `Following` also on what it is told.
+    6. The answers depend on the arrivals and calls so far, and on nothing else.
 
     To add a policy, write a class with these four members here (an order that is known beforehand
     needs no class: see `Schedule`), and return it from `Schedule.policy`. It has to pass
@@ -345,49 +344,6 @@ def _check_order(actions: Sequence[Action]) -> int:
             "every forward needs its backward, and either all or none its weight gradients"
         )
     return forwards
-
-
-class Following:
-    """The policy of a rank that shares its stage with others, of which one decides for all.
-
-    It runs the actions in the order in which they are told, each as soon as its input has arrived
-    here too. That input is certain to come: the member that decides had its own, and the members of
-    the stage before run the same actions.
-    """
-
-    def __init__(
-        self,
-        *,
-        stage: int,
-        g_inter: int,
-        microbatches: int,
-        last: Kind,
-        told: Callable[[], Action | None],
-    ) -> None:
-        """`last` is the kind of the last actions. `told` returns each action that was decided
-        once, in order, and None while there is no other."""
-        self._inputs = Inputs(stage, g_inter, microbatches)
-        self._last = last
-        self._told = told
-        self._due: Action | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self._inputs.begun[self._last] == self._inputs.microbatches
-
-    def expects(self, direction: Direction) -> bool:
-        is_used = direction is FORWARD or self._last is not Kind.FORWARD
-        return is_used and self._inputs.expects(direction)
-
-    def arrived(self, direction: Direction, microbatch: int) -> None:
-        self._inputs.arrived(direction, microbatch)
-
-    def next(self) -> Action | None:
-        self._due = self._due or self._told()
-        if self._due is None or not self._inputs.has(self._due.kind):
-            return None
-        begun, self._due = self._inputs.begin(self._due.kind), None
-        return begun
 
 
 class ForwardOnly:

@@ -64,8 +64,6 @@ class Stage:
         modules multiply; where backwards are split, they defer weight gradients to
         `weight_gradients`.
         """
-        self.cut = {layer.place for layer in layers if layer.is_cut}
-        """The layers that are cut, as notes name them."""
         self.layers = layers
         self._loss = loss
         self._loss_is_known = False

@@ -8,8 +8,8 @@ A backward computes gradients of activations, and of weights. Of the plain modul
 - of a mostly pruned weight only the kept entries of the gradient are computed, at once in an
   unsplit backward and in W in a split one. The layer's other two products are then computed from
   the kept entries of the weight;
-- where members of a stage sum the gradients of a layer's inputs, the factors of its chunks are
-  saved too, and multiplied while the sum is under way.
+- where something else is awaited in the backward, such as a sum over ranks, the factors of some
+  modules are saved too, and multiplied meanwhile.
 
 Any other gradient of such a weight, from a penalty or from another use of the weight, comes through
 autograd and is added. Where backwards are split, this gradient waits for W as well, so that
@@ -19,7 +19,7 @@ gradients are added in the order of the microbatches.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,8 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.module_products import forwards_in_place, has_products, product_forward
-from axsparse.models.tensor_group import TensorGroup
-from axsparse.models.tensor_parallel import chunk_modules
 from axsparse.runtime.communication import Work
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
@@ -289,34 +287,30 @@ class StageProducts:
         collector: GradientCollector,
         *,
         is_split: bool,
-        members: TensorGroup | None = None,
+        beside: Set[nn.Module] = frozenset(),
     ) -> None:
         """`layers` are the stage's modules by name. If backwards are not split, only modules take
-        part whose weight may have sparse products, and those that hold a chunk of a matrix which
-        several `members` share."""
+        part whose weight may have sparse products, and those whose gradients `compute_beside` may
+        compute, `beside`."""
         self.is_in_backward = False
         """Whether the backward of a microbatch runs."""
         self._is_split = is_split
-        is_shared = members is not None and members.size > 1
-        self.deferred = DeferredGradients(collector) if is_split or is_shared else None
+        self.deferred = DeferredGradients(collector) if is_split or beside else None
         """What is deferred; None if nothing ever is."""
         self._products: dict[nn.Module, WeightProducts] = {}
         for name, module in layers:
-            chunks = chunk_modules(module)
             for path, each in _uncompiled(module):
                 if not has_products(each):
                     continue
                 weight = each._parameters["weight"]
                 assert isinstance(weight, nn.Parameter)
                 sparse = collector.sparse_products(weight) if isinstance(each, nn.Linear) else None
-                deferred = self.deferred if is_split or each in chunks else None
+                deferred = self.deferred if is_split or each in beside else None
                 if deferred is not None or sparse is not None:
                     full = ".".join(filter(None, (name, path, "weight")))
                     self._products[each] = WeightProducts(full, weight, sparse, self, deferred)
         self._showing: list[WeightProducts] = []
         self._forwards: dict[nn.Module, Callable[..., object]] = {}
-        if members is not None and self.deferred is not None:
-            members.beside = self._beside
         collector.defer(self._weights(), self._arrived)
 
     def __len__(self) -> int:
@@ -377,10 +371,11 @@ class StageProducts:
             products.compare(weight)
         return self.deferred.arrive(weight)
 
-    def _beside(self, work: Work) -> None:
-        """Compute weight gradients while members sum something: as many as wait in an unsplit
-        backward, and in a split one until the sum is there."""
-        assert self.deferred is not None
+    def compute_beside(self, work: Work) -> None:
+        """Compute weight gradients while some work is under way: as many as wait in an unsplit
+        backward, and in a split one until the work is done."""
+        if self.deferred is None:
+            return
         while (not work.poll() or not self._is_split) and self.deferred.run_next():
             pass
 

@@ -17,7 +17,7 @@ from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.grid import Grid
 
 DEFAULT_SLACK = 1
-WORD_BYTES = 2 * 8
+WORD_BYTES = 4 * 8
 """Bytes by which a member is told its next action."""
 PLAYED_REPLICAS = 4
 """Replicas that are simulated if there is jitter: enough to tell layouts apart."""
@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def word_bytes(self) -> int:
-        """Bytes by which the first member of a stage tells the others what to do in a step: two
+        """Bytes by which the first member of a stage tells the others what to do in a step: four
         numbers for each action."""
         actions = self.microbatches * (3 if self.schedule.split_backward else 2)
         return actions * WORD_BYTES * (self.grid.g_tensor - 1)

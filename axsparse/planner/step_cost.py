@@ -9,9 +9,9 @@ b bytes of output:
                 the part of the backward that a split one leaves for later
     compression φ / κ, if the model is pruned
     message     mbs · b / B_p, for which the sender and the receiver are each busy
-    sum         log₂ T · (n / rate + α), on top, for each tensor of n bytes that the T members of a
-                stage sum: one exchange with each partner. Where stages are on two nodes, the
-                members' messages share the network cards.
+    sum         2 (T − 1) / T · n / rate + 2 (T − 1) · α as a ring, on top, for each tensor of n
+                bytes that the T members of a stage sum. Where stages are on two nodes, the members'
+                messages share the network cards.
 
 Once a step, for D replicas and n bytes of kept gradients:
 
@@ -120,16 +120,12 @@ def stage_seconds(
 
 
 def sum_seconds(sums: Sums, cluster: Cluster, microbatch_size: int, members: int) -> float:
-    """The seconds in which the members of a stage sum these tensors of a microbatch.
-
-    Partners are 1, 2, 4, … ranks apart, and all members exchange at once.
-    """
-    seconds = 0.0
-    for level, (nbytes, count) in enumerate(sums.exchanged(members, microbatch_size)):
-        pair = group(2, 2**level, cluster.gpus_per_node)
-        seconds += nbytes / _ring_rate(pair, cluster)
-        seconds += count * _latency(pair, cluster)
-    return seconds
+    """The seconds in which the members of a stage sum these tensors of a microbatch, as a ring."""
+    if members == 1:
+        return 0.0
+    ring = group(members, 1, cluster.gpus_per_node)
+    hops = 2 * (members - 1) * sums.count
+    return sums.sent(microbatch_size) / _ring_rate(ring, cluster) + hops * _latency(ring, cluster)
 
 
 def _latency(group: Group, cluster: Cluster) -> float:

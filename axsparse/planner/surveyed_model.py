@@ -42,8 +42,8 @@ HEALING_BYTES = 25
 """Bytes that healing takes for each parameter of a layer beside its gradient: the master and a
 copy, two moments, what adds the gradients of several microbatches, and the mask."""
 GATHERED_BYTES = 12
-"""Bytes for each entry of a tensor that a member gathers from chunks to save it: in fp32, what the
-members send, what is made of that, and up to half as much of its own chunks."""
+"""Bytes for each entry of a tensor that a member gathers from shards to save it: in fp32, what the
+members send, what is made of that, and up to half as much of its own shard."""
 SCORED_BYTES = 18
 """Bytes for each entry of a tensor that is scored by its gradient, on the host: its weights and a
 copy, the gradient, the score and a number on the way to it, and selecting; measured to be 17."""
@@ -239,7 +239,7 @@ class SurveyedModel:
     def of_member(self, members: int) -> SurveyedModel:
         cutting = self.cutting
         assert cutting is not None or members == 1, "nobody says how the model is cut"
-        if cutting is None or not cutting.is_needed(members):
+        if cutting is None or members == 1:
             return self
         if members not in self._members:
             self._members[members] = replace(

@@ -136,13 +136,13 @@ class Op(Enum):
 
 @dataclass(frozen=True)
 class Sums:
-    """What a member of a stage exchanges with the others, such as while one sample passes through a
-    layer."""
+    """What a tensor-parallel rank exchanges with the others, such as while one sample passes
+    through a layer."""
 
     nbytes: int = 0
     """Bytes that it sends for a sample."""
     count: int = 0
-    """How many exchanges these are with each partner, whatever the number of samples."""
+    """How many sums these are, whatever the number of samples."""
     fixed: int = 0
     """Bytes that it sends besides, whatever the number of samples, such as gradients of norms."""
 
@@ -153,16 +153,8 @@ class Sums:
         return Sums(self.nbytes - other.nbytes, self.count - other.count, self.fixed - other.fixed)
 
     def sent(self, samples: int) -> int:
-        """Bytes that a member sends for a microbatch of so many samples."""
+        """Bytes that a rank sends for a microbatch of so many samples."""
         return samples * self.nbytes + self.fixed
-
-    def exchanged(self, members: int, samples: int) -> list[tuple[float, int]]:
-        """The bytes of a microbatch that go to each partner, which are 1, 2, 4, … ranks apart, and
-        how many exchanges these are: with every partner half of what the one before gets
-        (`TensorGroup.fold` in `models/tensor_group.py`)."""
-        shares = [0.5**level for level in range(members.bit_length() - 1)]
-        sent = self.sent(samples)
-        return [(sent * share / sum(shares), self.count) for share in shares]
 
 
 NO_SUM = Sums()

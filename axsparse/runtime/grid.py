@@ -73,6 +73,10 @@ class Place:
     replica: int
     member: int = 0
 
+    def neighbour(self, step: int) -> int:
+        """The rank so many stages after this one, or before it."""
+        return self.rank + step * self.grid.g_tensor
+
     @property
     def is_first(self) -> bool:
         """Whether this rank reads the inputs."""

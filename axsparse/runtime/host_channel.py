@@ -127,8 +127,7 @@ class HostChannels(Protocol):
 def neighbours(place: Place, direction: Direction) -> list[tuple[int, int]]:
     """The (source, target) ranks between which this rank has messages to move in a direction."""
     rank, step = place.rank, 1 if direction is Direction.FORWARD else -1
-    apart = step * place.grid.g_tensor
-    before, after = rank - apart, rank + apart
+    before, after = place.neighbour(-step), place.neighbour(step)
     starts, ends = (place.is_first, place.is_last)[::step]
     return [(before, rank)] * (not starts) + [(rank, after)] * (not ends)
 

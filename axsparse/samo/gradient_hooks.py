@@ -164,7 +164,7 @@ class GradientCollector:
             (tensor.parameter, SparseWeight(self, tensor))
             for layer in self._layers
             for tensor in layer.tensors
-            if tensor.whole_name in names
+            if tensor.full_name in names
             and layer.backend.device.type == "cpu"
             and may_be_sparse(tensor.parameter)
         )

@@ -7,17 +7,15 @@ exists, so building a stage needs memory for its final state and one fp32 parame
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, StartValues, odd_values, on_meta
 from axsparse.models.module_buffers import slots
-from axsparse.models.tensor_group import Cut, TensorGroup
-from axsparse.models.tensor_parallel import cut_module, cuts_of
+from axsparse.models.tensor_shard import LayerSharding
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator, preserved_rng, seed_all
@@ -26,10 +24,7 @@ from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.masks import Masks
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, master_kind
-from axsparse.samo.tensor_state import TensorState, Whole
-
-StartOf: TypeAlias = Callable[[str], Tensor]
-"""Makes the fp32 start value of a parameter of a layer, by its name within the layer."""
+from axsparse.samo.tensor_state import TensorState
 
 
 @dataclass(frozen=True)
@@ -39,18 +34,15 @@ class BuiltLayer:
     spec: Layer
     module: nn.Module
     state: LayerState
-    names: Mapping[str, str] = field(default_factory=dict)
-    """The global name of each parameter of the uncut layer, in its order, and the name within the
-    module, where it is not cut; empty where it is."""
 
     def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank answers for, with global names: all but those that are
-        whole on member 0 as well."""
-        chunks = {id(t.parameter): t.name for t in self.state.tensors if t.chunk_of is not None}
-        is_first = self.state.members is None or self.state.members.rank == 0
+        """The parameters that this rank answers for, with global names: shards, and on the first
+        of several tensor-parallel ranks those that all of them have."""
+        shards = {id(t.parameter): t.name for t in self.state.tensors if t.shard is not None}
+        is_first = self.state.group is None or self.state.group.rank == 0
         for name, parameter in self.module.named_parameters():
-            if id(parameter) in chunks:
-                yield chunks[id(parameter)], parameter
+            if id(parameter) in shards:
+                yield shards[id(parameter)], parameter
             elif is_first:
                 yield f"{self.spec.name}.{name}", parameter
 
@@ -73,8 +65,8 @@ class StateOptions:
     """How tensors that are pruned now or later store their kept positions."""
     replicas: Replicas = ALONE
     """The ranks that hold the same layers."""
-    members: TensorGroup | None = None
-    """The ranks that share the layers, which are cut into chunks; None if layers are whole."""
+    sharding: LayerSharding | None = None
+    """How tensor-parallel ranks share the layers; None if this rank has all of them."""
     start: StartValues | None = None
     """The values that the model starts from; None leaves that to its layers."""
     backend: Backend = HOST
@@ -110,134 +102,98 @@ def _construct_layer(
     """Build one layer and enter its tensors into `tensors`, where later aliases find them."""
     module, values = _skeleton(layer, ties, options)
     _fill_buffers(layer, module, options)
-    chunks = _cut(layer, module, options)
+    sharding = options.sharding
+    shards = {} if sharding is None else sharding.shard(layer, module)
     states: list[TensorState] = []
     frozen: list[Tensor] = [slot.tensor for slot in slots(module)]
     for local_name, parameter in list(module.named_parameters()):
-        if local_name in chunks.places:
-            continue
-        name = f"{layer.name}.{local_name}"
-        owner = tensors.get(ties.get(name, ""))
-        shape = tuple(parameter.shape)
-        if owner is not None and tuple(owner.parameter.shape) != shape:
+        name, shard = f"{layer.name}.{local_name}", shards.get(local_name)
+        mark = "" if shard is None else f"#{shard.index}"
+        owner = tensors.get(f"{ties.get(name, '')}{mark}")
+        if owner is not None and owner.parameter.shape != parameter.shape:
             raise ConfigError(
-                f"tie {owner.name} = {name}: shapes {tuple(owner.parameter.shape)} and {shape} "
-                "differ; a tie joins two uses of one weight"
+                f"tie {owner.name} = {name}: shapes {tuple(owner.parameter.shape)} and "
+                f"{tuple(parameter.shape)} differ; a tie joins two uses of one weight"
             )
-        if owner is None:
-            storage = torch.zeros(shape, dtype=options.dtype, device=options.backend.device)
-        else:
-            storage = owner.parameter.detach()
-        put_storage(parameter, storage)
+        put_storage(parameter, _storage(parameter, owner, options))
         if not parameter.requires_grad:
             parameter.detach().copy_(values(local_name))
             frozen.append(parameter)
             continue
-        index = options.backend.full_index(parameter.numel())
-        first, masks = ties.get(name, name), options.masks
-        if owner is None and masks is not None and first in masks.kept:
-            mask_D = masks.mask(first, shape, partial(values, local_name))
-            index = options.backend.index(mask_D, options.index)
-            del mask_D
-        tensors[name] = TensorState(name, parameter, index, decays=len(shape) >= 2, alias_of=owner)
-        states.append(tensors[name])
-    states += _chunk_states(layer, ties, tensors, options, (module, values, chunks))
-    states.sort(key=lambda tensor: chunks.order.index(tensor.whole_name))
+        first = ties.get(name, name)
+        tensor = TensorState(
+            f"{name}{mark}",
+            parameter,
+            options.backend.full_index(parameter.numel()),
+            decays=parameter.dim() >= 2,
+            alias_of=owner,
+            shard=shard,
+        )
+        tensor.full_kept = tensor.full_numel
+        if owner is None and options.masks is not None and first in options.masks.kept:
+            _mask(tensor, first, options, partial(values, local_name))
+        tensors[tensor.name] = tensor
+        states.append(tensor)
     state = LayerState(
         layer.name,
         states,
         options.types,
         frozen=frozen,
         replicas=options.replicas,
-        members=options.members,
+        group=None if sharding is None else sharding.group,
         backend=options.backend,
     )
-    for whole in state.wholes.values():
-        fill(state, whole, values(whole.name.removeprefix(f"{layer.name}.")))
+    for tensor in state.owned:
+        fill(state, tensor, values(tensor.full_name.removeprefix(f"{layer.name}.")))
     # This allocates the moments, and does so only now, when the last fp32 start value is freed.
     state.optimizer_state.reset_moments()
-    return BuiltLayer(layer, module, state, chunks.names)
+    return BuiltLayer(layer, module, state)
 
 
-@dataclass(frozen=True)
-class _Chunks:
-    """What of a layer is cut."""
-
-    names: Mapping[str, str]
-    """`BuiltLayer.names`."""
-    cuts: Mapping[str, Cut]
-    """How parameters are cut, by their names within the uncut layer."""
-    places: Mapping[str, tuple[str, int]]
-    """What `cut_module` returns."""
-
-    @property
-    def order(self) -> list[str]:
-        """The global names of the parameters of the uncut layer."""
-        return list(self.names)
+def _storage(parameter: nn.Parameter, owner: TensorState | None, options: StateOptions) -> Tensor:
+    """Zeros for a parameter, or the weight of the first use."""
+    if owner is not None:
+        return owner.parameter.detach()
+    return torch.zeros(parameter.shape, dtype=options.dtype, device=options.backend.device)
 
 
-def _cut(layer: Layer, module: nn.Module, options: StateOptions) -> _Chunks:
-    """Cut a layer's module, if members share it."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    cuts: Mapping[str, Cut] = {}
-    places: Mapping[str, tuple[str, int]] = {}
-    if options.members is not None:
-        cuts = cuts_of(layer.name, layer.tensor, shapes, options.members.chunks)
-        places = cut_module(layer, module, cuts, options.members)
-    names = {f"{layer.name}.{name}": "" if name in cuts else name for name in shapes}
-    return _Chunks(names, cuts, places)
+def _mask(
+    tensor: TensorState, first: str, options: StateOptions, value: Callable[[], Tensor]
+) -> None:
+    """Keep the entries of a tensor that the masks have under the name of its weight's first use."""
+    assert options.masks is not None
+    mask_D = options.masks.mask(first, tensor.full_shape, value)
+    tensor.own_index = options.backend.index(tensor.of_full(mask_D), options.index)
+    tensor.full_kept = options.masks.kept[first]
 
 
-def _chunk_states(
-    layer: Layer,
-    ties: Mapping[str, str],
-    tensors: dict[str, TensorState],
-    options: StateOptions,
-    cut: tuple[nn.Module, StartOf, _Chunks],
-) -> list[TensorState]:
-    """The chunks of a layer's tensors that are here, entered into `tensors`; `cut` has the module,
-    its start values, and what is cut."""
-    module, values, chunks = cut
-    wholes: dict[str, tuple[Whole, Tensor | None]] = {}
-    states = []
-    for place, (local, number) in chunks.places.items():
-        name = f"{layer.name}.{local}"
-        owner, masks = tensors.get(ties.get(f"{name}#{number}", "")), options.masks
-        if local not in wholes:
-            shape, first, mask_D = chunks.cuts[local].shape, ties.get(name, name), None
-            whole = Whole(name, shape, torch.Size(shape).numel(), chunks.cuts[local])
-            if owner is None and masks is not None and first in masks.kept:
-                mask_D = masks.mask(first, shape, partial(values, local))
-                whole.kept = masks.kept[first]
-            wholes = {local: (whole, mask_D)}  # and no longer that of the tensor before
-        whole, mask_D = wholes[local]
-        parameter = module.get_parameter(place)
-        numel, decays = parameter.numel(), len(whole.shape) >= 2
-        index = options.backend.full_index(numel)
-        state = TensorState(
-            f"{name}#{number}", parameter, index, decays, owner, chunk_of=whole, chunk=number
-        )
-        if mask_D is not None:
-            state.own_index = options.backend.index(whole.part(state, mask_D), options.index)
-        storage = torch.zeros(parameter.shape, dtype=options.dtype, device=options.backend.device)
-        put_storage(parameter, storage if owner is None else owner.parameter.detach())
-        whole.parts.append(state)
-        tensors[state.name] = state
-        states.append(state)
-    return states
+def full_module(built: BuiltLayer) -> nn.Module:
+    """The plain module of a layer as it is now, with memory of its own: full weights, no shards.
+
+    Tensor-parallel ranks call this together.
+    """
+    with preserved_rng():
+        module = built.spec.build() if built.spec.init is None else on_meta(built.spec)
+    here = dict(built.module.named_parameters())
+    trained = {tensor.full_name: tensor for tensor in built.state.tensors}
+    for name, parameter in module.named_parameters():
+        tensor, value = trained.get(f"{built.spec.name}.{name}"), here[name].detach()
+        full = value if tensor is None else built.state.gathered(tensor, value)
+        put_storage(parameter, full.clone())
+    for slot, own in zip(slots(module), slots(built.module), strict=True):
+        slot.put(own.tensor.clone())
+    return module
 
 
-def fill(state: LayerState, whole: Whole, value: Tensor) -> None:
-    """Set the kept weights of a tensor from dense fp32 values.
+def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
+    """Set the kept weights of a tensor from dense fp32 values of the full one.
 
     A function of its own, so that `value` is freed before the caller makes the next one.
     """
-    value_D = value.view(-1).to(state.backend.device)
-    for tensor in whole.parts:
-        part_D = whole.part(tensor, value_D)
-        for start, stop in tensor.blocks():
-            kept_K = tensor.index.gather(part_D, start, stop)
-            state.optimizer_state.write_master(tensor, start, kept_K)
+    value_D = tensor.of_full(value.view(-1).to(state.backend.device))
+    for start, stop in tensor.blocks():
+        kept_K = tensor.index.gather(value_D, start, stop)
+        state.optimizer_state.write_master(tensor, start, kept_K)
 
 
 def start_values(

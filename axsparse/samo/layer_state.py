@@ -25,14 +25,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from axsparse.models.tensor_group import TensorGroup
+from axsparse.models.tensor_shard import ShardGroup
 from axsparse.runtime.communication import Collective, Op
 from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.kernels import add_exact, finish_exact
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes
-from axsparse.samo.tensor_state import Relocation, Shares, TensorState, Whole
+from axsparse.samo.tensor_state import Relocation, Shares, TensorState
 
 
 @dataclass(frozen=True)
@@ -222,17 +222,17 @@ class LayerState:
         *,
         frozen: Sequence[Tensor] = (),
         replicas: Replicas = ALONE,
-        members: TensorGroup | None = None,
+        group: ShardGroup | None = None,
         backend: Backend = HOST,
     ) -> None:
         """Allocate the buffers; `optimizer_state.write_master` fills them.
 
         `frozen` are the layer's untrained parameters and its buffers, which are counted as they
-        are. `members` share the tensors that are cut. `backend` is where all of the state is, the
-        parameters of `tensors` included.
+        are. `group` has the other shards of sharded tensors. `backend` is where all of the state
+        is, the parameters of `tensors` included.
         """
         self.name = name
-        self.members = members
+        self.group = group
         self.frozen = tuple(frozen)
         self.backend = backend
         self._index_kind = types.index
@@ -242,12 +242,10 @@ class LayerState:
         self.owned = self.shares.owned
         """The tensors that have a master of their own: all but aliases."""
         self._by_name = {tensor.name: tensor for tensor in self.tensors}
-        self.wholes: dict[str, Whole] = {}
-        """All owned tensors by the name of the whole tensor."""
+        self.by_full_name = {tensor.full_name: tensor for tensor in self.owned}
         for tensor in self.owned:
-            shape = tuple(tensor.parameter.shape)
-            whole = tensor.chunk_of or Whole(tensor.name, shape, tensor.kept, None, [tensor])
-            self.wholes[whole.name] = whole
+            if tensor.shard is None:
+                tensor.full_kept = tensor.kept
         self._lay_gradient(self._zeros(self.shares.total, types.gradient))
         self.most = self._zeros(len(self.tensors) if self.is_exact else 0)
         """Of each tensor, the largest absolute value that sums of integers took in this step."""
@@ -376,76 +374,67 @@ class LayerState:
             owned = self.gradient[: self.shares.bounds[-1]]
             self.shares.replicas.exchange(Op.ALL_GATHER, owned, self.shares.bounds)
 
-    # -- one whole tensor by its name, for pruning and checkpoints -------------------------
+    # -- one full tensor by its name, for pruning and checkpoints -------------------------
 
     def dense_gradient(self, name: str) -> Tensor:
         """This replica's gradient in the parameter's shape, fp32 on the host; 0 where pruned. All
-        members ask for that of a tensor that is cut together."""
+        ranks of the group ask for that of a sharded tensor together."""
         # A copy: a score of the user's own may change what it is given.
-        return self._dense_whole(name, lambda tensor: self.gradient_of(tensor).float().clone())
+        return self._dense_full(name, lambda tensor: self.gradient_of(tensor).float().clone())
 
     def master(self, name: str) -> Tensor:
         """All fp32 master weights of one tensor, kept entries only, on the host; may be a view.
 
-        All replicas ask for it together where the state is sharded, and all members where the
-        tensor is cut.
+        All replicas ask for it together where the state is sharded, and all ranks of the group
+        where the tensor is.
         """
-        return self._kept_of_whole(name, self.optimizer_state.whole_master)
+        return self._kept_of_full(name, self.optimizer_state.whole_master)
 
     def dense_master(self, name: str) -> Tensor:
         """The masters in the parameter's shape, zero at pruned positions; else like `master`."""
-        return self._dense_whole(name, self.optimizer_state.whole_master)
+        return self._dense_full(name, self.optimizer_state.whole_master)
 
     def dense_weight(self, name: str) -> Tensor:
         """The weights that training computes with, in the parameter's shape, on the host; all
-        members ask for those of a tensor that is cut together."""
-        whole = self.wholes[name]
-        parts = [tensor.parameter.detach().cpu() for tensor in whole.parts]
-        return self.joined(whole, parts).view(whole.shape)
+        ranks of the group ask for those of a sharded tensor together."""
+        tensor = self.by_full_name[name]
+        return self.gathered(tensor, tensor.parameter.detach().cpu())
 
     def moment(self, name: str, moment: str) -> Tensor:
         """All values of one moment of a tensor, kept entries only; else like `master`."""
-        return self._kept_of_whole(
+        return self._kept_of_full(
             name, lambda tensor: self.optimizer_state.whole_moment(tensor, moment)
         )
 
     def mask(self, name: str) -> Tensor:
         """The flat mask of one tensor, bool on the host; asked for as `master`."""
-        whole = self.wholes[name]
-        masks = []
-        for tensor in whole.parts:
-            mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
-            mask_D[tensor.positions()] = True
-            masks.append(mask_D)
-        return self.joined(whole, masks).view(-1)
+        tensor = self.by_full_name[name]
+        mask_D = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
+        mask_D[tensor.positions()] = True
+        return self.gathered(tensor, mask_D).view(-1)
 
-    def _dense_whole(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
-        """A tensor in its shape, on the host, from the kept values of each part."""
-        whole = self.wholes[name]
-        dense = [
-            values_K.cpu()
-            if tensor.kept == tensor.parameter.numel()
-            else self._dense(tensor, values_K)
-            for tensor in whole.parts
-            for values_K in [values(tensor)]
-        ]
-        return self.joined(whole, dense).view(whole.shape)
+    def _dense_full(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
+        """A tensor in its shape, on the host, from the kept values of what is here."""
+        tensor = self.by_full_name[name]
+        values_K = values(tensor)
+        is_dense = tensor.kept == tensor.parameter.numel()
+        return self.gathered(tensor, values_K.cpu() if is_dense else self._dense(tensor, values_K))
 
-    def _kept_of_whole(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
-        """The kept entries of a tensor, on the host, from those of each part."""
-        whole = self.wholes[name]
-        if whole.cut is None:
-            return values(whole.parts[0]).cpu()
-        dense_D = self._dense_whole(name, values).view(-1)
-        return dense_D if whole.kept == whole.numel else dense_D[self.mask(name)]
+    def _kept_of_full(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
+        """The kept entries of a tensor, on the host, from those that are here."""
+        tensor = self.by_full_name[name]
+        if tensor.shard is None:
+            return values(tensor).cpu()
+        dense_D = self._dense_full(name, values).view(-1)
+        return dense_D if tensor.full_kept == tensor.full_numel else dense_D[self.mask(name)]
 
-    def joined(self, whole: Whole, parts: Sequence[Tensor]) -> Tensor:
-        """Values of a whole tensor, from those of its parts here and of other members, which call
-        this together."""
-        if whole.cut is None:
-            return parts[0]
-        assert self.members is not None, f"{whole.name} is cut"
-        return self.members.gathered(whole.cut, parts)
+    def gathered(self, tensor: TensorState, part: Tensor) -> Tensor:
+        """Values of a full tensor in its shape, from those that are here and on other ranks, which
+        call this together."""
+        if tensor.shard is None:
+            return part.view(tensor.full_shape)
+        assert self.group is not None, f"{tensor.name} is sharded"
+        return self.group.gather(tensor.shard, part)
 
     def _dense(self, tensor: TensorState, values_K: Tensor) -> Tensor:
         """Values of a tensor's kept entries in the parameter's shape, on the host."""
@@ -498,10 +487,9 @@ class LayerState:
         new buffer, and the whole of the old one where it is sharded. Called between two steps, by
         all replicas together; then call `refit` on a layer with an alias of this tensor.
         """
-        whole = self.wholes[name]
-        for tensor in whole.parts:
-            self._remask(tensor, whole.part(tensor, mask_D))
-        whole.kept = int(mask_D.count_nonzero())
+        tensor = self.by_full_name[name]
+        self._remask(tensor, tensor.of_full(mask_D))
+        tensor.full_kept = int(mask_D.count_nonzero())
 
     def _remask(self, changed: TensorState, mask_D: Tensor) -> None:
         name, numel = changed.name, changed.parameter.numel()

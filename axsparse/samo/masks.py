@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from axsparse.runtime.canonical_form import bytes_of
-from axsparse.samo.tensor_state import Whole
+from axsparse.samo.tensor_state import TensorState
 
 if TYPE_CHECKING:
     from axsparse.samo.layer_construction import BuiltLayer
@@ -73,14 +73,14 @@ def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks:
     """
     layers = list(layers)
     for layer in layers:
-        for name, whole in layer.state.wholes.items():
+        for name, tensor in layer.state.by_full_name.items():
             owner = ties.get(name, name)
             if owner in masks.kept:
                 mask_D = masks.mask(
                     owner,
-                    whole.shape,
+                    tensor.full_shape,
                     partial(layer.state.dense_master, name),
-                    within=kept_positions(layer.state, whole),
+                    within=kept_positions(layer.state, tensor),
                 )
                 layer.state.remask(name, mask_D)
     for layer in layers:
@@ -88,14 +88,14 @@ def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks:
             layer.state.refit()
 
 
-def kept_positions(state: LayerState, whole: Whole) -> Tensor | None:
+def kept_positions(state: LayerState, tensor: TensorState) -> Tensor | None:
     """Flat positions of the kept entries of a pruned tensor; None if the tensor is dense. All
-    members ask for those of a tensor that is cut together."""
-    if whole.kept == whole.numel:
+    ranks of the group ask for those of a sharded tensor together."""
+    if tensor.full_kept == tensor.full_numel:
         return None
-    return (
-        whole.parts[0].positions() if whole.cut is None else state.mask(whole.name).nonzero()[:, 0]
-    )
+    if tensor.shard is None:
+        return tensor.positions()
+    return state.mask(tensor.full_name).nonzero()[:, 0]
 
 
 def masks_digest(layers: Iterable[BuiltLayer]) -> int:

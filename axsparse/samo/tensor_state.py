@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.tensor_group import Cut
+from axsparse.models.tensor_shard import TensorShard
 from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import Index
 from axsparse.samo.shards import BLOCK, Replicas, share_bounds
@@ -29,7 +29,7 @@ class TensorState:
     """
 
     name: str
-    """Global parameter name; of a chunk that of the whole parameter, "#", and its number."""
+    """Global parameter name; of a shard that of the full parameter, "#", and its index."""
     parameter: nn.Parameter
     """Dense, in the training precision; zero at pruned positions."""
     own_index: Index
@@ -51,10 +51,10 @@ class TensorState:
     """Gradients of microbatches that are still to be added to sums of integers."""
     is_summed: bool = False
     """Whether this step's sums of integers have something in them."""
-    chunk_of: Whole | None = None
-    """The tensor of which this is a chunk; None if it is whole."""
-    chunk: int = 0
-    """The number of the chunk."""
+    shard: TensorShard | None = None
+    """Where it lies in the full tensor, if it is a shard of one."""
+    full_kept: int = 0
+    """Kept entries of the full tensor, those of other ranks included."""
 
     @property
     def index(self) -> Index:
@@ -88,33 +88,23 @@ class TensorState:
         return range(first, max(first, min(part.stop - self.offset, stop)))
 
     @property
-    def whole_name(self) -> str:
-        """The global name of the whole parameter."""
-        return self.name if self.chunk_of is None else self.chunk_of.name
-
-
-@dataclass(eq=False)
-class Whole:
-    """A trained tensor as masks and files know it, whose chunks ranks of a group may share."""
-
-    name: str
-    """Global parameter name."""
-    shape: tuple[int, ...]
-    kept: int
-    """Kept entries of all chunks, those of other ranks included."""
-    cut: Cut | None = None
-    """Where the chunks lie; None for a tensor that is not cut."""
-    parts: list[TensorState] = field(default_factory=list)
-    """The chunks that are here, in order; the tensor itself if it is not cut."""
+    def full_name(self) -> str:
+        """The global name of the full parameter."""
+        return self.name if self.shard is None else self.name.rpartition("#")[0]
 
     @property
-    def numel(self) -> int:
-        """Entries before pruning."""
-        return torch.Size(self.shape).numel()
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the full parameter."""
+        return tuple(self.parameter.shape) if self.shard is None else self.shard.full_shape
 
-    def part(self, tensor: TensorState, values: Tensor) -> Tensor:
-        """The values of one of the parts, flat, from those of the whole tensor."""
-        return (values if self.cut is None else self.cut.take(values, tensor.chunk)).view(-1)
+    @property
+    def full_numel(self) -> int:
+        """Entries of the full parameter."""
+        return torch.Size(self.full_shape).numel()
+
+    def of_full(self, values: Tensor) -> Tensor:
+        """The values of this tensor, flat, from those of the full one."""
+        return (values if self.shard is None else self.shard.take(values)).view(-1)
 
 
 class Shares:

@@ -23,7 +23,6 @@ from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
-from axsparse.models.tensor_group import TensorGroup
 from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.sinks import refuse_missing_packages
 from axsparse.observe.watchdog.watchdog import open_watchdog
@@ -49,6 +48,8 @@ from axsparse.samo.optim.update import prepare_loops
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
+from axsparse.tensor_parallel.group import TensorGroup
+from axsparse.tensor_parallel.modules import Sharding
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, CheckpointMasks, load_layers
 from axsparse.training.checkpoint.manifest import DataEntry
 from axsparse.training.checkpoint.saver import Saver
@@ -443,8 +444,9 @@ def _build_state(
     """
     place, transport = run.place, placement.transport
     on_gpus = placement.gpu is not None
-    members = TensorGroup(place, transport, run.chunks, on_gpus=on_gpus) if run.cuts else None
-    options = replace(_state_options(run, _replicas(run, transport), placement), members=members)
+    group = TensorGroup(place, transport, on_gpus=on_gpus) if place.grid.g_tensor > 1 else None
+    sharding = None if group is None else Sharding(group)
+    options = replace(_state_options(run, _replicas(run, transport), placement), sharding=sharding)
     stage_layers = [run.model.layers[number] for number in run.stages[place.stage]]
     masks: Masks | None
     if checkpoint is None:

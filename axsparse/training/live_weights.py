@@ -73,15 +73,15 @@ class LiveWeights:
         for layer in self._parts.layers:
             prefix, state = layer.spec.name, layer.state
             dtype = self._parts.run.dtype if trained else torch.float32
-            for name, local in layer.names.items():
+            for local, parameter in layer.module.named_parameters():
+                name = f"{prefix}.{local}"
                 value: Callable[[], Tensor]
                 if name in self._parts.survey.ties:
                     continue
-                if name in state.wholes:
+                if name in state.by_full_name:
                     read = state.dense_weight if trained else state.dense_master
-                    value, shape = partial(read, name), state.wholes[name].shape
+                    value, shape = partial(read, name), state.by_full_name[name].full_shape
                 else:
-                    parameter = layer.module.get_parameter(local)
                     value, shape = (
                         partial(parameter.detach().to, "cpu", dtype),
                         tuple(parameter.shape),

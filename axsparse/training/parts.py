@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -12,13 +13,13 @@ from axsparse.config.schema import num_microbatches
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.survey import Survey
-from axsparse.models.tensor_group import TensorGroup
 from axsparse.observe.gpu_phases import DevicePhases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
 from axsparse.observe.watchdog.watchdog import Activity
-from axsparse.pipeline.engine import Engine, Rank
+from axsparse.pipeline.engine import Engine, Rank, decides_alone
 from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.pipeline.policy import action
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.pipeline.weight_gradients import StageProducts
@@ -37,6 +38,9 @@ from axsparse.samo.offload import Offload
 from axsparse.samo.optim.gradient_norm import LossScale
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
+from axsparse.tensor_parallel.group import TensorGroup
+from axsparse.tensor_parallel.lockstep import Lockstep, MeetingLink
+from axsparse.tensor_parallel.modules import Sharding, sharded_loss, sharded_products
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import RunSpec, loss_scale
 from axsparse.training.run_data import Data
@@ -54,7 +58,7 @@ class Parts:
     engine: Engine
     link: Link
     members: TensorGroup | None
-    """The ranks that compute this stage together, where layers are cut into chunks."""
+    """The tensor-parallel ranks of this stage, where its layers are sharded."""
     collector: GradientCollector
     sync: GradientSync
     weights: WeightGather
@@ -120,20 +124,20 @@ def assemble(
         states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
     )
     collector = GradientCollector(states, sync.ready, phases.compression)
-    link = transport.link(place)
-    members = options.members
+    group = options.sharding.group if isinstance(options.sharding, Sharding) else None
+    products = _products(run, layers, collector)
+    link = _link(transport.link(place), group, phases, products)
     engine = Engine(
-        Rank(place, backoff, phases, placement.gpu, members),
-        _stage(run, layers, collector, members),
+        Rank(place, backoff, phases, placement.gpu),
+        _stage(run, layers, products, group),
         link,
         schedule=_schedule(run),
         while_idle=sync.advance,
+        around=decides_alone if group is None else partial(Lockstep, group, action),
     )
     live = _live_masks(run, layers, options, transport)
     masking = choose_masking(config, run.criterion, live, starts_pruned=run.starts_pruned)
-    offload = None
-    if config.samo.offload and placement.gpu is not None:
-        offload = Offload(placement.gpu, states, backoff)
+    gpu = placement.gpu if config.samo.offload else None
     return Parts(
         run=run,
         placement=placement,
@@ -141,13 +145,13 @@ def assemble(
         layers=layers,
         engine=engine,
         link=link,
-        members=members,
+        members=group,
         collector=collector,
         sync=sync,
         weights=WeightGather(gradients, backoff, phases),
         statistics=_statistics(run, layers, options),
         replicas=options.replicas,
-        offload=offload,
+        offload=None if gpu is None else Offload(gpu, states, backoff),
         loss_scale=loss_scale(config),
         live=live,
         masking=masking,
@@ -179,18 +183,30 @@ def _live_masks(
     return LiveMasks(layers, ties, run.targets, pattern, options, run.place, transport)
 
 
+def _link(
+    link: Link, group: TensorGroup | None, phases: Phases, products: StageProducts | None
+) -> Link:
+    """The link of a rank; a tensor-parallel one sends and computes while it waits for others."""
+    if group is None:
+        return link
+    group.idle, group.timed = link.push, partial(phases, "collective")
+    if products is not None:
+        group.beside = products.compute_beside
+    return MeetingLink(link, group) if group.on_gpus else link
+
+
 def _stage(
     run: RunSpec,
     layers: list[BuiltLayer],
-    collector: GradientCollector,
-    members: TensorGroup | None,
+    products: StageProducts | None,
+    group: TensorGroup | None,
 ) -> Stage:
     """The computation of this rank's layers; the loss belongs to the last stage."""
     place, config, model = run.place, run.config, run.model
     pipeline = config.pipeline
     loss = model.loss
-    if members is not None and model.cut_loss is not None:
-        loss = model.cut_loss(members)
+    if group is not None:
+        loss = sharded_loss(model, group) or loss
     if pipeline.checkpoint_activations:
         _refuse_rrelu(layers)
     return Stage(
@@ -200,8 +216,6 @@ def _stage(
                 layer.module,
                 is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
                 is_compiled=pipeline.compile,
-                members=members,
-                is_last=layer.spec is model.layers[-1],
             )
             for number, layer in enumerate(layers)
         ],
@@ -209,7 +223,7 @@ def _stage(
         metrics=model.metrics if place.is_last else {},
         input_dtype=run.dtype if place.is_first else None,
         seed=config.seed,
-        products=_products(run, layers, collector, members),
+        products=products,
     )
 
 
@@ -217,7 +231,6 @@ def _products(
     run: RunSpec,
     layers: Sequence[BuiltLayer],
     collector: GradientCollector,
-    members: TensorGroup | None,
 ) -> StageProducts | None:
     """What takes weight gradients out of backwards; None if autograd makes all of them, as in a
     compiled layer, whose backward is one function."""
@@ -227,7 +240,8 @@ def _products(
     if run.targets is not None and run.config.samo.sparse_products is not False:
         collector.allow_sparse_products(run.targets.shapes)
     modules = [(layer.spec.name, layer.module) for layer in layers]
-    products = StageProducts(modules, collector, is_split=is_split, members=members)
+    beside = set[nn.Module]().union(*(sharded_products(layer.module) for layer in layers))
+    products = StageProducts(modules, collector, is_split=is_split, beside=beside)
     return products if is_split or len(products) else None
 
 

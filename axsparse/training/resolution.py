@@ -18,7 +18,7 @@ from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
 from axsparse.models.survey import LayerInfo, Survey, match, named_value
-from axsparse.models.tensor_group import Cut
+from axsparse.models.tensor_shard import TensorShard
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     Choice,
@@ -29,7 +29,7 @@ from axsparse.planner.auto_layout import (
     resolve_grid,
 )
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.cutting import Cutting, ties_of_chunks
+from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import DEFAULT_SLACK
 from axsparse.planner.memory_budget import UNLIMITED, MemoryBudget
 from axsparse.planner.run_workload import (
@@ -56,6 +56,7 @@ from axsparse.samo.optim.gradient_norm import LossScale
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.state_bytes import master_kind, stage_bytes
+from axsparse.tensor_parallel.plan import check_ties
 from axsparse.training.checkpoint.verification import flat
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
@@ -128,26 +129,23 @@ class RunSpec:
     """Whether ranks compute on CPUs."""
     room: float = math.inf
     """Bytes that this rank may take beside what its process held at its start."""
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """How parameters are cut into chunks, by name; empty where layers are whole."""
+    shards: Mapping[str, TensorShard] = field(default_factory=dict)
+    """The last shard of each sharded parameter, by name."""
     member: Survey | None = None
-    """What the member of each stage that holds most has of the model; None where layers are
-    whole."""
-
-    @property
-    def chunks(self) -> int:
-        """Into how many chunks parameters are cut; 1 where layers are whole."""
-        return next((cut.chunks for cut in self.cuts.values()), 1)
+    """What the tensor-parallel rank that holds most has of the model; None where layers are not
+    sharded."""
 
     @property
     def counted(self) -> list[str]:
-        """`Survey.counted`, with the name of each chunk in the place of that of a tensor that is
-        cut."""
+        """`Survey.counted`, with the names of its shards in the place of that of a sharded
+        tensor."""
         return [
             name
-            for whole in self.survey.counted
+            for full in self.survey.counted
             for name in (
-                [f"{whole}#{n}" for n in range(self.chunks)] if whole in self.cuts else [whole]
+                [f"{full}#{n}" for n in range(self.shards[full].count)]
+                if full in self.shards
+                else [full]
             )
         ]
 
@@ -196,7 +194,7 @@ class RunSpec:
         ).total
 
     def stage_of(self, name: str) -> int:
-        """The stage that holds a parameter or a chunk of it."""
+        """The stage that holds a parameter or a shard of it."""
         layer = self.survey.layer_of(name.rpartition("#")[0] or name)
         return next(number for number, stage in enumerate(self.stages) if layer in stage)
 
@@ -236,7 +234,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
         on_host=inputs.on_host,
         room=inputs.budget.for_model,
     )
-    run = _cut(run, cutting)
+    run = _sharded(run, cutting)
     if draws:
         check_rounds(loaded, run.config)
     member = subject.of_member(grid.g_tensor)
@@ -316,12 +314,17 @@ def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence
     return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})
 
 
-def _cut(run: RunSpec, cutting: Cutting) -> RunSpec:
-    """The run with its layers cut into chunks, if its settings ask for that."""
-    survey = run.survey
-    cuts = cutting.cuts(run.place.grid.g_tensor)
-    survey = replace(survey, ties={**survey.ties, **ties_of_chunks(survey, cuts)})
-    return replace(run, cuts=cuts, survey=survey)
+def _sharded(run: RunSpec, cutting: Cutting) -> RunSpec:
+    """The run with the shards of its layers and the ties of these, if it is to have any."""
+    survey, ranks = run.survey, run.place.grid.g_tensor
+    shards = cutting.shards(ranks)
+    check_ties(survey.ties, shards)
+    ties = {
+        f"{second}#{index}": f"{first}#{index}"
+        for second, first in survey.ties.items()
+        for index in range(ranks if first in shards else 0)
+    }
+    return replace(run, shards=shards, survey=replace(survey, ties={**survey.ties, **ties}))
 
 
 def _stages(

@@ -381,7 +381,7 @@ class Step:
             tensor.name: tensor.kept
             for layer in parts.layers
             for tensor in layer.state.owned
-            if parts.place.member == 0 or tensor.chunk_of is not None
+            if parts.place.member == 0 or tensor.shard is not None
         }
         names = parts.run.counted
         self._counted = [name for name in names if name in kept]
@@ -509,31 +509,32 @@ def _refuse_unequal(digest: int, parts: Parts, text: str) -> None:
 
 
 def refuse_partial_gradients(parts: Parts) -> None:
-    """ConfigError if members of a stage have other gradients of a parameter that all of them have,
-    or other buffers. All ranks call this together."""
-    members = parts.members
-    if members is None or members.size == 1:
+    """ConfigError if tensor-parallel ranks have other gradients of a parameter that all of them
+    have, or other buffers. All ranks call this together."""
+    group = parts.members
+    if group is None:
         return
     states = [layer.state for layer in parts.layers]
     for state in states:
-        # Members may have other shares of their state, as chunks keep other numbers of entries.
+        # Replicas may share the state of each rank in another way, as shards keep other numbers of
+        # entries.
         state.gather_gradient()
-    whole = {
+    full = {
         f"{tensor.name}: its gradient": state.gradient_of(tensor)
         for state in states
         for tensor in state.owned
-        if tensor.chunk_of is None
+        if tensor.shard is None
     }
     for layer in parts.layers:
         kept = (slot for slot in slots(layer.module) if slot.persists)
-        whole |= {f"{layer.spec.name}.{slot.name}: this buffer": slot.tensor for slot in kept}
-    rows = members.rows([float(bits_digest(values)) for values in whole.values()])
-    for what, *digests in zip(whole, *rows, strict=True):
-        if len(set(digests)) > 1:
+        full |= {f"{layer.spec.name}.{slot.name}: this buffer": slot.tensor for slot in kept}
+    digests = torch.tensor([bits_digest(values) for values in full.values()], dtype=torch.float64)
+    for what, of_ranks in zip(full, group.gather_rows(digests).t().tolist(), strict=True):
+        if len(set(of_ranks)) > 1:
             raise ConfigError(
-                f"{what} differs between the members of stage {parts.place.stage}, so that it sees "
-                'some heads or features only; make its module "shared" in Layer.tensor, move it in '
-                "front of the column split, or gather both splits (Split.gathered)"
+                f"{what} differs between the ranks of stage {parts.place.stage}, so that it sees "
+                'some heads or features only; make its module "replicated" in Layer.tp_plan, move '
+                'it in front of the colwise module, or make that "gather_output"'
             )
 
 
@@ -707,8 +708,8 @@ class SkippedSteps:
             return f"{grid.place(rank)}: the loss is not finite"
         assert verdict.culprit is not None, "a loss or a gradient is not finite"
         stage = parts.run.stage_of(verdict.culprit)
-        chunk = int(verdict.culprit.rpartition("#")[2]) if "#" in verdict.culprit else 0
-        column = grid.column(stage, chunk * grid.g_tensor // parts.run.chunks)
+        shard = int(verdict.culprit.rpartition("#")[2]) if "#" in verdict.culprit else 0
+        column = grid.column(stage, shard)
         # A single replica sums nothing, so that its gradients are looked at only once.
         bad = [rank for rank in column if rank in verdict.bad_ranks or len(column) == 1]
         where = str(grid.place(bad[0])) if bad else f"stage {stage}, summed"

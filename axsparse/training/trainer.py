@@ -411,7 +411,7 @@ class Trainer:
             self.save_mask(self.parts.run_dir / MASK_FILE)
 
     def _bytes_sent(self) -> tuple[int, int]:
-        """Bytes that were sent so far to other replicas, and to other stages and members."""
+        """Bytes that were sent so far to other replicas, and to other stages and shards."""
         sync, members = self.parts.sync, self.parts.members
         of_members = 0 if members is None else members.bytes_sent
         others = self.parts.link.bytes_sent + sync.tie_bytes_sent + of_members

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +18,7 @@ from torch import Tensor, nn
 
 from axsparse.config.load import made_in_python
 from axsparse.config.model_config import GptConfig
-from axsparse.models.layer_cost import SilentTransport
-from axsparse.models.survey import Survey, survey, survey_of_member
-from axsparse.models.tensor_group import TensorGroup
-from axsparse.models.tensor_parallel import cut_module, cuts_of
+from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.gpt import gpt
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.policy import Action, Kind
@@ -37,6 +33,8 @@ from axsparse.planner.surveyed_model import CUT_LOSS_BYTES, SurveyedModel
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
+from axsparse.tensor_parallel.dry_run import SilentGroup, survey_of_member
+from axsparse.tensor_parallel.modules import shard_module, sharded_loss
 
 SAMPLES, MICROBATCHES = 4, 6
 TOKENS, WIDTH, WORDS = 64, 64, 1000
@@ -88,14 +86,14 @@ class Played:
         loss, members = model.loss, members_of(name)
         if members > 1:
             # Sums have wrong values, and all their memory.
-            silent: Any = SilentTransport()
-            group = TensorGroup(Grid(1, 1, members).place(members - 1), silent, members)
+            group = SilentGroup(Grid(1, 1, members).place(members - 1))
             for layer, (_, module) in zip(layers, modules, strict=True):
-                shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
-                cut_module(layer, module, cuts_of(layer.name, layer.tensor, shapes, members), group)
-                module.to_empty(device="cpu")
-            assert model.cut_loss is not None
-            loss = model.cut_loss(group)
+                shard_module(layer, module, group)
+                for parameter in module.parameters():
+                    if parameter.is_meta:
+                        empty = nn.Parameter(torch.empty(parameter.shape))
+                        torch.utils.swap_tensors(parameter, empty)
+            loss = sharded_loss(model, group) or loss
         for _, module in modules:
             for parameter in module.parameters():
                 nn.init.normal_(parameter, std=0.02)
@@ -185,36 +183,30 @@ def test_a_stage_holds_what_is_planned_and_little_less(
     assert 0.5 * beside < peak <= 1.05 * beside
 
 
-@pytest.mark.parametrize(
-    ("members", "chunks", "words"), [(2, 2, 2048), (2, 8, 2048), (1, 8, 2048), (2, 2, 40_000)]
-)
-def test_the_loss_of_a_cut_vocabulary_takes_what_is_planned(
-    members: int, chunks: int, words: int
-) -> None:
+@pytest.mark.parametrize(("members", "words"), [(2, 2048), (4, 2048), (2, 40_000)])
+def test_the_loss_of_a_sharded_vocabulary_takes_what_is_planned(members: int, words: int) -> None:
     """Also where logits are computed again, of 40,000 words."""
     tokens, samples = 32, 4
     config = GptConfig(
         num_layers=1, hidden_size=8, num_heads=8, sequence_length=tokens, vocab_size=words
     )
     model, place = gpt(config, tokens), Grid(1, 1, members).place(members - 1)
-    silent: Any = SilentTransport()
-    group = TensorGroup(place, silent, chunks)
-    weights = [torch.randn(words // chunks, 8, requires_grad=True) for _ in group.own]
+    weight = torch.randn(words // members, 8, requires_grad=True)
     hidden = torch.randn(samples, tokens, 8, requires_grad=True)
     targets = torch.arange(samples * tokens).view(samples, tokens)
-    assert model.cut_loss is not None
-    loss = model.cut_loss(group)
+    loss = sharded_loss(model, SilentGroup(place))
+    assert loss is not None
 
     def step() -> None:
-        loss(hidden, *weights, targets).backward()
+        loss(hidden, weight, targets).backward()
 
     step()  # Gradients are there from now on.
     peak = peak_of_torch(step)
 
-    surveyed = survey_of_member(model, survey(model), place, chunks, torch.float32)
+    surveyed = survey_of_member(model, survey(model), place, torch.float32)
     assert surveyed.loss_logits is not None
     planned = CUT_LOSS_BYTES * surveyed.loss_logits(samples)
-    beside = sum(weight.nbytes for weight in weights) + 3 * hidden.nbytes
+    beside = weight.nbytes + 3 * hidden.nbytes
     assert 0.9 * planned < peak <= planned + beside
 
 

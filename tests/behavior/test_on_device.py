@@ -45,7 +45,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models import losses
-from axsparse.models.layer import Layer, Model, Split
+from axsparse.models.layer import Layer, Model, TpStyle
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.pruning import healing
@@ -204,9 +204,8 @@ def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
     )
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
 def test_the_host_asks_its_device_once_a_step(
-    is_cut: bool, on_device: Placing, monkeypatch: pytest.MonkeyPatch
+    on_device: Placing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever needs a number of the device waits for all that was enqueued before."""
     for name in ("CHUNK_LOGITS", "GPU_CHUNK_LOGITS"):
@@ -236,7 +235,7 @@ def test_the_host_asks_its_device_once_a_step(
         monkeypatch.setattr(trainer._step, "train_step", counted)
 
     steps: list[list[str]] = []
-    config = small(optimizer=SGD, train={"steps": 3}, layout={"tensor_exact": is_cut})
+    config = small(optimizer=SGD, train={"steps": 3})
     train_in_process(
         1, 1, tiny_gpt(config), config, token_data(), before=watch, placement=on_device
     )
@@ -352,7 +351,7 @@ MEMBERS = [
 
 
 @pytest.mark.parametrize(("layout", "way", "seed", "sections"), MEMBERS)
-def test_members_on_devices_are_bitwise_one_rank_on_a_cpu(
+def test_members_on_devices_are_bitwise_members_on_cpus(
     layout: tuple[int, int, int], way: Way, seed: int, sections: dict[str, Any], on_device: Placing
 ) -> None:
     """Operations end at drawn moments, and a host whose device waits for others sends nothing. Odd
@@ -361,7 +360,6 @@ def test_members_on_devices_are_bitwise_one_rank_on_a_cpu(
         **{
             "batch": {"global_batch_size": 4, "microbatch_size": 1},
             "model": {"num_heads": 4},
-            "layout": {"tensor_exact": True},
             "optimizer": SGD,
             "train": {"steps": 2},
             **sections,
@@ -371,7 +369,7 @@ def test_members_on_devices_are_bitwise_one_rank_on_a_cpu(
 
 
 class Gathered(nn.Module):
-    """A norm over the features of all chunks, and one that every chunk has for itself."""
+    """A norm over the features of all ranks, and a slope that every rank has for itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,19 +378,19 @@ class Gathered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         whole: Tensor = self.down(self.norm(torch.tanh(self.up(x))))
-        chunked: Tensor = self.out(self.slope(self.gate(whole)))
-        return chunked
+        out: Tensor = self.out(self.slope(self.gate(whole)))
+        return out
 
 
 @pytest.mark.parametrize("way", [pytest.param("pinned", marks=pytest.mark.exhaustive), "nccl"])
 def test_members_gather_and_share_on_devices_as_on_cpus(way: Way, on_device: Placing) -> None:
-    splits: dict[str, Split | str] = {
-        **{"up": Split("column", gathered=True), "down": Split("row", gathered=True)},
-        **{"gate": "column", "slope": "shared", "out": "row"},
+    plan: dict[str, TpStyle | str] = {
+        **{"up": "gather_output", "down": "rowwise"},
+        **{"gate": "colwise", "slope": "replicated", "out": "rowwise"},
     }
-    layer = Layer("all", Gathered, init=random_init, tensor=splits)
+    layer = Layer("all", Gathered, init=random_init, tp_plan=plan)
     model = Model([layer], loss=summed_loss)
-    config = small(optimizer=SGD, train={"steps": 2}, layout={"tensor_exact": True})
+    config = small(optimizer=SGD, train={"steps": 2})
 
     agree_as_members(on_device, (1, 1, 2), way, 1, config, model, vector_data())
 
@@ -406,12 +404,15 @@ def agree_as_members(
     model: Model | None = None,
     data: Dataset | None = None,
 ) -> None:
-    """The same run of members on stand-in devices and of one rank a replica on a CPU."""
+    """The same run of members on stand-in devices and of one stage a replica on CPUs."""
     model, data = model or tiny_gpt(config), data or token_data()
     validation = token_data(24) if config.train.eval_steps else None
     on_host = config.model_copy(update={"samo": config.samo.model_copy(update={"offload": False})})
-    replicas = layout[1]
-    expected = train_in_process(1, replicas, model, on_host, data, validation=validation)[0][1]
+    _, replicas, members = layout
+    ranks = train_in_process(
+        1, replicas, model, on_host, data, validation=validation, g_tensor=members
+    )
+    expected = ranks[0][1]
 
     def on_rank(transport: StandIn) -> tuple[Trainer, Trace]:
         found = train_here(
@@ -424,9 +425,9 @@ def agree_as_members(
 
     device = partial(HoldingDevice, memory=pretend(), in_order=bool(seed % 2))
     make = partial(StandIn, device=device)
-    ranks = on_standins(math.prod(layout), way, on_rank, seed=seed, make=make)
+    found = on_standins(math.prod(layout), way, on_rank, seed=seed, make=make)
 
-    for trainer, trace in ranks:
+    for trainer, trace in found:
         assert trainer.parts.members is not None and trainer.parts.members.bytes_sent > 0
         assert_bitwise(trace, expected)
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: members of a stage share its layers, with the same bits at every degree."""
+"""Tensor parallelism: a degree has the same bits in every layout, and rounds as others do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from support.cases import (
     GPT,
     ONE_RANK,
+    ONE_STAGE,
     PRUNING,
     TORCH,
     Row,
@@ -39,11 +40,9 @@ from support.runs import (
 )
 from support.sums import sample_all
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from axsparse.models.layer import Layer, Model, Split
-from axsparse.models.survey import survey, survey_of_member
-from axsparse.models.tensor_group import TensorGroup, spread
+from axsparse.models.layer import Layer, Model, TpStyle
+from axsparse.models.survey import survey
 from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
@@ -51,6 +50,8 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.seeds import keyed_generator
+from axsparse.tensor_parallel.dry_run import survey_of_member
+from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.training.trainer import Trainer
 
 
@@ -103,36 +104,37 @@ class Own(nn.Module):
         return out
 
 
-HEAD = Split("column", unit=8)
-SPLITS: dict[str, Split | str] = {
+HEAD = TpStyle("colwise", unit=8)
+PLAN: dict[str, TpStyle | str] = {
     **{f"attention.{name}": HEAD for name in ("query", "key", "value")},
-    "attention.out": Split("row", unit=8),
-    **{"up": "column", "gate": "column", "down": "row"},
+    "attention.out": TpStyle("rowwise", unit=8),
+    **{"up": "colwise", "gate": "colwise", "down": "rowwise"},
 }
-SHARED = {"inner": nn.PReLU, "tensor": {**SPLITS, "inner": "shared"}}
-"""A parameter that all chunks use."""
+REPLICATED = {"inner": nn.PReLU, "plan": {**PLAN, "inner": "replicated"}}
+"""A parameter that all ranks use for their own features."""
 GATHERED = {
     "inner": partial(nn.LayerNorm, 48),
     "dropout": 0.2,
-    "tensor": {
-        **SPLITS,
-        **dict.fromkeys(("up", "gate"), Split("column", gathered=True)),
-        "down": Split("row", groups=2, gathered=True),
+    "plan": {
+        **PLAN,
+        **dict.fromkeys(("up", "gate"), "gather_output"),
+        "down": TpStyle("rowwise", packed=2),
     },
 }
-"""A norm over the features of all chunks, behind a dropout; chunks take features of two halves."""
+"""A norm over the features of all ranks, behind a dropout; a rank takes features of two halves."""
+BY_THREES = {"plan": {"up": "colwise", "gate": "colwise", "down": "rowwise"}}
 
 
 def own_model(**settings: Any) -> Model:
-    """Blocks whose modules are cut by `Layer.tensor`, between layers that are whole."""
-    tensor, init = settings.pop("tensor", SPLITS), settings.pop("init", random_init)
+    """Blocks whose modules are sharded by `Layer.tp_plan`, between layers that are not."""
+    plan, init = settings.pop("plan", PLAN), settings.pop("init", random_init)
     build = partial(Own, **settings)
     return Model(
         [
             Layer("first", partial(nn.Linear, 16, 64), init=random_init),
             Layer("fold", partial(nn.Unflatten, 1, (2, 32))),
-            Layer("block0", build, init=init, tensor=tensor),
-            Layer("block1", build, init=init, tensor=tensor),
+            Layer("block0", build, init=init, tp_plan=plan),
+            Layer("block1", build, init=init, tp_plan=plan),
             Layer("flat", nn.Flatten),
             Layer("out", partial(nn.Linear, 64, 5), kind="head", init=random_init),
         ],
@@ -224,8 +226,14 @@ def members(number: int, **others: Any) -> dict[str, Any]:
     return merged({"layout": {"g_tensor": number}}, others)
 
 
-def exact(*settings: Mapping[str, Any]) -> dict[str, Any]:
-    return merged({"layout": {"tensor_exact": True}}, steps(2), *settings)
+def alike(layout: tuple[int, int], number: int, *given: Mapping[str, Any], **others: Any) -> Row:
+    """A run of a degree that has the bits of one stage of it, and with exact sums of one replica;
+    the last settings are those that may differ."""
+    *settings, free = given
+    asked = merged(members(number), steps(2), *settings)
+    is_exact = asked.get("samo", {}).get("gradient") == "exact"
+    others = {"subject": FOUR_HEADS, **others}
+    return Row(layout, asked, free, ONE_RANK if is_exact else ONE_STAGE, **others)
 
 
 def ten_steps(method: str) -> dict[str, Any]:
@@ -238,9 +246,9 @@ SUMS = {"samo": {"gradient": "exact"}}
 LAMB = {"name": "lamb", "clip_norm": 0.0}
 Case = tuple[tuple[int, int], int, dict[str, Any], dict[str, Any], int | None]
 CASES: list[Case] = [
-    ((1, 1), 2, EVALUATING, {}, None),
+    ((2, 1), 2, EVALUATING, {}, None),
     ((2, 1), 2, {"model": {"dropout": 0.2}}, {"pipeline": {"split_backward": True}}, 1),
-    ((1, 1), 4, {"model": {"tie_embeddings": False}}, {}, None),
+    ((2, 1), 4, {"model": {"tie_embeddings": False}}, {}, None),
     ((4, 1), 2, DEEP, {"pipeline": {"checkpoint_activations": 1}}, 2),
     ((2, 1), 4, DEEP, {}, 3),
     ((2, 1), 2, {"samo": {"enabled": False}}, {}, None),
@@ -261,69 +269,53 @@ CASES: list[Case] = [
 """Stages and replicas, members, settings, free settings, and an order of arrival."""
 SAME_BITS = [
     *(
-        Row(layout, exact(settings), members(number, **free), ONE_RANK, FOUR_HEADS, order)
+        alike(layout, number, settings, free, order=order)
         for layout, number, settings, free, order in CASES
     ),
+    *(alike((2, 1), 2, ten_steps(method), {}) for method in PRUNING),
+    alike((2, 1), 4, ten_steps("gradual"), {"pruning": {"include": "all"}}, {}),
+    alike((1, 2), 4, ten_steps("gradual"), SUMS, {"samo": {"shard_optimizer": True}}),
+    alike((2, 1), 4, DEEP, {}, subject=OWN, order=1),
     *(
-        Row((1 + number % 2, 1), exact(ten_steps(method)), members(2), ONE_RANK, FOUR_HEADS)
-        for number, method in enumerate(PRUNING)
-    ),
-]
-TIED = {"pruning": {"include": "all"}}
-SHRINKING: list[tuple[tuple[int, int], str, dict[str, Any], dict[str, Any]]] = [
-    ((1, 1), "gradual", TIED, {}),
-    ((2, 1), "gradual", TIED, {}),
-    ((1, 2), "gradual", SUMS, {"samo": {"shard_optimizer": True}}),
-]
-"""Ties on one stage and on two, and shares of replicas."""
-SAME_BITS += [
-    Row(layout, exact(ten_steps(method), settings), members(4, **free), ONE_RANK, FOUR_HEADS)
-    for layout, method, settings, free in SHRINKING
-]
-SAME_BITS += [
-    Row((1, 1), exact(DEEP), members(2), ONE_RANK, OWN),
-    Row((2, 1), exact(DEEP), members(4), ONE_RANK, OWN, order=1),
-    *(
-        # Chunks keep other numbers of entries, so that members have other shares.
-        Row((1, 2), exact(SUMS, {"pruning": {"sparsity": 0.9}}), members(2, **free), ONE_RANK, OWN)
+        # Shards keep other numbers of entries, so that ranks have other shares.
+        alike((1, 2), 2, SUMS, {"pruning": {"sparsity": 0.9}}, free, subject=OWN)
         for free in ({}, {"samo": {"shard_optimizer": True}})
     ),
-]
-SAME_BITS += [
-    # A stage without layers that are cut has weights that member 0 alone answers for.
-    Row(
+    # A stage without sharded layers has weights that the first rank alone answers for.
+    alike(
         (3, 1),
-        exact({"train": {"compare_replicas_every": 2}}),
-        members(2, layout={"split": [2, 2, 2]}),
-        ONE_RANK,
-        OWN,
-    )
-]
-SAME_BITS += [
-    Row((2, 1), exact({"pruning": {**BY_SAMPLES, **pruning}}), members(2), ONE_RANK, LOADED)
-    for pruning in (
-        {"method": "wanda"},
-        {"method": "sparsegpt"},
-        {"method": "magnitude", "heal": "blocks"},
-    )
-]
-SAME_BITS += [
-    Row((1, 1), exact(), members(number), ONE_RANK, replace(OWN, name=name, model=model))
-    for number in (2, 4)
-    for name, model in (
-        ("shared", lambda config: own_model(**SHARED)),
-        ("gathered", lambda config: own_model(**GATHERED)),
-    )
-]
-SAME_BITS += [
-    Row((stages, 1), exact(), members(number), ONE_RANK, family(name), order=stages)
-    for name in FAMILIES
-    for stages, number in ((2, 2), (1, 4))
-]
-SPLIT_BACKWARDS = {"pipeline": {"split_backward": True, "checkpoint_activations": 1}}
-SAME_BITS += [
-    Row((2, 1), exact(), members(4, **SPLIT_BACKWARDS), ONE_RANK, family(name), order=3)
-    for name in ("qwen3_moe", "phi3")
+        2,
+        {"train": {"compare_replicas_every": 2}},
+        {"layout": {"split": [2, 2, 2]}},
+        subject=OWN,
+    ),
+    *(
+        alike((2, 1), 2, {"pruning": {**BY_SAMPLES, **pruning}}, {}, subject=LOADED)
+        for pruning in (
+            {"method": "wanda"},
+            {"method": "sparsegpt"},
+            {"method": "magnitude", "heal": "blocks"},
+        )
+    ),
+    *(
+        alike((2, 1), number, {}, subject=replace(OWN, name=name, model=model))
+        for number in (2, 4)
+        for name, model in (
+            ("replicated", lambda config: own_model(**REPLICATED)),
+            ("gathered", lambda config: own_model(**GATHERED)),
+        )
+    ),
+    *(alike((2, 1), 2, {}, subject=family(name), order=2) for name in FAMILIES),
+    *(
+        alike(
+            (2, 1),
+            4,
+            {"pipeline": {"split_backward": True, "checkpoint_activations": 1}},
+            subject=family(name),
+            order=3,
+        )
+        for name in ("qwen3_moe", "phi3")
+    ),
 ]
 USUAL = [SAME_BITS[1], next(row for row in SAME_BITS if row.subject.name == "qwen3")]
 
@@ -354,74 +346,51 @@ def test_weight_gradients_are_computed_while_members_sum(
     assert sum(computed) == matrices * (2 * 3 - 1)
 
 
-def test_column_splits_of_one_input_share_the_sum_of_its_gradients() -> None:
+def test_colwise_modules_of_one_input_share_the_sum_of_its_gradients() -> None:
     model = small_llama(**HF)
-    whole = survey(model, torch.float32)
-    member = survey_of_member(model, whole, Grid(1, 1, 4).place(1), 4, torch.float32)
+    full = survey(model, torch.float32)
+    member = survey_of_member(model, full, Grid(1, 1, 4).place(1), torch.float32)
     [_, block] = [layer.sums for layer in member.layers if layer.kind == "block"]
 
-    # Three splits have one input in the attention, and two in the MLP. Each is gathered, and each
-    # output is scattered; gradients take the way back, and those of both norms are summed at once,
-    # in two exchanges with the nearest partner.
-    assert (block.forward.count, block.backward.count) == (4, 4 + 2)
+    # Three modules have one input in the attention, and two in the MLP.
+    assert (block.forward.count, block.backward.count) == (2, 2)
     assert block.backward.nbytes == block.forward.nbytes > 0
-    assert (block.forward.fixed, block.backward.fixed) == (0, 2 * 32 * 4 * 2 * 3 // 4)
-
-
-def test_the_last_of_layers_that_are_alike_gives_the_whole() -> None:
-    build = partial(Own)
-    layers = [Layer(f"block{n}", build, init=random_init, tensor=SPLITS) for n in range(3)]
-    model = Model(layers, loss=summed_loss, example=lambda samples: (torch.zeros(samples, 4, 32),))
-    whole = survey(model, torch.float32)
-    member = survey_of_member(model, whole, Grid(1, 1, 2).place(1), 2, torch.float32)
-
-    outputs = [layer.activations and layer.activations.outputs for layer in member.layers]
-    assert outputs == [4 * 32 * 4 // 2, 4 * 32 * 4 // 2, 4 * 32 * 4]
-
-
-@pytest.mark.parametrize(("name", "share"), [("llama", 2), ("mixtral", 1)])
-def test_what_a_block_gives_is_divided_by_tokens_unless_it_has_experts(
-    name: str, share: int
-) -> None:
-    model = small_llama(**HF, **FAMILIES[name], model_type=name)
-    whole = survey(model, torch.float32)
-    member = survey_of_member(model, whole, Grid(1, 1, 2).place(1), 2, torch.float32)
-
-    blocks = [
-        (mine.activations, uncut.activations)
-        for mine, uncut in zip(member.layers, whole.layers, strict=True)
-        if uncut.kind == "block"
-    ]
-    assert blocks
-    for mine, uncut in blocks:
-        assert mine is not None and uncut is not None
-        assert mine.outputs == uncut.outputs // share
+    assert (block.forward.fixed, block.backward.fixed) == (0, 0)
 
 
 def test_a_look_without_gradients_shares_nothing() -> None:
-    group = TensorGroup(Grid(1, 1).place(0), LocalTransport(LocalWorld(1), 0), 2)
+    group = TensorGroup(Grid(1, 1).place(0), LocalTransport(LocalWorld(1), 0))
     x = torch.ones(3, requires_grad=True)
 
-    def given(*versions: int) -> tuple[Tensor, ...]:
-        return group.split_input(x, [*versions], lambda: spread(group, x))
-
     with torch.no_grad():
-        given(0)
-    first, second, written = given(0), given(0), given(1)
-    group.end_layer()
+        group.shared_copy(x)
+    first, second = group.shared_copy(x), group.shared_copy(x)
+    group.end_sharded()
 
-    assert all(part.grad_fn is not None for part in first)
-    assert all(a is b for a, b in zip(first, second, strict=True))
-    for other in (written, given(1)):
-        assert not any(a is b for a, b in zip(first, other, strict=True))
-    assert not any(a is b for a, b in zip(written, given(1), strict=True))
+    assert first.grad_fn is not None and first is second
+    assert group.shared_copy(x) is not first
+    y = x * 1
+    before = group.shared_copy(y)
+    y.add_(1)
+    assert group.shared_copy(y) is not before
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_masks_do_not_depend_on_the_degree(number: int) -> None:
+    config = tiny_config(**merged(FOUR_HEADS.settings, steps(1)))
+    [(_, one)] = train_in_process(1, 1, tiny_gpt(config), config, token_data())
+    many = train_in_process(1, 1, tiny_gpt(config), config, token_data(), g_tensor=number)
+
+    for _, trace in many:
+        assert trace.kept.keys() == one.kept.keys()
+        assert all(torch.equal(kept, one.kept[name]) for name, kept in trace.kept.items())
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_a_trainer_gives_whole_weights(is_trained: bool) -> None:
     config = tiny_config(
-        **exact({"model": {"num_heads": 4}, "precision": "bf16", "batch": {"microbatch_size": 4}}),
+        **merged(FOUR_HEADS.settings, steps(2), {"precision": "bf16"}),
         samo={"gradient": "exact", "shard_optimizer": True},
     )
     found: list[dict[str, Tensor] | None] = []
@@ -438,201 +407,115 @@ def test_a_trainer_gives_whole_weights(is_trained: bool) -> None:
     assert all(torch.equal(weight, many[name]) for name, weight in one.items())
 
 
-class Largest(nn.Module):
-    """Depends on a number that each chunk has for itself."""
+class Between(nn.Module):
+    """A function of the features between the sharded modules."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return x / x.abs().max().item()
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(_: Any, outer: Tensor) -> Tensor:
-        return 2 * outer
+        return self.function(x)
 
 
 class Remembers(nn.PReLU):
-    """Keeps what it has seen, or how often it was called."""
+    """Keeps what it has seen."""
 
     seen: Tensor
 
-    def __init__(self, *, counts: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight.requires_grad_(counts)
-        self.counts = counts
+        self.weight.requires_grad_(False)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.seen + (1 if self.counts else x.detach().mean())
+        self.seen = self.seen + x.detach().mean()
         return super().forward(x)
 
 
-class Keeping(nn.LayerNorm):
-    """A norm that keeps what it got."""
-
-    def __init__(self) -> None:
-        super().__init__(32)
-        self.register_buffer("kept", torch.zeros(()), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = x.detach()
-        return super().forward(x)
-
-
-class Again(nn.LayerNorm):
-    """A norm that is recomputed, also in a layer that is."""
-
-    def __init__(self) -> None:
-        super().__init__(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-class LinearAgain(Again):
-    """A matrix in the place of the norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.linear, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-class Opaque(nn.Module):
-    """Computes by a function of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        apply: Callable[[Tensor], Tensor] = Double.apply
-        return apply(x)
-
-
-MEANS = {"inner": partial(Remembers, counts=False), "init": None}
-ALONE = {"ranks": 1, "layout": {"tensor_exact": True}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"ranks": 3}, "^layout.g_tensor .*: 3 is no power of two; "),
-    ({"ranks": 4}, "^layout.g_tensor .*: 4 chunks do not divide the 32 outputs or inputs of "),
-    (
-        {"ranks": 4, "layout": {"tensor_exact": True}},
-        "^layout.g_tensor .*: 4, but layout.tensor_exact cuts this model into 2 chunks; ",
-    ),
+    ({"ranks": 4}, "^layout.g_tensor .*: 4 does not divide the 32 outputs or inputs of "),
+    ({"ranks": 3}, "^layout.g_tensor .*: 3 does not divide the 32 outputs or inputs of "),
     (
         {"pipeline": {"compile": True}},
-        "pipeline.compile fuses layers, which are not cut then; choose another value there, or",
+        "pipeline.compile fuses layers, which are not sharded then; choose another value there, or",
     ),
     (
-        {"own": {"tensor": {"attention": "summed", "attention.query.weight": "column"}}},
-        "^layer block0: attention is summed over chunks, so that attention.query.weight has to be",
+        {"own": {"plan": {"attention": "experts", "attention.query.weight": "colwise"}}},
+        "^layer block0: attention is summed over ranks, so that attention.query.weight has to be",
     ),
-    ({"hf": {"model_type": "stablelm"}}, "model stablelm names no modules to cut"),
+    ({"hf": {"model_type": "stablelm"}}, "model stablelm names no modules to shard"),
     (
         {"hf": {**FAMILIES["deepseek_v3"], "model_type": "deepseek_v2", "topk_method": "greedy"}},
-        "^layer model.layers.0: tensor has 'mla_kv_a_proj' for 'self_attn.kv_a_proj_with_mqa', ",
+        "^layer model.layers.0: tp_plan has 'mla_kv_a_proj' for 'self_attn.kv_a_proj_with_mqa', ",
     ),
     (
         {"hf": {"num_key_value_heads": 1}},
-        "2 chunks do not divide the 8 outputs or inputs of model.layers.0.self_attn.k_proj.weight",
+        "2 does not divide the 8 outputs or inputs of model.layers.0.self_attn.k_proj.weight, of ",
     ),
-    ({"own": {"tensor": {}}}, "model custom names no modules to cut"),
-    ({"own": {"tensor": {"nowhere": "row"}}}, "^layer block0: tensor names 'nowhere', which has"),
+    ({"own": {"plan": {}}}, "model custom names no modules to shard"),
     (
-        {"own": {"tensor": {"up": "diagonal"}}},
-        "^layer block0: tensor has 'diagonal' for 'up', which is not known; give one of column",
+        {"own": {"plan": {"nowhere": "rowwise"}}},
+        "^layer block0: tp_plan names 'nowhere', which has",
+    ),
+    (
+        {"own": {"plan": {"up": "diagonal"}}},
+        "^layer block0: tp_plan has 'diagonal' for 'up', which is not known; give one of colwise",
     ),
     (
         {
             "ranks": 4,
-            "own": {"inner": partial(nn.Embedding, 3, 48), "tensor": {"inner": "vocabulary"}},
+            "own": {
+                "change": lambda m: setattr(m, "table", nn.Embedding(3, 48)),
+                "plan": {"table": "vocabulary"},
+            },
         },
-        "^layout.g_tensor .*: 4 chunks are more than the 3 words of block0.inner.weight; choose a ",
+        "^layout.g_tensor .*: 4 ranks are more than the 3 words of block0.table.weight; choose ",
     ),
-    *(
-        (
-            {"own": {"tensor": {"norm": "column"}}, **exact},
-            "^layer block0: norm is LayerNorm, which",
-        )
-        for exact in ({}, ALONE)
+    ({"own": {"plan": {"norm": "colwise"}}}, "^layer block0: norm is LayerNorm, which"),
+    (
+        {"own": {"plan": {"up": "vocabulary"}}},
+        "^layer block0: up is Linear, which is not sharded by 'vocabulary'",
     ),
-    ({"own": {"tensor": {"up.weight": "row"}}}, "^layer block0: up is Linear, which is not cut by"),
     (
         {"own": {"inner": nn.PReLU}},
-        "^block.*.inner.weight: its gradient differs between the members of",
+        "^block.*.inner.weight: its gradient differs between the ranks of stage 0",
     ),
     (
         {"own": {"change": lambda m: m.up.register_forward_hook(lambda module, given, got: got)}},
-        "^layer block0: up.weight is of a module with hooks, and is not cut; leave it out",
+        "^layer block0: up.weight is of a module with hooks, and is not sharded; leave it out",
     ),
     (
         {"own": {"change": lambda m: m.up.bias.requires_grad_(False)}},
-        "^layer block0: up.bias is frozen, and is not cut; leave it out of tensor",
+        "^layer block0: up.bias is frozen, and is not sharded; leave it out of tp_plan",
     ),
     (
         {"own": {"change": lambda m: m.up.bias.register_hook(lambda gradient: gradient)}},
-        "^layer block0: up.bias has hooks, and is not cut; leave it out of tensor",
-    ),
-    ({"own": {"dropout": 0.5}}, "random numbers are drawn between a column and a row split"),
-    (
-        {"own": {"tensor": {**SPLITS, "down": Split("row", gathered=True)}}},
-        r"^layout.g_tensor: a row split of 48 features in 2 chunks gets \(.*, 24\); ",
+        "^layer block0: up.bias has hooks, and is not sharded; leave it out of tp_plan",
     ),
     (
-        {"own": {"tensor": {"up": "column"}}},
-        "^layer block0: tensor has column splits or row splits, and not both; ",
+        {"own": {"dropout": 0.5}},
+        "random numbers are drawn between a column-parallel and a row-para",
+    ),
+    (
+        {"own": {"inner": lambda: Between(lambda x: F.pad(x, (0, 1))[..., :48])}},
+        r"^layout.g_tensor: a row-parallel module of 48 features on 2 ranks gets \(.*, 25\); ",
+    ),
+    (
+        {"own": {"plan": {"up": "colwise"}}},
+        "^layer block0: tp_plan has colwise modules and no rowwise one; ",
     ),
     (
         {"own": {"inner": partial(nn.LayerNorm, 48)}},
-        "^layer block0: cut into chunks .*, it fails with RuntimeError: Given normalized_shape",
+        "^layer block0: sharded .*, it fails with RuntimeError: Given normalized_shape",
     ),
     (
-        {"own": {"inner": partial(nn.Unflatten, 2, (6, 8))}, **ALONE},
-        "^layer block0: cut into chunks .*; take the number of heads or features from the tensor",
+        {"own": {"inner": lambda: Between(lambda x: x.unflatten(-1, (6, 8)).flatten(-2))}},
+        "^layer block0: sharded .*; take the number of heads or features from the tensor",
     ),
     (
-        {"own": MEANS},
-        "^block.*.inner.seen: this buffer differs between the members of stage 0, so that it sees ",
-    ),
-    (
-        {"own": MEANS, **ALONE},
-        "^layer block0: its forward keeps what some heads or features only give in buffer 'inner.s",
-    ),
-    (
-        {"own": {**SHARED, "inner": partial(Remembers, counts=True), "init": None}, **ALONE},
-        "^layout.g_tensor: a shared or summed module changes its buffer 'seen' once for each chunk",
-    ),
-    (
-        {"own": {"inner": Largest}, **ALONE},
-        "^layout.g_tensor: item gives other numbers for each chunk between a column and a row",
-    ),
-    (
-        {"own": {"change": lambda m: setattr(m, "norm", Keeping()), "init": None}},
-        "^layer block1: its forward keeps what each member has of some tokens only in buffer 'norm",
-    ),
-    (
-        {"own": {"change": lambda m: setattr(m, "norm", Opaque())}},
-        "^layout.g_tensor: an autograd.Function gets activations of which each member has some tok",
-    ),
-    (
-        {
-            "own": {"change": lambda m: setattr(m, "norm", Again())},
-            "pipeline": {"checkpoint_activations": 1},
-        },
-        "^layout.g_tensor: the backward of layer block0, layer block1 fails with .*meta",
-    ),
-    (
-        {
-            "own": {"change": lambda m: setattr(m, "norm", LinearAgain()), "init": None},
-            "pipeline": {"checkpoint_activations": 1, "split_backward": True},
-        },
-        "^layout.g_tensor: the backward of layer block0, layer block1 fails with .*meta",
-    ),
-    (
-        {"own": {"inner": Opaque}, **ALONE},
-        "^layout.g_tensor: what lies between a column and a row split passes no gradient on; ",
+        {"own": {"inner": Remembers, "init": None}},
+        "^block.*.inner.seen: this buffer differs between the ranks of stage 0, so that it sees ",
     ),
 ]
 
@@ -640,7 +523,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     "row", parameters([replace(row, is_usual=row in USUAL) for row in SAME_BITS])
 )
-def test_every_degree_has_the_same_bits(row: Row) -> None:
+def test_a_degree_has_the_same_bits_in_every_layout(row: Row) -> None:
     ranks = judge(row)
 
     assert len(set(ranks[0][1].losses)) > 1, "it learned something"
@@ -652,13 +535,13 @@ def test_every_degree_has_the_same_bits(row: Row) -> None:
         Row(
             (stages, 1),
             steps(3),
-            members(number, layout={"tensor_exact": is_exact}),
+            members(number),
             TORCH,
             FOUR_HEADS,
             tolerance=TOLERANCE,
-            is_usual=(stages, number, is_exact) == (1, 2, False),
+            is_usual=(stages, number) == (1, 2),
         )
-        for stages, number, is_exact in [(1, 2, False), (2, 2, False), (1, 4, False), (1, 1, True)]
+        for stages, number in [(1, 2), (2, 2), (1, 4)]
     )
     + parameters(
         [
@@ -694,50 +577,50 @@ def test_every_degree_has_the_same_bits(row: Row) -> None:
                 ONE_RANK,
                 replace(OWN, name="gathered", model=lambda config: own_model(**GATHERED)),
                 tolerance=TOLERANCE,
-            )
+            ),
+            Row(
+                (1, 1),
+                steps(2),
+                members(3),
+                ONE_RANK,
+                replace(OWN, name="by threes", model=lambda config: own_model(**BY_THREES)),
+                tolerance=TOLERANCE,
+            ),
         ]
     ),
 )
-def test_a_run_is_the_uncut_one_to_rounding(row: Row) -> None:
+def test_a_run_is_that_of_one_rank_to_rounding(row: Row) -> None:
     judge(row)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "pruning",
-    [PRUNING["magnitude later"], {**PRUNING["gradual"], "until_step": 5}],
-    ids=["at a step", "gradual"],
-)
-def test_members_leave_equal_files_and_go_on_as_any_other_number_of_members(
-    pruning: dict[str, Any], tmp_path: Path
-) -> None:
-    """Checkpoints, mask files and exports do not know the degree."""
+def test_a_run_goes_on_at_any_other_degree(tmp_path: Path) -> None:
+    """Checkpoints do not know the degree."""
     config = tiny_config(
-        **exact({"model": {"num_heads": 4}, "checkpoint": {"every": 2, "keep_last": 3}}),
-        **{"batch": {"microbatch_size": 4}, "pruning": pruning},
+        **merged(FOUR_HEADS.settings, steps(6)),
+        **{"checkpoint": {"every": 2, "keep_last": 3}, "pruning": PRUNING["magnitude later"]},
     )
-    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 6})})
 
     def run(name: str, layout: tuple[int, int, int], stop: int | None = None) -> Ran:
-        tensor = {"g_tensor": layout[2], "tensor_exact": True}
-        changed = config.model_copy(update={"layout": config.layout.model_copy(update=tensor)})
+        changed = config.model_copy(
+            update={"layout": config.layout.model_copy(update={"g_tensor": layout[2]})}
+        )
         return ran(layout, changed, tmp_path / name, resume="auto", stop_after=stop)
 
     reference = run("one", (1, 1, 1))
     run("many", (1, 1, 2), stop=2)
-    run("many", (2, 1, 2), stop=4)
+    run("many", (2, 1, 4), stop=4)
     last = run("many", (1, 1, 1))
 
-    assert last.losses[6] == reference.losses[6]
-    files = {
+    assert last.losses[6] == pytest.approx(reference.losses[6], rel=TOLERANCE[0])
+    shapes = {
         name: {
-            path.relative_to(tmp_path / name): path.read_bytes()
+            path.relative_to(tmp_path / name): path.stat().st_size
             for path in sorted((tmp_path / name).rglob("*.safetensors"))
         }
         for name in ("one", "many")
     }
-    assert len(files["one"]) > 10 and files["one"].keys() == files["many"].keys()
-    assert files["one"] == files["many"]
+    assert len(shapes["one"]) > 10 and shapes["one"] == shapes["many"]
 
 
 EVEN = {"batch": {"global_batch_size": 12, "microbatch_size": 3}}
@@ -751,12 +634,12 @@ COUNTED: list[tuple[tuple[int, int], int, dict[str, Any], Subject]] = [
     ((2, 1), 2, {"pipeline": {"split_backward": True}}, FOUR_HEADS),
     ((1, 1), 4, {"pipeline": {"checkpoint_activations": 1}}, FOUR_HEADS),
     ((2, 2), 2, {"samo": {"shard_optimizer": True, "index": "mask"}, **EVEN}, FOUR_HEADS),
-    ((1, 1), 2, {"layout": {"tensor_exact": True}, "precision": "bf16"}, FOUR_HEADS),
+    ((1, 1), 2, {"precision": "bf16"}, FOUR_HEADS),
     ((2, 1), 4, {"pruning": {"include": "all"}}, FOUR_HEADS),
     ((2, 1), 2, {}, COSTED),
     ((2, 1), 2, {"pipeline": {"checkpoint_activations": 2}}, family("llama")),
     ((1, 1), 2, {}, family("mixtral")),
-    # A norm that adds one to its weight, and one that all chunks use.
+    # A norm that adds one to its weight, and one that all ranks use.
     ((1, 1), 4, {}, family("gemma")),
     ((1, 1), 2, {}, family("qwen3")),
 ]
@@ -795,13 +678,13 @@ def test_on_gpus_a_word_has_left_before_who_tells_it_goes_on(on_gpus: bool) -> N
     order: list[str] = []
 
     def on_rank(transport: Transport) -> None:
-        group = TensorGroup(Grid(1, 1, 2).place(transport.rank), transport, 2, on_gpus=on_gpus)
+        group = TensorGroup(Grid(1, 1, 2).place(transport.rank), transport, on_gpus=on_gpus)
         if transport.rank == 0:
-            group.tell(1, 2)
+            group.broadcast([1, 2])
             order.append("told")
             return
         order.append("asks")
-        while group.heard() is None:
+        while group.next_broadcast(2) is None:
             transport.backoff.pause()
 
     on_ranks(2, on_rank)
@@ -831,12 +714,12 @@ def test_random_numbers_of_a_gpu_count_as_well(
     if not draws:
         train()
         return
-    with pytest.raises(ConfigError, match="random numbers are drawn between a column and a row"):
+    with pytest.raises(ConfigError, match="random numbers are drawn between a column-par"):
         train()
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_what_is_not_cut_is_refused_in_a_line(settings: dict[str, Any], message: str) -> None:
+def test_what_is_not_sharded_is_refused_in_a_line(settings: dict[str, Any], message: str) -> None:
     given = dict(settings)
     own, hf, ranks = given.pop("own", None), given.pop("hf", None), given.pop("ranks", 2)
     config = tiny_config(**merged({"layout": {"g_tensor": ranks}}, given))

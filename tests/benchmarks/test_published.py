@@ -284,12 +284,9 @@ def test_zb_h1_never_waits_for_ever_and_holds_no_more_than_1f1b(
 
 @pytest.mark.parametrize("name", ["3.6B", "7.5B", "39.1B"])
 def test_plans_count_runs_with_tensor_parallelism_as_the_formulas_do(name: str) -> None:
-    """Megatron-LM sums by rings, by which eight devices send less than in pairs."""
     [row] = [each for each in load_runs(TABLES / "megatron-sc21.yaml").rows if each.name == name]
     machine = load_cluster("selene-a100")
 
     by_formula = predict_step(row, machine).seconds
-    ring, pairs = (seconds_by_plan(row, machine, by_ring=by) for by in (True, False))
 
-    assert ring == pytest.approx(by_formula, rel=0.06)
-    assert pairs == pytest.approx(ring, rel=0.02)  # they send as many bytes
+    assert seconds_by_plan(row, machine) == pytest.approx(by_formula, rel=0.06)

@@ -103,7 +103,7 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
 
     others = [staged, replicas, again]
     if heal in ("none", "blocks"):
-        members = ("layout.g_tensor=2", "layout.tensor_exact=true", "layout.g_inter=1")
+        members = ("layout.g_tensor=2", "layout.g_inter=1")
         set_all = [word for one in members for word in ("--set", one)]
         others.append(pruned(tmp_path, "members", *more, *set_all, ranks=2))
     if heal == "adapters":

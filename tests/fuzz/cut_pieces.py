@@ -1,7 +1,6 @@
-"""Pieces that the members of a stage share (`Layer.tensor`), and those that look so and have to be
-refused.
+"""Pieces that tensor-parallel ranks share (`Layer.tp_plan`).
 
-Each function draws a module for the shape of what it gets, and says how its modules are cut.
+Each function draws a module for the shape of what it gets, and says how its modules are sharded.
 """
 
 from __future__ import annotations
@@ -12,20 +11,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fuzz.model_pieces import PIECES, Apply, Piece, Refused, Scaled, Shape
+from fuzz.model_pieces import PIECES, Apply, Piece, Shape
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from axsparse.models.layer import Split
-from axsparse.models.tensor_parallel import chunks_of
+from axsparse.models.layer import TpStyle
 
-Splits = dict[str, Split | str]
+Splits = dict[str, TpStyle | str]
 Draw = Callable[[Shape, Random], tuple[nn.Module, Splits]]
 WORDS = 9
-"""Of vocabularies: no number of chunks divides them."""
+"""Of vocabularies: no number of ranks divides them."""
 PARTS = (4, 12, 20, 4, 12, 28, 8, 4, 12, 16, 36, 4, 6)
-"""Numbers of features, heads or units: most can be cut into four chunks, some into eight or two."""
+"""Numbers of features, heads or units: most give four shards."""
 
 
 def one_by_one(rng: Random) -> Callable[[Tensor], Tensor]:
@@ -88,7 +85,7 @@ def mlp(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
         lambda self, x: self.down(between(self.up(x))),
         up=nn.Linear(shape[-1], features, bias=bias(rng)),
         down=nn.Linear(features, rng.choice([shape[-1], 6, 7]), bias=bias(rng)),
-    ), {"up": "column", "down": "row"}
+    ), {"up": "colwise", "down": "rowwise"}
 
 
 def sequential(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
@@ -98,7 +95,7 @@ def sequential(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
         nn.LayerNorm(shape[-1]),
         nn.Sequential(nn.Linear(shape[-1], features), act),
         nn.Linear(features, shape[-1]),
-    ), {"1.0": "column", "2": "row"}
+    ), {"1.0": "colwise", "2": "rowwise"}
 
 
 def units(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
@@ -112,7 +109,7 @@ def units(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
         run,
         up=nn.Linear(shape[-1], unit * parts, bias=bias(rng)),
         down=nn.Linear(unit * parts, shape[-1], bias=bias(rng)),
-    ), {"up": Split("column", unit=unit), "down": Split("row", unit=unit)}
+    ), {"up": TpStyle("colwise", unit=unit), "down": TpStyle("rowwise", unit=unit)}
 
 
 def gated(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
@@ -126,27 +123,30 @@ def gated(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
             up=up,
             gate=gate,
             down=down,
-        ), {"up": "column", "gate": "column", "down": "row"}
+        ), {"up": "colwise", "gate": "colwise", "down": "rowwise"}
 
     def run(self: Any, x: Tensor) -> Tensor:
         gate, up = self.both(x).chunk(2, -1)
         return self.down(between(gate * 1) * up)  # type: ignore[no-any-return]
 
     both = nn.Linear(shape[-1], 2 * features, bias=has_bias)
-    return Apply(run, both=both, down=down), {"both": Split("column", groups=2), "down": "row"}
+    return Apply(run, both=both, down=down), {
+        "both": TpStyle("colwise", packed=2),
+        "down": "rowwise",
+    }
 
 
 def joined(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
     """Two matrices in front of one, which has two groups."""
-    features, gathered = rng.choice(PARTS), rng.random() < 0.3
+    features = rng.choice(PARTS)
     one, two = one_by_one(rng), one_by_one(rng)
-    column = Split("column", gathered=gathered)
+    style = TpStyle(rng.choice(["colwise", "colwise", "gather_output"]))
     return Apply(
         lambda self, x: self.down(torch.cat([one(self.a(x)), two(self.b(x))], -1)),
         a=nn.Linear(shape[-1], features, bias=bias(rng)),
         b=nn.Linear(shape[-1], features),
         down=nn.Linear(2 * features, shape[-1], bias=bias(rng)),
-    ), {"a": column, "b": column, "down": Split("row", groups=2, gathered=gathered)}
+    ), {"a": style, "b": style, "down": TpStyle("rowwise", packed=2)}
 
 
 def attention(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
@@ -179,11 +179,11 @@ def attention(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
         value=nn.Linear(shape[-1], heads * size),
         out=nn.Linear(each * heads * size, shape[-1], bias=bias(rng)),
     )
-    splits: Splits = dict.fromkeys(("query", "key", "value"), Split("column", unit=size))
+    splits: Splits = dict.fromkeys(("query", "key", "value"), TpStyle("colwise", unit=size))
     if shared:
         module.norm = norm
-        splits["norm"] = "shared"
-    return module, {**splits, "out": Split("row", unit=size)}
+        splits["norm"] = "replicated"
+    return module, {**splits, "out": TpStyle("rowwise", unit=size)}
 
 
 def fused_attention(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
@@ -201,7 +201,7 @@ def fused_attention(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
         norm=nn.LayerNorm(shape[-1]),
         qkv=nn.Linear(shape[-1], 3 * heads * size, bias=bias(rng)),
         out=nn.Linear(heads * size, shape[-1], bias=bias(rng)),
-    ), {"qkv": Split("column", groups=3, unit=size), "out": Split("row", unit=size)}
+    ), {"qkv": TpStyle("colwise", packed=3, unit=size), "out": TpStyle("rowwise", unit=size)}
 
 
 def shared(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
@@ -229,14 +229,14 @@ def shared(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
         inside=nn.ModuleDict({"one": inner}),
         down=nn.Linear(unit * parts, shape[-1], bias=bias(rng)),
     ), {
-        "up": Split("column", unit=unit),
-        "inside.one": "shared",
-        "down": Split("row", unit=unit),
+        "up": TpStyle("colwise", unit=unit),
+        "inside.one": "replicated",
+        "down": TpStyle("rowwise", unit=unit),
     }
 
 
 def gathered(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
-    """What lies between sees all features, or one of the two splits is left out."""
+    """What lies between sees all features, or one of the two modules is left out."""
     features, parts = rng.choice(PARTS), rng.choice([1, 1, 2])
     choices: list[Callable[[], nn.Module]] = [
         lambda: nn.LayerNorm(features),
@@ -255,8 +255,8 @@ def gathered(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
         return x + self.down(self.inner(y))  # type: ignore[no-any-return]
 
     splits: Splits = {
-        "up": Split("column", groups=parts, gathered=True),
-        "down": Split("row", gathered=True),
+        "up": TpStyle("gather_output", packed=parts),
+        "down": "rowwise",
     }
     if rng.random() < 0.3:
         splits.pop(rng.choice(["up", "down"]))
@@ -298,9 +298,9 @@ def experts(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
         router=nn.Linear(shape[-1], 2),
         experts=Experts(shape[-1], rng.choice(PARTS), one_by_one(rng)),
     ), {
-        "experts": "summed",
-        "experts.up": Split("column", groups=2),
-        "experts.down": "row",
+        "experts": "experts",
+        "experts.up": TpStyle("colwise", packed=2),
+        "experts.down": "rowwise",
     }
 
 
@@ -326,68 +326,6 @@ def block(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
     ), {
         **{f"one.{path}": split for path, split in first.items()},
         **{f"two.{path}": split for path, split in second.items()},
-    }
-
-
-def behind_sums(rng: Random) -> Callable[[Any, Tensor], Tensor]:
-    """A function of what a row split returns, of which each member may have some tokens. `self` has
-    the parameters `scale`, of a feature, and `one`, and the module `matrix`."""
-    choices: list[Callable[[Any, Tensor], Tensor]] = [
-        lambda self, x: x.flip(-2) + x,
-        lambda self, x: x.cumsum(-2) / 3,
-        lambda self, x: x - x.mean(-2, keepdim=True),
-        lambda self, x: x - x.mean(-1, keepdim=True),
-        lambda self, x: x.double().pow(2).mean(-1, keepdim=True).rsqrt().to(x.dtype) * x,
-        lambda self, x: x * self.scale,
-        lambda self, x: (1 + self.scale.float()).type_as(x) * x - self.one,
-        lambda self, x: F.rms_norm(x, x.shape[-1:], self.scale),
-        lambda self, x: F.layer_norm(x, x.shape[-2:]),
-        lambda self, x: self.matrix(x) * self.scale,
-        _dropped,
-        lambda self, x: torch.where(x > 0, x, x * self.one),
-        lambda self, x: x + self.scale[: x.shape[-2], None, None].sum(0),
-        lambda self, x: x / (1 + x.detach().abs()),
-        lambda self, x: x * torch.linspace(0, 1, x.shape[-2], dtype=x.dtype)[:, None],
-        lambda self, x: x.softmax(-2) + x.softmax(-1),
-        lambda self, x: torch.cat([x[..., 1:], x[..., :1]], -1) + x.square(),
-        lambda self, x: torch.stack(x.unbind(-2), -2).neg(),
-        lambda self, x: x.view(-1).tanh().view(x.shape),
-        lambda self, x: F.gelu(x + 0.0, approximate="tanh"),
-        lambda self, x: checkpoint(self.matrix, x, use_reentrant=False),
-        lambda self, x: Scaled.apply(x, 0.9),  # type: ignore[no-untyped-call]
-        lambda self, x: Scaled.apply(x.view(x.shape), 0.9),  # type: ignore[no-untyped-call]
-        lambda self, x: x.clone().mul_(0.7),
-    ]
-    return rng.choice(choices)
-
-
-def _dropped(self: Any, x: Tensor) -> Tensor:
-    return self.dropout(x) + x  # type: ignore[no-any-return]
-
-
-def tokens(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
-    """What members may compute token by token, before and between two MLPs with residuals."""
-    (one, first), (two, second) = sequential(shape, rng), sequential(shape, rng)
-    functions = [behind_sums(rng) for _ in range(3)]
-
-    def run(self: Any, x: Tensor) -> Tensor:
-        x = functions[0](self, x)
-        x = functions[1](self, x + self.one_mlp(x))
-        return functions[2](self, x + self.two_mlp(x) * 0.5)
-
-    module = Apply(
-        run,
-        one_mlp=one,
-        two_mlp=two,
-        scale=nn.Parameter(torch.rand(shape[-1]) + 0.5),
-        one=nn.Parameter(torch.full((), 0.3)),
-        matrix=nn.Linear(shape[-1], shape[-1], bias=bias(rng)),
-    )
-    if _dropped in functions:
-        module.dropout = nn.Dropout(0.3)
-    return module, {
-        **{f"one_mlp.{path}": split for path, split in first.items()},
-        **{f"two_mlp.{path}": split for path, split in second.items()},
     }
 
 
@@ -431,149 +369,18 @@ class VocabularyHead(nn.Module):
         self.weight = nn.Parameter(torch.randn(WORDS, 6) / 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return torch.tanh(self.inner(x.flatten(1))), *chunks_of(self.weight)
+        return torch.tanh(self.inner(x.flatten(1))), self.weight
 
 
-# -- pieces that have to be refused -------------------------------------------------------------
-
-
-def _with_splits(
-    shape: Shape, between: nn.Module | None = None, *, features: int = 8, **splits: Split | str
-) -> tuple[nn.Module, Splits]:
-    """An MLP with something between its splits, and other splits than the usual ones."""
-    return Apply(
-        lambda self, x: self.down(self.inner(self.up(x))),
-        up=nn.Linear(shape[-1], features),
-        inner=nn.Identity() if between is None else between,
-        down=nn.Linear(features, shape[-1]),
-    ), {"up": "column", "down": "row", **splits}
-
-
-def uneven(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
-    """No power of two divides the features, or the parts that stay together."""
-    if rng.random() < 0.5:
-        return _with_splits(shape, features=rng.choice([1, 5, 7, 9]))
-    unit = Split("column", unit=8), Split("row", unit=8)
-    return _with_splits(shape, features=24, up=unit[0], down=unit[1])
-
-
-def neither_cut_nor_shared(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
-    """A parameter between the splits."""
-    choices: list[Callable[[], nn.Module]] = [
-        nn.PReLU,
-        lambda: Apply(lambda self, x: x * self.scale, scale=nn.Parameter(torch.ones(()))),
-        lambda: Apply(lambda self, x: x + self.shift, shift=nn.Parameter(torch.ones(1))),
-    ]
-    inner = rng.choice(choices)()
-    return _with_splits(shape, inner)
-
-
-def odd_between(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
-    """What cannot see some features only, is not seen for each chunk, or remembers chunks."""
-
-    def mean(self: Any, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().float().mean()
-        return x - self.mean.to(x.dtype)  # type: ignore[no-any-return]
-
-    def count(self: Any, x: Tensor) -> Tensor:
-        self.count += 1
-        return self.norm(x)  # type: ignore[no-any-return]
-
-    if rng.random() < 0.2:
-        counts = Apply(count, norm=nn.PReLU(), count=torch.zeros((), dtype=torch.int64))
-        return _with_splits(shape, counts, inner="shared")
-    choices: list[Callable[[], nn.Module]] = [
-        lambda: nn.LayerNorm(8),
-        lambda: nn.Dropout(0.3),
-        lambda: nn.Linear(8, 8),
-        lambda: Apply(lambda self, x: x.view(*x.shape[:-1], 4, 2).flatten(-2)),
-        lambda: Apply(lambda self, x: x / (1 + x.detach().abs().max().item())),
-        lambda: Apply(lambda self, x: Scaled.apply(x, 0.9)),  # type: ignore[no-untyped-call]
-        lambda: Apply(lambda self, x: x + torch.randn_like(x)),
-        lambda: Apply(lambda self, x: x * torch.linspace(0, 1, 8, dtype=x.dtype)),
-        lambda: Apply(lambda self, x: x.detach()),
-        lambda: Apply(mean, mean=torch.zeros(())),
-    ]
-    inner = rng.choice(choices)()
-    return _with_splits(shape, inner)
-
-
-def odd_splits(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
-    """Splits that do not belong to each other, or to their modules."""
-    match rng.randrange(10):
-        case 0:  # a column split alone
-            module, splits = _with_splits(shape)
-            splits.pop("down")
-        case 8:  # whose parts leave the layer
-            up = nn.Linear(shape[-1], 8)
-            module, splits = Apply(lambda self, x: torch.tanh(self.up(x)), up=up), {"up": "column"}
-        case 1:  # a row split alone
-            module, splits = _with_splits(shape)
-            splits.pop("up")
-        case 2:
-            module, splits = _with_splits(shape, nn.Linear(8, 8), inner="column")
-        case 3:
-            module, splits = _with_splits(shape, nn.Linear(8, 8), inner="row")
-        case 4:
-            module, splits = _with_splits(shape, down=Split("row", gathered=True))
-        case 5:
-            module, splits = _with_splits(shape, nowhere="column")
-        case 6:
-            module, splits = _with_splits(shape, inner="column")
-        case 7:
-            module, splits = _with_splits(shape, nn.LayerNorm(8), inner="column")
-        case _:
-            module, splits = _with_splits(shape, up=Split("column", gathered=True))
-    return module, splits
-
-
-def odd_modules(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
-    """Modules that are more than a plain matrix."""
-    module, splits = _with_splits(shape)
-    up: Any = module.up
-    match rng.randrange(8):
-        case 0:
-            up.register_forward_hook(lambda module, given, got: got * 0.5)
-        case 1:
-            up.weight.register_hook(lambda gradient: gradient * 0.5)
-        case 2:
-            up.weight.requires_grad_(False)
-        case 3:
-            module.up = nn.Linear(shape[-1], 8)
-            module.up.__class__ = type("Own", (nn.Linear,), {})
-        case 4:
-            parametrizations.weight_norm(up)
-        case 5:
-            module.also = up  # under a second name
-            splits["also"] = splits.pop("up")
-        case 6:
-            up.register_full_backward_hook(
-                lambda module, given, got: tuple(g if g is None else g * 0.5 for g in given)
-            )
-        case _:
-            module = Apply(
-                lambda self, x: self.down(F.linear(x, self.up.weight)), up=up, down=module.down
-            )
-    return module, splits
-
-
-def odd_words(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
-    """Embeddings that are more than a table."""
-    module, splits = table(shape, rng)
-    options: dict[str, Any] = rng.choice([{"padding_idx": 1}, {"max_norm": 0.5}])
-    module.table = nn.Embedding(16, shape[-1], **options)
-    return module, splits
-
-
-def _piece(draw: Draw, refused: Refused = "", **options: Any) -> Piece:
-    def splits(shape: Shape, number: int) -> Mapping[str, Split | str]:
+def _piece(draw: Draw, **options: Any) -> Piece:
+    def splits(shape: Shape, number: int) -> Mapping[str, TpStyle | str]:
         with torch.device("meta"):
             return draw(shape, Random(number))[1]  # noqa: S311 - details of a piece
 
     def make(shape: Shape, number: int) -> nn.Module:
         return draw(shape, Random(number))[0]  # noqa: S311 - details of a piece
 
-    return Piece(make, refused=refused, splits=splits, **options)
+    return Piece(make, splits=splits, **options)
 
 
 CUT_PIECES: Mapping[str, Piece] = {
@@ -584,19 +391,12 @@ CUT_PIECES: Mapping[str, Piece] = {
     "joined": _piece(joined),
     "heads": _piece(attention, ranks=(2,)),
     "fused heads": _piece(fused_attention, ranks=(2,)),
-    "shared": _piece(shared),
+    "replicated": _piece(shared),
     "gathered": _piece(gathered),
     "experts": _piece(experts),
     "words": _piece(table),
     "block": _piece(block, ranks=(2,)),
-    "tokens": _piece(tokens, ranks=(2,)),
     "cut calls": _piece(calls),
-    "uneven": _piece(uneven, "members"),
-    "neither": _piece(neither_cut_nor_shared, "members"),
-    "odd between": _piece(odd_between, "cut"),
-    "odd splits": _piece(odd_splits, "cut"),
-    "odd modules": _piece(odd_modules, "cut"),
-    "odd words": _piece(odd_words, "cut"),
 }
 """By name, as `PIECES`."""
 ALL_PIECES: Mapping[str, Piece] = {**PIECES, **CUT_PIECES}

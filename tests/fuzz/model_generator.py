@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
-from axsparse.models.layer import Kind, Layer, Model, Split, Tie
+from axsparse.models.layer import Kind, Layer, Model, Tie, TpStyle
 from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.sequential import from_sequential
-from axsparse.models.tensor_parallel import vocabulary_cross_entropy
 
 CLASSES, SAMPLES, TIED = 5, 24, 5
 MOST_RANKS = (8, 4, 4)
@@ -118,9 +117,9 @@ class Case:
     stop_after: int
 
     @property
-    def has_members(self) -> bool:
-        """Whether layers are cut, so that several members of a stage may share them."""
-        return bool(self.config.get("layout", {}).get("tensor_exact"))
+    def members(self) -> int:
+        """Tensor-parallel ranks of each stage, as many in all layouts."""
+        return int(self.config.get("layout", {}).get("g_tensor", 1))
 
     def line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -241,9 +240,9 @@ def make_module(recipe: Recipe, shape: Shape) -> nn.Module:
     return Wrapped(core, recipe)
 
 
-def splits_of(recipe: Recipe, shape: Shape) -> dict[str, Split | str]:
-    """How the module of a recipe is cut."""
-    ends: dict[str, dict[str, Split | str]] = {
+def plan_of(recipe: Recipe, shape: Shape) -> dict[str, TpStyle | str]:
+    """How the module of a recipe is sharded."""
+    ends: dict[str, dict[str, TpStyle | str]] = {
         "cut front": {"inner": "vocabulary"},
         "cut head": {"weight": "vocabulary"},
     }
@@ -309,15 +308,12 @@ def make_model(case: Case) -> Model:
                 kind=KINDS.get(recipe.piece, "block"),
                 init=random_init if recipe.init else None,
                 random=recipe.piece in PIECES and PIECES[recipe.piece].random,
-                tensor=splits_of(recipe, shape),
+                tp_plan=plan_of(recipe, shape),
             )
         )
     ends: dict[str, Any] = {"loss": loss, "metrics": {"odd": odd}}
     if case.layers[-1].piece == "cut head":
-        ends = {
-            "loss": linear_cross_entropy,
-            "cut_loss": lambda group: partial(vocabulary_cross_entropy, group, WORDS),
-        }
+        ends = {"loss": linear_cross_entropy}
     if case.start == "values":
         with torch.random.fork_rng(devices=[]):  # Whatever device a test has pretended.
             torch.manual_seed(case.config.get("seed", 0))
@@ -325,7 +321,7 @@ def make_model(case: Case) -> Model:
         return replace(
             made,
             layers=[
-                replace(one, random=layer.random, kind=layer.kind, tensor=layer.tensor)
+                replace(one, random=layer.random, kind=layer.kind, tp_plan=layer.tp_plan)
                 for one, layer in zip(made.layers, layers, strict=True)
             ],
             **{**ends, "metrics": {}},
@@ -399,15 +395,14 @@ def draw(rng: Random) -> Case:
     """One case; its layers fit each other."""
     precision = rng.choice(["fp32"] * 8 + ["bf16"] * 2 + ["fp16"])
     replicas = rng.choice([1, 1, 1, 2])
-    has_members = rng.random() < 0.5
-    # Layers run for each chunk, so that models of members take longer for each sample.
-    share = rng.choice([4, 6] if has_members else [4, 6, 8])
+    members = rng.choice([1, 1, 1, 2, 2, 4])
+    share = rng.choice([4, 6] if members > 1 else [4, 6, 8])
     microbatch = rng.choice([size for size in (1, 2, 3, 4) if share % size == 0])
     global_batch = share * replicas
     inputs = rng.choice(INPUTS)
-    room = Room(precision, replicas, microbatch == 1, has_members)
+    room = Room(precision, replicas, microbatch == 1, members)
     layers = _draw_layers(rng, inputs, room)
-    steps = rng.choice([3, 4] if has_members else [3, 4, 5])
+    steps = rng.choice([3, 4] if members > 1 else [3, 4, 5])
     pruning = _draw_pruning(rng, steps)
     steps = pruning.pop("steps", steps)
     return Case(
@@ -429,7 +424,7 @@ def draw(rng: Random) -> Case:
                 "window": 2,
             },
             "seed": rng.randrange(100),
-            **({"layout": {"tensor_exact": True}} if has_members else {}),
+            **({"layout": {"g_tensor": members}} if members > 1 else {}),
         },
         replicas,
         (_draw_cut(rng, len(layers), room, least=2), _draw_cut(rng, len(layers), room, least=1)),
@@ -445,23 +440,20 @@ class Room:
     replicas: int
     is_small: bool
     """Whether microbatches are of one sample."""
-    has_members: bool
+    members: int
 
 
 def _draw_layers(rng: Random, inputs: str, room: Room) -> tuple[Recipe, ...]:
     shape = input_shape(Case(inputs, (), "", {}, 1, (Cut((1,)), Cut((1,))), 1))
     layers: list[Recipe] = []
-    is_cut = room.has_members
+    is_cut = room.members > 1
     if inputs == "tokens":
         front = "cut front" if is_cut and rng.random() < 0.7 else "front"
         layers.append(Recipe(front, init=rng.random() < 0.5))
         shape = (8, 6)
     names = [name for name, piece in PIECES.items() if not piece.refused or rng.random() < 0.03]
     names = [*names, "linear", "linear", "tied", "tied"]
-    odd = [name for name, piece in CUT_PIECES.items() if piece.refused]
-    cut = [name for name in CUT_PIECES if name not in odd]
-    if rng.random() < 0.2:
-        cut += odd
+    cut = list(CUT_PIECES)
     for _ in range(rng.randrange(2, 5 if is_cut else 8)):
         for _ in range(20):
             of_members = is_cut and rng.random() < 0.6
@@ -560,11 +552,9 @@ def _draw_storage(rng: Random, precision: str) -> dict[str, Any]:
 
 
 def _draw_cut(rng: Random, layers: int, room: Room, least: int) -> Cut:
-    members, most = 1, min(4, layers)
-    if room.has_members:
-        ranks = rng.choice(MOST_RANKS) // room.replicas
-        members = rng.choice([m for m in (1, 2, 2, 4) if m * least <= ranks])
-        most = min(most, ranks // members)
+    most = min(4, layers)
+    if room.members > 1:
+        most = min(most, max(least, rng.choice(MOST_RANKS) // room.replicas // room.members))
     stages = rng.randrange(min(least, layers), most + 1)
     at = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
     return Cut(
@@ -575,7 +565,7 @@ def _draw_cut(rng: Random, layers: int, room: Room, least: int) -> Cut:
         recompute=rng.choice([0, 0, 1, 2]),
         index=rng.choice(["auto", "int32", "mask"]),
         shard=rng.random() < 0.3,
-        members=members,
+        members=room.members,
         split_backward=rng.random() < 0.3,
         order=rng.randrange(100),
     )
@@ -617,10 +607,9 @@ def smaller(case: Case) -> Iterable[Case]:
     yield replace(case, config=_with(case, "spikes", {"rule": "none"}))
     yield replace(case, start="layers")
     for at in (0, 1):
-        for members in {1, case.cuts[at].members}:
-            plain = Cut(case.cuts[at].split, members=members)
-            yield replace(case, cuts=(plain, case.cuts[1]) if at == 0 else (case.cuts[0], plain))
-    yield replace(case, cuts=(case.cuts[0], Cut((len(case.layers),))))
+        plain = Cut(case.cuts[at].split, members=case.members)
+        yield replace(case, cuts=(plain, case.cuts[1]) if at == 0 else (case.cuts[0], plain))
+    yield replace(case, cuts=(case.cuts[0], Cut((len(case.layers),), members=case.members)))
 
 
 def _with(case: Case, section: str, value: dict[str, Any]) -> dict[str, Any]:

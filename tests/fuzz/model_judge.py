@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from fuzz.cut_pieces import ALL_PIECES
 from fuzz.model_generator import Case, Cut, make_config, make_data, make_model, shapes_of, smaller
-from fuzz.model_pieces import PIECES, Refused
+from fuzz.model_pieces import PIECES
 from support.resuming import Ran, ran
 from torch import Tensor, nn
 
@@ -25,11 +25,12 @@ from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.module_buffers import slots
-from axsparse.models.survey import Survey, survey, survey_of_member
+from axsparse.models.survey import Survey, survey
 from axsparse.runtime.errors import AxsparseError, ConfigError, TrainingError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
+from axsparse.tensor_parallel.dry_run import survey_of_member
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import Trainer
 
@@ -74,7 +75,8 @@ class Judgement:
     def judge(self) -> str:
         case = self.case
         try:
-            one = self.run(Cut((len(case.layers),)), make_config(case), "one", look=self.look)
+            whole = Cut((len(case.layers),), members=case.members)
+            one = self.run(whole, make_config(case), "one", look=self.look)
         except ConfigError as refusal:
             return self.refused(refusal)
         except TrainingError as failure:
@@ -87,9 +89,7 @@ class Judgement:
         except Exception as failure:
             self.torch_refuses(failure)
             raise
-        self.must_not_run("always")
-        if self.trainers[0].parts.run.chunks > 1:
-            self.must_not_run("cut")
+        self.must_not_run()
         self.check_first_step(one)
         evaluated = self.evaluated()
         first, second = case.cuts
@@ -109,10 +109,10 @@ class Judgement:
             raise FoundError(f"evaluations: {self.evaluated()} is not {evaluated}")
         return "ran"
 
-    def must_not_run(self, where: Refused) -> None:
+    def must_not_run(self) -> None:
         """Raise if a layer is one that must be refused where training has just gone well."""
         for recipe in self.case.layers:
-            if recipe.piece in ALL_PIECES and ALL_PIECES[recipe.piece].refused == where:
+            if recipe.piece in ALL_PIECES and ALL_PIECES[recipe.piece].refused:
                 raise FoundError(f"a model that must be refused was trained ({recipe.piece})")
 
     def run(self, cut: Cut, config: Config, name: str, **options: Any) -> Ran:
@@ -130,8 +130,6 @@ class Judgement:
         )
         for trainer in self.trainers:
             check_bytes(trainer, self.survey_for(trainer))
-        if cut.members > 1:
-            self.must_not_run("members")
         return found
 
     @cached_property
@@ -141,12 +139,12 @@ class Judgement:
     def survey_for(self, trainer: Trainer) -> Survey:
         """What a rank's member has of the whole model."""
         run, place = trainer.parts.run, trainer.parts.place
-        if not run.cuts:
+        if not run.shards:
             return self.whole
         key = place.grid.g_tensor, place.member
         if key not in self.surveys:
             member = Grid(1, 1, place.grid.g_tensor).place(place.member)
-            found = survey_of_member(self.model, self.whole, member, run.chunks, run.dtype)
+            found = survey_of_member(self.model, self.whole, member, run.dtype)
             self.surveys[key] = found
         return self.surveys[key]
 
@@ -292,7 +290,7 @@ def first_step(
     modules, parameters, masks = [], dict[str, nn.Parameter](), dict[str, Tensor]()
     ties = {tie.second: tie.first for tie in model.ties}
     layers = [] if trainer is None else trainer.parts.layers
-    states = {name: layer.state for layer in layers for name in layer.state.wholes}
+    states = {name: layer.state for layer in layers for name in layer.state.by_full_name}
     for number, layer in enumerate(model.layers):
         module = layer.build().train()
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):

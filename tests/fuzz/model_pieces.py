@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from axsparse.models.layer import Split
+from axsparse.models.layer import TpStyle
 
 Shape = tuple[int, ...]
 Make = Callable[[Shape, int], nn.Module]
-Refused = Literal["", "always", "cut", "members"]
 
 
 class Apply(nn.Module):
@@ -52,16 +51,14 @@ class Piece:
     """Whether it has to be declared as random."""
     moves: bool = False
     """Whether its output in training depends on statistics that it changes."""
-    refused: Refused = ""
-    """Where it must be refused: nowhere, everywhere, where layers are cut into several chunks, or
-    where members share them."""
+    refused: bool = False
     batches: bool = False
     """Whether a microbatch of one sample is too small for it."""
     fp32_only: bool = False
     itself: bool = False
     """Whether it has buffers with contents, which a layer with an `init` may not have."""
-    splits: Callable[[Shape, int], Mapping[str, Split | str]] = lambda shape, number: {}
-    """How its modules are cut for several members."""
+    splits: Callable[[Shape, int], Mapping[str, TpStyle | str]] = lambda shape, number: {}
+    """How its modules are sharded."""
 
 
 def plain(function: Callable[[Tensor], Any]) -> Make:
@@ -631,7 +628,7 @@ PIECES: Mapping[str, Piece] = {
     "pool": Piece(_pool, ranks=(2, 3), fp32_only=True),
     "table": Piece(_table),
     "sparse table": Piece(partial(_table, sparse=True)),
-    "max norm": Piece(partial(_table, max_norm=0.5), refused="always"),
+    "max norm": Piece(partial(_table, max_norm=0.5), refused=True),
     "scaled by frequency": Piece(partial(_table, scale_grad_by_freq=True)),
     "buffers": Piece(_buffers, itself=True),
     "odd buffers": Piece(partial(_buffers, types=ODD_TYPES), itself=True),
@@ -639,6 +636,6 @@ PIECES: Mapping[str, Piece] = {
     "moving": Piece(_moving, itself=True, moves=True),
     "dropout": Piece(_dropout),
     "random": Piece(_random, random=True),
-    "refused": Piece(_refused, refused="always"),
+    "refused": Piece(_refused, refused=True),
 }
 """By name. Those that must be refused are drawn seldom."""

@@ -1,6 +1,6 @@
 """Generated models train to the same bits under every layout, resume anywhere, or are refused.
 
-Half of them have layers that are cut, of which several members of a stage may each have chunks.
+Half of them have layers that several tensor-parallel ranks share.
 
 `make test` judges a few, `make test-all` forty, and `AXSPARSE_MODELS=5000` so many.
 `AXSPARSE_MODELS_SEED=1` draws others, and `AXSPARSE_MODEL='{…}'` judges the one case of a line that
@@ -70,7 +70,7 @@ def test_generated_models(tmp_path: Path) -> None:
             judge_one(case)
 
     def judge_one(case: Case) -> None:
-        of = "members" if case.has_members else "whole"
+        of = "members" if case.members > 1 else "whole"
         try:
             counts[f"{of}: {judge(case, tmp_path)}"] += 1
         except NotAModelError as reason:

@@ -21,13 +21,14 @@ from support.collective_contract import a_buffer_lives_until_its_operation_is_do
 from support.link_contract import CONTRACT
 from torch import Tensor
 
-from axsparse.models.tensor_group import Cut, TensorGroup
+from axsparse.models.tensor_shard import TensorShard
 from axsparse.runtime.communication import Collective, Link, Message, Op, Transport, Work
 from axsparse.runtime.gpu.cuda_device import CudaDevice
 from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport
 from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
 from axsparse.runtime.grid import Grid, Place
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
+from axsparse.tensor_parallel.group import TensorGroup
 
 GPU = torch.device("cuda", 0)
 
@@ -112,33 +113,30 @@ def test_a_link_keeps_the_contract_on_a_gpu(promise: Callable[[Transport], None]
     transport.close()
 
 
-def test_members_have_the_sums_of_a_tree_and_over_nccl_their_hosts_go_on() -> None:
+def test_members_have_the_sum_and_over_nccl_their_hosts_go_on() -> None:
     torch.cuda.set_device(GPU)
     host = MpiTransport(MPI.COMM_WORLD)
     device = CudaDevice(GPU)
     connections = NcclConnections(Rendezvous(host, nccl_backend), device, host.backoff)
     transport = GpuTransport(host, device, connections=connections if NCCL else None)
     size = host.size
-    group = TensorGroup(Grid(1, 1, size).place(host.rank), transport, 2 * size, on_gpus=True)
-    drawn = torch.rand(2 * size, 1 << 16, generator=torch.Generator().manual_seed(3)) - 0.5
-    cut = Cut((2 * size, 1 << 16), 0, 1, 2 * size)
-    own = [drawn[chunk].to(GPU) for chunk in group.own]
+    group = TensorGroup(Grid(1, 1, size).place(host.rank), transport, on_gpus=True)
+    drawn = torch.rand(size, 1 << 16, generator=torch.Generator().manual_seed(3)) - 0.5
+    shard = TensorShard((size, 1 << 16), 0, group.rank, size)
+    own = drawn[group.rank].to(GPU)
     torch.cuda.synchronize()
 
     for _ in range(3):  # the first use of a kernel, and new memory, may wait for what runs
         torch.cuda._sleep(200_000_000)
-        parts = [part + 0 for part in own]
-        total = group.fold(parts)
-        whole = group.gathered(cut, parts)
+        part = own + 0
+        total = group.all_reduce(part)
+        whole = group.gather(shard, part)
         is_early = not device.compute.record().query()
         torch.cuda.synchronize()
 
     assert is_early or not NCCL, "compute is still asleep, and no host waits for a sum"
     assert torch.equal(whole.cpu(), drawn)
-    sums = list(drawn)
-    while len(sums) > 1:
-        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
-    assert torch.equal(total.cpu(), sums[0])
+    assert torch.allclose(total.cpu(), drawn.sum(0), atol=1e-6)
     transport.close()
 
 

@@ -118,7 +118,7 @@ def note_state(found: Outcome, state: LayerState) -> None:
         buffers.append(state.optimizer_state.master_K)
     buffers += [tensor.parameter for tensor in state.owned]
     found["devices"] = sorted({*found["devices"], *(buffer.device.type for buffer in buffers)})
-    for name in state.wholes:
+    for name in state.by_full_name:
         found["masters"][name] = state.master(name).detach().cpu().clone()
         found["kept"][name] = state.mask(name).nonzero()[:, 0]
         for moment in state.optimizer_state.moments_K:

@@ -66,7 +66,6 @@ TRAININGS = {
     "1F1B": Training((TWO_STAGES, "pipeline.schedule=1f1b"), 2),
     "split backwards": Training((TWO_STAGES, "pipeline.split_backward=true"), 2),
     "members": Training((ONE_STAGE, "layout.g_tensor=2"), 2),
-    "exact members": Training((ONE_STAGE, "layout.g_tensor=2", "layout.tensor_exact=true"), 2),
     "sharded": Training((ONE_STAGE, "samo.shard_optimizer=true"), 2),
     "exact gradients": Training((ONE_STAGE, "samo.gradient=exact"), 2),
     "offloaded": Training(on_gpu=("samo.offload=true",)),

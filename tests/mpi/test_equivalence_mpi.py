@@ -9,7 +9,6 @@ import pytest
 from mpi4py import MPI
 from support.cases import (
     GPT,
-    ONE_RANK,
     ONE_STAGE,
     PRUNING,
     WIDE,
@@ -67,9 +66,9 @@ ROWS = [
     *(
         Row(
             (SIZE // members, 1),
-            {**steps(2), "layout": {"tensor_exact": True}, "model": {"num_heads": 4}},
-            {"layout": {"g_tensor": members}},
-            ONE_RANK,
+            {**steps(2), "layout": {"g_tensor": members}, "model": {"num_heads": 4}},
+            {},
+            ONE_STAGE,
             FEW,
         )
         for members in {SIZE, SIZE // 2} - {1}

@@ -87,11 +87,10 @@ def compiled(kernels: Sequence[str], folder: Path) -> Path:
 @needs_a_neighbour
 @pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python")
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler to run kernels on a CPU")
-def test_members_on_devices_have_the_bits_of_one_rank_by_way_of_the_hosts(tmp_path: Path) -> None:
+def test_members_on_devices_have_the_bits_of_one_stage_by_way_of_the_hosts(tmp_path: Path) -> None:
     """Their words, arrivals and sums travel over MPI."""
     config = tiny_config(
         optimizer={"name": "sgd", "momentum": 0.9},
-        layout={"tensor_exact": True},
         train={"steps": 2},
     )
     model, data, grid = tiny_gpt(config), token_data(), Grid(SIZE // 2, 1, 2)
@@ -99,7 +98,9 @@ def test_members_on_devices_have_the_bits_of_one_rank_by_way_of_the_hosts(tmp_pa
     kernels = [*own, *JUDGE, *HELPERS]
     device = LateDevice(pretend())
     with sdpa_kernel(SDPBackend.MATH):
-        expected = by_first_rank(lambda: train_in_process(1, 1, model, config, data)[0][1])
+        expected = by_first_rank(
+            lambda: train_in_process(1, 1, model, config, data, g_tensor=2)[0][1]
+        )
         folder = by_first_rank(lambda: compiled(kernels, tmp_path))
         backend = Backend(pretend(), on_host(EmulatedLauncher(kernels, folder)))
         transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), device, connections=None)

@@ -17,16 +17,17 @@ from support.standin_transport import StandIn, on_standins
 from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
-from axsparse.models.tensor_group import TensorGroup
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import EVALUATED, MOST_UNSENT, MOST_WAITING, Engine, Rank
-from axsparse.pipeline.policy import Kind
+from axsparse.pipeline.policy import Kind, action
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.communication import Direction, Message, wait_for
 from axsparse.runtime.errors import TrainingError
 from axsparse.runtime.grid import Grid, Place
 from axsparse.samo.gradient_hooks import GradientCollector
+from axsparse.tensor_parallel.group import TensorGroup
+from axsparse.tensor_parallel.lockstep import Lockstep, MeetingLink
 
 MICROBATCHES = 12
 G_INTER = 4
@@ -145,14 +146,15 @@ def test_a_member_that_follows_runs_what_it_is_told_however_much_it_has_to_send(
     link = Eager(4)
     link.push = lambda: None  # type: ignore[method-assign]  # nothing is ever sent
     link.unsent = MOST_UNSENT + 1
-    told = iter([(Kind.FORWARD, EVALUATED + number) for number in range(4)])
-    members = SimpleNamespace(heard=lambda: next(told), arrived=lambda direction: None)
+    told = iter([[Kind.FORWARD, number, number == 3, EVALUATED] for number in range(4)])
+    group: Any = SimpleNamespace(rank=1, next_broadcast=lambda count: next(told))
     engine = Engine(
-        Rank(Grid(3, 1, 2).place(3), link, Phases(), members=cast("Any", members)),
+        Rank(Grid(3, 1, 2).place(3), link, Phases()),
         Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
         link,
         schedule=Schedule("message-driven", 1, "alternate"),
         while_idle=lambda: None,
+        around=partial(Lockstep, group, action),
     )
 
     engine.evaluate(Batch(0, tuple(Microbatch((), None, n, 1) for n in range(4)), 4))
@@ -169,12 +171,12 @@ class Summing:
     def forward(self, number: int, inputs: Sequence[Tensor], *_: object) -> tuple[Tensor]:
         if number == self._fails_at and (self._place.stage, self._place.member) == (1, 2):
             raise TrainingError("one member fails")
-        total = self._group.fold([inputs[0].detach()])
+        total = self._group.all_reduce(inputs[0].detach())
         return (total[0] if self._place.is_last else total.requires_grad_(),)
 
     def backward(self, number: int, gradients: Sequence[Tensor], _: float) -> list[Tensor]:
         start = torch.full((3,), float(number), device=pretend())
-        return [self._group.fold([*gradients] or [start])]
+        return [self._group.all_reduce([*gradients, start][0])]
 
 
 STAGES, MEMBERS, ROWS = 2, 4, 16
@@ -187,15 +189,17 @@ def summed(seed: int, fails_at: int | None = None) -> list[list[float]]:
 
     def main(transport: StandIn) -> list[float]:
         place = Grid(STAGES, 1, MEMBERS).place(transport.rank)
-        group = TensorGroup(place, transport, MEMBERS, on_gpus=True)
+        group = TensorGroup(place, transport, on_gpus=True)
         transport.device.compute.queue.chance = LATE.get((place.stage, place.member), 1.0)
-        link = transport.link(place)
+        link = MeetingLink(transport.link(place), group)
+        group.idle = link.push
         engine = Engine(
-            Rank(place, transport.backoff, Phases(), transport.device, group),
+            Rank(place, transport.backoff, Phases(), transport.device),
             cast("Any", Summing(group, place, fails_at)),
             link,
             schedule=Schedule("message-driven", 0, "alternate"),
             while_idle=lambda: None,
+            around=partial(Lockstep, group, action),
         )
         rows = (torch.full((3,), float(number)) for number in range(ROWS))
         batch = Batch(0, tuple(Microbatch((row,), None, 0, 1, (0,)) for row in rows), 1)

@@ -16,7 +16,6 @@ from support.action_text import from_text, to_text
 from axsparse.pipeline.policy import (
     Action,
     Bounds,
-    Following,
     ForwardOnly,
     InOrder,
     Kind,
@@ -348,63 +347,3 @@ def test_an_action_reads_as_its_kind_and_microbatch_and_says_where_its_result_tr
     for kind in (Kind.BACKWARD, Direction.BACKWARD):
         assert action(kind, 3) is action(Kind.BACKWARD, 3)
         assert action(kind, 3).kind is Kind.BACKWARD
-
-
-@given(setting=SETTINGS, members=st.sampled_from((2, 4)))
-@settings(deadline=None, max_examples=30)
-def test_members_of_a_stage_run_what_the_first_one_decides_whatever_has_arrived_where(
-    setting: Setting, members: int
-) -> None:
-    """Messages reach each member in an order of their own; nobody waits for ever."""
-    chance = random.Random(setting.order)  # noqa: S311 - test order
-    stages = range(len(setting.bounds))
-    last = Kind.WEIGHT if setting.is_split else Kind.BACKWARD
-    places = [(stage, member) for stage in stages for member in range(members)]
-    told: dict[tuple[int, int], deque[Action]] = {place: deque() for place in places}
-    mail: dict[tuple[int, int], list[deque[int]]] = {p: [deque(), deque()] for p in places}
-    ran: dict[tuple[int, int], list[Action]] = {place: [] for place in places}
-
-    def following(place: tuple[int, int]) -> Following:
-        return Following(
-            stage=place[0],
-            g_inter=len(stages),
-            microbatches=setting.microbatches,
-            last=last,
-            told=lambda: told[place].popleft() if told[place] else None,
-        )
-
-    first = setting.policies()
-    policies = {p: first[p[0]] if p[1] == 0 else following(p) for p in places}
-    for _ in range(400 * len(places) * setting.microbatches):
-        waiting = [place for place in places if not policies[place].finished]
-        if not waiting:
-            break
-        stage, member = place = chance.choice(waiting)
-        policy = policies[place]
-        for direction, arrived in zip((FORWARD, BACKWARD), mail[place], strict=True):
-            while arrived and chance.random() < 0.5:
-                policy.arrived(direction, arrived.popleft())
-        given_out = policy.next()
-        if given_out is None:
-            continue
-        ran[place].append(given_out)
-        for other in range(1, members) if member == 0 else ():
-            told[stage, other].append(given_out)
-        target = given_out.direction
-        if target is not None and 0 <= (there := stage + (1, -1)[target]) < len(stages):
-            mail[there, member][target].append(given_out.microbatch)
-
-    assert all(policy.finished for policy in policies.values())
-    assert all(ran[stage, member] == ran[stage, 0] for stage, member in places)
-
-
-def test_a_member_that_follows_waits_for_its_own_input() -> None:
-    told: list[Action | None] = [None, Action(Kind.FORWARD, 0)]
-    policy = Following(
-        stage=1, g_inter=3, microbatches=1, last=Kind.BACKWARD, told=lambda: told.pop()
-    )
-
-    assert policy.next() is None and told == [None]
-    policy.arrived(FORWARD, 0)
-    assert policy.next() == Action(Kind.FORWARD, 0)
-    assert policy.next() is None

@@ -10,7 +10,7 @@ import copy
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any
 
@@ -47,13 +47,13 @@ class Played:
         is_dropping: bool = False,
         needs_input: bool = True,
         dtype: torch.dtype = torch.float32,
-        members: Any = None,
+        beside: Set[nn.Module] = frozenset(),
     ) -> None:
         self.module = module
         self.sums = Sums(module, is_sparse=is_sparse, is_dropping=is_dropping)
         modules = [("layer", module)]
         self.products = StageProducts(
-            modules, self.sums.collector, is_split=is_split, members=members
+            modules, self.sums.collector, is_split=is_split, beside=beside
         )
         self.stage = Stage(
             [LayerRunner("layer", module, is_recomputed=is_recomputed)],
@@ -640,14 +640,7 @@ def test_an_input_is_free_once_its_gradient_is_accumulated() -> None:
     assert alive == [0, 0, 0]
 
 
-# -- beside the sums of members ---------------------------------------------------------
-
-
-class Group:
-    """What a stage sees of the members that share it."""
-
-    size = 2
-    beside: Callable[[Polled], None]
+# -- beside sums over ranks -------------------------------------------------------------
 
 
 class Polled:
@@ -683,7 +676,6 @@ def test_split_backwards_compute_weight_gradients_until_a_sum_is_there(
     polls: int, is_late: bool, while_waiting: int
 ) -> None:
     """But none while an earlier microbatch waits, as it does where W runs late."""
-    group = Group()
     left: list[int] = []
 
     class Layers(nn.Module):
@@ -698,12 +690,12 @@ def test_split_backwards_compute_weight_gradients_until_a_sum_is_there(
             return out
 
     def wait() -> None:
-        group.beside(Polled(polls))
+        played.products.compute_beside(Polled(polls))
         deferred = played.products.deferred
         assert deferred is not None and deferred._current is not None
         left.append(len(deferred._current.each))
 
-    played = Played(Layers(), is_split=True, members=group)
+    played = Played(Layers(), is_split=True)
     if is_late:
         played.play()
     else:
@@ -715,9 +707,8 @@ def test_split_backwards_compute_weight_gradients_until_a_sum_is_there(
     assert left == [0, *[3 - while_waiting] * (MICROBATCHES - 1)]
 
 
-def test_a_weight_waits_for_all_of_its_gradients_while_members_sum() -> None:
+def test_a_weight_waits_for_all_of_its_gradients_during_a_sum() -> None:
     """A module is called once in the first microbatch, which shows it so, and twice later."""
-    group = Group()
     left: list[int] = []
 
     class Often(nn.Module):
@@ -734,12 +725,12 @@ def test_a_weight_waits_for_all_of_its_gradients_while_members_sum() -> None:
             return y  # type: ignore[no-any-return]
 
     def wait() -> None:
-        group.beside(Polled(9))
+        played.products.compute_beside(Polled(9))
         deferred = played.products.deferred
         assert deferred is not None and deferred._current is not None
         left.append(len(deferred._current.each))
 
-    played = Played(Often(), is_split=True, members=group)
+    played = Played(Often(), is_split=True)
     for microbatch in range(MICROBATCHES):
         played.backward(microbatch, played.forward(microbatch))
         played.stage.weight_gradients(microbatch)
@@ -756,15 +747,11 @@ class Twice(nn.Module):
         return self.linear(self.linear(x))  # type: ignore[no-any-return]
 
 
-def test_without_split_backwards_only_chunks_wait_and_nothing_is_called_unsplit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert len(Played(Twice(), members=Group()).products) == 0
+def test_without_split_backwards_only_chosen_modules_wait_and_nothing_is_called_unsplit() -> None:
+    assert len(Played(Twice()).products) == 0
 
-    monkeypatch.setattr(
-        "axsparse.pipeline.weight_gradients.chunk_modules", lambda module: {*module.modules()}
-    )
-    played = Played(Twice(), members=Group()).play()
+    module = Twice()
+    played = Played(module, beside={module.linear}).play()
     assert len(played.products) == 1
     assert not played.products.unsplit
     assert Played(Twice(), is_split=True).play().products.unsplit == ["layer.linear.weight"]

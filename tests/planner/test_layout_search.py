@@ -288,7 +288,7 @@ def test_every_layout_of_three_axes_is_a_row_or_rejected() -> None:
             100 * 8 * found.workload.sample_flops / (row.seconds * 8 * 1e9)
         )
     reasons = {(each.g_inter, each.g_tensor): each.reason for each in found.rejected}
-    assert reasons[1, 8].startswith("layout.g_tensor (default): 8 chunks do not divide the 32 out")
+    assert reasons[1, 8].startswith("layout.g_tensor (default): 8 does not divide the 32 out")
     assert reasons[8, 1] == "the model can be cut into 4 stages at most"
 
 

@@ -60,7 +60,7 @@ def test_all_layouts_are_planned_unless_the_configuration_says_which() -> None:
         ),
         ({"split": [1, 2]}, r"layout.split \(default\): \[1, 2\] places 3 layers of 4"),
         ({"g_data": 2, "split": [1, 1, 2]}, r"\[1, 1, 2\] is for 3 stages, g_inter is 2"),
-        ({"g_tensor": 3}, r"layout.g_tensor \(default\): 3 is no power of two"),
+        ({"g_tensor": 3}, r"layout.g_tensor \(default\): 3 does not divide the 32"),
     ],
 )
 def test_a_layout_that_fits_neither_devices_nor_model_is_refused(
@@ -96,8 +96,8 @@ def test_members_on_gpus_and_those_that_training_refuses_are_planned_only_if_ask
     assert {number for _, number, _ in members(found)} == {1, 2}
     tried = images.plan("start", MACHINE, 4, members=[1, 2])
     [why] = [rejected.reason for rejected in tried.rejected if rejected.g_tensor == 2]
-    assert why.startswith("layout.g_tensor (default): model mlp names no modules to cut")
-    with pytest.raises(ConfigError, match="names no modules to cut"):
+    assert why.startswith("layout.g_tensor (default): model mlp names no modules to shard")
+    with pytest.raises(ConfigError, match="names no modules to shard"):
         images.plan("start", MACHINE, 4, members=[2])
 
 

@@ -104,16 +104,14 @@ def test_messages_cost_by_the_nodes_that_their_ranks_stand_on() -> None:
     ("members", "on_node", "seconds"),
     [
         (1, 8, 0.0),
-        (2, 8, 3 * 70 / 100 + 5 * 0.25),
-        (4, 8, 3 * 70 / 100 + 10 * 0.25),
-        (8, 8, 3 * 70 / 100 + 15 * 0.25),
-        # Partners four ranks apart are on two nodes, whose card all four pairs share.
-        (8, 4, 3 * 60 / 100 + 10 * 0.25 + 3 * 10 / (40 / 4) + 5 * 0.5),
+        (2, 8, 3 * 70 / 100 + 5 * 2 * 0.25),
+        (4, 8, 3 * 70 / 100 + 5 * 6 * 0.25),
+        (8, 8, 3 * 70 / 100 + 5 * 14 * 0.25),
+        # One ring passes the cards of two nodes.
+        (8, 4, 3 * 70 / 40 + 5 * 14 * 0.5),
     ],
 )
-def test_members_exchange_less_of_each_sum_with_every_further_partner(
-    members: int, on_node: int, seconds: float
-) -> None:
+def test_members_sum_by_a_ring(members: int, on_node: int, seconds: float) -> None:
     machine = replace(MACHINE, gpus_per_node=on_node)
 
     assert sum_seconds(Sums(70, 5), machine, 3, members) == pytest.approx(seconds)
@@ -127,8 +125,8 @@ def test_a_pass_takes_its_sums_on_top_and_weight_gradients_take_none() -> None:
     summing = replace(LOAD, forward_sums=Sums(40, 2), backward_sums=Sums(80, 3), weight_flops=10.0)
     alone, shared = (stage_seconds(model, each, machine, 3, 2) for each in (LOAD, summing))
 
-    assert shared.forward_sums == pytest.approx(3 * 40 / 100 + 2 * 0.25)
-    assert shared.backward_sums == pytest.approx(3 * 80 / 100 + 3 * 0.25)
+    assert shared.forward_sums == pytest.approx(3 * 40 / 100 + 2 * 2 * 0.25)
+    assert shared.backward_sums == pytest.approx(3 * 80 / 100 + 3 * 2 * 0.25)
     assert shared.forward == pytest.approx(alone.forward + shared.forward_sums)
     assert shared.backward == pytest.approx(alone.backward + shared.backward_sums)
     assert shared.weight == pytest.approx(3 * 10 / 10)

@@ -240,42 +240,31 @@ def test_a_member_computes_its_part_and_sums_what_is_between_layers(
     blocks, tokens, hidden, words = 2, 12, 32, VOCABULARY
     activation, logits = 2 * tokens * hidden, 4 * tokens
 
-    # Products are cut. Those of the head count as its parameters, of which the norm is whole.
+    # Products are sharded. Those of the head count as its parameters, of which the norm is full.
     assert load.flops == pytest.approx(whole.flops / members, rel=1e-2)
-    # Norms, positions and the biases behind row splits are on all members.
+    # Norms, positions and the biases of rowwise modules are on all members.
     on_all = blocks * (4 + 2) * hidden + (2 + tokens) * hidden
     assert load.trained == (whole.trained - on_all) / members + on_all
     assert load.state.total == pytest.approx((whole.state.total / whole.trained) * load.trained)
-    # What two row splits a block and the embedding sum is scattered, and gathered behind the norm.
-    # The loss sums one number a token in fp32, and gathers one of each member.
+    # Two rowwise modules a block and the embedding are summed. The loss sums one number a token in
+    # fp32, and gathers one of each member.
     sent = (members - 1) / members
     summed = 2 * sent * ((2 * blocks + 1) * activation + logits) + (members - 1) * logits
-    # A sum takes two exchanges with the nearest of several partners.
-    whole_sum = 1 if members == 2 else 2
-    assert load.forward_sums == Sums(round(summed), 2 * (2 * blocks + 1) + whole_sum + 1)
-    # Gradients take the way back; that of what the loss gets is summed. What is computed again ends
-    # before the last of its four exchanges.
-    again = (every > 0) * blocks
-    assert load.backward_sums.nbytes == sent * (4 * blocks + 1 + 2 + 3 * again) * activation
-    # Gradients of positions are gathered, and those of all vectors of a layer are summed at once.
-    exchanges = 4 * blocks + 1 + 3 * again + 1 + whole_sum * (1 + blocks + 1)
-    vectors = 2 * (blocks * (4 + 2) + 2) * hidden
-    assert load.backward_sums.count == exchanges
-    assert load.backward_sums.fixed == sent * (2 * vectors + 2 * tokens * hidden)
+    assert load.forward_sums == Sums(round(summed), 2 * blocks + 1 + 2)
+    # Gradients of what colwise modules and the loss get are summed. What is computed again ends
+    # before the last of its two sums.
+    sums = 2 * blocks + 1 + (every > 0) * blocks
+    assert load.backward_sums == Sums(round(2 * sent * sums * activation), sums)
     assert load.loss_bytes(2) == CUT_LOSS_BYTES * 2 * tokens * words / members
-    # Inputs of blocks and head are divided by tokens, those of the embedding are integers.
-    divided = (blocks + 1) * activation
-    if every:
-        assert whole.held - load.held == divided - divided // members
-    assert load.held < whole.held
-    # A stage at the end of the model returns the whole.
+    # Of recomputed blocks the inputs are held, which all members have.
+    assert load.held == whole.held if every else load.held < whole.held
     assert load.outputs == whole.outputs
-    # One member saves whole tensors, which all of them gather.
+    # One member saves full tensors, which all of them gather.
     assert load.saved == whole.saved > 0
     assert load.building == 12 / 4 * whole.building
 
 
-def test_chunks_keep_equal_parts_of_a_pruned_tensor() -> None:
+def test_shards_keep_equal_parts_of_a_pruned_tensor() -> None:
     asked = tiny_config(model={"num_heads": 4})
     model = tiny_gpt(asked)
     info = survey(model, DTYPES[asked.precision])

@@ -143,7 +143,7 @@ class Row:
 
     @property
     def g_tensor(self) -> int:
-        """The members of each stage, which are a free setting."""
+        """The tensor-parallel ranks of each stage."""
         return self.config().layout.g_tensor
 
 
@@ -254,9 +254,11 @@ def hold(row: Row, rank: int, ours: Trace, references: Sequence[Trace]) -> None:
     if row.judge == SAME_LAYOUT:
         expected = references[rank]
     elif row.judge == ONE_STAGE:
-        expected = references[rank // (row.layout[0] * row.g_tensor)]
+        # Each replica has as many references as tensor-parallel ranks.
+        replica = rank // (row.layout[0] * row.g_tensor)
+        expected = references[replica * len(references) // row.layout[1]]
     else:
-        [expected] = references
+        expected = references[0]
     if row.tolerance is None:
         # A stage may have nothing to train.
         (assert_bitwise if ours.weights else assert_same_steps)(ours, expected)

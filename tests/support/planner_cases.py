@@ -15,7 +15,7 @@ from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import num_microbatches
 from axsparse.models.layer import Model
 from axsparse.models.layer_cost import Activations
-from axsparse.models.survey import LayerInfo, ParameterInfo, Survey, survey, survey_of_member
+from axsparse.models.survey import LayerInfo, ParameterInfo, Survey, survey
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.cutting import Cutting
@@ -27,6 +27,7 @@ from axsparse.planner.surveyed_model import SurveyedModel, state_format
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.state_bytes import stage_bytes
+from axsparse.tensor_parallel.dry_run import survey_of_member
 from axsparse.training.trainer import Trainer
 
 SUMMIT = load_cluster("summit")
@@ -151,7 +152,7 @@ def planned_bytes(trainer: Trainer, model: Model) -> tuple[int, int]:
     run, place = trainer.parts.run, trainer.parts.place
     grid, config = place.grid, run.config
     member = Grid(1, 1, grid.g_tensor).place(place.member)
-    here = survey_of_member(model, survey(model, run.dtype), member, run.chunks, run.dtype)
+    here = survey_of_member(model, survey(model, run.dtype), member, run.dtype)
     tensors = [tensor for layer in trainer.parts.layers for tensor in layer.state.tensors]
     kept = {here.ties.get(tensor.name, tensor.name): tensor.kept for tensor in tensors}
     microbatches = num_microbatches(config.batch, grid.g_data)

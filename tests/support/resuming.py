@@ -127,14 +127,14 @@ def note_state(found: Ran, trainer: Trainer) -> None:
     found.progress = trainer._progress()
     for layer in trainer.parts.layers:
         state = layer.state
-        for name, whole in state.wholes.items():
+        for name, tensor in state.by_full_name.items():
             values = {
                 "kept": state.mask(name).nonzero()[:, 0],
                 "master": state.master(name),
                 **{m: state.moment(name, m) for m in state.optimizer_state.moments_K},
             }
-            if whole.cut is None:
-                values["weight"] = whole.parts[0].parameter.detach().cpu()
+            if tensor.shard is None:
+                values["weight"] = tensor.parameter.detach().cpu()
             for kind, value in values.items():
                 before = found.state.setdefault(f"{kind}/{name}", value.clone())
                 assert torch.equal(before, value), f"replicas differ in {kind} of {name}"

@@ -151,19 +151,19 @@ def train_here(
     trainer.train(on_step=note)
     for layer in trainer.parts.layers:
         state = layer.state
-        for name, whole in state.wholes.items():
+        for name, tensor in state.by_full_name.items():
             trace.weights[name] = (
-                whole.parts[0].parameter.detach().clone().cpu()
-                if whole.cut is None
+                tensor.parameter.detach().clone().cpu()
+                if tensor.shard is None
                 else round_to(state.dense_master(name), DTYPES[config.precision])
             )
             trace.masters[name] = state.master(name).clone()
             trace.kept[name] = state.mask(name).nonzero()[:, 0]
             trace.moments[name] = {}
             for moment in state.optimizer_state.moments_K:
-                dense = torch.zeros(whole.numel)
+                dense = torch.zeros(tensor.full_numel)
                 dense[trace.kept[name]] = state.moment(name, moment)
-                trace.moments[name][moment] = dense.view(whole.shape)
+                trace.moments[name][moment] = dense.view(tensor.full_shape)
         for name, buffer in layer.module.named_buffers():
             trace.buffers[f"{layer.spec.name}.{name}"] = buffer.detach().clone().cpu()
     trace.evaluation = trainer.last_evaluation

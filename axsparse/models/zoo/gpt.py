@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axsparse.config.model_config import GptConfig
-from axsparse.models.layer import Layer, Model, Split, Tie
+from axsparse.models.layer import Layer, Model, Tie, TpStyle
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
-from axsparse.models.tensor_parallel import chunks_of, vocabulary_cross_entropy
 
 INIT_STD = 0.02
 """Standard deviation of the initial matrices (Radford et al. 2019)."""
@@ -36,7 +35,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.norm(x), *chunks_of(self.weight)
+        return self.norm(x), self.weight
 
 
 def init_parameter(
@@ -119,14 +118,14 @@ def gpt(config: GptConfig, sequence_length: int) -> Model:
     """
     s, init = sequence_length, partial(init_parameter, config.num_layers, RESIDUAL)
     size = config.hidden_size // config.num_heads
-    splits = {
-        "attention.qkv": Split("column", groups=3, unit=size),
-        "attention.proj": Split("row", unit=size),
-        "fc1": Split("column"),
-        "fc2": Split("row"),
+    plan: dict[str, TpStyle | str] = {
+        "attention.qkv": TpStyle("colwise", packed=3, unit=size),
+        "attention.proj": TpStyle("rowwise", unit=size),
+        "fc1": "colwise",
+        "fc2": "rowwise",
     }
     blocks = [
-        Layer(f"block{i}", partial(Block, config), init=init, tensor=splits)
+        Layer(f"block{i}", partial(Block, config), init=init, tp_plan=plan)
         for i in range(config.num_layers)
     ]
     return Model(
@@ -136,7 +135,7 @@ def gpt(config: GptConfig, sequence_length: int) -> Model:
                 partial(Embedding, config),
                 kind="embedding",
                 init=init,
-                tensor={"token": Split("vocabulary")},
+                tp_plan={"token": "vocabulary"},
             ),
             *blocks,
             Layer(
@@ -145,11 +144,10 @@ def gpt(config: GptConfig, sequence_length: int) -> Model:
                 kind="head",
                 init=init,
                 flops=2 * s * config.hidden_size * config.vocab_size,  # The loss computes it.
-                tensor={"weight": Split("vocabulary")},
+                tp_plan={"weight": "vocabulary"},
             ),
         ],
         loss=linear_cross_entropy,
-        cut_loss=lambda group: partial(vocabulary_cross_entropy, group, config.vocab_size),
         loss_logits=lambda samples: logits_at_a_time(samples * s, config.vocab_size),
         example=lambda samples: (torch.zeros(samples, s, dtype=torch.long, device="meta"),),
         ties=[Tie("embed.token.weight", "head.weight")] if config.tie_embeddings else [],

@@ -39,8 +39,8 @@ from axsparse.models.layer import (
     Layer,
     LossFunction,
     Model,
-    Split,
     Tie,
+    TpStyle,
     on_meta,
 )
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
@@ -60,15 +60,17 @@ from axsparse.models.zoo.hf_forward import Forward, unfit
 from axsparse.runtime.errors import ConfigError
 
 PLANNED = {
-    "colwise": Split("column"),
-    "rowwise": Split("row"),
-    "colwise_gather_output": Split("column", gathered=True),
-    "rowwise_split_input": Split("row", gathered=True),
-    "replicated_with_grad_allreduce": Split("shared"),
-    "packed_colwise": Split("column", groups=2),
-    "moe_tp_experts": Split("summed"),
+    "colwise": TpStyle("colwise"),
+    "rowwise": TpStyle("rowwise"),
+    "colwise_gather_output": TpStyle("gather_output"),
+    "rowwise_split_input": TpStyle("rowwise"),
+    "replicated_with_grad_allreduce": TpStyle("replicated"),
+    "packed_colwise": TpStyle("colwise", packed=2),
+    "moe_tp_experts": TpStyle("experts"),
 }
-"""How we split a module or a parameter, by the name that a plan of transformers has for it."""
+"""Our style of a module or a parameter, by the name that a plan of transformers has for it."""
+OF_ALL_FEATURES = ("colwise_gather_output", "rowwise_split_input")
+"""Names of plans for modules around what needs all features, so that heads may be divided."""
 
 ROW = 8
 """Features of experts that stay together: torch multiplies by stacks of matrices only where their
@@ -104,7 +106,7 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
                 kind=part.kind,
                 init=tied if has_tied and part.kind != "block" else loaded,
                 flops=2 * s * cut.forward.width * vocabulary if part is cut.parts[-1] else None,
-                tensor=cut.splits(part) if part.kind == "block" else {},
+                tp_plan=cut.tp_plan(part) if part.kind == "block" else {},
             )
         )
     loss: LossFunction = linear_cross_entropy if cut.head_is_plain else summed_cross_entropy
@@ -236,26 +238,26 @@ class Cut:
                 self._start(f"{part.name}.{name}", module)
         return PartModule(part, modules)
 
-    def splits(self, part: Part) -> dict[str, Split | str]:
-        """How a layer is cut where several ranks share it, by transformers' own plan. What we do
-        not cut has the plan's own name, which is refused once the layer is to be cut."""
+    def tp_plan(self, part: Part) -> dict[str, TpStyle | str]:
+        """How a layer is sharded, by transformers' own plan. What we do not shard has the plan's
+        own name, which is refused once the layer is to be sharded."""
         plan = getattr(self.causal.config, "base_model_tp_plan", None) or {}
-        base, found = f"{self.causal.base_model_prefix}.", dict[str, Split | str]()
+        base, found = f"{self.causal.base_model_prefix}.", dict[str, TpStyle | str]()
         [layer] = part.modules.values()
         for path, _ in (*layer.named_modules(), *layer.named_parameters()):
             full = f"{part.name}.{path}".removeprefix(base)
             kinds = [kind for pattern, kind in plan.items() if fnmatchcase(full, pattern)]
             if not kinds:
                 continue
-            split = PLANNED.get(kinds[0])
+            style = PLANNED.get(kinds[0])
             parent = layer.get_submodule(path.rpartition(".")[0])
-            if split is not None and not split.gathered:
+            if style is not None and kinds[0] not in OF_ALL_FEATURES:
                 sizes = (getattr(parent, name, None) for name in ("head_dim", "head_size"))
                 of_experts = ROW if hasattr(parent, "expert_inputs") else 1
-                split = replace(split, unit=next(filter(None, sizes), of_experts))
+                style = replace(style, unit=next(filter(None, sizes), of_experts))
             if getattr(parent, "is_transposed", False):
-                split = None  # outputs and inputs are in other places than we cut
-            found[path] = split or kinds[0]
+                style = None  # outputs and inputs are in other places than we shard
+            found[path] = style or kinds[0]
         return found
 
     def _start(self, name: str, module: nn.Module) -> None:

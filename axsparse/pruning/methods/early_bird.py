@@ -172,7 +172,7 @@ class EarlyBirdSearch:
         counts = torch.zeros(3, dtype=torch.int64)
         for owner, state, tensor in live.counted():
             shape = live.targets.shapes[owner]
-            mask = masks.mask(owner, shape, partial(state.dense_master, tensor.name))
+            mask = masks.mask(owner, shape, partial(state.dense_master, tensor.full_name))
             mismatched = self._search.compare(owner, mask)
             counts += torch.tensor([mismatched, mask.numel(), int(mask.sum())])
         return self._search.judge(updates, *live.total(counts).tolist())
@@ -191,7 +191,7 @@ class EarlyBirdSearch:
         if standing.last_look is None:
             return
         for owner, _, tensor in self._live.counted():
-            mask, numel = read(KIND, owner), tensor.numel
+            mask, numel = read(KIND, owner), tensor.full_numel
             if mask.shape != (-(-numel // 8),):
                 raise DataError(
                     f"checkpoint: the early-bird mask of {owner} has {mask.numel()} bytes, which "

@@ -25,7 +25,7 @@ from axsparse.pruning.methods.masking import (
 from axsparse.runtime.errors import DataError
 from axsparse.samo.layer_construction import fill, start_values
 from axsparse.samo.layer_state import LayerState
-from axsparse.samo.tensor_state import Whole
+from axsparse.samo.tensor_state import TensorState
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def with_gradients(criterion: Criterion, live: LiveMasks) -> Criterion:
 
     def score(name: str, weight: Tensor) -> Tensor:
         state, tensor = here[name]
-        return own(name, weight, gradient=state.dense_gradient(tensor.name).view_as(weight))
+        return own(name, weight, gradient=state.dense_gradient(tensor.full_name).view_as(weight))
 
     return replace(criterion, score=score)
 
@@ -166,8 +166,8 @@ class Rewinding:
         if now.step == self._step != 0:
             self._has_saved = True
             for state, tensor in self._tensors():
-                assert tensor.kept == tensor.numel, f"{tensor.name} is pruned already"
-                self._saved[tensor.name] = state.master(tensor.name).clone()
+                assert tensor.full_kept == tensor.full_numel, f"{tensor.name} is pruned already"
+                self._saved[tensor.full_name] = state.master(tensor.full_name).clone()
         change = self._method.before_step(now)
         if change is None or not change.changed:
             return change
@@ -187,25 +187,26 @@ class Rewinding:
         self._has_saved = standing.holds_weights
         for _, tensor in self._tensors() if standing.holds_weights else ():
             # A weight with two uses is saved under the name of the first.
-            values = read(KIND, self._live.ties.get(tensor.name, tensor.name))
-            numel = tensor.numel
+            name, numel = tensor.full_name, tensor.full_numel
+            values = read(KIND, self._live.ties.get(name, name))
             if values.shape != (numel,):
                 raise DataError(
-                    f"checkpoint: the weights of {tensor.name} to rewind to are "
+                    f"checkpoint: the weights of {name} to rewind to are "
                     f"{values.numel()}, not {numel}; resume from another checkpoint"
                 )
-            self._saved[tensor.name] = values
+            self._saved[name] = values
 
-    def _tensors(self) -> list[tuple[LayerState, Whole]]:
+    def _tensors(self) -> list[tuple[LayerState, TensorState]]:
         layers = self._live.layers
-        return [(layer.state, one) for layer in layers for one in layer.state.wholes.values()]
+        return [(layer.state, one) for layer in layers for one in layer.state.by_full_name.values()]
 
     def _rewind(self) -> None:
         """Set all weights back and all moments to zero; pruned entries stay pruned."""
         live = self._live
         for layer in live.layers:
             values = start_values(layer.spec, live.ties, live.options) if self._step == 0 else {}
-            for tensor in layer.state.wholes.values():
-                value = values[tensor.name]() if self._step == 0 else self._saved[tensor.name]
+            for tensor in layer.state.by_full_name.values():
+                name = tensor.full_name
+                value = values[name]() if self._step == 0 else self._saved[name]
                 fill(layer.state, tensor, value)
             layer.state.optimizer_state.reset_moments()

@@ -20,7 +20,7 @@ from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Masks, Shape, Weight, kept_positions, prune_in_place
 from axsparse.samo.selection import Cut, Keys, equal_to, find_cut, histogram, select
-from axsparse.samo.tensor_state import Whole
+from axsparse.samo.tensor_state import TensorState
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class LiveMasks:
     place: Place
     transport: Transport
 
-    def pruned(self) -> Iterator[tuple[str, LayerState, Whole]]:
+    def pruned(self) -> Iterator[tuple[str, LayerState, TensorState]]:
         """The tensors of this rank to prune, each with the name of its weight's first use.
 
         A weight whose two uses are on two stages appears on both.
         """
         for layer in self.layers:
-            for name, whole in layer.state.wholes.items():
+            for name, tensor in layer.state.by_full_name.items():
                 owner = self.ties.get(name, name)
                 if owner in self.targets.shapes:
-                    yield owner, layer.state, whole
+                    yield owner, layer.state, tensor
 
-    def counted(self) -> Iterator[tuple[str, LayerState, Whole]]:
+    def counted(self) -> Iterator[tuple[str, LayerState, TensorState]]:
         """The pruned tensors whose weight has its first use here; each weight counts once."""
-        yield from (own for own in self.pruned() if own[0] == own[2].name)
+        yield from (own for own in self.pruned() if own[0] == own[2].full_name)
 
     def total(self, counts: Tensor) -> Tensor:
         """The sum over the stages of one replica; see `stage_total`."""
@@ -63,7 +63,7 @@ class LiveMasks:
             ScoredTensor(
                 owner,
                 self.targets.shapes[owner],
-                partial(state.dense_master, tensor.name),
+                partial(state.dense_master, tensor.full_name),
                 partial(kept_positions, state, tensor),
             )
             for owner, state, tensor in self.counted()
@@ -84,7 +84,7 @@ class LiveMasks:
     def figures(self) -> dict[str, float]:
         """The present sparsity of all pruned tensors of the model; all ranks call this together."""
         here = [tensor for _, _, tensor in self.counted()]
-        counts = [sum(t.kept for t in here), sum(t.numel for t in here)]
+        counts = [sum(t.full_kept for t in here), sum(t.full_numel for t in here)]
         kept, numel = self.total(torch.tensor(counts)).tolist()
         return {"sparsity": 1 - kept / numel}
 

@@ -69,12 +69,13 @@ class LocalLink:
         self.bytes_sent = 0
         self._world = world
         self._place = place
-        rank, apart = place.rank, place.grid.g_tensor
         self._inboxes = []
         if not place.is_first:
-            self._inboxes.append(world.mailbox(rank - apart, rank, Direction.FORWARD.name))
+            before = place.neighbour(-1)
+            self._inboxes.append(world.mailbox(before, place.rank, Direction.FORWARD.name))
         if not place.is_last:
-            self._inboxes.append(world.mailbox(rank + apart, rank, Direction.BACKWARD.name))
+            after = place.neighbour(1)
+            self._inboxes.append(world.mailbox(after, place.rank, Direction.BACKWARD.name))
 
     def send(self, message: Message) -> None:
         direction = message.direction
@@ -86,7 +87,7 @@ class LocalLink:
             for t in message.tensors
         )
         self.bytes_sent += sum(tensor.nbytes for tensor in copies if tensor is not None)
-        target = self._place.rank + (1 if forward else -1) * self._place.grid.g_tensor
+        target = self._place.neighbour(1 if forward else -1)
         mailbox = self._world.mailbox(self._place.rank, target, direction.name)
         mailbox.append(replace(message, tensors=copies))
         self._world.progress()

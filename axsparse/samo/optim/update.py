@@ -89,7 +89,7 @@ class _Step:
 
     def hyper_of(self, tensor: TensorState) -> Hyper:
         usual = self.hyper if tensor.decays else self.undecayed
-        return self.own.get(tensor.whole_name, usual)
+        return self.own.get(tensor.full_name, usual)
 
     def update_moments(self, block: Block, hyper: Hyper) -> None:
         change: Callable[..., object] = self.optimizer.update_moments
@@ -108,12 +108,12 @@ class _Step:
         layers: Sequence[LayerState],
         visits: Callable[[Sequence[LayerState]], Iterable[LayerState]],
     ) -> dict[str, Tensor]:
-        """The sums over whole tensors that the rule needs, by name of tensor or chunk; empty if it
+        """The sums over whole tensors that the rule needs, by name of tensor or shard; empty if it
         needs none.
 
         Updates all moments on the way, since the sums are of the updated ones. Every block has one
-        owner, blocks are added in order, and chunks as all that members add; so the sums are the
-        same bits however the state is sharded and the tensors are dealt out.
+        owner, blocks are added in order, and then the shards of a tensor; so the sums are the same
+        bits however replicas share the state.
         """
         optimizer = self.optimizer
         if optimizer.statistics is None:
@@ -135,13 +135,14 @@ class _Step:
             replicas.exchange(Op.ALL_REDUCE, parts.view(-1))
         each = dict(zip(each, parts.cpu().split(numbers), strict=True))
         sums = {name: blocks.sum(0) for name, blocks in each.items()}
-        cut = [w.parts for layer in layers for w in layer.wholes.values() if w.cut is not None]
-        members = layers[0].members
-        if cut and members is not None:
-            chunks = zip(*cut, strict=True)  # the first of each tensor, the second of each, …
-            stacked = [torch.stack([sums[part.name] for part in each]) for each in chunks]
-            for own, total in zip(cut, members.fold(stacked), strict=True):
-                sums.update((part.name, total) for part in own)
+        shards = [tensor.name for tensor in tensors if tensor.shard is not None]
+        group = layers[0].group
+        if shards and group is not None:
+            own = torch.stack([sums[name] for name in shards])
+            total = torch.zeros_like(own)
+            for row in group.gather_rows(own.view(-1)):
+                total += row.view_as(own)
+            sums.update(zip(shards, total, strict=True))
         return sums
 
     def apply(self, layer: LayerState, statistics: Mapping[str, Tensor]) -> None:

@@ -42,7 +42,7 @@ from axsparse.samo.layer_construction import BuiltLayer, fill
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits, pack
-from axsparse.samo.tensor_state import Whole
+from axsparse.samo.tensor_state import TensorState
 from axsparse.training.checkpoint.manifest import LayerEntry, ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint
 
@@ -59,8 +59,8 @@ class TensorCopy:
     """Returns the present contents; they may be a view of memory that training changes."""
     is_gathered: bool = False
     """Whether all replicas of the stage must ask for the value together."""
-    is_cut: bool = False
-    """Whether all members of the stage must ask for the value together."""
+    is_shard: bool = False
+    """Whether all tensor-parallel ranks of the stage must ask for the value together."""
     is_fixed: bool = False
     """Whether training never changes the value, so that it can be read while training goes on."""
 
@@ -87,15 +87,15 @@ def contents_of(
     state = layer.state
     of_layer: dict[str, TensorCopy] = {}
     parameters: dict[str, ParameterEntry] = {}
-    trained = state.wholes
-    for name, local in layer.names.items():
+    trained = state.by_full_name
+    for local, parameter in layer.module.named_parameters():
+        name = f"{layer.spec.name}.{local}"
         if name in ties:
             continue
         if name in trained:
-            shape, kept = trained[name].shape, trained[name].kept
+            shape, kept = trained[name].full_shape, trained[name].full_kept
             of_layer.update(_trained_tensor(state, trained[name]))
         else:
-            parameter = layer.module.get_parameter(local)
             shape, kept = tuple(parameter.shape), parameter.numel()
             of_layer[f"{VALUE}/{name}"] = _plain_tensor(parameter.detach())
         parameters[name] = ParameterEntry(shape=shape, kept=kept)
@@ -127,11 +127,12 @@ def contents_of(
     )
 
 
-def _trained_tensor(state: LayerState, whole: Whole) -> Iterator[tuple[str, TensorCopy]]:
+def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[str, TensorCopy]]:
     """The mask, master and moments of a trained tensor, each by its name in the file."""
-    name, numel, kept, is_cut = whole.name, whole.numel, whole.kept, whole.cut is not None
+    name, numel, kept = tensor.full_name, tensor.full_numel, tensor.full_kept
+    is_shard = tensor.shard is not None
     if kept < numel:
-        index = whole.parts[0].index
+        index = tensor.index
 
         def packed() -> Tensor:
             mask_D = torch.zeros(numel, dtype=torch.bool)
@@ -140,15 +141,16 @@ def _trained_tensor(state: LayerState, whole: Whole) -> Iterator[tuple[str, Tens
             return pack(mask_D)
 
         header = TensorHeader(torch.uint8, (-(-numel // 8),))
-        if is_cut:
-            yield f"{MASK}/{name}", TensorCopy(header, lambda: pack(state.mask(name)), is_cut=True)
+        if is_shard:
+            full = partial(TensorCopy, header, lambda: pack(state.mask(name)))
+            yield f"{MASK}/{name}", full(is_shard=True)
         else:
             yield f"{MASK}/{name}", TensorCopy(header, packed, is_fixed=True)
     values = partial(
         TensorCopy,
         TensorHeader(torch.float32, (kept,)),
         is_gathered=state.shares.is_sharded,
-        is_cut=is_cut,
+        is_shard=is_shard,
     )
     yield f"{MASTER}/{name}", values(lambda: state.master(name))
     for kind in state.optimizer_state.moments_K:
@@ -210,13 +212,13 @@ def load_layers(
     """
     files = CheckpointFiles(checkpoint)
     for layer in layers:
-        aliases = {t.whole_name for t in layer.state.tensors if t.alias_of is not None}
-        for name, local in layer.names.items():
+        aliases = {t.full_name for t in layer.state.tensors if t.alias_of is not None}
+        for local, parameter in layer.module.named_parameters():
+            name = f"{layer.spec.name}.{local}"
             saved = ties.get(name, name)
-            if name in layer.state.wholes:
-                _load_tensor(files, saved, layer.state, layer.state.wholes[name])
+            if name in layer.state.by_full_name:
+                _load_tensor(files, saved, layer.state, layer.state.by_full_name[name])
             elif name not in aliases:
-                parameter = layer.module.get_parameter(local)
                 header = TensorHeader(parameter.dtype, tuple(parameter.shape))
                 parameter.detach().copy_(files.read(VALUE, saved, header))
         for slot in slots(layer.module):
@@ -227,14 +229,15 @@ def load_layers(
                 slot.put(canonical(read.to(slot.tensor.device)))
 
 
-def _load_tensor(files: CheckpointFiles, saved: str, state: LayerState, whole: Whole) -> None:
+def _load_tensor(
+    files: CheckpointFiles, saved: str, state: LayerState, tensor: TensorState
+) -> None:
     """Read the masters, which also sets the dense weight, and the moments that this rank holds."""
     optimizer_state = state.optimizer_state
-    header = TensorHeader(torch.float32, (whole.kept,))
-    if whole.cut is not None:
-        _load_chunks(files, saved, state, whole)
+    header = TensorHeader(torch.float32, (tensor.full_kept,))
+    if tensor.shard is not None:
+        _load_shard(files, saved, state, tensor)
         return
-    [tensor] = whole.parts
     master = files.entries(MASTER, saved, header)
     for start in range(0, tensor.kept, PIECE):
         stop = min(start + PIECE, tensor.kept)
@@ -246,25 +249,28 @@ def _load_tensor(files: CheckpointFiles, saved: str, state: LayerState, whole: W
             optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values(start, stop))
 
 
-def _load_chunks(files: CheckpointFiles, saved: str, state: LayerState, whole: Whole) -> None:
-    """As `_load_tensor`, of the chunks that are here: the tensor is read whole, and cut."""
-    header, mask_D = TensorHeader(torch.float32, (whole.kept,)), None
-    if whole.kept < whole.numel:
-        packed = files.read(MASK, saved, TensorHeader(torch.uint8, (-(-whole.numel // 8),)))
-        mask_D = Bits(packed.numpy(), whole.numel).mask()
+def _load_shard(files: CheckpointFiles, saved: str, state: LayerState, tensor: TensorState) -> None:
+    """As `_load_tensor`, of a shard: the full tensor is read."""
+    header, numel, mask_D = (
+        TensorHeader(torch.float32, (tensor.full_kept,)),
+        tensor.full_numel,
+        None,
+    )
+    if tensor.full_kept < numel:
+        packed = files.read(MASK, saved, TensorHeader(torch.uint8, (-(-numel // 8),)))
+        mask_D = Bits(packed.numpy(), numel).mask()
     for kind in (MASTER, *state.optimizer_state.moments_K):
         mend = ANOTHER if kind == MASTER else OWN_OPTIMIZER
-        dense_D = files.entries(kind, saved, header, mend)(0, whole.kept)
+        dense_D = files.entries(kind, saved, header, mend)(0, tensor.full_kept)
         if mask_D is not None:
-            dense_D = torch.zeros(whole.numel).masked_scatter_(mask_D, dense_D)
+            dense_D = torch.zeros(numel).masked_scatter_(mask_D, dense_D)
         if kind == MASTER:
-            fill(state, whole, dense_D)
+            fill(state, tensor, dense_D)
             continue
-        for tensor in whole.parts:
-            part_D = whole.part(tensor, dense_D).to(state.backend.device)
-            for start, stop in state.shares.blocks(tensor, state.shares.held):
-                values_K = tensor.index.gather(part_D, start, stop)
-                state.optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values_K)
+        part_D = tensor.of_full(dense_D).to(state.backend.device)
+        for start, stop in state.shares.blocks(tensor, state.shares.held):
+            values_K = tensor.index.gather(part_D, start, stop)
+            state.optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values_K)
 
 
 ANOTHER = "resume from another one"

@@ -346,7 +346,7 @@ def _to_copy(
         for file in layer.files.values():
             for tensor in file.values():
                 writes = is_own and is_first and not tensor.is_fixed
-                if tensor.is_gathered or writes or (is_own and tensor.is_cut):
+                if tensor.is_gathered or writes or (is_own and tensor.is_shard):
                     yield tensor, is_own
 
 

@@ -13,7 +13,6 @@ from support.dense_optimizers import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer
-from axsparse.models.tensor_group import TensorGroup
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -27,6 +26,8 @@ from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
+from axsparse.tensor_parallel.group import TensorGroup
+from axsparse.tensor_parallel.modules import Sharding
 
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 Dense = Callable[..., torch.optim.Optimizer]
@@ -226,10 +227,9 @@ class Pair(nn.Module):
         self.up, self.down = nn.Linear(1, 4, bias=False), nn.Linear(4, 1, bias=False)
 
 
-@pytest.mark.parametrize("members", [1, 2, 4])
-def test_statistics_of_chunks_are_added_in_one_tree_by_any_number_of_members(members: int) -> None:
-    """2⁻⁵³ is half a unit in the last place of 1, so that in any other order one of the small
-    numbers is rounded before 1 and -1 have cancelled."""
+@pytest.mark.parametrize(("ranks", "total"), [(2, 2.5 * 2.0**-53), (4, 2.0**-52)])
+def test_statistics_of_shards_are_added_in_the_order_of_the_ranks(ranks: int, total: float) -> None:
+    """2⁻⁵³ is half a unit in the last place of 1, so that the order decides what is rounded."""
     small = 2.0**-53
     found: set[float] = set()
 
@@ -245,16 +245,16 @@ def test_statistics_of_chunks_are_added_in_one_tree_by_any_number_of_members(mem
         "pair",
         Pair,
         init=lambda name, shape, generator: torch.tensor([small, 1.5 * small, 1, -1]).view(shape),
-        tensor={"up": "column", "down": "row"},
+        tp_plan={"up": "colwise", "down": "rowwise"},
     )
-    world: LocalWorld[None] = LocalWorld(members)
+    world: LocalWorld[None] = LocalWorld(ranks)
 
     def body(rank: int) -> None:
-        group = TensorGroup(Grid(1, 1, members).place(rank), LocalTransport(world, rank), 4)
-        options = StateOptions(torch.float32, torch.float32, (), 1, None, members=group)
+        group = TensorGroup(Grid(1, 1, ranks).place(rank), LocalTransport(world, rank))
+        options = StateOptions(torch.float32, torch.float32, (), 1, None, sharding=Sharding(group))
         [built] = build_layers([layer], {}, options)
         update([built.state], rule, hyper(1), 1.0)
 
     world.run(body)
 
-    assert found == {2.5 * small}
+    assert found == {total}

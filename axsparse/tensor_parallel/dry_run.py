@@ -1,0 +1,121 @@
+"""The share of one tensor-parallel rank in a model, found by running its shards on the meta device.
+
+Nothing is sent there; what a rank would send is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from axsparse.models.layer import Model
+from axsparse.models.layer_cost import SAMPLES, Tracer
+from axsparse.models.survey import Survey, example_of, survey_layers
+from axsparse.runtime.communication import Op, Sums, Work, shard_bounds
+from axsparse.runtime.grid import Place
+from axsparse.runtime.rank_order import exchanged_bytes
+from axsparse.tensor_parallel.group import TensorGroup
+from axsparse.tensor_parallel.modules import Sharding, sharded_loss
+
+
+class SilentCollective:
+    """A group of which only this rank is there. It sends nothing, leaves buffers as they are, and
+    counts what it would have sent."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.bytes_sent = self.started = self.largest = 0
+        """The bytes and the number of operations, and the largest of their buffers."""
+
+    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
+        limits = list(bounds or shard_bounds(buffer.numel(), self.size))
+        self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
+        self.started += 1
+        self.largest = max(self.largest, buffer.numel() * buffer.itemsize)
+        return _Over()
+
+
+class _Over:
+    """An operation that is over at once."""
+
+    def poll(self) -> bool:
+        return True
+
+
+class SilentTransport:
+    """All of a transport that a `TensorGroup` needs; with it, one rank runs layers alone."""
+
+    name = "silent"
+    backoff = None
+
+    def __init__(self, place: Place) -> None:
+        self.ranks = SilentCollective(place.member, place.grid.g_tensor)
+
+    def collective(self, _: str, ranks: Sequence[int]) -> SilentCollective:
+        assert len(ranks) == self.ranks.size, "ranks of one group"
+        return self.ranks
+
+
+class SilentGroup(TensorGroup):
+    """The tensor-parallel ranks of a place, of which only this one is there. A `SumCounter`."""
+
+    def __init__(self, place: Place, samples: int = SAMPLES) -> None:
+        """Layers run on so many samples."""
+        silent: Any = SilentTransport(place)
+        super().__init__(place, silent)
+        self._silent: SilentCollective = silent.ranks
+        self._samples = samples
+
+    @property
+    def largest(self) -> int:
+        return self._silent.largest
+
+    def begin(self) -> None:
+        self._silent.bytes_sent = self._silent.started = self._silent.largest = 0
+        self.fixed_bytes = 0
+
+    def summed(self) -> Sums:
+        sent, fixed = self._silent.bytes_sent, self.fixed_bytes
+        return Sums((sent - fixed) // self._samples, self._silent.started, fixed)
+
+
+def survey_of_member(model: Model, full: Survey, place: Place, dtype: torch.dtype) -> Survey:
+    """What the rank of this place holds, computes and sums of a model; `full` is the survey of the
+    full model.
+
+    Sharded parameters appear with the index of the shard, such as "block0.fc1.weight#1".
+    ConfigError for a model that cannot be sharded so.
+    """
+    example = None if model.example is None else example_of(model.example, SAMPLES)
+    # An example that is data has as many samples as a microbatch.
+    samples = SAMPLES if example is None else len(example[0])
+    group = SilentGroup(place, samples)
+    tracer = None if example is None else Tracer(example, dtype, group, samples=samples)
+    layers = survey_layers(model.layers, tracer, Sharding(group))
+    names = {parameter.name for layer in layers for parameter in layer.parameters}
+    mark = f"#{place.member}"
+    ties = {
+        f"{second}{end}": f"{first}{end}"
+        for second, first in full.ties.items()
+        for end in ("", mark)
+        if f"{second}{end}" in names
+    }
+    surveyed = replace(full, layers=layers, ties=ties)
+    loss = sharded_loss(model, group)
+    if loss is None or tracer is None or example is None:
+        return surveyed
+    # Its targets are words, as the inputs are.
+    words = max(p.shape[0] for p in layers[-1].parameters if "#" in p.name)
+    logits = partial(_logits, example[0].numel() // samples * words)
+    sums = tracer.loss_sums(loss, example[0])
+    return replace(surveyed, loss_sums=sums, loss_logits=logits)
+
+
+def _logits(logits: int, samples: int) -> int:
+    """How many logits a rank holds at a time, of so many of a sample."""
+    return samples * logits

@@ -1,0 +1,155 @@
+"""Has the tensor-parallel ranks of a stage run the same actions in the same order.
+
+Arrivals differ between ranks, but the sums within their layers must meet. So the first rank asks
+its policy and broadcasts each action as it begins it; the others follow.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from axsparse.runtime.communication import Direction, Link, Message, Work
+from axsparse.runtime.errors import ConfigError
+from axsparse.tensor_parallel.group import TensorGroup
+
+
+class Action(Protocol):
+    """What a stage does next: a kind, as a number, and the microbatch that it is done for."""
+
+    @property
+    def kind(self) -> int: ...
+
+    @property
+    def microbatch(self) -> int: ...
+
+
+A = TypeVar("A", bound=Action)
+A_co = TypeVar("A_co", bound=Action, covariant=True)
+
+
+class Policy(Protocol[A_co]):
+    """Chooses the actions of a stage; `pipeline/policy.py` says how."""
+
+    @property
+    def finished(self) -> bool: ...
+
+    def expects(self, direction: Direction) -> bool: ...
+
+    def arrived(self, direction: Direction, microbatch: int) -> None: ...
+
+    def next(self) -> A_co | None: ...
+
+
+class Lockstep(Policy[A]):
+    """A policy around a policy: the first rank decides, the others follow.
+
+    A follower runs the actions in the order of the broadcasts, each as soon as its input has
+    arrived here too. That input is certain to come: the first rank had its own, and the ranks of
+    the stage before run the same actions.
+    """
+
+    def __init__(
+        self, group: TensorGroup, make: Callable[[int, int], A], policy: Policy[A], mode: int
+    ) -> None:
+        """`mode` tells training from evaluation. `make` makes an action of a kind and a
+        microbatch."""
+        self._policy, self._mode, self._group, self._make = policy, mode, group, make
+        self._here = dict.fromkeys(Direction, 0)
+        """How many inputs have arrived."""
+        self._due: A | None = None
+        """The action that was broadcast and has not begun here."""
+        self._is_last = False
+        """Whether no further action follows that one."""
+
+    @property
+    def finished(self) -> bool:
+        return self._policy.finished or (self._is_last and self._due is None)
+
+    def expects(self, direction: Direction) -> bool:
+        return self._policy.expects(direction)
+
+    def arrived(self, direction: Direction, microbatch: int) -> None:
+        self._policy.arrived(direction, microbatch)
+        self._here[direction] += 1
+
+    def next(self) -> A | None:
+        if self._group.rank == 0:
+            action = self._policy.next()
+            if action is not None:
+                words = action.kind, action.microbatch, self._policy.finished, self._mode
+                self._group.broadcast(words)
+            return action
+        if self._due is None:
+            self._hear()
+        if self._due is None or not self._has_input(self._due):
+            return None
+        begun, self._due = self._due, None
+        return begun
+
+    def _hear(self) -> None:
+        """Take the next action that the first rank has begun, if there is one.
+
+        ConfigError if that rank evaluates while this one trains, or the reverse.
+        """
+        words = self._group.next_broadcast(4)
+        if words is None:
+            return
+        kind, microbatch, is_last, mode = words
+        if mode != self._mode:
+            raise ConfigError(
+                "trainer.evaluate: a rank of this stage evaluates while another one trains; call "
+                "it on all ranks together, between the same steps"
+            )
+        self._due, self._is_last = self._make(kind, microbatch), bool(is_last)
+
+    def _has_input(self, action: A) -> bool:
+        """Whether an action could run here: what needs no message can, and what the stage expects
+        no further message for."""
+        for direction in Direction:
+            if action.kind == direction and self._policy.expects(direction):
+                return action.microbatch < self._here[direction]
+        return True
+
+
+class MeetingLink:
+    """A link whose messages arrive once they have come to all tensor-parallel ranks of the stage.
+
+    On GPUs each action begins after that. Its sums then wait for nothing but ranks that are about
+    to begin them, so that compute may wait there in place of a host that sends messages, and a host
+    that waits for compute holds up nobody for good.
+    """
+
+    def __init__(self, link: Link, group: TensorGroup) -> None:
+        self._link, self._group = link, group
+        self._arrived: dict[Direction, deque[tuple[Message, Work]]]
+        self._arrived = {direction: deque() for direction in Direction}
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._link.bytes_sent
+
+    @property
+    def unsent(self) -> int:
+        return self._link.unsent
+
+    def send(self, message: Message) -> None:
+        self._link.send(message)
+
+    def push(self) -> None:
+        self._link.push()
+
+    def close(self) -> None:
+        self._link.close()
+
+    def arrivals(self) -> list[Message]:
+        """The messages that have come to all ranks by now."""
+        for message in self._link.arrivals():
+            work = self._group.arrived(message.direction)
+            self._arrived[message.direction].append((message, work))
+        found = []
+        for works in self._arrived.values():
+            while works and works[0][1].poll():
+                found.append(works.popleft()[0])
+        return found

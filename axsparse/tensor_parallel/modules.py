@@ -1,0 +1,341 @@
+"""Sharded modules: linear layers, embeddings, experts and the loss of a vocabulary.
+
+Each of T tensor-parallel ranks holds one shard of the matrices that `Layer.tp_plan` names. A
+column-parallel module has some outputs, and a row-parallel one some inputs, so that
+
+    y = Σ_r row_r(between(column_r(x))) + bias
+
+where all ranks have all of x and y. Parameters keep their names.
+
+Shapes: B sequences of a microbatch, S tokens of each, H hidden size; I inputs and O outputs of a
+linear module; t a token, v a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from axsparse.models.layer import Layer, LossFunction, Model, TpStyle, on_meta
+from axsparse.models.losses import linear_cross_entropy, most_logits, refuse_foreign_words
+from axsparse.models.tensor_shard import TensorShard
+from axsparse.runtime.bounds import IGNORED
+from axsparse.runtime.errors import ConfigError, described
+from axsparse.runtime.seeds import torch_state
+from axsparse.tensor_parallel.group import (
+    TensorGroup,
+    copies_to_tp,
+    copy_to_tp,
+    gather_from_tp,
+    log_total,
+    reduce_from_tp,
+    scatter_to_tp,
+)
+from axsparse.tensor_parallel.plan import OF_MODULES, shards_of, styles_of
+
+
+def _features(like: Tensor, size: int, weight: TensorShard) -> TensorShard:
+    """The shard of activations of which the last dimension, `size` features in all, is sharded as
+    a weight is."""
+    shape = (*like.shape[:-1], size)
+    return TensorShard(shape, like.dim() - 1, weight.index, weight.count, weight.packed)
+
+
+class ColwiseLinear(nn.Module):
+    """A linear module of some outputs: (…, I) to (…, O / T), or to (…, O) if they are gathered."""
+
+    def __init__(
+        self, linear: nn.Linear, shard: TensorShard, group: TensorGroup, *, gathers: bool
+    ) -> None:
+        super().__init__()
+        has_bias = linear.bias is not None
+        self.group, self.shard, self.gathers = group, shard, gathers
+        self.product = nn.Linear(linear.in_features, shard.shape[0], bias=has_bias, device="meta")
+        self.weight, self.bias = self.product.weight, self.product.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.product(self.group.shared_copy(x))
+        if self.gathers:
+            return gather_from_tp(self.group, _features(y, self.shard.full_shape[0], self.shard), y)
+        self.group.drawn = torch_state()
+        return y
+
+
+class RowwiseLinear(nn.Module):
+    """A linear module of some inputs: (…, I / T), or of all inputs (…, I) its own, to (…, O)."""
+
+    def __init__(self, linear: nn.Linear, shard: TensorShard, group: TensorGroup) -> None:
+        super().__init__()
+        self.group, self.shard = group, shard
+        self.product = nn.Linear(shard.shape[1], linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = self.product.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        group, features = self.group, self.shard.full_shape[1]
+        if group.drawn and not all(map(torch.equal, group.drawn, torch_state())):
+            raise ConfigError(
+                "layout.g_tensor: random numbers are drawn between a column-parallel and a "
+                "row-parallel module, and would be the same for the features of each rank; move "
+                "the dropout behind the row-parallel module"
+            )
+        if x.shape[-1] == features:
+            x = scatter_to_tp(group, _features(x, features, self.shard), x)
+        if x.shape[-1] != self.product.in_features:
+            raise ConfigError(
+                f"layout.g_tensor: a row-parallel module of {features} features on {group.size} "
+                f"ranks gets {tuple(x.shape)}; let what lies before it take the number of heads "
+                "or features from the tensor"
+            )
+        group.end_sharded()
+        total = reduce_from_tp(group, self.product(x))
+        return total if self.bias is None else total + self.bias
+
+
+class VocabularyEmbedding(nn.Module):
+    """An embedding of some words: (B, S) integers to (B, S, H)."""
+
+    def __init__(self, shard: TensorShard, group: TensorGroup) -> None:
+        super().__init__()
+        self.group, self.words, self.bounds = group, shard.full_shape[0], shard.bounds
+        self.weight = nn.Parameter(torch.empty(shard.shape, device="meta"))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        refuse_foreign_words(tokens, self.words)
+        start, stop = self.bounds
+        here = (tokens >= start) & (tokens < stop)
+        rows = F.embedding((tokens - start).clamp(0, stop - start - 1), self.weight)
+        return reduce_from_tp(self.group, rows.masked_fill(~here.unsqueeze(-1), 0))
+
+
+class Replicated(nn.Module):
+    """A module that every rank uses for its own heads or features; the gradients of its parameters
+    are summed over the ranks.
+
+    It has the module's own dictionaries of parameters and buffers, so that their names stay.
+    """
+
+    def __init__(self, module: nn.Module, group: TensorGroup) -> None:
+        super().__init__()
+        for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            vars(self)[kind] = vars(module)[kind]
+        vars(self)["_module"] = module
+        self.group = group
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module = vars(self)["_module"]
+        module.training = self.training
+        parameters = dict(module.named_parameters())
+        copies = copies_to_tp(self.group, list(parameters.values())) if parameters else ()
+        return functional_call(module, dict(zip(parameters, copies, strict=True)), args, kwargs)
+
+
+def _shard_experts(module: nn.Module, group: TensorGroup) -> None:
+    """Have a module of sharded parameters give what all ranks' shards give together."""
+
+    def copied(value: Any) -> Any:
+        is_number = isinstance(value, Tensor) and value.is_floating_point()
+        return copy_to_tp(group, value) if is_number else value
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(lambda *call: reduce_from_tp(group, call[-1]))
+
+
+# -- of one layer -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The shards of a model's layers that the ranks of a group hold. A `LayerSharding`."""
+
+    group: TensorGroup
+
+    def shard(self, layer: Layer, module: nn.Module) -> dict[str, TensorShard]:
+        """As `shard_module`."""
+        return shard_module(layer, module, self.group)
+
+
+def shard_module(layer: Layer, module: nn.Module, group: TensorGroup) -> dict[str, TensorShard]:
+    """Replace the sharded parameters of a layer's module by those of this rank, which have no
+    contents yet, and the modules that use them; returns the shards by name.
+
+    ConfigError for a module that cannot be sharded.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    shards = shards_of(layer, shapes, group.rank, group.size)
+    styles = styles_of(layer)
+    for name in shards:
+        path = name.rpartition(".")[0]
+        replaced = module.get_submodule(path) if path in styles else None
+        for what in _what_is_lost(replaced, module.get_parameter(name)):
+            raise ConfigError(
+                f"layer {layer.name}: {name} {what}, and is not sharded; leave it out of tp_plan"
+            )
+    for path, style in styles.items():
+        if style.kind in OF_MODULES:
+            owner = module.get_submodule(path)
+            if style.kind == "replicated":
+                _replace(module, path, Replicated(owner, group))
+                continue
+            _check_inside(layer, path, owner, shards)
+            _shard_experts(owner, group)
+    for name, shard in shards.items():
+        path, _, kind = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if name in styles:  # a parameter of its own, such as one that is handed to the loss
+            owner._parameters[kind] = nn.Parameter(torch.empty(shard.shape, device="meta"))
+        elif not isinstance(owner, ColwiseLinear):  # replaced with the weight before this bias
+            _replace(module, path, _sharded(layer, path, owner, styles[path], shard, group))
+    kinds = {styles[path].kind for path in styles if f"{path}.weight" in shards}
+    if "colwise" in kinds and "rowwise" not in kinds:
+        raise ConfigError(
+            f"layer {layer.name}: tp_plan has colwise modules and no rowwise one; what lies "
+            "between the two is sharded, so name both, or gather (gather_output)"
+        )
+    if shards:
+        vars(module)["forward"] = _Forward(layer.name, module)
+    return shards
+
+
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
+"""What a layer raises that does not fit some heads or features; of what torch raises for its own
+ends there is none."""
+
+
+class _Forward:
+    """The forward of a sharded layer, which has an error of what it raises."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name, self._run = name, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer; ConfigError for what fails there, and may do well in a full layer."""
+        try:
+            return self._run(*args, **kwargs)
+        except FAILURES as error:
+            raise ConfigError(
+                f"layer {self._name}: sharded (Layer.tp_plan), it fails with {described(error)}; "
+                "take the number of heads or features from the tensor, use sharded modules by "
+                "calling them only, or gather (gather_output)"
+            ) from error
+
+
+# Reason: a module of a layer, and how it is sharded among whom.
+def _sharded(
+    layer: Layer,
+    path: str,
+    owner: nn.Module,
+    style: TpStyle,
+    shard: TensorShard,
+    group: TensorGroup,
+) -> nn.Module:
+    """The module of this rank in the place of a full one."""
+    if type(owner) is nn.Linear and style.kind == "rowwise":
+        return RowwiseLinear(owner, shard, group)
+    if type(owner) is nn.Linear and style.kind in ("colwise", "gather_output"):
+        return ColwiseLinear(owner, shard, group, gathers=style.kind == "gather_output")
+    is_plain = type(owner) is nn.Embedding and owner.padding_idx is None and not owner.max_norm
+    if is_plain and style.kind == "vocabulary":
+        return VocabularyEmbedding(shard, group)
+    raise ConfigError(
+        f"layer {layer.name}: {path} is {type(owner).__name__}, which is not sharded by "
+        f"{style.kind!r}; name a plain nn.Linear or nn.Embedding in tp_plan, or leave it out"
+    )
+
+
+def _what_is_lost(replaced: nn.Module | None, parameter: nn.Parameter) -> Iterator[str]:
+    """What a parameter has, or a module that is replaced, and the sharded one would not have."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if not parameter.requires_grad:
+        yield "is frozen"
+    if replaced is not None and any(vars(replaced)[kind] for kind in hooks):
+        yield "is of a module with hooks"
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        yield "has hooks"
+
+
+def _check_inside(
+    layer: Layer, path: str, owner: nn.Module, shards: Mapping[str, TensorShard]
+) -> None:
+    """ConfigError if a parameter of experts is not sharded."""
+    for name, parameter in owner.named_parameters():
+        if f"{path}.{name}" not in shards or not parameter.requires_grad or "." in name:
+            raise ConfigError(
+                f"layer {layer.name}: {path} is summed over ranks, so that {path}.{name} has to be "
+                'trained, its own, and sharded; name it "colwise" or "rowwise" in tp_plan, or '
+                f"leave {path} out"
+            )
+
+
+def _replace(module: nn.Module, path: str, new: nn.Module) -> None:
+    above, _, last = path.rpartition(".")
+    setattr(module.get_submodule(above), last, new)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether any module in it is sharded or replicated."""
+    kinds = (ColwiseLinear, RowwiseLinear, VocabularyEmbedding, Replicated)
+    return any(isinstance(child, kinds) for child in module.modules())
+
+
+def sharded_products(module: nn.Module) -> set[nn.Module]:
+    """The linear modules inside a module that multiply by shards."""
+    kinds = (ColwiseLinear, RowwiseLinear)
+    return {each.product for each in module.modules() if isinstance(each, kinds)}
+
+
+# -- the loss of a sharded vocabulary ---------------------------------------------------
+
+
+def vocabulary_cross_entropy(
+    group: TensorGroup, words: int, hidden: Tensor, weight: Tensor, targets: Tensor
+) -> Tensor:
+    """`losses.linear_cross_entropy` with this rank's rows of a weight of `words` rows.
+
+    loss = Σ_t log Σ_r exp(log Σ_{v on r} exp z[t, v]) − Σ_r z[t, y[t]]
+    """
+    flat, rows = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    refuse_foreign_words(rows, words, ignored=IGNORED)
+    given = copy_to_tp(group, flat), weight, rows - group.rank * words // group.size
+    if len(rows) * len(weight) > most_logits(rows.device) and torch.is_grad_enabled():
+        total, hit = checkpoint(_totals, *given, use_reentrant=False, preserve_rng_state=False)
+    else:
+        total, hit = _totals(*given)
+    losses = log_total(group, total) - reduce_from_tp(group, hit)
+    return torch.where(rows != IGNORED, losses, 0).sum()
+
+
+def _totals(hidden: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """log Σ_v exp z[t, v] over the words of this rank, and z at the target if it is one of them."""
+    logits = F.linear(hidden, weight).float()
+    here = (rows >= 0) & (rows < len(weight))
+    columns = rows.clamp(0, len(weight) - 1).unsqueeze(1)
+    return logits.logsumexp(1), here * logits.gather(1, columns).squeeze(1)
+
+
+def sharded_loss(model: Model, group: TensorGroup) -> LossFunction | None:
+    """The loss of a model whose last layer hands some words of its weight to it; None for another
+    model. ConfigError for a loss that takes the full weight."""
+    last = model.layers[-1]
+    words = [path for path, style in styles_of(last).items() if style.kind == "vocabulary"]
+    shapes = {name: p.shape for name, p in on_meta(last).named_parameters()} if words else {}
+    for path in words:
+        if path not in shapes:
+            continue
+        if model.loss is not linear_cross_entropy:
+            raise ConfigError(
+                f"layer {last.name}: tp_plan has 'vocabulary' for {path!r}, and the loss is not "
+                "linear_cross_entropy, which alone takes some words; leave it out"
+            )
+        return partial(vocabulary_cross_entropy, group, shapes[path][0])
+    return None

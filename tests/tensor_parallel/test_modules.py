@@ -1,0 +1,86 @@
+"""Sharded layers compute what the plain module with the full weights computes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.runs import on_ranks, random_init
+from torch import Tensor, nn
+
+from axsparse.models.layer import Layer, TpStyle
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.grid import Grid
+from axsparse.samo.layer_construction import StateOptions, build_layers, full_module
+from axsparse.tensor_parallel.group import TensorGroup
+from axsparse.tensor_parallel.modules import Sharding
+
+
+class Mlp(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.up, self.inner, self.down = nn.Linear(6, 24), inner(), nn.Linear(24, 6)
+        self.register_buffer("scale", torch.full((), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.scale * self.down(self.inner(self.up(x)))
+        return out
+
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "an activation": (nn.GELU, PLAN),
+    "packed": (partial(nn.GLU), {"up": TpStyle("colwise", packed=2), "down": "rowwise"}),
+    "replicated": (nn.PReLU, {**PLAN, "inner": "replicated"}),
+    "gathered": (partial(nn.LayerNorm, 24), {"up": "gather_output", "down": "rowwise"}),
+    "rowwise alone": (nn.Tanh, {"down": "rowwise"}),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_those_of_the_full_module(name: str, ranks: int) -> None:
+    inner, plan = CASES[name]
+
+    def build() -> nn.Module:
+        module = Mlp(inner)
+        if name == "packed":
+            module.down = nn.Linear(12, 6)
+        return module
+
+    def on_rank(transport: Transport) -> None:
+        group = TensorGroup(Grid(1, 1, ranks).place(transport.rank), transport)
+        sharding = Sharding(group)
+        options = StateOptions(torch.float32, torch.float32, (), 1, None, sharding=sharding)
+        [built] = build_layers([Layer("mlp", build, tp_plan=plan)], {}, options)
+        full = full_module(built)
+        found = []
+        for module in (built.module, full):
+            x = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
+            y = module(x)
+            y.square().sum().backward()
+            assert x.grad is not None
+            found.append((y.detach(), x.grad))
+        for ours, expected in zip(*found, strict=True):
+            torch.testing.assert_close(ours, expected)
+        for local, parameter in full.named_parameters():
+            tensor = next(t for t in built.state.tensors if t.full_name == f"mlp.{local}")
+            assert parameter.grad is not None and tensor.parameter.grad is not None
+            gathered = built.state.gathered(tensor, tensor.parameter.grad)
+            torch.testing.assert_close(gathered, parameter.grad)
+
+    on_ranks(ranks, on_rank)
+
+
+def test_a_layer_with_an_init_has_its_full_weights_too() -> None:
+    layer = Layer("one", partial(nn.Linear, 3, 2), init=random_init)
+    options = StateOptions(torch.float32, torch.float32, (), 1, None)
+    [built] = build_layers([layer], {}, options)
+
+    full = full_module(built)
+
+    x = torch.ones(3)
+    assert torch.equal(full(x), built.module(x))
+    assert full.weight is not built.module.weight
