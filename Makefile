@@ -132,7 +132,7 @@ $(VENV)/run.stamp: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/run.stamp
-	$(PIP) --editable '.[mpich,fast,text,test]'
+	$(PIP) --editable '.[mpich,text,test]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp

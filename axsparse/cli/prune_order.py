@@ -157,12 +157,11 @@ class PruneOrder:
             return
         begun = read_json(path)
         for key, new in decides.items():
-            # A setting that is younger than the file is what it was then.
-            if begun.get(key, new) != new:
+            if begun.get(key) != new:
+                old = shorten(repr(begun.get(key)))
                 raise ConfigError(
                     f"{key}: {shorten(repr(new))}, but what is in {self.work} was begun with "
-                    f"{shorten(repr(begun[key]))}; set it back, choose another --out, or remove "
-                    f"{self.work}"
+                    f"{old}; set it back, choose another --out, or remove {self.work}"
                 )
 
     def _decides(self, config: Config) -> dict[str, Any]:

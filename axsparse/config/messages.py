@@ -26,15 +26,6 @@ class Setting:
     """Where it was given: "quickstart.yaml:12", "--set" or "configure"."""
 
 
-FORMER_KEYS = {
-    "pipeline.announce": "remove it: stages announce nothing any more; pipeline.slack of 1 or more "
-    "makes up for it",
-    "train.nvtx": "remove it: train.trace names phases, forwards and backwards, and in Python "
-    "torch.autograd.profiler.emit_nvtx names operations in NVIDIA's profilers",
-    "layout.g_inter_pruned": "remove it: a run that has drawn its last masks goes on by --resume "
-    "under another layout.g_inter",
-}
-"""Key of earlier versions that is gone -> what to do about it."""
 FOREIGN_KEYS = {
     **dict.fromkeys(("lr", "max_lr"), "optimizer.learning_rate"),
     **dict.fromkeys(
@@ -44,22 +35,6 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("amount", "density"), "pruning.sparsity"),
 }
 """Name that other libraries have for a setting, and that looks like no key of ours -> the key."""
-FORMER_VALUES = {
-    "model.name": (
-        ("llama",),
-        "choose hf, with model.from, or the settings of a config.json as model.hf",
-    ),
-    "pipeline.schedule": (
-        ("zb-h1", "zb-1p", "zb-2p"),
-        "choose message-driven, with pipeline.split_backward true",
-    ),
-    "spikes.rule": (
-        ("back",),
-        "choose skip, and go back by hand with --resume RUN/checkpoints/step-N "
-        "(docs/howto/bad-numbers.md)",
-    ),
-}
-"""Key -> its values of earlier versions that are gone, and what to do about it."""
 _MENDS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
 """Pydantic's error type -> what to write in YAML, where pydantic's text does not say it."""
 
@@ -72,19 +47,16 @@ def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigEr
     key, first = next(iter(problems.items()))
     origin = settings[key].origin if key in settings else "default"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return ConfigError(f"{key} ({origin}): {_said(key, first)}{more}")
+    return ConfigError(f"{key} ({origin}): {_said(first)}{more}")
 
 
-def _said(key: str, problems: list[Any]) -> str:
+def _said(problems: list[Any]) -> str:
     """The value and pydantic's texts about it, of which a union has one for each member."""
     if (rule := _broken_rule(problems[0])) is not None:
         return rule.said
     value, kind = problems[0]["input"], problems[0]["type"]
     if kind == "family":
         value = value["name"]
-    gone, instead = FORMER_VALUES.get(key, ((), ""))
-    if value in gone:
-        return f"{show(value)} is gone; {instead}"
     if kind == "extra_forbidden":
         return _of_another_family(*problems[0]["loc"][1:])
     if kind == "missing":
@@ -129,8 +101,6 @@ def _key_of(problem: Mapping[str, Any]) -> str:
 
 def unknown_key(key: str, origin: str) -> ConfigError:
     """The error about a key that is not in the schema, with the nearest one that is."""
-    if key in FORMER_KEYS:
-        return ConfigError(f"{key} ({origin}): this key is gone; {FORMER_KEYS[key]}")
     key = shorten(key)  # Comparing takes time quadratic in the length.
     section, _, leaf = key.rpartition(".")
     # Where the section is right, only the rest can tell its keys apart.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from axsparse.config.model_config import GptConfig, ModelConfig
 from axsparse.config.section import (
@@ -331,22 +331,16 @@ def prunes(pruning: PruningConfig) -> bool:
     return bool(pruning.sparsity > 0 or pruning.layers or pruning.pattern or pruning.mask)
 
 
-def _known_index(value: object) -> object:
-    """`auto` for the encoding that run folders and configurations of before may name."""
-    return "auto" if value == "uint16" else value
-
-
 class SamoConfig(Section):
     """How the training state is stored."""
 
     enabled: bool = True
     """False trains dense: nothing is pruned. The baseline of all comparisons."""
-    index: Annotated[Literal["auto", "int32", "mask"], BeforeValidator(_known_index)] = "auto"
+    index: Literal["auto", "int32", "mask"] = "auto"
     """How the positions of kept entries are stored. `int32`: 4 bytes a kept entry, read as it
     is. `mask`: 0.127 bytes an entry, kept or not. `auto`: for each tensor the one that takes
     fewer bytes, which is the mask above a density of 0.032. On CPUs a mask takes up to 3 % of a
-    step more, nothing where the processor has AVX-512 VBMI2, and without numba 4 to 40 %.
-    `uint16`, which was an encoding before, means `auto`."""
+    step more, nothing where the processor has AVX-512 VBMI2, and without numba 4 to 40 %."""
     gradient: Literal["auto", "half", "fp32", "exact"] = "auto"
     """How gradients are accumulated: in half-precision training `half` (2 bytes a kept entry) or
     `fp32` (4), where `auto` is half up to 8 microbatches a replica, fp32 above. `exact` (8) adds

@@ -98,11 +98,6 @@ class Layer:
     None counts them on `Model.example`; without an example, 2 for each parameter are assumed.
     Stages are balanced by this number, and the model flops of a step are computed from it.
     """
-    random: bool = False
-    """Whether the forward draws random numbers. Of no effect: every forward finds the global
-    generators of torch, Python and numpy seeded by run seed, layer, step and sample, so that its
-    numbers do not depend on the layout.
-    """
     tp_plan: Mapping[str, TpStyle | str] = field(default_factory=dict, hash=False)
     """How modules of the layer are sharded where several ranks compute a stage
     (`layout.g_tensor`), by the path of the module: "colwise", "rowwise", "replicated",

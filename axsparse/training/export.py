@@ -78,8 +78,6 @@ COMPANIONS = (
 """Files of a Hugging Face folder that training does not change: its tokenizer's files, and the
 settings of how it generates."""
 _FOLDER_FILES = {WHOLE_FILE, CONFIG_FILE}
-_OF_WEIGHTS = ("model", "data", "batch", "precision")
-"""The sections and settings that say what the weights are, and what they are good for."""
 Value = Callable[[], Tensor]
 """Reads a tensor."""
 Tensors = Mapping[str, tuple[TensorHeader, Value]]
@@ -252,22 +250,16 @@ class Weights:
                     self.buffers[name][tensor] = header
 
     def config(self) -> Config:
-        """The run's configuration; DataError if this version does not understand it.
-
-        Settings of training that an earlier version knew and this one does not are left out: the
-        weights do not depend on them.
-        """
-        settings = dict(self.checkpoint.manifest.config)
-        for section, *leaf in _misunderstood(settings):
-            if section in _OF_WEIGHTS or not leaf:
-                key = ".".join([section, *leaf])[:100]
-                raise DataError(
-                    f"checkpoint {self.checkpoint.path}: {key!r} of its configuration is none of "
-                    "this axsparse; export it with the version that wrote it"
-                )
-            values = settings[section].items()
-            settings[section] = {key: value for key, value in values if key != leaf[0]}
-        return Config.model_validate(settings)
+        """The run's configuration; DataError if this version does not understand it."""
+        manifest = self.checkpoint.manifest
+        try:
+            return Config.model_validate(manifest.config)
+        except ValidationError as reason:
+            key = ".".join(map(str, reason.errors(include_url=False)[0]["loc"]))[:100]
+            raise DataError(
+                f"checkpoint {self.checkpoint.path}: {key!r} of its configuration is none of this "
+                "axsparse; export it with the version that wrote it"
+            ) from reason
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The type in which a parameter is written.
@@ -326,15 +318,6 @@ class Weights:
                 f"checkpoint {self.checkpoint.path}: cannot be read any more ({reason.strerror}); "
                 "export another one, or one that the run keeps"
             ) from reason
-
-
-def _misunderstood(settings: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The places of the settings that this version does not know, or not with these values."""
-    try:
-        Config.model_validate(settings)
-    except ValidationError as error:
-        return [tuple(map(str, problem["loc"])) for problem in error.errors(include_url=False)]
-    return []
 
 
 # -- where it appears -----------------------------------------------------------------------

@@ -151,9 +151,9 @@ class Step:
         with self._parts.phases("data"):
             if self._prefetcher is None:
                 self._prefetcher = Prefetcher(
-                    self._parts.data.training.training, self.position.batch
+                    self._parts.data.training.training, self.position.steps_done
                 )
-            return self._prefetcher.get(self.position.batch)
+            return self._prefetcher.get(self.position.steps_done)
 
     def _begin_step(self) -> None:
         """Open a step, whose first gradient of each parameter overwrites that of the last step."""
@@ -339,7 +339,7 @@ class Step:
         attribute."""
         position, skips, scale = self.position, self.skips, self._parts.loss_scale
         return {
-            **dict.fromkeys(("updates", "schedule_start", "masks_changed", "jumped"), position),
+            **dict.fromkeys(("updates", "schedule_start", "masks_changed"), position),
             **dict.fromkeys(("not_finite", "spiked", "last_good", "first_bad"), skips),
             **dict.fromkeys(("good_steps", "skipped_at_floor"), scale),
         }
@@ -429,19 +429,12 @@ class Position:
         """Steps since the run began, skipped ones included."""
         self.updates = 0
         """Steps that updated the weights since the last rewinding."""
-        self.jumped = 0
-        """Batches that an earlier version of axsparse left out after spikes of the loss."""
         self.schedule_start = 0
         """The value of `steps_done` at the last rewinding, where the learning rate began anew."""
         self.masks_changed: int | None = None
         """The value of `steps_done` at the last change of masks; None before the first."""
         self._config = config
         self._own_rate = learning_rate
-
-    @property
-    def batch(self) -> int:
-        """The number, from 0, of the batch that the coming step reads."""
-        return self.steps_done + self.jumped
 
     @property
     def learning_rate(self) -> float:

@@ -234,8 +234,6 @@ def test_auto_takes_the_encoding_of_fewer_bytes(sparsity: float, encoding: str) 
     assert kinds == {"FullIndex", encoding}
 
 
-def test_the_encoding_of_run_folders_of_before_is_read_as_auto() -> None:
-    assert tiny_config(samo={"index": "uint16"}).samo.index == "auto"
 
 
 def test_sgd_without_momentum_keeps_no_optimizer_state() -> None:

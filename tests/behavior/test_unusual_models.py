@@ -61,7 +61,7 @@ def rrelu_model(*, inplace: bool) -> Model:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(inplace=inplace))
 
     head = partial(nn.Linear, WIDTH, CLASSES)
-    return Model([Layer("noisy", noisy, random=True), Layer("head", head)], summed_loss)
+    return Model([Layer("noisy", noisy), Layer("head", head)], summed_loss)
 
 
 def test_an_rrelu_is_recomputed_right_or_refused() -> None:

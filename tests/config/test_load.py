@@ -384,16 +384,3 @@ def test_overrides_win_over_dictionaries_as_they_do_over_a_file() -> None:
         configure(given, ["--set", "train.steps=9"])
     with pytest.raises(ConfigError, match=r"^--set 'steps': not of the form key=value"):
         configure(given, ["steps"])
-
-
-# -- settings of earlier versions -----------------------------------------------------------
-
-
-def test_a_key_that_is_gone_says_what_to_do() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ["pipeline.announce=false"])
-
-    assert str(caught.value) == (
-        "pipeline.announce (--set): this key is gone; remove it: stages announce nothing any more; "
-        "pipeline.slack of 1 or more makes up for it"
-    )

@@ -307,7 +307,6 @@ def make_model(case: Case) -> Model:
                 partial(make_module, recipe, shape),
                 kind=KINDS.get(recipe.piece, "block"),
                 init=random_init if recipe.init else None,
-                random=recipe.piece in PIECES and PIECES[recipe.piece].random,
                 tp_plan=plan_of(recipe, shape),
             )
         )
@@ -321,7 +320,7 @@ def make_model(case: Case) -> Model:
         return replace(
             made,
             layers=[
-                replace(one, random=layer.random, kind=layer.kind, tp_plan=layer.tp_plan)
+                replace(one, kind=layer.kind, tp_plan=layer.tp_plan)
                 for one, layer in zip(made.layers, layers, strict=True)
             ],
             **{**ends, "metrics": {}},

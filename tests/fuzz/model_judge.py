@@ -39,7 +39,7 @@ ROUNDING = 2e-4
 NOISE = 2e-7
 """Relative, of weights: what it changes of the first step, rounding may change several times."""
 DRAWS = {"dropout"}
-"""Pieces with random numbers, beside those that are declared as random or have a Dropout."""
+"""Pieces of cut layers with random numbers."""
 
 
 class FoundError(AssertionError):

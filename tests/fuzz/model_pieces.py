@@ -48,7 +48,7 @@ class Piece:
     ranks: tuple[int, ...] = (1, 2, 3)
     """How many dimensions its input may have, the batch's not counted."""
     random: bool = False
-    """Whether it has to be declared as random."""
+    """Whether its forward draws random numbers."""
     moves: bool = False
     """Whether its output in training depends on statistics that it changes."""
     refused: bool = False

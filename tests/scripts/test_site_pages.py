@@ -81,7 +81,7 @@ def test_links_out_of_docs_lead_to_files_of_the_site(site: Any) -> None:
         return led
 
     assert led("docs/howto/plan.md#a", "index.md") == "[x](howto/plan.md#a)"
-    assert led("../../CHANGELOG.md", "reference/deprecation.md") == "[x](changelog.md)"
+    assert led("../../CHANGELOG.md", "reference/auto.md") == "[x](changelog.md)"
     assert led("../../examples/custom_model.py", "howto/python.md") == (
         "[x](../files/examples/custom_model.py)"
     )

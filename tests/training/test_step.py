@@ -18,16 +18,13 @@ from support.runs import FEW_MICROBATCHES, mlp, tiny_config, vector_data
 from torch import Tensor
 
 from axsparse.cli import checkpoint
-from axsparse.config.load import configure
 from axsparse.config.schema import Config, SpikesConfig
 from axsparse.data.dataset import ArrayDataset
 from axsparse.data.order import samples_of_step
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Model
-from axsparse.runtime.errors import ConfigError, TrainingError
-from axsparse.training.checkpoint.manifest import manifest_bytes, read_manifest
-from axsparse.training.checkpoint.verification import Checkpoint
-from axsparse.training.export import Weights
+from axsparse.runtime.errors import TrainingError
+from axsparse.training.checkpoint.manifest import read_manifest
 from axsparse.training.step import Spike, SpikeRule
 from axsparse.training.trainer import Trainer
 
@@ -202,39 +199,6 @@ def test_spikes_that_do_not_end_end_the_run(tmp_path: Path) -> None:
         r"were skipped for that \(spikes.patience\); lower optimizer.learning_rate, or look at",
     ):
         run_here(config, tmp_path, *range(SPIKE, 20), layout=(2, 1))
-
-
-def test_the_rule_that_went_back_says_what_to_do_instead() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^spikes.rule \(configure\): 'back' is gone; choose skip, and go back "
-        r"by hand with --resume RUN/checkpoints/step-N \(docs/howto/bad-numbers.md\)$",
-    ):
-        configure({"spikes": {"rule": "back"}})
-
-
-def test_a_checkpoint_of_a_run_that_went_back_by_itself_still_goes_on(tmp_path: Path) -> None:
-    run_here(config_of(), tmp_path, EVERY + 3, stop_after=EVERY)
-    folder = tmp_path / "checkpoints" / f"step-{EVERY}"
-    manifest = read_manifest(folder)
-    spikes = manifest.progress.spikes.model_copy(update={"base": EVERY, "backs": 1})
-    old = manifest.model_copy(
-        update={
-            "progress": manifest.progress.model_copy(update={"jumped": 3, "spikes": spikes}),
-            "data": manifest.data.model_copy(update={"position": (EVERY + 3) * BATCH}),
-            "config": {**manifest.config, "spikes": {"rule": "back", "window": 3}},
-        }
-    )
-    (folder / "manifest.json").write_bytes(manifest_bytes(old))
-
-    config = Weights(Checkpoint(folder, old), trained=False).config()
-    ours = run_here(config_of(), tmp_path, EVERY + 3, resume="auto")
-
-    assert config.spikes.rule == "none"
-    assert ours.progress is not None and (ours.progress.jumped, ours.progress.spiked) == (3, 1)
-    assert records_of(tmp_path, "loss")[EVERY]["skip_reason"].startswith("spike")
-    saved = read_manifest(tmp_path / "checkpoints" / f"step-{STEPS}")
-    assert saved.data.position == (STEPS + 3) * BATCH
 
 
 def ruined_after(step: int) -> Callable[[Trainer], None]:

@@ -69,9 +69,6 @@ class SpikeHistory(_Strict):
     """The losses of the last good steps, oldest first."""
     in_a_row: Count = 0
     """Number of steps skipped since the last good one."""
-    base: Count | None = None
-    backs: Count = 0
-    """Of earlier versions, which went back to a checkpoint by themselves; read and not used."""
 
 
 class FirstBad(_Strict):
@@ -109,17 +106,14 @@ class Progress(_Strict):
     loss_scale: Annotated[float, Field(gt=0.0, lt=2.0**128)]
     good_steps: Count
     skipped_at_floor: Count
-    jumped: Count = 0
-    """Batches that an earlier version left out after spikes of the loss; the next batch is number
-    step + jumped, from 0."""
     not_finite: Count = 0
     """Number of steps skipped because loss or gradient was not finite."""
     spiked: Count = 0
     """Number of steps skipped for a spike of the loss."""
     last_good: Count = 0
-    """The last step that updated the weights; 0 before the first, and in files of earlier versions.
-    Its loss was computed with the weights of the step before: weights that were saved before this
-    step are known to train, those that were saved after it are not yet."""
+    """The last step that updated the weights; 0 before the first. Its loss was computed with the
+    weights of the step before: weights that were saved before this step are known to train, those
+    that were saved after it are not yet."""
     exponents: dict[str, Annotated[int, Field(ge=-400, le=400)]] = {}
     """By parameter, the base-2 logarithm of the unit of its exact sum in the next step
     (`samo/fixed_point.py`); empty where sums are not exact."""
@@ -152,7 +146,7 @@ class DataEntry(_Strict):
     fingerprint: str
     samples: Count
     position: Count
-    """Number of samples used or left out: (step + jumped) · global batch size."""
+    """Number of samples used: step · global batch size."""
 
 
 class CheckpointManifest(_Strict):
@@ -178,7 +172,7 @@ class CheckpointManifest(_Strict):
         whose own values are compared with those of the run that goes on."""
         batch = self.config.get("batch")
         size = batch.get("global_batch_size") if isinstance(batch, dict) else None
-        batches = self.progress.step + self.progress.jumped
+        batches = self.progress.step
         if isinstance(size, int) and self.data.position != batches * size:
             raise ValueError(
                 f"data.position is {self.data.position}, and {batches} batches of {size} samples "

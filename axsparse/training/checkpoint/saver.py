@@ -284,8 +284,7 @@ class Saver:
         """The manifest of a checkpoint, of which every rank has named its layers and files."""
         layers = {name: entry for rank in ranks for name, entry in rank["layers"].items()}
         files = {name: entry for rank in ranks for name, entry in rank["files"].items()}
-        batches = pending.progress.step + pending.progress.jumped
-        position = batches * self._config.batch.global_batch_size
+        position = pending.progress.step * self._config.batch.global_batch_size
         return CheckpointManifest(
             format=FORMAT,
             progress=pending.progress,

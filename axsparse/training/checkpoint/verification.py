@@ -288,11 +288,9 @@ def refuse_other_settings(
     if config.pruning.method in ONCE:
         free += ("pruning.until_step", "pruning.interval")
     named: tuple[str, ...] = TOLD
-    # A setting that is younger than the checkpoint had its default there.
-    defaults = flat(Config().model_dump(mode="json"))
     lines = []
     for key in here:
-        old, new = there.get(key, defaults.get(key)), here[key]
+        old, new = there.get(key), here[key]
         if key in START and old is not None and new is not None:
             named += (key,)
         if old == new or (key.startswith(free) and key not in named):

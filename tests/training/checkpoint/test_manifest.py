@@ -116,8 +116,6 @@ def test_no_flipped_bit_goes_unseen() -> None:
             "progress: .*first_bad.step is beyond the 4",
         ),
         ("progress/exponents", {"block0.fc.weight": 401}, "progress.exponents.block0.fc.weight: "),
-        ("progress/jumped", -1, "progress.jumped: "),
-        ("progress/jumped", 1, "data.position is 48, and 5 batches of 12 samples make 60"),
         ("data/position", 36, "data.position is 36, and 4 batches of 12 samples make 48"),
         ("config/batch/global_batch_size", 10, "data.position is 48, and 4 batches of 10 sam"),
         ("progress/spikes", {"losses": [float("nan")]}, "progress.spikes.losses.0: |it: "),
