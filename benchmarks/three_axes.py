@@ -32,7 +32,7 @@ from axsparse.planner.layout import Layout, Row, simulate_layout
 from axsparse.planner.layout_search import Rejection, plan, split_layers
 from axsparse.planner.plan_model import Subject, subject
 from axsparse.planner.plan_report import because, table
-from axsparse.planner.run_workload import run_question, schedules
+from axsparse.planner.run_workload import run_question
 from axsparse.planner.step_cost import (
     KERNEL_BYTES,
     step_costs,
@@ -120,7 +120,6 @@ def planned(
         run_question(asked.workload(method), cluster, config, devices, STAGES, room),
         microbatch_sizes=SIZES,
         members=members,
-        schedules=schedules(config, has_times=True),
     )
     try:
         found = plan(question)

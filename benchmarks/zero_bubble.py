@@ -79,9 +79,9 @@ def of_schedule(schedule: Schedule) -> NewPolicy:
     )
 
 
-def ours(slack: int = 0, **more: Any) -> NewPolicy:
+def ours(slack: int = 0) -> NewPolicy:
     """The package's rule for split backwards."""
-    return of_schedule(Schedule("message-driven", slack, "alternate", split_backward=True, **more))
+    return of_schedule(Schedule("message-driven", slack, "alternate", split_backward=True))
 
 
 def bubble_rate(
@@ -107,16 +107,13 @@ def published(lines: str = PUBLISHED) -> list[dict[str, Any]]:
         model, stages_text, microbatches_text, *numbers = line.split()
         stages, microbatches = int(stages_text), int(microbatches_text)
         values = [float(number) for number in numbers]
-        times, (heads, width), rates = Times(*values[:4]), values[4:6], values[6:]
-        deferred = 32 / (34 + 5 * heads * 1024 / width)
-        wide: dict[str, Any] = {"slack": stages - 1, "held": 2 * stages}
+        times, rates = Times(*values[:4]), values[6:]
         tried = {
             "1F1B": of_schedule(Schedule("1f1b", 0, "alternate")),
             "ZB-H1": zb_h1_policy,
             "1p": ours(),
-            "2p": ours(**wide),
-            "2p in bytes": ours(**wide, deferred_sizes=(deferred,) * stages),
-            "3p": ours(stages + 2, held=3 * stages),
+            "2p": ours(stages - 1),
+            "3p": ours(stages + 2),
         }
         size = stages, microbatches
         simulated = {

@@ -148,14 +148,10 @@ class PipelineConfig(Section):
     `split_backward`."""
     split_backward: bool | Auto = "auto"
     """Compute the gradients of weights apart from the backward, while nothing that a neighbour
-    waits for can run; activations are held longer. Linear and convolution layers are split.
-    Changes no bit. `auto` splits large layers where stages wait for each other (two or more stages
-    and microbatches, under message-driven, without `compile`) if a simulated step gains at least
-    1 % of time for each 3 % of memory, and at most 85 % of what a rank may take is full then."""
-    held: Annotated[float, Field(ge=1.0)] | Auto = "auto"
-    """split_backward: the memory that a stage may hold of microbatches in flight and of those that
-    wait for weight gradients, in units of one in flight. `auto` is what the first stage has in
-    flight; with `layout.cluster`, more where the simulated step gains as much by it."""
+    waits for can run: those of as many microbatches wait as are in flight. Linear and convolution
+    layers are split. Changes no bit. `auto` is true where there are several stages, under
+    message-driven, without `compile` and without `checkpoint_activations`, beside whose memory
+    that of what waits is large."""
     checkpoint_activations: Natural = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
     compile: bool = False

@@ -125,49 +125,13 @@ class Policy(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """What a stage may hold of the microbatches of one step.
+class MessageDriven:
+    """AxoNN's policy: run what has arrived, within a bound on what a stage holds.
 
     A microbatch is in flight from its forward to its backward, when all its activations are kept,
-    and deferred from its backward to its weight gradients, for which the inputs and the output
-    gradients of matrices are kept.
-    """
-
-    in_flight: int
-    """Microbatches in flight."""
-    held: float
-    """Memory, in units of what a microbatch in flight takes: there are never more than
-    `in_flight + deferred_size * deferred`."""
-    deferred_size: float = 1.0
-    """What a deferred microbatch takes, in the same unit. It is below 1 where activations are kept
-    that weight gradients do not need, such as scores of attention, and above 1 where activations
-    are recomputed."""
-
-    def __post_init__(self) -> None:
-        least = max(1.0, self.deferred_size)
-        if self.in_flight < 1 or self.held < least or self.deferred_size <= 0:
-            raise ValueError(
-                f"bounds: {self}; in_flight has to be at least 1, deferred_size above 0 and held "
-                f"at least {least:g}, what one microbatch takes"
-            )
-
-    def allow_forward(self, in_flight: int, deferred: int) -> bool:
-        """Whether a further forward fits, and after it a backward."""
-        size = self.deferred_size
-        return (
-            in_flight < self.in_flight
-            and in_flight + 1 + size * deferred <= self.held
-            and in_flight + size <= self.held
-        )
-
-    def allow_backward(self, in_flight: int, deferred: int) -> bool:
-        """Whether a further backward fits. With nothing deferred it always does."""
-        return in_flight - 1 + self.deferred_size * (deferred + 1) <= self.held
-
-
-class MessageDriven:
-    """AxoNN's policy: run what has arrived, within bounds on what a stage holds.
+    and with split backwards deferred from its backward to its weight gradients, for which the
+    inputs and the output gradients of matrices are kept. As many may be deferred as in flight: both
+    together are twice the bound at most.
 
     If a forward and a backward can both run, `prefer` decides: `alternate` takes the kind that did
     not run last, because two backwards in a row starve the stages downstream. The last stage runs
@@ -185,12 +149,14 @@ class MessageDriven:
         stage: int,
         g_inter: int,
         microbatches: int,
-        bounds: Bounds,
+        bound: int,
         prefer: Preference = "alternate",
         is_split: bool = False,
     ) -> None:
+        if bound < 1:
+            raise ValueError(f"bound: {bound}; a stage has to hold at least 1 microbatch")
         self._inputs = Inputs(stage, g_inter, microbatches)
-        self._bounds = bounds
+        self._bound = bound
         self._prefer: Preference = "backward" if self._inputs.is_last else prefer
         self._is_split = is_split
         self._last_run: Kind | None = None
@@ -218,13 +184,14 @@ class MessageDriven:
         self._inputs.arrived(direction, microbatch)
 
     def next(self) -> Action | None:
-        inputs, bounds = self._inputs, self._bounds
+        inputs, bound = self._inputs, self._bound
         in_flight, deferred = self.in_flight, self.deferred
+        has_room = in_flight < bound and in_flight + deferred < 2 * bound
         kind = chosen(
             self._prefer,
             self._last_run,
-            forward=inputs.has(Kind.FORWARD) and bounds.allow_forward(in_flight, deferred),
-            backward=inputs.has(Kind.BACKWARD) and bounds.allow_backward(in_flight, deferred),
+            forward=inputs.has(Kind.FORWARD) and has_room,
+            backward=inputs.has(Kind.BACKWARD),
         )
         if kind is not None:
             self._last_run = kind

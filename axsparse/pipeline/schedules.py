@@ -11,7 +11,6 @@ from typing import Literal
 
 from axsparse.pipeline.policy import (
     Action,
-    Bounds,
     InOrder,
     Kind,
     MessageDriven,
@@ -48,28 +47,10 @@ class Schedule:
     split_backward: bool = False
     """Whether backwards are split, so that the lists and policies have weight gradients of their
     own (see `Kind`)."""
-    held: float | None = None
-    """What a stage may hold of microbatches in flight and deferred, in the unit of `Bounds.held`
-    (message-driven); None: what the first stage has in flight."""
-    deferred_sizes: tuple[float, ...] = ()
-    """What a deferred microbatch takes on each stage, in units of one in flight there (split);
-    empty: 1 on all."""
 
-    def bounds(self, stage: int, g_inter: int) -> Bounds:
-        """What a stage may hold: with whole backwards, g_inter − stage + slack microbatches.
-
-        With split backwards a stage has at most about twice g_inter − stage in flight: more would
-        wait for their backward while those of later stages wait for a forward.
-        """
-        depth = g_inter - stage
-        if not self.split_backward:
-            return Bounds(depth + self.slack, depth + self.slack)
-        in_flight = depth + min(self.slack, depth - 1 + max(0, self.slack - g_inter + 1))
-        size = self.deferred_sizes[stage] if self.deferred_sizes else 1.0
-        held = self.held
-        if held is None:
-            held = g_inter + self.slack + max(0.0, size - 1)
-        return Bounds(in_flight, max(held, size), size)
+    def bound(self, stage: int, g_inter: int) -> int:
+        """How many microbatches a stage may have in flight (not under gpipe)."""
+        return g_inter - stage + self.slack
 
     def policy(self, *, stage: int, g_inter: int, microbatches: int) -> Policy:
         """A new policy for one stage of `g_inter` and one step of `microbatches`."""
@@ -78,7 +59,7 @@ class Schedule:
                 stage=stage,
                 g_inter=g_inter,
                 microbatches=microbatches,
-                bounds=self.bounds(stage, g_inter),
+                bound=self.bound(stage, g_inter),
                 prefer=self.prefer,
                 is_split=self.split_backward,
             )

@@ -8,7 +8,6 @@ the fewest stages whose memory fits, `fewest_stages`. `chosen_layout` asks it fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.config.load import LoadedConfig
@@ -28,9 +27,7 @@ from axsparse.planner.run_workload import (
     configured_schedule,
     machine_of,
     run_question,
-    schedules,
 )
-from axsparse.planner.schedule_choice import Trade, with_schedule_that_pays
 from axsparse.planner.stage_memory import of_memory
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.console import format_bytes
@@ -47,8 +44,6 @@ class Choice:
     """The memory of a rank."""
     smaller: Rejection | None
     """The layout of one number of stages less; None if there was none."""
-    trades: Sequence[Trade] | None = None
-    """What options of the schedule cost and bring; None if the schedule was not searched for."""
 
     @property
     def reason(self) -> str:
@@ -94,8 +89,7 @@ def chosen_layout(
     # Without a named cluster memory alone decides, and no time is predicted.
     machine = replace(machine_of(cluster), overhead_bytes=budget.overhead)
     question = run_question(subject, machine, config, all_ranks, stages, budget.nbytes)
-    tried = schedules(config, has_times=cluster is not None)
-    found = fewest_stages(replace(question, schedules=tried), budget)
+    found = fewest_stages(question, budget)
     if isinstance(found, Rejection):
         raise ConfigError(
             f"{loaded.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
@@ -116,11 +110,8 @@ def fewest_stages(question: LayoutQuestion, budget: MemoryBudget) -> Choice | Re
     smaller: Rejection | None = None
     for stages in question.g_inter:
         rows, rejected = try_layouts(replace(question, g_inter=[stages]))
-        if rows and question.schedules is not None:
-            return Choice(rows[0], budget, smaller)
         if rows:
-            search = with_schedule_that_pays(question, rows[0])
-            return Choice(search.row, budget, smaller, search.trades)
+            return Choice(rows[0], budget, smaller)
         smaller = rejected[-1]
     assert smaller is not None
     return smaller

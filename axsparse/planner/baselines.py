@@ -87,7 +87,7 @@ def _beside_state(memory: StageMemory) -> float:
 
 def _dense(config: Config, split: object) -> Config:
     """The configuration with state as frameworks store it, in stages of so many layers each."""
-    plain = {"gradient": "half", "split_master": False, "shard_optimizer": False, "offload": False}
+    plain = {"gradient": "half", "shard_optimizer": False, "offload": False}
     return config.model_copy(
         update={
             "samo": config.samo.model_copy(update=plain),

@@ -22,7 +22,6 @@ from axsparse.planner.layout import Row
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_report import (
     answer,
-    backward_cells,
     baseline_cells,
     baseline_remark,
     because,
@@ -80,14 +79,6 @@ def _section(plan: Plan) -> Iterator[str]:
     yield from _layouts(plan)
     yield from chart_html(_timeline(best))
     yield from _memory(plan)
-    if plan.slack_curve:
-        points = [(row.layout.schedule.slack, row.seconds) for row in plan.slack_curve]
-        curve = Curve("step", points, SERIES_COLOURS[0], is_marked=True)
-        yield from chart_html(Lines("Seconds of a step over slack", [curve], "slack"))
-    if len(plan.tried) > 1:
-        yield "<h3>Whole and split backwards</h3>"
-        tried = backward_cells(plan)
-        yield from html_table(list(tried[0]), (list(row.values()) for row in tried))
     if plan.rejected:
         yield "<h3>Rejected</h3><ul>"
         yield from (f"<li>{escape(line.strip())}</li>" for line in rejections(plan.rejected))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
@@ -37,12 +37,12 @@ class Layout:
     def stage_memory(self, stage: int, load: StageLoad, overhead: float) -> StageMemory:
         """What this stage needs on one rank, if it has this load. `overhead` as in
         `Cluster.overhead_bytes`."""
-        sizes = (load.deferred_size,) * self.grid.g_inter
         held = most_held(
-            replace(self.schedule, deferred_sizes=sizes),
+            self.schedule,
             stage=stage,
             g_inter=self.grid.g_inter,
             microbatches=self.microbatches,
+            size=load.deferred_size,
         )
         return stage_memory(
             load, microbatch_size=self.microbatch_size, in_flight=held, overhead=overhead
@@ -60,13 +60,6 @@ class Layout:
         numbers for each action."""
         actions = self.microbatches * (3 if self.schedule.split_backward else 2)
         return actions * WORD_BYTES * (self.grid.g_tensor - 1)
-
-    def with_sizes(self, loads: Sequence[StageLoad]) -> Layout:
-        """This layout, its schedule told what deferred microbatches of these loads take."""
-        if not self.schedule.split_backward:
-            return replace(self, schedule=replace(self.schedule, deferred_sizes=()))
-        sizes = tuple(load.deferred_size for load in loads)
-        return replace(self, schedule=replace(self.schedule, deferred_sizes=sizes))
 
     def memory(self, loads: Sequence[StageLoad], overhead: float) -> list[StageMemory]:
         """What each stage needs on one rank; `loads` has one entry a stage."""
@@ -87,15 +80,14 @@ class LayoutQuestion:
     """Samples of a step."""
     memory_bytes: float | None = None
     """What a rank may take; None: the whole memory of a device."""
-    schedules: Sequence[Schedule] | None = None
+    schedules: Sequence[Schedule] = (
+        Schedule("message-driven", DEFAULT_SLACK, "alternate"),
+        Schedule("message-driven", 0, "alternate"),
+    )
     """Tried in this order until one fits, with falling slack; slack above the least one is an
-    option. None: message-driven, with what pays (see `schedule_choice`): split backwards, slack and
-    bound."""
+    option."""
     split_backward: bool | None = None
-    """Without `schedules`: whether backwards are split; None: whichever pays."""
-    least_split_samples: float = 0.0
-    """Without `schedules` and `split_backward`: the smallest microbatch that is split where layers
-    are whole; for several members as many times that."""
+    """Whether backwards are split under each of them; None: where there are several stages."""
     g_inter: Sequence[int] | None = None
     """The numbers of stages to try, in this order; None: every divisor of `gpus` / members."""
     members: Sequence[int] = (1,)
@@ -155,17 +147,4 @@ def simulate_layout(costs: StepCosts, cluster: Cluster, layout: Layout) -> StepR
         layout.schedule,
         layout.microbatches,
         most_replicas=PLAYED_REPLICAS,
-    )
-
-
-def with_schedule(cluster: Cluster, row: Row, schedule: Schedule) -> Row:
-    """The same layout under another schedule."""
-    layout = replace(row.layout, schedule=schedule).with_sizes(row.loads)
-    run = simulate_layout(row.costs, cluster, layout)
-    return replace(
-        row,
-        layout=layout,
-        memory=layout.memory(row.loads, cluster.overhead_bytes),
-        run=run,
-        percent_of_peak=row.percent_of_peak * row.run.seconds / run.seconds,
     )

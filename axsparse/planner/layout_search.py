@@ -15,23 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from axsparse.config.validate import counted
-from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout import (
-    DEFAULT_SLACK,
-    Layout,
-    LayoutQuestion,
-    Row,
-    simulate_layout,
-)
-from axsparse.planner.schedule_choice import (
-    MOST_ROOM,
-    Search,
-    Trade,
-    faster_split,
-    may_split,
-    with_schedule_that_pays,
-)
+from axsparse.planner.layout import Layout, LayoutQuestion, Row, simulate_layout
 from axsparse.planner.stage_memory import needed
 from axsparse.planner.step_cost import step_costs
 from axsparse.planner.workload import StageLoad, Workload
@@ -40,6 +25,10 @@ from axsparse.runtime.grid import Grid
 
 if TYPE_CHECKING:
     from axsparse.planner.baselines import Baseline
+
+MOST_ROOM = 0.85
+"""The part of what a rank may take beyond which no slack is taken: plans are estimates, and a
+machine that is nearly full is slow."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +62,6 @@ class Plan:
     rows: Sequence[Row]
     """The layouts that fit: the recommended one first, then the others by predicted step."""
     rejected: Sequence[Rejection]
-    slack_curve: Sequence[Row]
-    """As in `Search`, for the recommended layout; empty if the schedule was given."""
-    tried: Sequence[Row]
-    trades: Sequence[Trade]
     method: str = ""
     """What the plan is for, such as "dense", where several are compared."""
     taken: Mapping[str, object] = field(default_factory=dict)
@@ -127,20 +112,7 @@ def plan(question: LayoutQuestion) -> Plan:
             rejected,
         )
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
-    search = Search(best)
-    if question.schedules is None:
-        search = with_schedule_that_pays(question, best)
-    return Plan(
-        workload,
-        cluster,
-        gpus,
-        question.room,
-        [search.row, *others],
-        rejected,
-        search.slack_curve,
-        search.tried,
-        search.trades,
-    )
+    return Plan(workload, cluster, gpus, question.room, [best, *others], rejected)
 
 
 def _on_fewer(question: LayoutQuestion, most: int, best: Row | None) -> Row | None:
@@ -271,21 +243,18 @@ def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejectio
     if size > question.global_batch_size or microbatches < grid.g_data:
         reason = f"microbatches of {size} make too few of a batch of {question.global_batch_size}"
         return Rejection(grid.g_inter, grid.g_data, size, reason, grid.g_tensor)
-    is_split = question.split_backward is True
-    for schedule in question.schedules or [
-        Schedule("message-driven", slack, "alternate", is_split) for slack in (DEFAULT_SLACK, 0)
-    ]:
+    split = question.split_backward
+    is_split = grid.g_inter > 1 if split is None else split
+    for schedule in question.schedules:
         room = question.room
-        if question.schedules and schedule.slack > question.schedules[-1].slack:
+        if schedule.slack > question.schedules[-1].slack:
             room *= MOST_ROOM
+        schedule = replace(schedule, split_backward=is_split)
         layout = Layout(grid, schedule, size, -(-microbatches // grid.g_data))
-        if question.split_backward is None and not may_split(question, layout):
-            layout = replace(layout, schedule=replace(schedule, split_backward=False))
         workload = question.workload.of_member(grid.g_tensor)
         loads = split_layers(workload, layout, question.cluster.overhead_bytes, room)
         if not isinstance(loads, Rejection):
-            row = _row(question, layout.with_sizes(loads), loads)
-            return row if question.schedules else faster_split(question, row)
+            return _row(question, layout, loads)
         rejection = loads
     return rejection
 

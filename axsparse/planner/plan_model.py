@@ -21,7 +21,7 @@ from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import Layout, LayoutQuestion
 from axsparse.planner.layout_search import NoLayoutError, Plan, plan
 from axsparse.planner.memory_budget import memory_budget
-from axsparse.planner.run_workload import has_costs, run_question, schedules
+from axsparse.planner.run_workload import has_costs, run_question
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
 from axsparse.planner.what_fits import DoesNotFitError, Refusal, fewest_devices, least_memory
@@ -186,7 +186,6 @@ class Subject:
             members=tried,
             microbatch_sizes=microbatch_sizes,
             usual_size=usual,
-            schedules=schedules(config, has_times=True),
             may_leave=config.layout.g_data == "auto",
         )
 

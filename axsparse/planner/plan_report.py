@@ -127,14 +127,6 @@ def _of_one(plan: Plan) -> Iterator[str]:
     yield from table([memory_cells(best, stage) for stage in shown_stages(best)])
     if layout.grid.g_tensor > 1:
         yield f"a member sends up to {gigabytes(max(best.sum_bytes))} GB to its partners in a step"
-    if plan.slack_curve:
-        points = ", ".join(f"{_slack(row)}: {row.seconds:.4g} s" for row in plan.slack_curve)
-        yield f"step over slack: {points}"
-    yield from map(str, plan.trades)
-    if len(plan.tried) > 1:
-        yield ""
-        yield "whole and split backwards:"
-        yield from table(backward_cells(plan))
     if plan.rejected:
         yield ""
         yield "rejected:"
@@ -154,30 +146,7 @@ def settings(plan: Plan) -> str:
         "pipeline.slack": schedule.slack,
         "pipeline.split_backward": str(schedule.split_backward).lower(),
     }
-    if schedule.held is not None and schedule.split_backward:
-        keys["pipeline.held"] = f"{schedule.held:g}"
     return " ".join(f"--set {key}={value}" for key, value in keys.items())
-
-
-def backward_cells(plan: Plan) -> list[dict[str, str]]:
-    """What whole and split backwards would give the recommended layout, as texts by column."""
-    best = plan.recommended.layout.schedule
-    rows = []
-    for row in plan.tried:
-        schedule, stages = row.layout.schedule, row.layout.grid.g_inter
-        is_split = schedule.split_backward
-        held = max(schedule.bounds(stage, stages).held for stage in range(stages))
-        rows.append(
-            {
-                "backward": "split" if is_split else "whole",
-                "slack": str(schedule.slack),
-                "held": f"{held:.3g}" if is_split else "–",
-                "GB": gigabytes(row.most_bytes),
-                "step s": f"{row.seconds:.4g}",
-                "": "recommended" if schedule == best else "",
-            }
-        )
-    return rows
 
 
 def _slack(row: Row) -> int:
@@ -360,9 +329,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "rejected": [
             _rejection_json(each, has_members=has_members(plan)) for each in plan.rejected
         ],
-        "slack_curve": [{"slack": _slack(row), **_figures(row)} for row in plan.slack_curve],
-        "tried": [{"schedule": asdict(row.layout.schedule), **_figures(row)} for row in plan.tried],
-        "trades": [{**asdict(trade), "is_taken": trade.is_taken} for trade in plan.trades],
         "constants": {
             name: {
                 "value": getattr(plan.cluster, name),

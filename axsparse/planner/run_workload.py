@@ -15,16 +15,8 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
 from axsparse.planner.layout import DEFAULT_SLACK, LayoutQuestion
 from axsparse.planner.layout_search import try_layouts
-from axsparse.planner.schedule_choice import Trade, may_split, split_row, trade
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.grid import Grid
-
-WORTH_SPLITTING = 2e8
-"""Flops of a matrix's product in one microbatch's forward from which on `pipeline.split_backward:
-auto` splits. To take a weight's gradient out of a backward costs some 0.2 ms on a busy CPU; the
-three products of so many flops take 2 ms there (docs/decisions/036)."""
-GPU_WORTH_SPLITTING = 2e10
-"""The same on GPUs, where it costs launches. Not measured."""
 
 
 def has_costs(survey: Survey) -> bool:
@@ -33,56 +25,38 @@ def has_costs(survey: Survey) -> bool:
 
 
 def only_backward(pipeline: PipelineConfig) -> bool | None:
-    """Whether backwards have to be split, True, or whole, False; None if either will do.
+    """Whether backwards are split, True, or whole, False, whatever the stages; None: split where
+    there are several.
 
-    Split ones are of use where what arrives decides, and where nothing fuses whole ones.
+    Splitting is of use where what arrives decides, and where nothing fuses whole backwards. Where
+    activations are recomputed, what is deferred would take many times the memory of the rest.
     """
     if pipeline.split_backward != "auto":
         return pipeline.split_backward
-    return None if pipeline.schedule == "message-driven" and not pipeline.compile else False
+    is_free = pipeline.schedule == "message-driven" and not pipeline.compile
+    return None if is_free and not pipeline.checkpoint_activations else False
 
 
-def least_split_samples(survey: Survey, *, on_host: bool) -> float:
-    """The smallest microbatch whose weight gradients are worth taking out of backwards, of layers
-    that are whole; a part of a sample if one is more than enough."""
-    matrices = sum(
-        len(parameter.shape) > 1 and parameter.trained
-        for layer in survey.layers
-        for parameter in layer.parameters
-    )
-    least = WORTH_SPLITTING if on_host else GPU_WORTH_SPLITTING
-    return least * matrices / max(survey.flops, 1.0)
+def splits_backward(pipeline: PipelineConfig, g_inter: int) -> bool:
+    """Whether the backwards of so many stages are split."""
+    only = only_backward(pipeline)
+    return g_inter > 1 if only is None else only
 
 
-def configured_schedule(
-    pipeline: PipelineConfig, *, slack: int | None = None, is_split: bool | None = None
-) -> Schedule:
-    """The schedule of a configuration; `slack` and `is_split` stand in for its own `auto`."""
+def configured_schedule(pipeline: PipelineConfig, *, slack: int | None = None) -> Schedule:
+    """The schedule of a configuration; `slack` stands in for `auto`, and backwards whose splitting
+    is left to `auto` are whole."""
     slack = slack if pipeline.slack == "auto" else pipeline.slack
-    is_split = is_split if pipeline.split_backward == "auto" else pipeline.split_backward
-    assert slack is not None and is_split is not None, "settings that are auto have stand-ins"
-    return Schedule(
-        pipeline.schedule,
-        slack,
-        pipeline.prefer,
-        split_backward=is_split,
-        held=None if pipeline.held == "auto" else pipeline.held,
-    )
+    assert slack is not None, "a slack that is auto has a stand-in"
+    is_split = pipeline.split_backward is True
+    return Schedule(pipeline.schedule, slack, pipeline.prefer, split_backward=is_split)
 
 
-def schedules(config: Config, *, has_times: bool) -> list[Schedule] | None:
-    """The schedules to try until one fits; None: message-driven with what pays.
-
-    That needs predicted times, so without them (`has_times`) two fixed slacks are tried, with whole
-    backwards where the configuration leaves these open: `split_trade` then says whether to split.
-    """
+def schedules(config: Config) -> list[Schedule]:
+    """The schedules to try until one fits; the question says whether backwards are split."""
     pipeline = config.pipeline
-    is_free = (pipeline.slack, pipeline.held, pipeline.prefer) == ("auto", "auto", "alternate")
-    if has_times and pipeline.schedule == "message-driven" and is_free:
-        return None
     slacks = (DEFAULT_SLACK, 0) if pipeline.slack == "auto" else (pipeline.slack,)
-    is_split = only_backward(pipeline) is True
-    return [configured_schedule(pipeline, slack=slack, is_split=is_split) for slack in slacks]
+    return [configured_schedule(pipeline, slack=slack) for slack in slacks]
 
 
 def run_question(
@@ -105,37 +79,9 @@ def run_question(
         g_inter=stages,
         members=[config.layout.g_tensor],
         microbatch_sizes=[config.batch.microbatch_size],
+        schedules=schedules(config),
         split_backward=only_backward(config.pipeline),
-        least_split_samples=least_split_samples(subject.survey, on_host=cluster.is_of_hosts),
     )
-
-
-def split_trade(
-    subject: SurveyedModel,
-    cluster: Cluster | None,
-    config: Config,
-    grid: Grid,
-    slack: int,
-    room: float,
-) -> Trade | None:
-    """What split backwards cost and bring a run, where `pipeline.split_backward: auto` decides.
-
-    `room` is what a rank may take, in bytes beside what the process holds before it builds
-    anything. Without a cluster, `machine_of` says what is assumed. None if there is nothing to
-    decide, or nothing that could wait: one stage, one microbatch, or products that are too small.
-    """
-    if only_backward(config.pipeline) is not None:
-        return None
-    question = replace(
-        _of_grid(subject, cluster, config, grid),
-        schedules=[configured_schedule(config.pipeline, slack=slack, is_split=False)],
-        least_split_samples=0.0,  # the caller knows where the ranks compute
-    )
-    [whole], _ = try_layouts(question)
-    if not may_split(question, whole.layout):
-        return None
-    question = replace(question, memory_bytes=room)
-    return trade(question, "split backwards", whole, split_row(question, whole))
 
 
 def _of_grid(
@@ -179,8 +125,6 @@ class Prediction:
     """Predicted seconds of a step; None without a cluster, whose constants would tell."""
     reason: str | None
     """Why there are this many stages; None if the configuration says so."""
-    trades: Sequence[Trade] = ()
-    """What options of the schedule that `auto` decides on cost and bring."""
     sum_bytes: int = 0
     """Bytes that a member sends to the other members of its stage in a step, on the stage that sums
     most."""
@@ -194,11 +138,8 @@ def predict(
     slack: int,
     reason: str | None,
 ) -> Prediction:
-    """Predict a run whose layout is settled; `reason` is passed on.
-
-    Backwards are whole where the configuration leaves that open.
-    """
-    schedule = configured_schedule(config.pipeline, slack=slack, is_split=False)
+    """Predict a run whose layout is settled; `reason` is passed on."""
+    schedule = configured_schedule(config.pipeline, slack=slack)
     question = _of_grid(subject, cluster, config, grid)
     [row], _ = try_layouts(replace(question, schedules=[schedule]))
     # The fullest stage while no checkpoint is being written.

@@ -90,25 +90,21 @@ def most_in_flight(schedule: Schedule, *, stage: int, g_inter: int, microbatches
     return min(microbatches, g_inter - stage + schedule.slack)
 
 
-def most_held(schedule: Schedule, *, stage: int, g_inter: int, microbatches: int) -> float:
-    """The most that a stage holds at a time, in units of a microbatch in flight.
+def most_held(
+    schedule: Schedule, *, stage: int, g_inter: int, microbatches: int, size: float = 1.0
+) -> float:
+    """The most that a stage holds at a time, in units of a microbatch in flight, of which a
+    deferred one takes `size`.
 
-    That is all that `Bounds` allow, whether or not arrivals lead to it.
+    That is all that the schedule allows, whether or not arrivals lead to it.
     """
-    if not schedule.split_backward:
-        return most_in_flight(schedule, stage=stage, g_inter=g_inter, microbatches=microbatches)
-    bounds = schedule.bounds(stage, g_inter)
-    size = bounds.deferred_size
-    if schedule.name in ("1f1b", "gpipe"):
+    if schedule.split_backward and schedule.name in ("1f1b", "gpipe"):
         return _most_of_order(schedule, stage, g_inter, microbatches, size)
-    # A backward that has its input always fits unless deferred microbatches are the larger ones.
-    is_one = stage == g_inter - 1 and size <= 1
-    most = 1 if is_one else min(microbatches, bounds.in_flight)
-    return max(
-        in_flight + size * min(microbatches - in_flight, (bounds.held - in_flight) // size)
-        for in_flight in range(most + 1)
-        if in_flight <= bounds.held
-    )
+    most = most_in_flight(schedule, stage=stage, g_inter=g_inter, microbatches=microbatches)
+    if not schedule.split_backward:
+        return most
+    together = min(microbatches, 2 * schedule.bound(stage, g_inter))
+    return max(most + size * (together - most), size * together)
 
 
 @cache
@@ -154,7 +150,7 @@ class HeldActivations:
 
     @property
     def deferred_size(self) -> float:
-        """What a deferred microbatch takes, in units of one in flight (see `Bounds`)."""
+        """What a deferred microbatch takes, in units of one in flight."""
         return self.deferred / self.held if self.deferred and self.held else 1.0
 
 

@@ -80,7 +80,7 @@ class StageLoad:
 
     @property
     def deferred_size(self) -> float:
-        """What a deferred microbatch takes, in units of one in flight (see `Bounds`)."""
+        """What a deferred microbatch takes, in units of one in flight."""
         return self.deferred / self.held if self.deferred and self.held else 1.0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +20,10 @@ from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.pipeline.engine import Engine, Rank, decides_alone
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.policy import action
-from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.run_workload import configured_schedule
-from axsparse.planner.stage_memory import held_activations, is_recomputed
+from axsparse.planner.stage_memory import is_recomputed
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
 from axsparse.pruning.methods.method_registry import choose_masking
@@ -131,7 +130,7 @@ def assemble(
         Rank(place, backoff, phases, placement.gpu),
         _stage(run, layers, products, group),
         link,
-        schedule=_schedule(run),
+        schedule=configured_schedule(run.config.pipeline),
         while_idle=sync.advance,
         around=decides_alone if group is None else partial(Lockstep, group, action),
     )
@@ -256,17 +255,6 @@ def _refuse_rrelu(layers: Sequence[BuiltLayer]) -> None:
                     "is recomputed; make it RReLU(inplace=True), or set "
                     "pipeline.checkpoint_activations to 0"
                 )
-
-
-def _schedule(run: RunSpec) -> Schedule:
-    """The schedule of this run, told what a deferred microbatch takes on each stage."""
-    schedule = configured_schedule(run.config.pipeline)
-    if not schedule.split_backward:
-        return schedule
-    every = run.config.pipeline.checkpoint_activations
-    layers = run.survey.layers
-    kept = (held_activations([layers[number] for number in stage], every) for stage in run.stages)
-    return replace(schedule, deferred_sizes=tuple(each.deferred_size for each in kept))
 
 
 def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport) -> list[StageTie]:

@@ -35,12 +35,9 @@ from axsparse.planner.memory_budget import UNLIMITED, MemoryBudget
 from axsparse.planner.run_workload import (
     Prediction,
     has_costs,
-    least_split_samples,
-    only_backward,
     predict,
-    split_trade,
+    splits_backward,
 )
-from axsparse.planner.schedule_choice import Trade
 from axsparse.planner.surveyed_model import SurveyedModel, state_format
 from axsparse.pruning.criteria import Criterion, Score, configured_criterion
 from axsparse.pruning.targets import (
@@ -218,9 +215,8 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     subject = _subject(inputs, cutting, optimizer, kept, criterion)
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
-    trades = _trades(config, grid, inputs, subject, choice)
     run = RunSpec(
-        config=_settled(config, grid, choice, trades),
+        config=_settled(config, grid, choice),
         model=inputs.model,
         survey=survey,
         stages=(),
@@ -249,8 +245,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     slack, reason = run.config.pipeline.slack, None if choice is None else choice.reason
     assert slack != "auto", "the configuration is resolved"
     subject = replace(subject, config=run.config)
-    prediction = predict(subject, cluster, run.config, grid, slack, reason)
-    return replace(run, prediction=replace(prediction, trades=trades))
+    return replace(run, prediction=predict(subject, cluster, run.config, grid, slack, reason))
 
 
 def _subject(
@@ -294,20 +289,18 @@ def _layout(
     return grid, choice
 
 
-def _settled(config: Config, grid: Grid, choice: Choice | None, trades: Sequence[Trade]) -> Config:
+def _settled(config: Config, grid: Grid, choice: Choice | None) -> Config:
     """The configuration with every `auto` replaced but `layout.split`, which needs the rest."""
     pruning, steps = config.pruning, config.train.steps
     schedule = None if choice is None else choice.row.layout.schedule
     automatic: dict[str, object] = {
         "data.sequence_length": sample_length(config),
         "pipeline.slack": DEFAULT_SLACK if schedule is None else schedule.slack,
-        "pipeline.split_backward": _splits_backward(config, choice, trades),
+        "pipeline.split_backward": splits_backward(config.pipeline, grid.g_inter),
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(round(steps * 0.5), pruning.at_step, 1),
         "schedule.decay_steps": max(steps, config.schedule.warmup_steps),
     }
-    if schedule is not None and schedule.held is not None:
-        automatic["pipeline.held"] = schedule.held
     written = flat(config.model_dump())
     asked = {key: value for key, value in automatic.items() if written[key] == "auto"}
     layout = {f"layout.{key}": getattr(grid, key) for key in ("g_inter", "g_data", "g_tensor")}
@@ -383,36 +376,6 @@ def _gradient(config: Config, grid: Grid) -> str:
     if config.samo.gradient != "auto":
         return config.samo.gradient
     return "half" if accumulates_in_half(num_microbatches(config.batch, grid.g_data)) else "fp32"
-
-
-def _trades(
-    config: Config, grid: Grid, inputs: RunInputs, subject: SurveyedModel, choice: Choice | None
-) -> Sequence[Trade]:
-    """What options of the schedule that are left to `auto` cost and bring.
-
-    The planner counts no overhead of splitting, so only large products are split.
-    """
-    if choice is not None and choice.trades is not None:
-        return choice.trades
-    least = least_split_samples(inputs.survey, on_host=inputs.on_host)
-    if not has_costs(inputs.survey) or config.batch.microbatch_size < grid.g_tensor * least:
-        return []
-    slack = config.pipeline.slack
-    if slack == "auto":
-        slack = DEFAULT_SLACK if choice is None else choice.row.layout.schedule.slack
-    room = inputs.budget.for_model
-    trade = split_trade(subject, cluster_of(config), config, grid, slack, room)
-    return [] if trade is None else [trade]
-
-
-def _splits_backward(config: Config, choice: Choice | None, trades: Sequence[Trade]) -> bool:
-    """Whether weight gradients are taken out of backwards, to fill time in which a stage waits."""
-    must = only_backward(config.pipeline)
-    if must is not None:
-        return must
-    if choice is not None and choice.trades is not None:
-        return choice.row.layout.schedule.split_backward
-    return any(trade.is_taken for trade in trades)
 
 
 def _with(config: Config, values: Mapping[str, Any]) -> Config:

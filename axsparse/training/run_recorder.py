@@ -137,7 +137,6 @@ def _planned(run: RunSpec, memory_bytes: float) -> str:
         text += f" · a member sends {format_bytes(prediction.sum_bytes)} a step"
     if run.memory_is_tight:
         text += ", which is tight: freed memory goes back at once, at some 8 % of the time"
-    text += "".join(f" · {trade}" for trade in prediction.trades)
     if prediction.reason is not None:
         text += f" · g_inter auto: {prediction.reason}"
     return text

@@ -52,13 +52,7 @@ CUTS = {
     "gpt of 4 members": (GPT, 3),
 }
 """Models of two stages, and how many layers the first one has."""
-CASES = [
-    (name, stage, every, held)
-    for name in CUTS
-    for stage in (0, 1)
-    for every in (0, 1, 2)
-    for held in (None, 5.0)
-]
+CASES = [(name, stage, every) for name in CUTS for stage in (0, 1) for every in (0, 1, 2)]
 
 
 def members_of(name: str) -> int:
@@ -142,9 +136,7 @@ class Played:
                 policy.arrived(Direction.BACKWARD, action.microbatch)
 
 
-def planned(
-    surveyed: Survey, name: str, stage: int, every: int, held: float | None
-) -> tuple[Schedule, float]:
+def planned(surveyed: Survey, name: str, stage: int, every: int) -> tuple[Schedule, float]:
     """The schedule as training has it, and the bytes of a stage beside its state."""
     cut = CUTS[name][1]
     sections = {"checkpoint_activations": every}
@@ -153,28 +145,26 @@ def planned(
     subject = SurveyedModel(config, surveyed, name, {}, ADAMW, cutting=cutting)
     loads = subject.of_member(members_of(name)).stages(2, 1, microbatches=MICROBATCHES)
     assert loads is not None
-    schedule = Schedule("message-driven", 1, "alternate", split_backward=True, held=held)
-    layout = Layout(Grid(2, 1), schedule, SAMPLES, MICROBATCHES).with_sizes(loads)
+    schedule = Schedule("message-driven", 1, "alternate", split_backward=True)
+    layout = Layout(Grid(2, 1), schedule, SAMPLES, MICROBATCHES)
     memory = layout.stage_memory(stage, replace(loads[stage], building=0.0), 0.0)
     beside = memory.activations + memory.working + memory.logits + memory.temporary
     return layout.schedule, beside
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "every", "held"),
+    ("name", "stage", "every"),
     by_default(
         [
-            *[("gpt", 1, 0, 5.0), ("gpt", 0, 1, None), ("cnn", 1, 2, 5.0)],
-            *[("gpt of 2 members", 1, 0, 5.0), ("gpt of 4 members", 0, 1, None)],
+            *[("gpt", 1, 0), ("gpt", 0, 1), ("cnn", 1, 2)],
+            *[("gpt of 2 members", 1, 0), ("gpt of 4 members", 0, 1)],
         ],
         CASES,
     ),
 )
-def test_a_stage_holds_what_is_planned_and_little_less(
-    name: str, stage: int, every: int, held: float | None
-) -> None:
+def test_a_stage_holds_what_is_planned_and_little_less(name: str, stage: int, every: int) -> None:
     surveyed = survey(CUTS[name][0], torch.float32)
-    schedule, beside = planned(surveyed, name, stage, every, held)
+    schedule, beside = planned(surveyed, name, stage, every)
     played = Played(name, stage, every, schedule)
     played.step()  # The first microbatch of a run is whole.
 
@@ -228,7 +218,7 @@ MODELS = {
         *("model.num_layers=4", "model.hidden_size=512", "model.sequence_length=256"),
         *("model.vocab_size=4096", "batch.global_batch_size=12", "batch.microbatch_size=2"),
         *("precision=fp32", "pruning.sparsity=0.9", "layout.g_inter=2"),
-        *("pipeline.split_backward=true", "pipeline.held=5"),
+        "pipeline.split_backward=true",
     ),
     "pruned wide layers, whose largest tensor takes more to make than to train": WIDE,
 }

@@ -31,7 +31,6 @@ from axsparse.config.schema import Config
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models.layer import Layer, Model
 from axsparse.pipeline.weight_gradients import DeferredGradients
-from axsparse.planner import run_workload
 from axsparse.samo.layer_state import LayerState
 from axsparse.training.trainer import Trainer
 
@@ -90,17 +89,13 @@ def test_split_backwards_are_bitwise_whole_ones(row: Row) -> None:
     assert all(ranks[0][1].finite) == ("loss_scale" not in row.settings)
 
 
-def test_auto_splits_where_stages_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_splits_where_there_are_several_stages() -> None:
     data = token_data()
-    small = tiny_config(train={"steps": 1})
-    for trainer, _ in train_in_process(2, 1, tiny_gpt(small), small, data):
-        assert trainer.parts.engine._stage._products is None
-    monkeypatch.setattr(run_workload, "WORTH_SPLITTING", 1e4)
     for layout, sections, expected in (
         ((2, 1), {}, True),
         ((1, 1), {}, False),
         ((1, 2), {}, False),
-        ((2, 1), {"batch": {"microbatch_size": 12}}, False),
+        ((2, 1), {"pipeline": {"checkpoint_activations": 1}}, False),
         ((2, 1), {"pipeline": {"schedule": "1f1b"}}, False),
     ):
         config = tiny_config(**{"train": {"steps": 1}, **sections})

@@ -234,8 +234,6 @@ def test_auto_takes_the_encoding_of_fewer_bytes(sparsity: float, encoding: str) 
     assert kinds == {"FullIndex", encoding}
 
 
-
-
 def test_sgd_without_momentum_keeps_no_optimizer_state() -> None:
     plain, heavy = (
         tiny_config(optimizer={"name": "sgd", "momentum": momentum}, precision="bf16")

@@ -15,7 +15,6 @@ from support.action_text import from_text, to_text
 
 from axsparse.pipeline.policy import (
     Action,
-    Bounds,
     ForwardOnly,
     InOrder,
     Kind,
@@ -35,7 +34,7 @@ class Setting:
     """A pipeline, the bounds of its stages, and the seed from which its arrival order is drawn."""
 
     microbatches: int
-    bounds: list[Bounds]
+    bounds: list[int]
     prefer: Preference
     is_split: bool
     order: int
@@ -46,27 +45,21 @@ class Setting:
                 stage=stage,
                 g_inter=len(self.bounds),
                 microbatches=self.microbatches,
-                bounds=bounds,
+                bound=bound,
                 prefer=self.prefer,
                 is_split=self.is_split,
             )
-            for stage, bounds in enumerate(self.bounds)
+            for stage, bound in enumerate(self.bounds)
         ]
 
     def play(self) -> list[StageLog]:
         return play(self.policies(), self.microbatches, self.order)
 
 
-BOUNDS = st.builds(
-    lambda in_flight, more, size: Bounds(in_flight, max(1.0, size) + more, size),
-    st.integers(1, 7),
-    st.integers(0, 20).map(lambda number: number / 4),
-    st.sampled_from((0.25, 0.5, 1.0, 1.5, 4.0)),
-)
 SETTINGS = st.builds(
     Setting,
     microbatches=st.integers(1, 20),
-    bounds=st.lists(BOUNDS, min_size=1, max_size=6),
+    bounds=st.lists(st.integers(1, 7), min_size=1, max_size=6),
     prefer=st.sampled_from(PREFERENCES),
     is_split=st.booleans(),
     order=st.integers(0, 2**32),
@@ -162,11 +155,11 @@ def play(
 
 def runnable(setting: Setting, stage: int, moment: Moment) -> tuple[bool, bool, bool]:
     """Whether a forward, a backward and weight gradients could have been run at a moment."""
-    bounds = setting.bounds[stage]
-    deferred = moment.deferred if setting.is_split else 0
+    bound = setting.bounds[stage]
+    held = moment.in_flight + (moment.deferred if setting.is_split else 0)
     return (
-        moment.has(Kind.FORWARD) and bounds.allow_forward(moment.in_flight, deferred),
-        moment.has(Kind.BACKWARD) and bounds.allow_backward(moment.in_flight, deferred),
+        moment.has(Kind.FORWARD) and moment.in_flight < bound and held < 2 * bound,
+        moment.has(Kind.BACKWARD),
         setting.is_split and moment.has(Kind.WEIGHT),
     )
 
@@ -200,12 +193,11 @@ def test_every_run_keeps_the_rules_of_policies(setting: Setting) -> None:
             order = [action.microbatch for action in log.actions if action.kind is kind]
             expected = setting.is_split or kind is not Kind.WEIGHT
             assert order == list(range(setting.microbatches if expected else 0))
-        bounds = setting.bounds[stage]
+        bound = setting.bounds[stage]
         for moment in log.moments:
-            assert 0 <= moment.in_flight <= bounds.in_flight
+            assert 0 <= moment.in_flight <= bound
             if setting.is_split:
-                held = moment.in_flight + bounds.deferred_size * moment.deferred
-                assert moment.deferred >= 0 and held <= bounds.held
+                assert moment.deferred >= 0 and moment.in_flight + moment.deferred <= 2 * bound
             forward, backward, weight = runnable(setting, stage, moment)
             assert (moment.action is not None) == (forward or backward or weight)
             if moment.action is not None and (forward or backward):
@@ -239,7 +231,7 @@ def test_the_preference_decides_where_both_kinds_can_run(setting: Setting) -> No
 
 
 def test_alternation_with_both_kinds_at_hand_reads_f_f_b_f_b() -> None:
-    policy = MessageDriven(stage=0, g_inter=2, microbatches=4, bounds=Bounds(4, 4))
+    policy = MessageDriven(stage=0, g_inter=2, microbatches=4, bound=4)
     said = [str(policy.next()), str(policy.next())]
     policy.arrived(BACKWARD, 0)
     policy.arrived(BACKWARD, 1)
@@ -250,9 +242,9 @@ def test_alternation_with_both_kinds_at_hand_reads_f_f_b_f_b() -> None:
     assert policy.next() is None and not policy.finished
 
 
-def middle(bounds: Bounds) -> MessageDriven:
+def middle(bound: int) -> MessageDriven:
     """The middle stage of three, with 4 microbatches, the first split backward of which has run."""
-    policy = MessageDriven(stage=1, g_inter=3, microbatches=4, bounds=bounds, is_split=True)
+    policy = MessageDriven(stage=1, g_inter=3, microbatches=4, bound=bound, is_split=True)
     policy.arrived(FORWARD, 0)
     assert str(policy.next()) == "F0"
     policy.arrived(BACKWARD, 0)
@@ -266,35 +258,34 @@ def said(policy: Policy, times: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("bounds", "forwards", "expected"),
+    ("bound", "forwards", "backwards", "expected"),
     [
         # Weight gradients run when nothing has arrived and after what has.
-        (Bounds(2, 3), 1, "F1 W0"),
-        # A full stage makes room by weight gradients.
-        (Bounds(1, 1), 1, "W0 F1"),
-        # Small deferred microbatches leave room: in flight 1 + 1 and deferred ¼ would be above 2.
-        (Bounds(2, 2, 0.25), 2, "F1 W0 F2"),
+        (2, 1, 0, "F1 W0"),
+        (2, 2, 1, "F1 B1 F2 W0 W1"),
+        # Where as many are deferred as may be in flight, they make room by weight gradients.
+        (1, 2, 1, "F1 B1 W0 F2 W1"),
     ],
 )
-def test_weight_gradients_fill_what_arrivals_and_bounds_leave(
-    bounds: Bounds, forwards: int, expected: str
+def test_weight_gradients_fill_what_arrivals_and_the_bound_leave(
+    bound: int, forwards: int, backwards: int, expected: str
 ) -> None:
-    policy = middle(bounds)
+    policy = middle(bound)
     for number in range(forwards):
         policy.arrived(FORWARD, 1 + number)
+    found = said(policy, 1)
+    for number in range(backwards):
+        policy.arrived(BACKWARD, 1 + number)
 
-    assert said(policy, 3) == expected
-
-
-@pytest.mark.parametrize("bounds", [(0, 1.0, 1.0), (1, 0.9, 0.5), (1, 3.0, 4.0), (1, 1.0, 0.0)])
-def test_bounds_under_which_nothing_could_run_are_refused(
-    bounds: tuple[int, float, float],
-) -> None:
-    with pytest.raises(ValueError, match="at least 1, deferred_size above 0 and held at least"):
-        Bounds(*bounds)
+    assert f"{found} {said(policy, 4)}" == expected
 
 
-MIDDLE: dict[str, Any] = {"stage": 1, "g_inter": 3, "microbatches": 1, "bounds": Bounds(3, 3)}
+def test_a_bound_under_which_nothing_could_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="bound: 0; a stage has to hold at least 1 microbatch"):
+        MessageDriven(stage=0, g_inter=2, microbatches=4, bound=0)
+
+
+MIDDLE: dict[str, Any] = {"stage": 1, "g_inter": 3, "microbatches": 1, "bound": 3}
 
 
 @pytest.mark.parametrize(

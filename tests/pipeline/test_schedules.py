@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.action_text import dry_run, from_text, to_text
 
-from axsparse.pipeline.policy import Action, Bounds, InOrder, MessageDriven, Policy
+from axsparse.pipeline.policy import Action, InOrder, MessageDriven, Policy
 from axsparse.pipeline.schedules import (
     Schedule,
     ScheduleName,
@@ -95,29 +94,11 @@ def test_every_schedule_has_weight_gradients_if_backwards_are_split(name: Schedu
     assert sorted(text.split()) == ["B0", "B1", "F0", "F1", "W0", "W1"]
 
 
-def test_what_a_stage_holds_is_bounded_by_what_the_first_has_in_flight_unless_told() -> None:
-    schedule = Schedule("message-driven", 1, "alternate", split_backward=True)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_stage_holds_as_many_as_there_are_stages_from_it_on_and_slack(is_split: bool) -> None:
+    schedule = Schedule("message-driven", 1, "alternate", split_backward=is_split)
 
-    assert schedule.bounds(2, 4) == Bounds(in_flight=3, held=5)
-    assert replace(schedule, held=8).bounds(2, 4) == Bounds(in_flight=3, held=8)
-    assert replace(schedule, deferred_sizes=(1.0, 1.0, 4.0, 1.0)).bounds(2, 4) == Bounds(3, 8, 4.0)
-    assert replace(schedule, split_backward=False).bounds(2, 4) == Bounds(in_flight=3, held=3)
-
-
-def test_slack_at_most_doubles_what_a_split_stage_has_in_flight_until_it_does_so_everywhere() -> (
-    None
-):
-    def in_flight(slack: int) -> list[int]:
-        schedule = Schedule("message-driven", slack, "alternate", split_backward=True)
-        return [schedule.bounds(stage, 4).in_flight for stage in range(4)]
-
-    assert [in_flight(slack) for slack in (0, 1, 2, 3, 5)] == [
-        [4, 3, 2, 1],
-        [5, 4, 3, 1],
-        [6, 5, 3, 1],
-        [7, 5, 3, 1],
-        [9, 7, 5, 3],
-    ]
+    assert [schedule.bound(stage, 4) for stage in range(4)] == [5, 4, 3, 2]
 
 
 # -- the dry run ----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from axsparse.models.survey import survey
 from axsparse.planner.auto_layout import Choice, fewest_stages, resolve_grid
 from axsparse.planner.layout_search import Rejection
 from axsparse.planner.memory_budget import MemoryBudget
-from axsparse.planner.run_workload import run_question, schedules
+from axsparse.planner.run_workload import run_question
 from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -28,18 +27,15 @@ from axsparse.samo.optim.adamw import ADAMW
 MACHINE = cluster(overhead_bytes=0.0, jitter=0.0)
 
 
-def fewest(
-    config: Config, stages: Sequence[int], room: float, *, has_times: bool = False
-) -> Choice | Rejection:
+def fewest(config: Config, stages: Sequence[int], room: float) -> Choice | Rejection:
     subject = SurveyedModel(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
     question = run_question(subject, MACHINE, config, 4, stages, room)
-    tried = schedules(config, has_times=has_times)
-    return fewest_stages(replace(question, schedules=tried), MemoryBudget(room, 0.0))
+    return fewest_stages(question, MemoryBudget(room, 0.0))
 
 
-def chosen(room: float, *, has_times: bool = False, **sections: Any) -> Choice | Rejection:
+def chosen(room: float, **sections: Any) -> Choice | Rejection:
     config = tiny_config(**sections)
-    return fewest(config, [1, 2, 4], room, has_times=has_times)
+    return fewest(config, [1, 2, 4], room)
 
 
 def test_the_fewest_stages_that_fit_are_taken_and_it_is_said_why() -> None:
@@ -70,12 +66,6 @@ def test_slack_goes_where_memory_asks_for_it() -> None:
 
     # Slack is an option, for which no more than 85 % of the memory is used.
     assert found == [1, 0]
-
-
-def test_with_times_slack_is_what_the_simulation_gains_by() -> None:
-    found = chosen(1e9, has_times=True)
-    assert isinstance(found, Choice)
-    assert found.row.layout.schedule.slack == 0  # one stage waits for nobody
 
 
 def test_a_limit_has_to_hold_the_copies_of_checkpoints_as_well() -> None:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 from support.planner_cases import (
-    SUMMIT,
     cluster,
-    formula,
     of_three_axes,
     planned,
     schedule,
 )
 
-from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout import LayoutQuestion, Row
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_report import because
-from axsparse.planner.schedule_choice import MOST_ROOM, PAYS, Trade, may_split
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
@@ -107,118 +101,27 @@ def test_a_model_that_fits_nowhere_is_told_the_nearest_miss(gpus: int, said: str
         made("gpt3_13b", 1.0, gpus)
 
 
-@pytest.mark.parametrize(
-    ("memory", "seconds", "fits", "is_taken", "said"),
-    [
-        (0.27, -0.07, True, False, "+27 % memory for −7 % time: not taken"),
-        (0.20, -0.07, True, True, "+20 % memory for −7 % time: taken"),
-        (0.20, -0.07, False, False, "not taken, as more than 85 % of the memory would be full"),
-        (0.0, -0.004, True, False, "not taken"),
-        (0.0, -0.006, True, True, "taken"),
-        (0.001, 0.02, True, False, "+0 % memory for +2 % time: not taken"),
-    ],
-)
-def test_an_option_is_taken_for_one_percent_of_time_for_three_of_memory(
-    memory: float, seconds: float, fits: bool, is_taken: bool, said: str
-) -> None:
-    found = Trade("slack 2", memory, seconds, fits)
-
-    assert found.is_taken is is_taken
-    assert str(found).startswith("slack 2: ") and str(found).endswith(said)
-
-
-# -- slack ----------------------------------------------------------------------------------
-
-
-def slacks(machine: Cluster, room: float | None = None) -> tuple[Row, list[Row]]:
-    """The recommended layout, and the same with each slack that fits."""
-    found = planned(
-        "gpt3_13b",
-        0.1,
-        machine,
-        gpus=64,
-        global_batch_size=256,
-        g_inter=[8],
-        microbatch_sizes=[1],
-        memory_bytes=room,
-        split_backward=False,
-    )
-    return found.recommended, list(found.slack_curve)
-
-
-def slack_of(row: Row) -> int:
-    return row.layout.schedule.slack
-
-
-def test_jitter_makes_slack_worth_its_memory_as_far_as_that_goes() -> None:
-    calm, calm_curve = slacks(cluster(intra_node_bandwidth=1e15, inter_node_bandwidth=1e15))
-    shaky, curve = slacks(cluster(jitter=0.5))
-
-    assert slack_of(calm) == 0 < slack_of(shaky)
-    assert [*map(slack_of, curve)] == [*map(slack_of, calm_curve)] == [*range(9)]
-    assert curve[slack_of(shaky)].seconds == shaky.seconds < 0.95 * curve[0].seconds
-    flops = 256 * formula("gpt3_13b").sample_flops
-    assert shaky.percent_of_peak == pytest.approx(100 * flops / (shaky.seconds * 64 * 125e12))
-    needs = [row.most_bytes for row in curve]
-    assert needs == sorted(needs)
-    for most in (0, 2):
-        row, fitting = slacks(cluster(jitter=0.5), needs[most])
-        assert [*map(slack_of, fitting)] == [*range(most + 1)]
-        assert row.most_bytes <= needs[most]
-
-
 # -- split backwards ------------------------------------------------------------------------
 
 
-def with_either_backward(room: float | None = None) -> Plan:
-    return planned(
-        "gpt3_13b",
-        0.1,
-        cluster(jitter=0.0),
-        gpus=64,
-        global_batch_size=128,
-        g_inter=[8],
-        microbatch_sizes=[1],
-        memory_bytes=room,
-    )
-
-
-def is_split(row: Row) -> bool:
-    return row.layout.schedule.split_backward
-
-
-def test_backwards_are_split_where_that_pays_within_the_memory_and_each_way_is_told() -> None:
-    found = with_either_backward()
-
-    best = found.recommended
-    whole, *split = found.tried
-    assert [*map(is_split, [best, whole, *split])] == [True, False, *[True] * len(split)]
-    assert best.seconds <= (1 - PAYS) * whole.seconds
-    fastest = min(row.seconds for row in split)
-    assert fastest <= best.seconds <= (1 + PAYS) * fastest
-    assert len({row.layout.schedule.held for row in split}) == 3
-
-    room = min(row.most_bytes for row in split) / MOST_ROOM
-    tight, none = with_either_backward(room), with_either_backward(whole.most_bytes)
-    assert is_split(tight.recommended)
-    assert all(row.most_bytes <= room for row in tight.tried)
-    assert tight.recommended.most_bytes <= MOST_ROOM * room
-    assert [*map(is_split, [none.recommended, *none.tried])] == [False, False]
-
-
-@pytest.mark.parametrize(("g_inter", "batch"), [(1, 64), (8, 1)])
-def test_one_stage_or_microbatch_has_nothing_to_fill(g_inter: int, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(None, {1: False, 2: True}), (False, {1: False, 2: False})]
+)
+def test_backwards_are_split_where_there_are_several_stages_unless_told(
+    asked: bool | None, expected: dict[int, bool]
+) -> None:
     found = planned(
         "gpt3_xl",
         0.1,
-        SUMMIT,
-        gpus=g_inter,
-        global_batch_size=batch,
-        g_inter=[g_inter],
+        BIG,
+        gpus=2,
+        global_batch_size=8,
         microbatch_sizes=[1],
+        split_backward=asked,
     )
 
-    assert [*map(is_split, found.tried)] == [is_split(found.recommended)] == [False]
+    rows = {row.layout.grid.g_inter: row.layout.schedule.split_backward for row in found.rows}
+    assert rows == expected
 
 
 # -- devices that are left over ------------------------------------------------------------------
@@ -323,19 +226,6 @@ def test_members_that_the_model_cannot_have_are_not_tried_where_devices_may_be_l
     seven = of_three_axes(1e9, gpus=7, may_leave=True, global_batch_size=4).recommended
 
     assert seven.layout.grid == Grid(1, 4)
-
-
-def test_backwards_are_split_only_where_the_parts_of_members_are_large_enough() -> None:
-    """Twice the samples for two members: each multiplies with half a matrix."""
-    alone = of_three_axes(1e9, members=[1], stages=[2]).recommended.layout
-    shared = of_three_axes(1e9, members=[2], stages=[2]).recommended.layout
-    question = LayoutQuestion(
-        workload=formula("gpt3_xl"), cluster=SUMMIT, gpus=8, global_batch_size=8
-    )
-
-    for least, expected in [(0.0, (True, True)), (0.6, (True, False)), (1.5, (False, False))]:
-        asked = replace(question, least_split_samples=least)
-        assert (may_split(asked, alone), may_split(asked, shared)) == expected
 
 
 @pytest.mark.parametrize(

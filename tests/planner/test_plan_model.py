@@ -13,7 +13,6 @@ from torch import Tensor
 
 import axsparse
 from axsparse.config.load import LoadedConfig, load_config, made_in_python
-from axsparse.planner import run_workload
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_model import Subject, plan_for, subject
@@ -118,17 +117,6 @@ def test_replicas_that_share_the_optimizer_state_are_planned_so_and_the_plan_say
     assert shared.notes[-1].startswith("samo.shard_optimizer: auto: where there are several ")
     (one,), (other,) = (each.plan("start", MACHINE, 2).rows[0].loads for each in (shared, whole))
     assert one.state.optimizer < 0.6 * other.state.optimizer
-
-
-def test_only_large_weight_gradients_are_planned_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tried() -> set[bool]:
-        rows = planned(2, layout={"g_inter": 2}).tried
-        return {row.layout.schedule.split_backward for row in rows}
-
-    assert tried() == {False}
-    monkeypatch.setattr(run_workload, "WORTH_SPLITTING", 1.0)
-    monkeypatch.setattr(run_workload, "GPU_WORTH_SPLITTING", 1.0)
-    assert tried() == {False, True}
 
 
 def test_members_to_try_and_a_number_of_replicas_do_not_go_together() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from axsparse.planner.run_workload import (
     only_backward,
     predict,
     schedules,
-    split_trade,
+    splits_backward,
 )
-from axsparse.planner.schedule_choice import Trade
 from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
@@ -32,38 +30,21 @@ def subject(config: Config) -> SurveyedModel:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "has_times", "expected"),
+    ("pipeline", "expected"),
     [
-        ({}, True, None),
-        ({"slack": 3}, True, [Schedule("message-driven", 3, "alternate")]),
+        ({}, [Schedule("message-driven", slack, "alternate") for slack in (1, 0)]),
+        ({"slack": 3, "prefer": "backward"}, [Schedule("message-driven", 3, "backward")]),
+        ({"schedule": "1f1b"}, [Schedule("1f1b", slack, "alternate") for slack in (1, 0)]),
         (
-            {"slack": 3, "prefer": "backward"},
-            True,
-            [Schedule("message-driven", 3, "backward")],
-        ),
-        ({"schedule": "1f1b", "slack": 3}, True, [Schedule("1f1b", 3, "alternate")]),
-        # Other schedules, and plans without times, go without a search.
-        ({"schedule": "1f1b"}, True, [Schedule("1f1b", slack, "alternate") for slack in (1, 0)]),
-        ({}, False, [Schedule("message-driven", slack, "alternate") for slack in (1, 0)]),
-        (
-            {"split_backward": True},
-            False,
-            [
-                Schedule("message-driven", slack, "alternate", split_backward=True)
-                for slack in (1, 0)
-            ],
-        ),
-        (
-            {"slack": 2, "split_backward": True, "held": 9.5},
-            True,
-            [Schedule("message-driven", 2, "alternate", split_backward=True, held=9.5)],
+            {"slack": 2, "split_backward": True},
+            [Schedule("message-driven", 2, "alternate", split_backward=True)],
         ),
     ],
 )
-def test_what_a_configuration_leaves_open_is_searched_or_tried(
-    pipeline: dict[str, Any], has_times: bool, expected: list[Schedule] | None
+def test_a_slack_that_is_left_open_is_the_default_or_else_none(
+    pipeline: dict[str, Any], expected: list[Schedule]
 ) -> None:
-    assert schedules(tiny_config(pipeline=pipeline), has_times=has_times) == expected
+    assert schedules(tiny_config(pipeline=pipeline)) == expected
 
 
 @pytest.mark.parametrize(
@@ -71,6 +52,7 @@ def test_what_a_configuration_leaves_open_is_searched_or_tried(
     [
         ({}, None),
         ({"compile": True}, False),
+        ({"checkpoint_activations": 2}, False),
         ({"schedule": "gpipe"}, False),
         ({"schedule": "gpipe", "split_backward": True}, True),
         ({"split_backward": False}, False),
@@ -79,41 +61,12 @@ def test_what_a_configuration_leaves_open_is_searched_or_tried(
 def test_which_backwards_a_configuration_allows(
     pipeline: dict[str, Any], expected: bool | None
 ) -> None:
-    assert only_backward(tiny_config(pipeline=pipeline).pipeline) is expected
+    settings = tiny_config(pipeline=pipeline).pipeline
 
-
-# -- what split backwards cost and bring ----------------------------------------------------
-
-
-def split_of(room: float = math.inf, microbatches: int = 12, **pipeline: Any) -> Trade | None:
-    batch = {"global_batch_size": microbatches, "microbatch_size": 1}
-    config = tiny_config(pipeline=pipeline, batch=batch)
-    return split_trade(subject(config), None, config, Grid(2, 1), 1, room)
-
-
-def test_splitting_takes_memory_and_saves_a_part_of_the_bubble() -> None:
-    found = split_of()
-
-    assert found is not None and found.fits
-    assert found.memory >= 0
-    # Two stages have a bubble of a thirteenth; a third of the work can fill it.
-    assert -1 / 13 < found.seconds < 0
-    more = split_of(microbatches=48)
-    assert more is not None and found.seconds < more.seconds < 0
-
-
-def test_what_would_fill_a_machine_is_not_taken() -> None:
-    found = split_of(room=1e3)
-
-    assert found is not None and not found.is_taken
-    assert str(found).endswith("not taken, as more than 85 % of the memory would be full")
-
-
-@pytest.mark.parametrize(
-    "given", [{"microbatches": 1}, {"split_backward": True}, {"schedule": "1f1b"}]
-)
-def test_where_nothing_is_left_to_decide_nothing_is_said(given: dict[str, Any]) -> None:
-    assert split_of(**given) is None
+    assert only_backward(settings) is expected
+    assert [splits_backward(settings, stages) for stages in (1, 2)] == (
+        [False, True] if expected is None else [expected] * 2
+    )
 
 
 @pytest.mark.parametrize("machine", [None, MACHINE])

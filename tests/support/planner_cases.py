@@ -76,7 +76,8 @@ def schedule(name: ScheduleName = "message-driven", slack: int = 1) -> Schedule:
 
 
 def planned(config: str, density: float = 1.0, machine: Cluster = SUMMIT, **question: Any) -> Plan:
-    """The plan of a bundled GPT."""
+    """The plan of a bundled GPT, with whole backwards unless told."""
+    question = {"split_backward": False, **question}
     return plan(LayoutQuestion(workload=formula(config, density), cluster=machine, **question))
 
 
@@ -140,6 +141,7 @@ def of_three_axes(
             g_inter=stages,
             members=members,
             schedules=[schedule(slack=0)],
+            split_backward=False,
             microbatch_sizes=[1],
             memory_bytes=room,
         )
