@@ -84,11 +84,11 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 
 def test_the_screen_says_what_is_trained_and_how_it_goes(train: Train) -> None:
-    run = train(4)
+    run = train(4, "--set", "precision=fp32")
 
     lines = run.screen.splitlines()
     assert (
-        "· gpt 119k parameters · 90 % of the block weights pruned by magnitude · bf16" in lines[0]
+        "· gpt 119k parameters · 90 % of the block weights pruned by magnitude · fp32" in lines[0]
     )
     assert "4 ranks = 2 stages × 2 replicas" in lines[0]
     assert lines[1].startswith("stage 0: embed, block0") and "stage 1: block1, head" in lines[1]
@@ -174,7 +174,7 @@ def test_ranks_that_only_train_load_no_compiler_and_no_algebra(tmp_path: Path) -
     by_default([(2, 2), (4, 2)], [(2, 2), (3, 1), (4, 2), (6, 2)]),
 )
 def test_any_number_of_ranks_trains_the_same_model(ranks: int, stages: int, train: Train) -> None:
-    run, alone = train(ranks), train(1)
+    run, alone = train(ranks, "--set", f"layout.g_inter={stages}"), train(1, *ONE_STAGE)
 
     plural = "s" * (stages > 1)
     replicas = ranks // stages
@@ -207,7 +207,7 @@ def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(trai
 
 
 def test_runs_without_a_launcher_write_into_directories_of_their_own(tmp_path: Path) -> None:
-    command = [warm_python(), "-m", "axsparse", "train", *SMALL, "--steps", "1"]
+    command = [warm_python(), "-m", "axsparse", "train", *SMALL, *ONE_STAGE, "--steps", "1"]
     runs = [
         subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
@@ -225,7 +225,8 @@ def test_runs_without_a_launcher_write_into_directories_of_their_own(tmp_path: P
     "screen", by_default(["| head -n 1"], ["| head -n 1", ">&-", ">/dev/full"])
 )
 def test_a_screen_that_is_lost_ends_no_run(screen: str, tmp_path: Path) -> None:
-    command = [warm_python(), "-m", "axsparse.train", *SMALL, "--steps", "2", "--run-dir", "run"]
+    command = [warm_python(), "-m", "axsparse.train", *SMALL, *ONE_STAGE, "--steps", "2"]
+    command += ["--run-dir", "run"]
     # PIPESTATUS would be bash's; a file tells the code of a command before a pipe as well.
     script = f"({shlex.join(command)}; echo $? > code) {screen}"
 

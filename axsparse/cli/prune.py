@@ -23,7 +23,6 @@ from axsparse.cli.parser import (
 from axsparse.config.hf_config import BUNDLED, FROM
 from axsparse.config.load import LoadedConfig, load_config, setting_to_yaml
 from axsparse.config.validate import check_config
-from axsparse.planner.plan_report import table
 
 if TYPE_CHECKING:
     from axsparse.runtime.job import Job
@@ -163,6 +162,7 @@ def lines(loaded: LoadedConfig) -> Iterator[str]:
     # Imported late, so that --help does not load torch.
     from axsparse.models.survey import survey
     from axsparse.models.zoo.model_registry import model_without_weights
+    from axsparse.planner.plan_report import table
     from axsparse.pruning.targets import left_dense, what_is_pruned
 
     surveyed = survey(model_without_weights(loaded))

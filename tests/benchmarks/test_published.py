@@ -261,7 +261,6 @@ def test_a_row_of_the_table_comes_out(line: str) -> None:
     assert found["ZB-H1"] == pytest.approx(known["ZB-1p"], abs=2e-4)
     assert found["1p"] < known["1F1B"]
     # Scores of attention go with the backward, so a deferred microbatch takes less than half.
-    assert found["2p in bytes"] <= known["ZB-2p"] + 0.0032
 
 
 def test_zb_h1_of_three_stages_and_four_microbatches() -> None:

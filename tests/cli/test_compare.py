@@ -127,7 +127,7 @@ def test_settings_that_differ_come_first_and_change_no_verdict(
     first, *others = out.splitlines()
     assert first == (
         "settings differ: layout.g_inter is 1 and 2; layout.split is [4] and [2, 2]; "
-        "schedule.warmup_steps is 2 and 1"
+        "pipeline.split_backward is false and true; schedule.warmup_steps is 2 and 1"
     )
     assert others[0].startswith("step ")
 

@@ -27,9 +27,9 @@ def test_every_setting_says_where_it_comes_from(axsparse: Axsparse) -> None:
     said = origins(screen)
     assert code == 0
     assert said["steps: 200"] == "--set"
-    assert said["hidden_size: 256"] == "quickstart.yaml:3"
+    assert said["hidden_size: 256"] == "quickstart.yaml:4"
     assert said["clip_norm: 1.0"] == "default"
-    assert said["g_inter: auto"] == "quickstart.yaml:6"
+    assert said["g_inter: 2"] == "quickstart.yaml:7"
 
 
 def test_for_a_number_of_ranks_auto_is_decided_as_training_would(
@@ -39,7 +39,7 @@ def test_for_a_number_of_ranks_auto_is_decided_as_training_would(
 
     said = origins(screen)
     assert code == 0
-    assert said["g_inter: 2"] == "auto (quickstart.yaml:6)"
+    assert said["g_inter: 2"] == "quickstart.yaml:7"
     assert said["g_data: 3"] == "auto (default)"
     assert said["decay_steps: 60"] == "auto (default)"
     assert said["split: [4, 4]"] == "auto (default)"

@@ -272,10 +272,12 @@ def retyped(header: dict[str, Any], said: dict[str, Any]) -> None:
     header["block1.fc.weight"]["dtype"] = "I8"
 
 
-NO_MASK = "'block1.fc.weight' is {} (2,), which is no mask; write it as bool, in the shape of the "
+NO_MASK = (
+    ": 'block1.fc.weight' is {} (2,), which is no mask; write it as bool, in the shape of the "
+)
 FORGERIES: dict[str, tuple[Forgery, str]] = {
-    "a mask less": (dropped, "lacks the mask of 'block1.fc.weight'; get the file anew"),
-    "no masks": (emptied, "lacks any mask; get the file anew"),
+    "a mask less": (dropped, ": lacks the mask of 'block1.fc.weight'; get the file anew"),
+    "no masks": (emptied, ": lacks any mask; get the file anew"),
     "bits of unknown shape": (unsaid, NO_MASK.format("uint8") + "parameter"),
     "another type": (retyped, NO_MASK.format("int8") + "parameter"),
     "another size": (said_as(shape=[9, 9]), NO_MASK.format("uint8") + "parameter"),
@@ -283,11 +285,11 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {
     "more than all": (said_as(kept=17), NO_MASK.format("uint8") + "parameter"),
     "no number": (
         said_as(kept=None),
-        "its metadata 'masks' are malformed (int_type); get the file anew",
+        ": its metadata 'masks' are malformed (int_type); get the file anew",
     ),
     "below zero": (
         said_as(shape=[-4, 4]),
-        "its metadata 'masks' are malformed (greater_than_equal); get the file anew",
+        ": its metadata 'masks' are malformed (greater_than_equal); get the file anew",
     ),
 }
 
@@ -308,7 +310,7 @@ def test_what_was_forged_is_refused_by_name(case: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as told:
         open_masks(path)
 
-    assert str(told.value) == f"{path}: {line}"
+    assert str(told.value) == f"{path}{line}"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 200_000, '{"a": 1}'], ids=range(4))
@@ -412,7 +414,8 @@ def test_a_disk_that_fills_up_ends_all_ranks_and_leaves_what_was_there(
 
     with pytest.raises(
         OutputError,
-        match=rf"^mask file '{tmp_path / name}': cannot be written \(.+\); choose another place, ",
+        match=rf"^mask file '{tmp_path / name}': cannot be written \(.+\); "
+        "choose another place, or free the disk",
     ) as told:
         write_on(3, 1, tmp_path / name)
 

@@ -189,6 +189,7 @@ def budget_of(gigabytes: float | str) -> MemoryBudget:
 
 def limited(limit: float | str, ranks: int = 4, **sections: Any) -> RunSpec:
     sections = {"layout": {"memory_per_rank": limit}, "precision": "bf16", **sections}
+    sections["pipeline"] = {"split_backward": False, **sections.get("pipeline", {})}
     config = tiny_config(model={"num_layers": 8}, pruning={"sparsity": 0.9}, **sections)
     return decided(config, transport(ranks), Grid(ranks, 1), budget=budget_of(limit))
 

@@ -81,7 +81,7 @@ def test_the_banner_says_what_members_take_and_send(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(
-        run_dir=str(tmp_path), layout={"g_inter": 1, "g_tensor": 2, "memory_per_rank": 1.0}
+        run_dir=str(tmp_path), layout={"g_inter": 1, "g_tensor": 2, "memory_per_rank": 16.0}
     )
     world: LocalWorld[Prediction | None] = LocalWorld(2)
 

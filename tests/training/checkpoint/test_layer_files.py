@@ -243,22 +243,6 @@ def test_what_may_change_is_told_where_it_changes_the_numbers(
     ]
 
 
-def test_a_setting_that_is_younger_than_the_checkpoint_had_its_default(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    young = ("learning_rates", "weight_decays")
-
-    def aged(manifest: CheckpointManifest) -> CheckpointManifest:
-        optimizer = {k: v for k, v in manifest.config["optimizer"].items() if k not in young}
-        return manifest.model_copy(update={"config": {**manifest.config, "optimizer": optimizer}})
-
-    rewrite(run, aged)
-
-    ran((1, 1), config_of(), run, resume="auto")
-
-    assert " is now " not in capsys.readouterr().out
-
-
 def test_the_file_of_the_first_weights_may_have_moved(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
