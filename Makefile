@@ -4,6 +4,9 @@
 # make test-share   the tests of `make test`, and one of six shares of all others, which each commit
 #                   takes in turn; SHARE=K/6 takes the K-th
 # make test-faults  inject the twenty faults of docs/howto/faults.md, under MPICH and Open MPI
+# make golden  train the 45 golden runs and compare them with tests/golden/golden.json;
+#              ARGS="--against REV" compares with another revision, bit for bit, ARGS=--update
+#              writes the file anew, ARGS="--rows PATTERN" takes some
 # make soak    kill a training CYCLES=200 times at random moments, and resume it
 # make test-browser  open reports, the plan page and the site in a headless Chromium, which is
 #                    installed where there is none (Debian, as root)
@@ -50,7 +53,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import the package: none of them should compile it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-share test-faults test-openmpi test-slurm test-browser soak fuzz docs \
+.PHONY: train test test-all golden test-share test-faults test-openmpi test-slurm test-browser soak fuzz docs \
   screenshots check format clean bench bench-growth bench-peers bench-smollm2
 
 train: $(VENV)/run.stamp
@@ -61,6 +64,9 @@ test: $(VENV)/test.stamp
 
 test-all: $(VENV)/test.stamp
 	AXSPARSE_MODELS=$${AXSPARSE_MODELS-40} $(TEST) $(value ARGS)
+
+golden: $(VENV)/test.stamp
+	$(BIN)/python tests/golden/golden.py $(value ARGS)
 
 test-share: $(VENV)/test.stamp
 	$(TEST) --share $(SHARE) $(value ARGS)

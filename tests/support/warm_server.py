@@ -124,7 +124,8 @@ def keep(client: socket.socket) -> Job:
 def main() -> None:
     """Load what is slow to load, and serve."""
     for name in LOADED:
-        import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # another revision of the package
+            import_module(name)
     gc.collect()
     gc.freeze()
     job = next_job()
