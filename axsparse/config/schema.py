@@ -126,7 +126,7 @@ class LayoutConfig(Section):
     memory_per_rank: Annotated[float, Field(gt=0.0)] | Auto = "auto"
     """GB (10⁹ bytes) that the process of a rank may take, everything included: of a GPU, or of a
     host. `auto`: all of a GPU, or 80 % of what the host or its cgroup has for each of its ranks.
-    Python, torch and MPI take 0.3 GB of it on a host; a plan leaves 3 GB of a GPU to CUDA and
+    Python, torch and MPI take 0.4 GB of it on a host; a plan leaves 3 GB of a GPU to CUDA and
     NCCL."""
     cluster: str | None = None
     """A cluster file (`benchmarks/calibrate.py` measures one), or the name of a bundled one: its

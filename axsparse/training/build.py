@@ -17,7 +17,7 @@ from torch import Tensor
 
 from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_config, check_gpu_settings
+from axsparse.config.validate import check_config, check_gpu_settings, counted
 from axsparse.data.batches import Batch, Batches, Microbatch
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
@@ -420,11 +420,25 @@ def _open_run_directory(
     opened = open_run_dir(loaded, transport, resumed)
     together(transport, lambda: opened.begin(run.config) if transport.rank == 0 else None)
     if transport.rank == 0:
-        for line in (*resumed.notes, *changes):
+        notes = _with_stages(resumed, run, loaded)
+        for line in (*notes, *changes):
             print(f"axsparse: {line}", flush=True)
     job.run_dir = opened.path
     job.stop.listen()
     return opened
+
+
+def _with_stages(resumed: RunDir, run: RunSpec, loaded: LoadedConfig) -> Sequence[str]:
+    """What is said of a run that goes on, with the number of stages where `auto` takes another one
+    than the run was written with."""
+    if resumed.checkpoint is None or loaded.config.layout.g_inter != "auto":
+        return resumed.notes
+    written = resumed.checkpoint.manifest.config["layout"]["g_inter"]
+    now = run.place.grid.g_inter
+    if written == now:
+        return resumed.notes
+    *others, goes_on = resumed.notes
+    return [*others, f"{goes_on}, in {counted(now, 'stage')}: {written} wrote it"]
 
 
 # -- the state of this rank's stage -------------------------------------------------------

@@ -138,7 +138,7 @@ def _planned(run: RunSpec, memory_bytes: float) -> str:
     if run.memory_is_tight:
         text += ", which is tight: freed memory goes back at once, at some 8 % of the time"
     if prediction.reason is not None:
-        text += f" · g_inter auto: {prediction.reason}"
+        text += f" · {prediction.reason}"
     return text
 
 

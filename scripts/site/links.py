@@ -13,7 +13,7 @@ ROOT_PAGES = {
     "reference/changelog.md": "CHANGELOG.md",
 }
 """Pages of the site that are files of the repository outside of docs/."""
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 ELSEWHERE = ("http://", "https://", "#", "mailto:")
 
 

@@ -158,6 +158,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     small = ["--steps", "12", "--set", "train.trace=2", "--set", "pruning.at_step=4"]
     small += ["--set", "train.eval_every=4", "--set", "train.peak_flops=1e12"]
     small += ["--set", "train.eval_steps=1", "--set", "model.num_layers=2"]
+    small += ["--set", "layout.g_inter=1"]
     axsparse("train", "--config", "quickstart.yaml", *small, "--run-dir", run)
     other.mkdir()
     lines = [step_line(n, skipped=n == 20, loss=None if n == 20 else 3 / n) for n in range(1, 400)]

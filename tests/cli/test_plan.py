@@ -38,13 +38,13 @@ def test_it_prints_a_recommendation_and_why(plan: Axsparse) -> None:
     assert code == 0
     assert "quickstart (samo) in bf16 on 4 devices of laptop, 2.5 GB each" in screen
     assert "recommended: 1 stage × 4 replicas" in screen
-    assert "because the fewest stages fit: 0.3 GB of 2.5 GB" in screen
+    assert "because the fewest stages fit: 0.4 GB of 2.5 GB" in screen
 
 
 def test_members_are_tried_as_asked_for_and_what_training_does_by_itself_is_said(
     plan: Axsparse,
 ) -> None:
-    small = ("layout.memory_per_rank=0.3026", "layout.g_inter=1", "samo.enabled=false")
+    small = ("layout.memory_per_rank=0.4026", "layout.g_inter=1", "samo.enabled=false")
     asked = ("--microbatch-size=1", "--members=1,2", *(f"--set={one}" for one in small))
     fewer, one = plan("--gpus", "4", *asked)[1], plan("--gpus", "4")[1]
     summit = plan("--gpus", "6", "--members", "1,2", "--cluster", "summit")[1]
@@ -76,7 +76,7 @@ def test_without_a_cluster_it_says_which_one_it_took(axsparse: Axsparse, plan: A
     asked = ("plan", "quickstart.yaml", "--gpus", "1", "--set", "layout.g_inter=auto")
     took = "note: no --cluster, hence planned for the bundled cluster "
 
-    assert f"{took}laptop, with 0.3 GB of overhead; " in axsparse(*asked)[1]
+    assert f"{took}laptop, with 0.4 GB of overhead; " in axsparse(*asked)[1]
     assert took not in plan("--gpus", "1")[1]
     # Nor is it silent where nothing fits; and a memory is that of a GPU.
     screen = axsparse(*asked, "--memory", "0.1")[1]
@@ -88,7 +88,7 @@ def test_the_first_line_is_the_answer_and_a_table_follows(plan: Axsparse) -> Non
     code, screen, _ = plan("--gpus", "4", "--memory", "2")
     first, blank, heads, own, *others = screen.splitlines()[:8]
 
-    assert (code, first, blank) == (0, "fits: 1 stage × 4 replicas, 0.3 of 2 GB", "")
+    assert (code, first, blank) == (0, "fits: 1 stage × 4 replicas, 0.4 of 2 GB", "")
     assert heads.split("  ")[-1] == "bytes of state a parameter"
     assert own.startswith("samo, 1 stage × 4 replicas ") and own.endswith("yes  by plan")
     assert [row.split("  ")[0] for row in others[:3]] == [
@@ -98,21 +98,21 @@ def test_the_first_line_is_the_answer_and_a_table_follows(plan: Axsparse) -> Non
 
 def test_where_nothing_fits_it_says_what_would_and_both_figures_are_true(plan: Axsparse) -> None:
     asked = ("--set", "samo.enabled=false", "--members", "1")
-    code, screen, errors = plan("--gpus", "2", "--memory", "0.302", *asked, "--json")
+    code, screen, errors = plan("--gpus", "2", "--memory", "0.402", *asked, "--json")
     told = json.loads(screen)["refusals"][0]
     memory, fewest = f"{told['least_bytes'] / 1e9:.6g}", told["fewest_devices"]
 
     assert (code, errors, json.loads(screen)["plans"]) == (EXIT_CONFIG, "", [])
     assert told["answer"] == (
-        f"does not fit: 2 devices would do with {float(memory):.4g} GB, {fewest} with 0.302, "
+        f"does not fit: 2 devices would do with {float(memory):.4g} GB, {fewest} with 0.402, "
         "recomputing activations"
     )
     assert fewest > 2
     assert plan("--gpus", "2", "--memory", memory, *asked)[0] == 0
-    assert plan("--gpus", fewest, "--memory", "0.302", *asked)[0] == 0
+    assert plan("--gpus", fewest, "--memory", "0.402", *asked)[0] == 0
     for number in range(3, fewest):
-        assert plan("--gpus", number, "--memory", "0.302", *asked)[0] == EXIT_CONFIG
-    said = plan("--gpus", "2", "--memory", "0.302", *asked)[1].splitlines()
+        assert plan("--gpus", number, "--memory", "0.402", *asked)[0] == EXIT_CONFIG
+    said = plan("--gpus", "2", "--memory", "0.402", *asked)[1].splitlines()
     assert said[0] == told["answer"]
     assert "rejected, with the work of the stages balanced:" in said
 
@@ -293,12 +293,12 @@ def test_mistakes_are_one_line(plan: Axsparse, args: list[str], text: str) -> No
 
 def test_in_a_study_what_does_not_fit_is_said_above_what_does(plan: Axsparse) -> None:
     dense = ("--set=samo.enabled=false", "--set=pipeline.slack=1", "--microbatch-size=1")
-    code, screen, errors = plan("--gpus", "1,4", *dense, "--memory", "0.3026")
-    nothing, refused, _ = plan("--gpus", "1,2", "--memory", "0.3001")
+    code, screen, errors = plan("--gpus", "1,4", *dense, "--memory", "0.4026")
+    nothing, refused, _ = plan("--gpus", "1,2", "--memory", "0.4001")
 
     assert (code, nothing, errors) == (0, EXIT_CONFIG, "")
     first, head, _, *rows = screen.splitlines()
-    assert first.startswith("1 device, dense: does not fit: 1 device would do with 0.31 GB, ")
+    assert first.startswith("1 device, dense: does not fit: 1 device would do with 0.41 GB, ")
     assert head == "quickstart in bf16 on laptop"
     assert [row.split()[1] for row in rows[:2]] == ["devices", "4"]
     assert [line.split(":")[0] for line in refused.splitlines()[:2]] == [

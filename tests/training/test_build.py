@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -77,7 +78,7 @@ def test_gpus_copy_from_pinned_batches_and_may_record_their_memory(
     assert heard == ["blocks"] * has_gpu
 
 
-@pytest.mark.parametrize(("gigabytes", "is_tight"), [(0.3006, True), (1.0, False), ("auto", False)])
+@pytest.mark.parametrize(("gigabytes", "is_tight"), [(0.4006, True), (1.0, False), ("auto", False)])
 def test_the_order_in_which_memory_is_given_back_loops_are_loaded_and_memory_is_measured(
     gigabytes: float | str, is_tight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,3 +213,29 @@ def test_a_layer_that_does_not_run_on_the_data_is_named_before_training() -> Non
 
     with pytest.raises(ConfigError, match="layer 1: on the first samples of the data, RuntimeErr"):
         built(model, 2, vector_data())
+
+
+def test_a_run_that_goes_on_says_that_auto_takes_other_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ran(g_inter: int | str, steps: int, resume: str | None = None) -> None:
+        config = tiny_config(
+            layout={"g_inter": g_inter}, train={"steps": steps}, run_dir=str(tmp_path / "run")
+        )
+        world: LocalWorld[None] = LocalWorld(2)
+
+        def on(rank: int) -> None:
+            job = Job(LocalTransport(world, rank))
+            datasets = Datasets(token_data(), None)
+            build(job, tiny_gpt(config), lambda: datasets, config, resume=resume).train()
+
+        world.run(on)
+
+    ran(2, 1)
+    capsys.readouterr()
+    ran("auto", 2, resume="auto")
+    other = capsys.readouterr().out
+    ran("auto", 3, resume="auto")
+
+    assert f"{tmp_path}/run/checkpoints/step-1, after step 1, in 1 stage: 2 wrote it\n" in other
+    assert "wrote it" not in capsys.readouterr().out

@@ -58,7 +58,7 @@ def test_on_a_gpu_the_plan_is_the_gpus_and_the_table_is_shown(
     config = tiny_config(
         run_dir=str(tmp_path),
         samo={"enabled": False},
-        layout={"g_inter": 1, "memory_per_rank": 0.3006},  # on a host that would be tight
+        layout={"g_inter": 1, "memory_per_rank": 0.4006},  # on a host that would be tight
     )
     model = tiny_gpt(config)
     job = Job(LocalTransport(LocalWorld(1), 0))
