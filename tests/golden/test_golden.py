@@ -47,6 +47,15 @@ def test_comparison_reports_values_and_texts_apart(
     assert differences(TABLE, ours, theirs) == {"one": expected, "two": expected}
 
 
+def test_row_that_fails_is_reported_by_its_reason_alone() -> None:
+    ours = results(3.0, screen="other")
+    ours.bits[fingerprint()]["one"] = {"failed": "exit code 70"}
+
+    found = differences(TABLE, ours, results(3.0))
+
+    assert found["one"] == {"values": ["exit code 70"], "texts": []}
+
+
 def test_rows_that_are_the_same_are_compared_on_every_machine() -> None:
     ours = results(3.0)
     two: dict[str, Any] = ours.bits[fingerprint()]["two"]
