@@ -209,7 +209,10 @@ WIDE = (
     *("batch.global_batch_size=2", "layout.g_inter=2"),
 )
 MODELS = {
-    "pruned GPT in bf16": (*SMALL_GPT, "pruning.sparsity=0.9", "precision=bf16"),
+    # Few tokens: a CPU without bf16 takes 16 times as long for them as in fp32.
+    "pruned GPT in bf16": (
+        *(*SMALL_GPT, "model.sequence_length=128", "pruning.sparsity=0.9", "precision=bf16"),
+    ),
     "dense GPT in fp32, recomputed": (
         *(*SMALL_GPT, "model.sequence_length=128", "samo.enabled=false", "precision=fp32"),
         *("pipeline.checkpoint_activations=1", "layout.g_inter=2"),
@@ -223,7 +226,7 @@ MODELS = {
     "pruned wide layers, whose largest tensor takes more to make than to train": WIDE,
 }
 # Threads, MPI and small blocks take some 10 MB that no plan counts: not seen beside these.
-ROOM = dict(zip(MODELS, (0.30, 0.42, 0.29, 1.0), strict=True))
+ROOM = dict(zip(MODELS, (0.22, 0.42, 0.29, 1.0), strict=True))
 """GB a rank for model state and activations: as much as the predicted peak, and a few percent."""
 
 
