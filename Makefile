@@ -13,7 +13,6 @@
 # make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)
 # make fuzz    set up, read 100,000 broken manifests, mask files and settings, train 5,000 drawn models
 # make bench   set up and measure every layer in minutes, against the last committed result
-# make bench-growth   measure how time, memory and messages grow with model and ranks
 # make bench-smollm2  prune SmolLM2 135M by three methods, heal it, judge it (six hours of two cores)
 # make bench-peers    set up .venv-peers and measure axsparse beside DDP, FSDP2, DeepSpeed and others
 # make docs    set up and build the documentation site into site/
@@ -54,7 +53,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-all golden test-share test-faults test-openmpi test-slurm test-browser soak fuzz docs \
-  screenshots check format clean bench bench-growth bench-peers bench-smollm2
+  screenshots check format clean bench bench-peers bench-smollm2
 
 train: $(VENV)/run.stamp
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m axsparse.train --config quickstart.yaml $(value ARGS)
@@ -98,9 +97,6 @@ soak: $(VENV)/test.stamp
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/quick.py $(value ARGS)
-
-bench-growth: $(VENV)/test.stamp
-	$(BIN)/python benchmarks/growth.py $(value ARGS)
 
 bench-peers: $(PEERS)/peers.stamp
 	PYTHONPATH=benchmarks $(PEERS)/bin/python -m peers $(value ARGS)

@@ -104,11 +104,6 @@ def figure(unit: str, values: Sequence[float], **more: bool) -> Figure:
     return Figure(tuple(values), unit, **more)
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
-    """Lower quartile, median, upper quartile."""
-    return [round(value, 4) for value in statistics.quantiles(values, n=4)]
-
-
 def shuffled(names: Iterable[str], seed: int) -> list[str]:
     """The order in which variants take their turns in one round."""
     order = list(names)

@@ -66,9 +66,7 @@ def planner() -> Figures:
 def pipeline() -> Figures:
     from scheduler_overhead import microseconds
 
-    return {
-        "scheduler, a microbatch and stage": figure("µs of CPU", microseconds("message-driven"))
-    }
+    return {"scheduler, a microbatch and stage": figure("µs of CPU", microseconds())}
 
 
 def data() -> Figures:
@@ -150,18 +148,6 @@ def encodings() -> Figures:
     return found
 
 
-def state() -> Figures:
-    """Bytes that live, a parameter of a matrix of which a tenth is kept."""
-    import state_bytes
-
-    mask, storage = state_bytes.masks()[0.1], state_bytes.Storage("mask", "half", 1)
-    return {
-        "state, mask, whole": figure(
-            "B/param", [sum(storage.live(mask)) / state_bytes.NUMEL], is_exact=True
-        )
-    }
-
-
 def accumulation() -> Figures:
     """Error of gradients of a small GPT on Python's own library, added in bf16 over 8 microbatches.
 
@@ -200,19 +186,19 @@ def update() -> Figures:
     """AdamW's update over a loop that moves the same bytes."""
     from update_time import CASES, measure, over_bytes
 
-    return {f"update, {name}": over_bytes(measure(name, rounds=9), "update") for name in CASES}
+    return {f"update, {name}": over_bytes(measure(name, rounds=9)) for name in CASES}
 
 
 def product() -> Figures:
     """A layer's products by kept entries over dense ones; nothing where a CPU has no code for
     them."""
-    from sparse_products import Case, contenders, measure, over_dense
+    from sparse_products import contenders, measure, over_dense
 
     from axsparse.samo.host.compiled_loops import has_bf16_loops
 
     if not has_bf16_loops():
         return {}
-    pairs = contenders(Case(2048, 512, 256, 0.1))
+    pairs = contenders(2048, 512, 256, 0.1)
     return {
         f"{name}, a tenth kept": over_dense(measure(product)) for name, product in pairs.items()
     }
@@ -221,23 +207,50 @@ def product() -> Figures:
 def step() -> Figures:
     """A training step of one block in one process, SAMO and dense in turn."""
     import torch
-    from step_time import DENSE, run
+    from step_time import DENSE, SHOWN, run
 
     torch.set_num_threads(1)
-    rows: dict[str, Any] = run([DENSE, "auto"], layers=1, rounds=5)
-    samo = rows["auto"]
-    return {
-        "step, dense": figure("CPU s", rows[DENSE]["cpu_seconds"]),
-        "step, SAMO": figure("× dense", samo["ratio_within_rounds"]),
-        "share of compression in a dense step": _percent(rows[DENSE], "compress"),
-        "share of the optimizer in a dense step": _percent(rows[DENSE], "optimizer"),
-        "share of compression in a SAMO step": _percent(samo, "compress"),
-        "share of the optimizer in a SAMO step": _percent(samo, "optimizer"),
+    rows = run(layers=1, rounds=5)
+    dense, samo = rows[DENSE].cpu, rows["SAMO"].cpu
+    found = {
+        "step, dense": figure("CPU s", dense),
+        "step, SAMO": figure("× dense", [a / b for a, b in zip(samo, dense, strict=True)]),
     }
+    names = {"compress": "compression", "optimizer": "the optimizer"}
+    for name, row in rows.items():
+        for phase in SHOWN:
+            pairs = zip(row.phases[phase], row.cpu, strict=True)
+            found[f"share of {names[phase]} in a {name} step"] = figure(
+                "%", [100 * part / whole for part, whole in pairs]
+            )
+    return found
 
 
-def _percent(row: Mapping[str, Any], phase: str) -> Figure:
-    return figure("%", [100 * share for share in row["share_of_step"][phase]])
+def checkpoints() -> Figures:
+    """Writing a checkpoint at once, over writing and syncing as many bytes."""
+    import torch
+    from small_gpt import config_of, trainer_of
+
+    torch.set_num_threads(1)
+    ratios = []
+    with tempfile.TemporaryDirectory(prefix="axsparse-bench-", dir=FOLDER) as folder:
+        every = {"every": 0, "keep_last": 1}
+        config = config_of(4, 768, 16, checkpoint=every, run_dir=f"{folder}/run")
+        trainer = trainer_of(config, quiet=False)
+        for number in range(6):
+            trainer.step()
+            began = time.perf_counter()
+            saved = trainer.save()
+            taken = time.perf_counter() - began
+            nbytes = sum(file.stat().st_size for file in saved.iterdir())
+            began = time.perf_counter()
+            with (Path(folder) / "plain").open("wb") as plain:
+                plain.write(bytes(nbytes))
+                os.fsync(plain.fileno())
+            if number:  # the first warms up
+                ratios.append(taken / (time.perf_counter() - began))
+        trainer.close()
+    return {"checkpoint, written": figure("× its bytes", ratios)}
 
 
 # -- on several ranks -------------------------------------------------------------------------
@@ -264,24 +277,11 @@ def bubble() -> Figures:
     return {"bubble of 2 stages, 16 microbatches": figure("ms", found["bubble_ms"])}
 
 
-def checkpoints() -> Figures:
-    """A checkpoint of some 50 MB on two ranks, over torch.distributed.checkpoint's."""
-    found = _on_ranks(
-        *("checkpoint_io.py", "--save", "--hidden", "768", "--layers", "4"),
-        *("--rounds", "5", "--steps", "2"),
-    )
-    sync = found["ours_over"]["axsparse sync over dcp sync"]
-    return {
-        "checkpoint, written": figure("× DCP", sync["committed"]),
-        "checkpoint, loaded": figure("× DCP", sync["load"]),
-    }
-
-
 LAYERS: Mapping[str, Callable[[], Figures]] = {
     found.__name__: found
     for found in (
-        *(commands, planner, pipeline, data, pruning, encodings, state, accumulation, update),
-        *(product, step, replicas, bubble, checkpoints),
+        *(commands, planner, pipeline, data, pruning, encodings, accumulation, update),
+        *(product, step, checkpoints, replicas, bubble),
     )
 }
 """Measurements by name, in the order in which they are taken."""

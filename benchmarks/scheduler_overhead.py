@@ -1,6 +1,4 @@
-"""Python time of the scheduler: engine, policy and link, outside the model and outside MPI.
-
-    python benchmarks/scheduler_overhead.py
+"""Python time of the scheduler outside the model and outside MPI: `make bench`.
 
 One process plays the middle stage of three. The stage does nothing, and MPI is replaced by
 a communicator that always has the next message; the time in both is taken off. What is left
@@ -11,7 +9,6 @@ for little; nothing waits, so that no back-off is in it.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import deque
@@ -21,13 +18,12 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from figures import figure, host_machine
 from mpi4py import MPI
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine, Rank
-from axsparse.pipeline.schedules import Schedule, ScheduleName
+from axsparse.pipeline.schedules import Schedule
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.communication import Direction, Message
 from axsparse.runtime.grid import Grid
@@ -115,8 +111,8 @@ class Duplicable:
         return next(self._comms)
 
 
-def microseconds(name: ScheduleName) -> list[float]:
-    """Of the scheduler, per microbatch, in each step."""
+def microseconds() -> list[float]:
+    """Of engine, policy and link, per microbatch, in each step."""
     elsewhere = Elsewhere()
     forward, backward = InstantComm(elsewhere), InstantComm(elsewhere)
     tensors = (torch.empty(ELEMENTS, dtype=torch.bfloat16),)
@@ -134,7 +130,7 @@ def microseconds(name: ScheduleName) -> list[float]:
         Rank(place, backoff, Phases()),
         stage,
         MpiLink(comm, place, backoff),
-        schedule=Schedule(name, 1, "alternate"),
+        schedule=Schedule("message-driven", 1, "alternate"),
         while_idle=lambda: None,
     )
     batch = Batch(0, tuple(Microbatch((), None, n, 1) for n in range(MICROBATCHES)), 1)
@@ -148,14 +144,3 @@ def microseconds(name: ScheduleName) -> list[float]:
         seconds = time.thread_time() - began - elsewhere.seconds
         found.append(1e6 * seconds / MICROBATCHES)
     return found
-
-
-def main() -> None:
-    """Measure every schedule, in turn."""
-    names: tuple[ScheduleName, ...] = ("message-driven", "1f1b", "gpipe")
-    found = {name: figure("µs", microseconds(name)).row() for name in names}
-    print(json.dumps({"machine": host_machine(), "schedules": found}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The small GPTs that benchmarks train, on one rank or several, on drawn tokens or given ones."""
+"""The small GPTs that `make bench` trains on one rank, on drawn tokens or given ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from axsparse.config.load import LoadedConfig
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets, TokenDataset
-from axsparse.models.layer import Model
 from axsparse.models.zoo.gpt import gpt
-from axsparse.runtime.communication import Transport
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -48,33 +46,21 @@ def config_of(
     )
 
 
-def model_of(config: Config) -> Model:
-    """The GPT of these settings."""
-    settings = of_family(config.model, GptConfig)
-    return gpt(settings, settings.sequence_length)
-
-
-def trainer_of(
-    config: Config,
-    data: TokenDataset | Datasets | None = None,
-    transport: Transport | None = None,
-    grid: Grid | None = None,
-) -> Trainer:
-    """A trainer that stays silent, by default with one stage a rank; tokens are drawn where none
-    are given."""
+def trainer_of(config: Config, data: TokenDataset | None = None, *, quiet: bool = True) -> Trainer:
+    """A trainer on one rank; tokens are drawn where none are given, and a quiet one has no run
+    directory."""
     settings = of_family(config.model, GptConfig)
     if data is None:
         generator = torch.Generator().manual_seed(1)
         words, tokens = settings.vocab_size, settings.sequence_length
         drawn = torch.randint(words, (64 * tokens + 1,), generator=generator).numpy()
         data = TokenDataset("random", "0", words, drawn.astype("uint16"), tokens)
-    datasets = data if isinstance(data, Datasets) else Datasets(data, None)
-    transport = transport or LocalTransport(LocalWorld(1), 0)
+    datasets = Datasets(data, None)
     return build(
-        Job(transport),
-        model_of(config),
+        Job(LocalTransport(LocalWorld(1), 0)),
+        gpt(settings, settings.sequence_length),
         lambda: datasets,
         LoadedConfig(config, "benchmarks", {}),
-        grid=grid or Grid(transport.size, 1),
-        quiet=transport.size == 1,
+        grid=Grid(1, 1),
+        quiet=quiet,
     )

@@ -1,28 +1,22 @@
-"""Time of AdamW's update on a CPU, over that of a loop which only moves the same bytes.
+"""Time of AdamW's update on a CPU, over a loop that only moves the same bytes: `make bench`.
 
-    python benchmarks/update_time.py [--save benchmarks/results/update_time.json]
-
-One thread. The update, the loop that reads and writes the same bytes without a root or a division,
-and torch's own AdamW (fused, and with the functions whose bits fp32 has; fp32 masters, no rounded
-weights) take turns. Ratios are taken within a round; medians, with quartiles in brackets.
+One thread. The update and the loop that reads and writes the same bytes without a root or a
+division take turns; ratios are taken within a round.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
-from figures import Figure, figure, host_machine
+from figures import Figure, figure
 from numba import njit
 from torch import Tensor, nn
 
@@ -39,7 +33,6 @@ NUMEL = 1 << 24
 DENSITY = 0.1
 WIDTH = 65_536
 """Dense entries of a block, in which 16 bits number them."""
-ROUNDS = 15
 HYPER = Hyper(3, 1e-6, (0.9, 0.95), 1e-8, 0.1)
 
 Case: TypeAlias = tuple[torch.dtype, bool]
@@ -111,8 +104,6 @@ def contenders(case: Case, numel: int) -> dict[str, Callable[[], None]]:
     return {
         "bytes": move,
         "update": lambda: update([layer], ADAMW, HYPER, 0.5),
-        "torch, fused": _torch_step(layer, is_fused=True),
-        "torch, functions": _torch_step(layer, is_fused=False),
     }
 
 
@@ -136,33 +127,14 @@ def _layer(case: Case, numel: int) -> LayerState:
     return layer
 
 
-def _torch_step(layer: LayerState, *, is_fused: bool) -> Callable[[], None]:
-    """torch's step over fp32 copies of the kept entries."""
-    master = nn.Parameter(torch.zeros(layer.gradient.numel()))
-    master.grad = layer.gradient.float()
-    optimizer = torch.optim.AdamW(
-        [master],
-        lr=HYPER.learning_rate,
-        betas=HYPER.betas,
-        weight_decay=HYPER.weight_decay,
-        foreach=False,
-        fused=is_fused,
-    )
-
-    def step() -> None:
-        optimizer.step()
-
-    return step
-
-
 def _bits(values: Tensor) -> Any:
     return (values.view(torch.uint16) if values.itemsize == 2 else values).numpy()
 
 
-def measure(name: str, numel: int = NUMEL, rounds: int = ROUNDS) -> dict[str, list[float]]:
+def measure(name: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of CPU of every contender in every round, by its name."""
     torch.set_num_threads(1)
-    taking_turns = contenders(CASES[name], numel)
+    taking_turns = contenders(CASES[name], NUMEL)
     taken: dict[str, list[float]] = {one: [] for one in taking_turns}
     for number in range(-2, rounds):  # two to compile and to warm up
         for one, step in taking_turns.items():
@@ -173,34 +145,7 @@ def measure(name: str, numel: int = NUMEL, rounds: int = ROUNDS) -> dict[str, li
     return taken
 
 
-def over_bytes(taken: Mapping[str, list[float]], name: str) -> Figure:
-    """A contender's time over that of the bytes, in each round."""
-    pairs = zip(taken[name], taken["bytes"], strict=True)
+def over_bytes(taken: Mapping[str, list[float]]) -> Figure:
+    """The update's time over that of the bytes, in each round."""
+    pairs = zip(taken["update"], taken["bytes"], strict=True)
     return figure("× bytes", [own / moved for own, moved in pairs])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--save", type=Path, help="where to write the result")
-    arguments = parser.parse_args()
-    rows: dict[str, Any] = {}
-    for name in CASES:
-        taken = measure(name)
-        rows[name] = {
-            one: {"ms of CPU": figure("ms", [1e3 * value for value in values]).row()}
-            | {"over bytes": over_bytes(taken, one).row()}
-            for one, values in taken.items()
-        }
-        for one, row in rows[name].items():
-            (low, high), ratio = row["over bytes"]["quartiles"], row["over bytes"]["median"]
-            print(
-                f"{name}: {one}: {row['ms of CPU']['median']:.1f} ms,"
-                f" {ratio:.2f} [{low:.2f}, {high:.2f}] × bytes"
-            )
-    if arguments.save:
-        result = {"machine": host_machine(), "entries": NUMEL, "rounds": ROUNDS, "cases": rows}
-        arguments.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

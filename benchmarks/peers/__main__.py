@@ -7,30 +7,26 @@ that the same command goes on where it was cut off.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from figures import host_machine
 
+from peers.cap import Settings, measure_cap
 from peers.launch import CHECKOUT, EXTENSIONS
-from peers.measuring import Measuring, RunLog, TimeIsUp, code_digest, rounds_of
-from peers.memory import Settings, measure_cap, measure_slopes, slope_runs, trial_runs
+from peers.measuring import Measuring, RunLog, code_digest
 from peers.report import write_report
 from peers.times import judge, measure_times, speedups, time_rows
-from peers.workload import SIZES, Case, Precision, Run, cases_for, missing_references
+from peers.workload import SIZES, Case, Precision, cases_for, missing_references
 
-PARTS = ("times", "memory", "cap")
+PARTS = ("times", "cap")
 LAYOUTS = ("1x1", "1x2", "2x1", "2x2")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
-UNFINISHED = 75
-"""The exit code if --minutes were over before all was measured."""
 WORK = CHECKOUT / ".bench-peers"
 QUICK_SKIPS = "resharded|gathered, bf16|DeepSpeed 1x2$|DeepSpeed 2|1F1B, masked|sharded 2x2"
 """Cases that the quick selection leaves out."""
@@ -62,15 +58,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-foreign", type=float, default=0.05, metavar="SHARE")
     parser.add_argument("--retries", type=int, default=1, help="if others took more than SHARE")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of one run")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="end with 75 before; go on another time"
-    )
     parser.add_argument("--log", type=Path, default=WORK / "runs.jsonl")
     parser.add_argument("--out", type=Path, default=CHECKOUT / "benchmarks" / "results")
     parser.add_argument("--name", default="", help="of the files; peers, peers_quick, peers_tiny")
     arguments = parser.parse_args(argv)
-    if not arguments.minutes > 0:
-        parser.error(f"--minutes {arguments.minutes:g}: give more than 0")
     for name, least in (("rounds", 1), ("steps", 2), ("warmup", 1)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name} {getattr(arguments, name)}: give at least {least}")
@@ -114,10 +105,8 @@ class Comparison:
             arguments.timeout,
             arguments.max_foreign,
             arguments.retries,
-            time.monotonic() + 60 * arguments.minutes,
         )
         prefix = "tiny-" if arguments.tiny else ""
-        self._pair = (SIZES[f"{prefix}shallow"], SIZES[f"{prefix}deep"])
         self._cap = Settings(
             SIZES[f"{prefix}capped"], "bf16", arguments.rounds, arguments.steps, arguments.skip
         )
@@ -125,40 +114,15 @@ class Comparison:
 
     def run(self) -> list[Path]:
         """Everything; the report is written anew after every part."""
-        self._plan()
         written: list[Path] = []
         for part, measure in (
             ("times", self._times),
-            ("memory", self._memory),
             ("cap", self._capped),
         ):
             if part in self._asked.parts:
                 measure()
                 written = write_report(self._result, self._asked.out, self._asked.name)
         return written
-
-    @property
-    def minutes_left(self) -> float:
-        """How long what is still to be measured will take."""
-        return self._measuring.minutes
-
-    def _plan(self) -> None:
-        """Tell the estimate what is to be done."""
-        asked, plan = self._asked, self._measuring.plan
-        if "times" in asked.parts:
-            for name in asked.sizes:
-                for precision in asked.precisions:
-                    plan(
-                        (Run(case, SIZES[name], precision, asked.steps, asked.warmup), number)
-                        for case, number in rounds_of(
-                            asked_cases(self._asked, precision), asked.rounds
-                        )
-                    )
-        if "memory" in asked.parts:
-            for precision in asked.precisions:
-                plan(slope_runs(asked_cases(self._asked, precision), self._pair, precision))
-        if "cap" in asked.parts:
-            plan(trial_runs(self._cap))
 
     def _times(self) -> None:
         asked = self._asked
@@ -192,23 +156,6 @@ class Comparison:
                 )
                 write_report(self._result, asked.out, asked.name)
 
-    def _memory(self) -> None:
-        shallow, deep = self._pair
-        what = (
-            f"Slope between {shallow.blocks} and {deep.blocks} blocks of width {deep.width}, "
-            f"{deep.microbatches} microbatches of {deep.tokens} tokens; one reading of each."
-        )
-        self._result["memory"] = [
-            {
-                "precision": precision,
-                "what": what,
-                "rows": measure_slopes(
-                    self._measuring, asked_cases(self._asked, precision), self._pair, precision, 1
-                ),
-            }
-            for precision in self._asked.precisions
-        ]
-
     def _capped(self) -> None:
         self._result["cap"] = measure_cap(self._measuring, self._cap)
 
@@ -228,16 +175,7 @@ def main() -> int:
     # A comparison that is ended ends what it has started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        comparison = Comparison(arguments)
-        written = comparison.run()
-    except TimeIsUp:
-        left = comparison.minutes_left
-        print(
-            f"peers: --minutes {arguments.minutes:g} are over; about {left:.0f} min are left, and "
-            "the same command goes on from here",
-            file=sys.stderr,
-        )
-        return UNFINISHED
+        written = Comparison(arguments).run()
     except LookupError as error:
         print(f"peers: error: {error.args[0]}; look at the failures above", file=sys.stderr)
         return 1

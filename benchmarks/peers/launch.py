@@ -79,9 +79,6 @@ def launch(run: Run, timeout: float) -> dict[str, Any] | Failure:
         ]
         found = join(run, rows)
         found["start_seconds"] = round(min(row["ends"][0] for row in rows) - began, 3)
-        metrics = folder / "run" / "metrics.jsonl"
-        if metrics.exists():
-            found["phases"] = phases_of(run, metrics)
         return found
 
 
@@ -259,15 +256,3 @@ def join(run: Run, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tokens": rows[0]["tokens"],
         "torch": rows[0]["torch"],
     }
-
-
-def phases_of(run: Run, metrics: Path) -> dict[str, float]:
-    """Medians over the timed steps of what axsparse records of each step."""
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    steps = [row for row in rows if "step_seconds" in row][run.warmup :]
-    names = [
-        name
-        for name in steps[0]
-        if name.endswith(("_seconds", "_sent")) or name == "model_state_bytes"
-    ]
-    return {name: statistics.median(row[name] for row in steps) for name in names}

@@ -1,15 +1,13 @@
-"""Does runs in their order, those of a log excepted, and says how long the rest will take."""
+"""Does runs in their order, those of a log excepted."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-import math
-import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,7 @@ from typing import Any
 from peers.launch import CHECKOUT, Failure, launch
 from peers.workload import Case, Precision, Run, Size
 
-START_SECONDS = 10.0
-"""Guess of what comes before the first step, until it has been measured."""
-FLOPS = 3e10
-"""Guess of what the machine computes in a second."""
-
 Result = dict[str, Any] | Failure
-
-
-class TimeIsUp(Exception):  # noqa: N818 - it is no error
-    """The next run would not end in the time that was given."""
 
 
 @dataclass
@@ -38,28 +27,13 @@ class Measuring:
     max_foreign: float
     """Share of the machine that others may use before a run is repeated."""
     retries: int
-    deadline: float = math.inf
-    """When the last run has to have ended, by `time.monotonic`."""
-    left: list[Run] = field(default_factory=list)
-    """All that is still to be done, for the estimate."""
-    _pace: list[float] = field(default_factory=list)
-    """Seconds that runs took, over their guesses."""
-
-    def plan(self, runs: Iterable[tuple[Run, int]]) -> None:
-        """Count these runs, by round, into the estimate of the time that is left."""
-        self.left += [run for run, number in runs if self.log.get(run, number) is None]
 
     def result(self, run: Run, number: int) -> Result:
-        """The measures of a run in a round, from the log or taken now.
-
-        Raises TimeIsUp for a run that would not end before the deadline.
-        """
+        """The measures of a run in a round, from the log or taken now."""
         known = self.log.get(run, number)
         if known is not None:
             return known
         began = time.monotonic()
-        if began + self._expected(run) > self.deadline:
-            raise TimeIsUp
         best = launch(run, self.timeout)
         for _ in range(self.retries):
             if isinstance(best, Failure) or best["foreign_share"] <= self.max_foreign:
@@ -67,11 +41,7 @@ class Measuring:
             again = launch(run, self.timeout)
             if not isinstance(again, Failure):
                 best = min(best, again, key=lambda found: found["foreign_share"])
-        taken = time.monotonic() - began
-        self._pace.append(taken / _guess(run))
-        self.log.put(run, number, best, taken)
-        if run in self.left:
-            self.left.remove(run)
+        self.log.put(run, number, best, time.monotonic() - began)
         self._say(run, number, best)
         return best
 
@@ -85,24 +55,7 @@ class Measuring:
         else:
             busy = result["foreign_share"]
             found = f"{1e3 * result['median_seconds']:.0f} ms a step, others took {busy:.0%}"
-        print(f"{what}: {found}; about {self.minutes:.0f} min left", file=sys.stderr, flush=True)
-
-    @property
-    def minutes(self) -> float:
-        """How long all that is planned will take."""
-        return sum(self._expected(run) for run in self.left) / 60
-
-    def _expected(self, run: Run) -> float:
-        known = self.log.seconds(run)
-        if known is not None:
-            return known
-        pace = statistics.median(self._pace) if self._pace else 1.0
-        return pace * _guess(run)
-
-
-def _guess(run: Run) -> float:
-    tokens = run.size.microbatches * run.size.tokens
-    return START_SECONDS + run.all_steps * 6 * run.size.parameters * tokens / FLOPS
+        print(f"{what}: {found}", file=sys.stderr, flush=True)
 
 
 def rounds_of(cases: Sequence[Case], rounds: int) -> list[tuple[Case, int]]:
@@ -191,9 +144,3 @@ class RunLog:
             # A line that was cut off must not swallow the next one.
             file.write(f"\n{json.dumps(row)}\n")
         self._found[run.text(), number] = row
-
-    def seconds(self, run: Run) -> float | None:
-        """How long this run took, start included, when it was last done."""
-        text = run.text()
-        taken = [row["wall_seconds"] for (key, _), row in self._found.items() if key == text]
-        return taken[-1] if taken else None

@@ -26,11 +26,6 @@ class Spread:
     least: float
     most: float
 
-    def text(self, digits: int = 2) -> str:
-        if self.least == self.most:
-            return f"{self.median:.{digits}f}"
-        return f"{self.median:.{digits}f} [{self.least:.{digits}f}, {self.most:.{digits}f}]"
-
 
 def spread(values: Sequence[float]) -> Spread:
     """Raises StatisticsError if there are none."""
@@ -62,11 +57,3 @@ def digits(found: float) -> str:
 
 def agrees(found: float, precision: Precision) -> bool:
     return found <= LOSS_TOLERANCE[precision]
-
-
-def slope(
-    shallow_bytes: Sequence[int], deep_bytes: Sequence[int], parameters: tuple[int, int]
-) -> float:
-    """Bytes that one more parameter takes on all ranks together, from two depths."""
-    shallow, deep = parameters
-    return (sum(deep_bytes) - sum(shallow_bytes)) / (deep - shallow)

@@ -32,8 +32,6 @@ def markdown(result: Mapping[str, Any]) -> str:
     ]
     for part in result.get("times", []):
         lines += _times(part)
-    for part in result.get("memory", []):
-        lines += _memory(part)
     if result.get("cap"):
         lines += _cap(result["cap"])
     return "\n".join(lines).rstrip() + "\n"
@@ -79,31 +77,8 @@ def _times(part: Row) -> list[str]:
     return [
         *(title, "", head, "", *_table(titles, rows), ""),
         *_table(["times as fast", "stages × replicas", "ratio"], faster),
-        *_phases(part["rows"]),
         "",
     ]
-
-
-def _phases(rows: Sequence[Row]) -> list[str]:
-    """Where a step of ours goes, in milliseconds."""
-    shown = ("compute", "compress", "optimizer", "p2p", "bubble", "collective", "other")
-    found = [
-        [row["contender"], row["layout"].replace("x", " × ")]
-        + [f"{1e3 * row['phases'][f'{phase}_seconds']:.0f}" for phase in shown]
-        for row in rows
-        if "phases" in row
-    ]
-    return ["", *_table(["ms of a step", "stages × replicas", *shown], found)] if found else []
-
-
-def _memory(part: Row) -> list[str]:
-    rows = [
-        [_name(row), row["layout"], row.get("failed") or _text(row["bytes_a_parameter"], 1)]
-        for row in part["rows"]
-    ]
-    title = f"## Peak memory, {part['precision']}: bytes a parameter, all ranks together"
-    titles = ["contender", "stages × replicas", "bytes a parameter"]
-    return [title, "", part["what"], "", *_table(titles, rows), ""]
 
 
 def _cap(part: Row) -> list[str]:

@@ -120,11 +120,6 @@ def time_rows(found: Measured) -> list[dict[str, Any]]:
                 for column in zip(*(r["peak_bytes_above_libraries"] for r in runs), strict=True)
             ],
         }
-        if "phases" in runs[0]:
-            row["phases"] = {
-                name: round(statistics.median(run["phases"][name] for run in runs), 5)
-                for name in runs[0]["phases"]
-            }
     return rows
 
 

@@ -80,13 +80,9 @@ SIZES = {
         Size("tiny", blocks=4, width=128, heads=2, tokens=32, vocabulary=256),
         Size("small", blocks=8, width=512, heads=8, tokens=256, vocabulary=8192),
         Size("wide", blocks=4, width=1024, heads=16, tokens=128, vocabulary=8192),
-        # Few tokens and words, so that nearly all memory is state: slopes and the cap.
-        Size("shallow", blocks=2, width=1024, heads=16, tokens=32, vocabulary=512),
-        Size("deep", blocks=10, width=1024, heads=16, tokens=32, vocabulary=512),
+        # Few tokens and words, so that nearly all memory is state: the cap.
         Size("capped", blocks=8, width=1024, heads=16, tokens=64, vocabulary=512),
         # The same parts in seconds.
-        Size("tiny-shallow", blocks=2, width=256, heads=4, tokens=32, vocabulary=256),
-        Size("tiny-deep", blocks=10, width=256, heads=4, tokens=32, vocabulary=256),
         Size("tiny-capped", blocks=8, width=512, heads=8, tokens=32, vocabulary=256),
     )
 }

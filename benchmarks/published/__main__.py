@@ -1,23 +1,17 @@
-"""Predict runs that have been measured, and say how far the predictions are off.
+"""Predict runs that have been published, and say how far the predictions are off.
 
     cd benchmarks
-    python -m published                      the bundled tables of published runs
-    python -m published runs.yaml            a file of runs, on the cluster that it names
-    python -m published runs.yaml --cluster my_cluster.yaml --json
+    python -m published                      the bundled tables
+    python -m published runs.yaml            a file like one of them (`run_file.py` has its keys)
 
-A row marked `fit: true` fits the constants that no datasheet tells: `efficiency`, `traffic` and
-`nic_efficiency`, each within a range and starting from what the cluster file says. Mean and worst
-are those of the other rows. docs/howto/check.md has the format of the file.
+Mean and worst are those of rows to which no constant was fitted.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.plan_report import table
@@ -25,43 +19,15 @@ from axsparse.runtime.errors import AxsparseError
 from published.run_check import Check, CheckedRow, check_runs, choices
 from published.run_file import bundled_tables, load_runs
 
-MISS = 0.05
-"""An error from which on the table says what would explain it."""
-
-
-def as_json(checks: Sequence[Check]) -> dict[str, Any]:
-    """The rows, and mean and worst of the absolute errors of those that were not fitted."""
-    rows = [each for check in checks for each in check.rows]
-    errors = [abs(each.error or 0.0) for check in checks for each in check.predicted]
-    return {
-        "rows": [
-            {
-                "name": each.row.name,
-                "predicted": each.predicted,
-                "published": each.published,
-                "error": each.error,
-                "fits": each.fits,
-            }
-            for each in rows
-        ],
-        "mean": sum(errors) / len(errors) if errors else None,
-        "worst": max(errors, default=None),
-    }
-
 
 def lines(check: Check) -> Iterator[str]:
-    """One file as a table, with what was fitted, the misses and the choices."""
+    """One file as a table, and the choices."""
     yield f"{check.name} on {check.cluster.name}"
     if check.source:
         yield f"source: {check.source}"
     yield ""
     yield from table([_cells(each) for each in check.rows])
     yield ""
-    for one in check.fitted:
-        yield (
-            f"fitted {one.name} = {one.value:.4g} (from {one.before:.4g}, "
-            f"range {one.least:g} to {one.most:g})"
-        )
     yield _summary(check)
     for choice in choices(check.rows):
         first, names = choice.rows[0].row.name, len(choice.rows)
@@ -93,7 +59,6 @@ def _cells(each: CheckedRow) -> dict[str, str]:
         "published GB": "" if known.memory_gb is None else f"{known.memory_gb:g}",
         "GB error %": "" if off is None else f"{100 * off:+.1f}",
         "fits": verdict,
-        "a miss by": "" if error is None or abs(error) < MISS else each.explanation,
     }
 
 
@@ -126,39 +91,21 @@ def _score(check: Check) -> dict[str, str]:
 
 
 def main() -> None:
-    """Check the files, and print tables or JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m published",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("runs", metavar="RUNS", nargs="?", type=Path, help="a YAML file of runs")
-    add("--cluster", metavar="NAME", help="in the place of the cluster that the file names")
-    add("--json", action="store_true", help="print rows, mean and worst as one JSON object")
-    arguments = parser.parse_args()
-    files = bundled_tables() if arguments.runs is None else [arguments.runs]
+    """Check the files, and print tables."""
+    files = [Path(path) for path in sys.argv[1:]] or bundled_tables()
     try:
-        checks = [checked_file(path, arguments.cluster) for path in files]
-    except AxsparseError as error:
+        checks = [checked_file(path) for path in files]
+    except (AxsparseError, OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    if arguments.json:
-        print(json.dumps(as_json(checks)))
-        return
     for check in checks:
         print("\n".join(lines(check)) + "\n")
-    if arguments.runs is None:
-        print("\n".join(scoreboard(checks)))
+    print("\n".join(scoreboard(checks)))
 
 
-def checked_file(path: Path, cluster: str | None = None) -> Check:
-    """A file's runs against their predictions, on its cluster or another."""
+def checked_file(path: Path) -> Check:
+    """A file's runs against their predictions."""
     file = load_runs(path)
-    named = cluster or file.cluster
-    beside = path.parent / named
-    if cluster is None and beside.is_file():
-        named = str(beside)
-    return check_runs(file, load_cluster(named))
+    return check_runs(file, load_cluster(file.cluster))
 
 
 if __name__ == "__main__":

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from axsparse.config.section import FromList, Rate, Section
 from axsparse.config.yaml_dialect import YamlLoader
 from axsparse.planner.cluster import Precision
-from axsparse.runtime.errors import ConfigError, MissingInputError
 from published.transformer import Family, Recompute
 
 TABLES = Path(__file__).parent / "tables"
 """The folder of the bundled tables."""
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Size = Annotated[int, Field(ge=1, le=10**9)]
-MOST_SIMULATED = 2_000_000
-"""Microbatches of a replica times pieces of the model: more take minutes to simulate."""
 
 
 class ModelSizes(Section):
@@ -123,6 +120,7 @@ class RunRow(Section):
     training: RunTraining = RunTraining()
     profiled: Profiled | None = None
     fit: bool = False
+    """Whether `constants` were fitted to this run, so that it says nothing of predictions."""
     published: Published = Published()
 
     @property
@@ -138,7 +136,10 @@ class RunRow(Section):
 class _File(Section):
     cluster: str = "selene-a100"
     source: str = ""
-    rows: list[RunRow]
+    constants: Mapping[Literal["efficiency", "traffic", "nic_efficiency"], Positive] = Field(
+        default_factory=dict
+    )
+    rows: Annotated[list[RunRow], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,11 @@ class RunFile:
 
     name: str
     cluster: str
-    """A bundled cluster's name, or a file: of a relative one, beside this file or from here."""
+    """A bundled cluster's name, or a cluster file."""
     source: str
     """Where the figures were published."""
+    constants: Mapping[str, float]
+    """Of the cluster, in the place of its own: fitted to the rows marked `fit`."""
     rows: Sequence[RunRow]
 
 
@@ -159,114 +162,8 @@ def bundled_tables() -> list[Path]:
 
 
 def load_runs(path: Path) -> RunFile:
-    """Read a file of runs.
-
-    MissingInputError if it cannot be read, ConfigError in one line for anything in it that is
-    unknown, missing or impossible.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise MissingInputError(
-            f"runs {str(path)!r}: cannot be read ({error.strerror}); name a readable YAML file"
-        ) from None
-    try:
-        given = yaml.load(text, Loader=YamlLoader)  # noqa: S506 - it makes plain values only
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        problem = " ".join(str(error).split())
-        raise ConfigError(f"{path.name}: not YAML: {problem}; correct it there") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path.name}: no mapping; write `cluster:` and `rows:`")
-    try:
-        found = _File.model_validate(given)
-    except ValidationError as error:
-        raise _refusal(path.name, given, error) from None
-    if not found.rows:
-        raise ConfigError(f"{path.name}: rows is empty; give at least one run")
-    for row in found.rows:
-        _check(path.name, row)
-    return RunFile(path.stem, found.cluster, found.source, found.rows)
-
-
-def _check(file: str, row: RunRow) -> None:
-    """ConfigError for a run that cannot have been."""
-    here, layout, model = f"{file}: row {row.name!r}", row.layout, row.model
-    share = layout.data * row.batch.micro
-    if row.batch.global_ % share:
-        raise ConfigError(
-            f"{here}: {layout.data} replicas with microbatches of {row.batch.micro} do not divide "
-            f"a batch of {row.batch.global_}; correct layout.data, batch.micro or batch.global"
-        )
-    pieces = layout.pipeline * layout.chunks
-    if row.microbatches * pieces > MOST_SIMULATED:
-        raise ConfigError(
-            f"{here}: {row.microbatches} microbatches in {pieces} pieces (pipeline × chunks) are "
-            f"more than the {MOST_SIMULATED} that are simulated; correct batch.global, batch.micro "
-            "or layout"
-        )
-    if isinstance(layout.split, tuple):
-        if len(layout.split) != pieces or sum(layout.split) != model.num_layers:
-            raise ConfigError(
-                f"{here}: layout.split has {len(layout.split)} numbers whose sum is "
-                f"{sum(layout.split)}; give {pieces} (pipeline × chunks) whose sum is "
-                f"{model.num_layers} (num_layers)"
-            )
-        if min(layout.split) < 0:
-            raise ConfigError(f"{here}: layout.split has a negative number; give blocks")
-    elif layout.split != "fractions" and pieces > model.num_layers + 2:
-        raise ConfigError(
-            f"{here}: {model.num_layers} blocks cannot fill {pieces} pieces (pipeline × chunks); "
-            "take fewer"
-        )
-    if row.fit and not any(
-        getattr(row.published, name)
-        for name in (
-            "seconds_per_step",
-            "samples_per_second",
-            "tokens_per_second_per_gpu",
-            "tflops_per_gpu",
-        )
-    ):
-        raise ConfigError(
-            f"{here}: fit is true, but published has no time to fit; give seconds_per_step, "
-            "samples_per_second, tokens_per_second_per_gpu or tflops_per_gpu"
-        )
-    if layout.chunks > 1 and row.training.schedule != "1f1b":
-        raise ConfigError(
-            f"{here}: layout.chunks {layout.chunks} with schedule {row.training.schedule}; only "
-            "1f1b is interleaved"
-        )
-    _check_heads(here, row)
-
-
-def _check_heads(here: str, row: RunRow) -> None:
-    """ConfigError for heads that nobody can divide so."""
-    model = row.model
-    if model.num_heads % row.layout.tensor:
-        raise ConfigError(
-            f"{here}: layout.tensor {row.layout.tensor} does not divide num_heads "
-            f"{model.num_heads}; choose a divisor"
-        )
-    heads = model.num_heads if model.num_kv_heads is None else model.num_kv_heads
-    if model.num_heads % heads:
-        raise ConfigError(
-            f"{here}: num_kv_heads {heads} does not divide num_heads {model.num_heads}; "
-            "choose a divisor"
-        )
-    if model.head_dim is None and model.hidden_size % model.num_heads:
-        raise ConfigError(
-            f"{here}: num_heads {model.num_heads} does not divide hidden_size "
-            f"{model.hidden_size}; correct one, or give head_dim"
-        )
-
-
-def _refusal(file: str, given: Mapping[Any, Any], error: ValidationError) -> ConfigError:
-    """The first mistake of a file in one line, by the names of its row and its key."""
-    problem = error.errors(include_url=False)[0]
-    place = [str(part) for part in problem["loc"]]
-    if len(place) > 1 and place[0] == "rows":
-        row = given["rows"][int(place[1])]
-        name = row.get("name") if isinstance(row, dict) else None
-        file = f"{file}: row {int(place[1]) + 1 if name is None else repr(name)}"
-        place = place[2:]
-    return ConfigError(f"{file}: {'.'.join(place) or 'it'}: {problem['msg']}; correct it")
+    """Read a file of runs; OSError or ValueError for one that cannot be read."""
+    given = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)  # noqa: S506 - plain values
+    found = _File.model_validate(given)
+    constants = {str(name): value for name, value in found.constants.items()}
+    return RunFile(path.stem, found.cluster, found.source, constants, found.rows)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
@@ -46,9 +45,6 @@ class RunCosts:
     forward: Sequence[Sequence[float]]
     backward: Sequence[Sequence[float]]
     compress: Sequence[float]
-    tensor: Sequence[float]
-    """All-reduces within layers of one microbatch, forward and backward, by stage; they are part of
-    `forward` and `backward`."""
     edges: Sequence[Sequence[MessageCost]]
     """For each kind of replica, the edges between stages; the last one leads back to the first."""
     all_reduce: Sequence[float]
@@ -84,7 +80,6 @@ def run_costs(row: RunRow, cluster: Cluster) -> RunCosts:
         forward=forward,
         backward=backward,
         compress=compress,
-        tensor=[tensor * sum(sum(load.reduces) for load in s) for s in stages],
         edges=[_edges(row, cluster, placed, crosses) for crosses in placed.kinds()],
         all_reduce=[_reduction(row, cluster, placed, s, number) for number, s in enumerate(stages)],
         optimizer=[_optimizer(row, cluster, s) for s in stages],
@@ -259,8 +254,3 @@ def _optimizer(row: RunRow, cluster: Cluster, stage: Sequence[PieceLoad]) -> flo
         nbytes += GRADIENT_PASSES
     norm = 2 * (row.layout.tensor * row.layout.pipeline - 1) * cluster.ring_latency
     return kept * nbytes / cluster.memory_bandwidth + norm
-
-
-def tensor_share(row: RunRow, cluster: Cluster) -> float:
-    """Seconds of a step's all-reduces within layers, the mean over stages."""
-    return row.microbatches * fmean(run_costs(row, cluster).tensor)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,6 @@ from smollm2.cases import (
     COMMON,
     HEALING,
     HEALING_STEPS,
-    METHODS,
-    SPARSITIES,
-    TRAINED_AT,
     TRAINING,
     Case,
     Study,
@@ -31,7 +27,6 @@ from smollm2.cases import (
 )
 
 TEXTS = ("english", "code", "GPL-3")
-COLORS = {"magnitude": "#b3552f", "wanda": "#2f6fb3", "sparsegpt": "#2f9e5b", "dense": "#555555"}
 Records = Mapping[Case, Mapping[str, Any]]
 NOTE = (
     "Perplexity of transformers on the exported folder, in bf16, in windows of 1,024 tokens, eight "
@@ -42,7 +37,7 @@ NOTE = (
 
 
 def write_report(records: Records, out: Path, name: str) -> None:
-    """Write a table, the records and a plot into a folder: NAME.md, NAME.json and NAME.png."""
+    """Write a table and the records into a folder: NAME.md and NAME.json."""
     out.mkdir(parents=True, exist_ok=True)
     known = {
         "machine": host_machine(),
@@ -57,7 +52,6 @@ def write_report(records: Records, out: Path, name: str) -> None:
     lines += [*remarks(records), ""]
     (out / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
     print("\n".join(lines), flush=True)
-    plot(records, out / f"{name}.png")
 
 
 def table(records: Records) -> Iterator[str]:
@@ -104,46 +98,6 @@ def _rounded(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def plot(records: Records, path: Path) -> None:
-    """Perplexity over sparsity, for English and for code; hollow where a model was trained on."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
-    for axes, text in zip(panels, TEXTS, strict=False):
-        for method in METHODS:
-            done = [case for p in SPARSITIES if (case := Case(method, p)) in records]
-            values = [records[case]["perplexity"][text] for case in done]
-            axes.plot(
-                [case.percent for case in done],
-                values,
-                marker="o",
-                color=COLORS[method],
-                label=method,
-            )
-        for case, found in records.items():
-            if case.stages and "perplexity" in found:
-                axes.plot(
-                    [case.percent or TRAINED_AT],
-                    [found["perplexity"][text]],
-                    marker="o",
-                    fillstyle="none",
-                    color=COLORS[case.method],
-                )
-        untouched = records.get(Case("dense", 0))
-        if untouched is not None:
-            axes.axhline(untouched["perplexity"][text], color=COLORS["dense"], linestyle=":")
-        axes.set(xlabel="% of the blocks' matrices pruned", title=text, yscale="log")
-        axes.set_xticks(SPARSITIES)
-        axes.set_xlim(min(SPARSITIES) - 3, max(SPARSITIES) + 3)
-    panels[0].set_ylabel("perplexity")
-    panels[0].legend(fontsize=8, title="hollow: trained on; dotted: dense", title_fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-
-
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -151,18 +105,13 @@ def main() -> None:
     arguments = argparse.ArgumentParser(prog="python -m smollm2", description=__doc__)
     add = arguments.add_argument
     add("--work", type=Path, default=CHECKOUT / ".bench-smollm2", help="model, texts, cases")
-    add("--minutes", type=float, default=float("inf"), help="start no case after so many")
     add("--only", default="", help="regular expression on names of cases, such as wanda")
     add("--out", type=Path, default=CHECKOUT / "benchmarks" / "results")
     add("--name", default="smollm2", help="of the files there")
     options = arguments.parse_args()
     study = Study(options.work)
-    end = time.monotonic() + 60 * options.minutes
     for case in all_cases():
         if study.record(case) is not None or not re.search(options.only, case.name):
-            continue
-        if time.monotonic() > end:
-            print(f"not run: {case.name}", flush=True)
             continue
         study.prepare()
         study.run(case)

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from published.__main__ import checked_file, main, scoreboard
-from published.interleaved import simulate_interleaved
-from published.run_check import FITTABLE, Check, check_runs, choices
-from published.run_file import TABLES, RunFile, RunRow, load_runs
-from published.run_step import predict_step, run_costs
-from support.action_text import dry_run, to_text
-from three_axes import seconds_by_plan
-from zero_bubble import PUBLISHED, published, zb_h1
+from published.__main__ import checked_file, scoreboard
+from published.run_check import Check, choices
+from published.run_file import TABLES, RunRow
+from published.run_step import run_costs
+from support.planner_cases import SUMMIT, formula, schedule
 
 from axsparse.config.load import load_config
-from axsparse.pipeline.simulator import MessageCost
-from axsparse.planner.cluster import Cluster, load_cluster, to_yaml
+from axsparse.pipeline.schedules import Schedule
+from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.layout import Layout
 from axsparse.planner.plan_model import subject
+from axsparse.planner.stage_memory import StageMemory
 from axsparse.planner.step_cost import stage_seconds
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.grid import Grid
 
 SMALL: dict[str, Any] = {
     "num_layers": 16,
@@ -35,7 +30,6 @@ SMALL: dict[str, Any] = {
     "vocab_size": 51200,
     "sequence_length": 2048,
 }
-S, H, LAYERS, V = 2048, 1536, 16, 51200
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "scoreboard.md"
 
 
@@ -120,109 +114,7 @@ def test_the_page_has_the_scoreboard_as_it_is_printed() -> None:
     assert "\n".join(found) in PAGE.read_text(encoding="utf-8")
 
 
-# -- a file of runs -------------------------------------------------------------------------
-
-RUNS = """\
-cluster: mine.yaml
-rows:
-  - name: small
-    model: {num_layers: 4, hidden_size: 1024, num_heads: 8, vocab_size: 1024, sequence_length: 512}
-    batch: {global: 16, micro: 4}
-    published: {seconds_per_step: 0.05}
-"""
-
-
-def test_the_command_checks_a_file_on_the_cluster_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.yaml").write_text(to_yaml(load_cluster("dgx-h100")))
-    runs = tmp_path / "runs.yaml"
-    runs.write_text(RUNS)
-    monkeypatch.setattr(sys, "argv", ["published", str(runs), "--json"])
-
-    main()
-
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    [row] = json.loads(printed.out)["rows"]
-    assert (row["name"], row["published"]) == ("small", 0.05)
-    assert checked_file(runs).cluster.name == "mine"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ("micro: 4", "mikro: 4", "row 'small': batch.mikro: Extra inputs are not permitted"),
-        ("name: small", "fit: false", "row 1: name: Field required"),
-        ("micro: 4", "micro: 3", "row 'small': 1 replicas with microbatches of 3 do not divide"),
-        ("num_heads: 8", "num_heads: 7", "row 'small': num_heads 7 does not divide hidden_size"),
-        (
-            "published",
-            "layout: {split: [3]}\n    published",
-            "layout.split has 1 numbers whose sum",
-        ),
-        ("published", "layout: {pipeline: 9}\n    published", "4 blocks cannot fill 9 pieces"),
-        ("published: {", "fit: true\n    published: {memory_gb: 3} #", "published has no time to"),
-        (RUNS, "rows: []", "rows is empty; give at least one run"),
-        (RUNS, "- 1", "no mapping; write `cluster:` and `rows:`"),
-        (RUNS, "rows: [", "not YAML"),
-    ],
-)
-def test_a_mistake_is_one_line(tmp_path: Path, old: str, new: str, line: str) -> None:
-    path = tmp_path / "runs.yaml"
-    path.write_text(RUNS.replace(old, new))
-
-    with pytest.raises(ConfigError) as error:
-        load_runs(path)
-
-    assert line in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 # -- the parts, by hand ---------------------------------------------------------------------
-
-
-def test_rows_find_the_constants_again_and_leave_alone_what_they_say_nothing_about() -> None:
-    rows = [
-        run(recompute="full"),
-        run(model={"hidden_size": 8192, "num_heads": 64}, recompute="full"),
-        run(layout={"data": 64, "tensor": 4}, samples=64, micro=1, gradients="fp32"),
-    ]
-    truth = selene(efficiency=0.7, traffic=1.6, nic_efficiency=0.6)
-
-    def fitted(rows: list[RunRow]) -> Cluster:
-        told = [
-            row.model_copy(
-                update={
-                    "fit": True,
-                    "published": run(
-                        published={"seconds_per_step": predict_step(row, truth).seconds}
-                    ).published,
-                }
-            )
-            for row in rows
-        ]
-        return check_runs(RunFile("x", "selene-a100", "", told), selene()).cluster
-
-    for name in FITTABLE:
-        assert getattr(fitted(rows), name) == pytest.approx(getattr(truth, name), rel=0.05)
-    assert fitted(rows[:1]).nic_efficiency == selene().nic_efficiency
-
-
-@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(4, 2, 8), (4, 3, 12), (8, 2, 32)])
-def test_the_interleaved_bubble_is_that_of_the_paper(
-    stages: int, chunks: int, microbatches: int
-) -> None:
-    found = simulate_interleaved(
-        [[1 / chunks] * chunks] * stages,
-        [[2 / chunks] * chunks] * stages,
-        [MessageCost()] * stages,
-        microbatches,
-    )
-
-    # (p - 1) / v of a microbatch (Narayanan et al., 2021, section 2.2.2).
-    expected = 3 * microbatches + 3 * (stages - 1) / chunks
-    assert found.seconds == pytest.approx(expected)
 
 
 def test_a_survey_and_the_formulas_of_published_runs_predict_alike() -> None:
@@ -245,47 +137,60 @@ def test_a_survey_and_the_formulas_of_published_runs_predict_alike() -> None:
     assert surveyed.backward == pytest.approx(counted.backward[0][0], rel=0.1)
 
 
+# -- the formulas of the paper -----------------------------------------------------------------
+
+MICROBATCHES = 512
+
+
+def memory(config: str, density: float, g_inter: int, order: Schedule) -> list[StageMemory]:
+    loads = formula(config, density).stages(g_inter, 1)
+    assert loads is not None
+    layout = Layout(Grid(g_inter, 1), order, 1, MICROBATCHES)
+    return layout.memory(loads, SUMMIT.overhead_bytes)
+
+
+def fullest(config: str, density: float, g_inter: int, order: Schedule) -> float:
+    return max(stage.total for stage in memory(config, density, g_inter, order))
+
+
 @pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(line, marks=pytest.mark.exhaustive if int(line.split()[2]) >= 96 else ())
-        for line in PUBLISHED.splitlines()
-    ],
+    ("config", "dense", "pruned"),
+    [("gpt3_xl", 4, 1), ("gpt3_2.7b", 8, 2), ("gpt3_6.7b", 16, 4), ("gpt3_13b", 32, 8)],
 )
-def test_a_row_of_the_table_comes_out(line: str) -> None:
-    [row] = published(line)
-    known: dict[str, Any] = row["published"]
-    found: dict[str, Any] = row["simulated"]
-
-    assert found["1F1B"] == pytest.approx(known["1F1B"], abs=2e-4)
-    assert found["ZB-H1"] == pytest.approx(known["ZB-1p"], abs=2e-4)
-    assert found["1p"] < known["1F1B"]
-    # Scores of attention go with the backward, so a deferred microbatch takes less than half.
-
-
-def test_zb_h1_of_three_stages_and_four_microbatches() -> None:
-    assert [to_text(zb_h1(stage, 3, 4)) for stage in range(3)] == [
-        "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
-        "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
-        "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
-    ]
-
-
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(st.integers(1, 7), st.integers(1, 20), st.integers(0, 4))
-def test_zb_h1_never_waits_for_ever_and_holds_no_more_than_1f1b(
-    stages: int, microbatches: int, slack: int
+def test_the_smallest_power_of_two_that_fits_summit_is_the_papers(
+    config: str, dense: int, pruned: int
 ) -> None:
-    most = dry_run([zb_h1(stage, stages, microbatches, slack) for stage in range(stages)])
+    for density, expected in ((1.0, dense), (0.1, pruned)):
+        for slack in (1, expected):  # the runtime's default, and AxoNN's two pipelines' worth
+            fits = [
+                g_inter
+                for g_inter in (1, 2, 4, 8, 16, 32)
+                if fullest(config, density, g_inter, schedule(slack=slack)) <= SUMMIT.memory_bytes
+            ]
+            assert fits[0] == expected
 
-    assert max(most) <= min(microbatches, stages + slack)
+
+def test_flops_are_narayanans_formula() -> None:
+    found = formula("gpt3_2.7b")
+    s, h, layers, v = 2048, 2560, 32, 50304
+
+    expected = 96 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert found.sample_flops == pytest.approx(expected, rel=1e-12)
+    forward = sum(load.flops for load in found.stages(8, 1) or [])
+    again = sum(load.again_flops for load in found.stages(8, 1) or [])
+    assert 3 * forward + again == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["3.6B", "7.5B", "39.1B"])
-def test_plans_count_runs_with_tensor_parallelism_as_the_formulas_do(name: str) -> None:
-    [row] = [each for each in load_runs(TABLES / "megatron-sc21.yaml").rows if each.name == name]
-    machine = load_cluster("selene-a100")
+@pytest.mark.parametrize(("density", "per_parameter"), [(1.0, 20.0), (0.1, 4.4)])
+def test_a_block_costs_the_papers_bytes_a_parameter(density: float, per_parameter: float) -> None:
+    found, dense = formula("gpt3_2.7b", density), formula("gpt3_2.7b")
+    loads = found.stages(1, 1)
+    assert loads is not None
+    words = 50304 * 2560
+    # 20 bytes for the embedding, 6 for the gradient of its second use, copies of its half weights.
+    others = 20 * found.embedding_params + 6 * words
+    copies = 2 * found.embedding_params + 2 * words if density < 1 else 0
 
-    by_formula = predict_step(row, machine).seconds
+    blocks = loads[0].state.total + loads[0].temporary - others - copies
 
-    assert seconds_by_plan(row, machine) == pytest.approx(by_formula, rel=0.06)
+    assert blocks == pytest.approx(per_parameter * dense.body_params, rel=1e-9)

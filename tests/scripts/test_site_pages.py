@@ -44,37 +44,6 @@ def test_the_reference_has_every_name_setting_and_command(site: Any) -> None:
     assert set(re.findall(r"^## axsparse (\w+)", commands, re.MULTILINE)) == set(COMMANDS)
 
 
-def test_pictures_are_drawn_of_the_schedules_and_the_formulas(site: Any) -> None:
-    drawn = {
-        name
-        for page in PAGES
-        for name in re.findall(r"<!-- picture: ([\w-]+) -->", (ROOT / page).read_text())
-    }
-
-    assert drawn == {"schedules", "state-bytes"}
-    schedules = site.pictures.draw("schedules")
-    steps = [float(x) for x in re.findall(r"</strong>: ([\d.]+) times", schedules)]
-    assert len(steps) == 3 and steps[2] < steps[1] < steps[0]
-    assert schedules.count(">F7<") >= 8
-    assert ">3.53 bytes<" in site.pictures.draw("state-bytes")
-
-
-def test_screenshots_are_small_and_told_in_words_and_the_script_makes_them_all() -> None:
-    shown = {
-        name: words
-        for page in PAGES
-        for words, name in re.findall(
-            r"!\[([^\]]*)\]\(\.\./pictures/([\w-]+)\.png\)", (ROOT / page).read_text()
-        )
-    }
-    stored = {path.stem: path.stat().st_size for path in (ROOT / "docs" / "pictures").iterdir()}
-    script = (SITE / "screenshots.py").read_text(encoding="utf-8")
-
-    assert shown.keys() == stored.keys() == set(re.findall(r'^    "([\w-]+)": Shot', script, re.M))
-    assert all(len(words) > 50 for words in shown.values())
-    assert max(stored.values()) < 150_000
-
-
 def test_links_out_of_docs_lead_to_files_of_the_site(site: Any) -> None:
     def led(link: str, page: str) -> str:
         led: str = site.links.rewritten(f"[x]({link})", page, ROOT)

@@ -16,7 +16,7 @@ from typing import Any
 
 from peers.launch import Failure
 from peers.measuring import Measured, Measuring, Result, rounds_of
-from peers.ratios import agrees, difference, digits, ratio_of, slope, spread
+from peers.ratios import agrees, difference, digits, ratio_of
 from peers.workload import (
     DDP,
     DEEPSPEED,
@@ -87,18 +87,16 @@ def candidates(settings: Settings) -> list[Case]:
     return [case for case in found if not (settings.skip and re.search(settings.skip, case.key))]
 
 
-def trial_runs(settings: Settings) -> list[tuple[Run, int]]:
-    """What is tried before anything is timed; memory may also be returned at once (`mapped`)."""
-    budget = budget_of(settings.size)
-    return [
-        (Run(case, settings.size, settings.precision, TRIAL_STEPS, WARMUP, budget), 0)
-        for case in candidates(settings)
-    ]
-
-
 def measure_cap(measuring: Measuring, settings: Settings) -> dict[str, Any]:
     """Try all, then time the best layout of each contender in interleaved rounds."""
-    tried = {run.case: _try(measuring, run) for run, _ in trial_runs(settings)}
+    budget = budget_of(settings.size)
+    tried = {
+        case: _try(
+            measuring,
+            Run(case, settings.size, settings.precision, TRIAL_STEPS, WARMUP, budget),
+        )
+        for case in candidates(settings)
+    }
     best = _best(tried)
     references = {
         case.is_masked: measuring.result(
@@ -108,14 +106,13 @@ def measure_cap(measuring: Measuring, settings: Settings) -> dict[str, Any]:
     }
     timed = Measured(settings.size, settings.precision)
     runs = {run.case: _longer(run, settings.steps) for run in best.values()}
-    measuring.plan((run, n) for run in runs.values() for n in range(settings.rounds))
     for case, number in rounds_of(list(runs), settings.rounds):
         timed.rows.setdefault(case, {})[number] = measuring.result(runs[case], number)
     return {
         "model": f"GPT, {settings.size.blocks} blocks of width {settings.size.width}",
         "parameters": settings.size.parameters,
         "precision": settings.precision,
-        "budget_megabytes": round(budget_of(settings.size) / 1e6),
+        "budget_megabytes": round(budget / 1e6),
         "tried": [_tried_row(run, result) for run, result in tried.values()],
         "best": _best_rows(timed, runs, references),
     }
@@ -199,48 +196,4 @@ def _best_rows(
             ratio = ratio_of(seconds, timed.seconds(samo))
             if ratio is not None:
                 row["samo_is_times_as_fast"] = {n: round(v, 3) for n, v in vars(ratio).items()}
-    return rows
-
-
-STEPS, WARMUP = 2, 1
-
-
-def slope_runs(
-    cases: Sequence[Case], pair: tuple[Size, Size], precision: Precision
-) -> list[tuple[Run, int]]:
-    return [(Run(case, size, precision, STEPS, WARMUP), 0) for case in cases for size in pair]
-
-
-def measure_slopes(
-    measuring: Measuring,
-    cases: Sequence[Case],
-    pair: tuple[Size, Size],
-    precision: Precision,
-    rounds: int,
-) -> list[dict[str, Any]]:
-    """One row a case; the least memory of its variants is what a contender needs."""
-    rows = []
-    shallow, deep = pair
-    for case in cases:
-        row: dict[str, Any] = {
-            "contender": case.name,
-            "variant": case.variant,
-            "layout": case.layout,
-            "precision": precision,
-        }
-        rows.append(row)
-        found = []
-        for number in range(rounds):
-            results = [
-                measuring.result(Run(case, size, precision, STEPS, WARMUP), number)
-                for size in (shallow, deep)
-            ]
-            failed = [result for result in results if isinstance(result, Failure)]
-            if failed:
-                row["failed"] = failed[0].reason
-                break
-            peaks = [r["peak_bytes"] for r in results if not isinstance(r, Failure)]
-            found.append(slope(peaks[0], peaks[1], (shallow.parameters, deep.parameters)))
-        else:
-            row["bytes_a_parameter"] = {n: round(v, 2) for n, v in vars(spread(found)).items()}
     return rows
