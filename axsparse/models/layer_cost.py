@@ -337,9 +337,11 @@ class Tracer:
         """The error of a layer whose forward or backward raises one."""
         what = f"{type(reason).__name__}: {' '.join(str(reason).split())}"
         if self.device is None:
+            mend = "make its tensors on the device of its inputs"
+            if self._counter is None:
+                mend += ", or leave Model.example out: then the first samples of the data run"
             return CostError(
-                f"layer {name}: on the meta device, where its cost is found, {what}; mend it, or "
-                "leave Model.example out: then the first samples of the data run"
+                f"layer {name}: on the meta device, where its cost is found, {what}; {mend}"
             )
         return CostError(f"layer {name}: on the first samples of the data, {what}")
 

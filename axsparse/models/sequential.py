@@ -16,6 +16,10 @@ from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.errors import ConfigError
 
+UNFILLED = 0xA5
+"""The bytes of a tensor from the meta device that has no values yet: of a number that no module
+starts at in any type of more than a byte."""
+
 
 def from_sequential(
     modules: nn.Sequential | Iterable[nn.Module],
@@ -53,12 +57,12 @@ def from_sequential(
     _refuse_shared(layers)
     full = [layer for layer, module in layers.items() if any(True for _ in module.parameters())]
     starts_itself = _are_on_meta(layers)
-    build = _started if starts_itself else _structure
     made = []
     for layer, module in layers.items():
+        build = partial(_started, module, layer) if starts_itself else partial(_structure, module)
         by_place: Kind = "head" if layer in full[-1:] else "block"
         by_type: Kind = "embedding" if isinstance(module, nn.Embedding) else by_place
-        made.append(Layer(layer, partial(build, module), kind=kinds.get(layer, by_type)))
+        made.append(Layer(layer, build, kind=kinds.get(layer, by_type)))
     start = None if starts_itself else OwnValues(layers)
     return Model(
         made,
@@ -214,14 +218,26 @@ def given_module(layer: Layer) -> nn.Module | None:
     return build.args[0] if isinstance(build, partial) and is_copied else None
 
 
-def _started(module: nn.Module) -> nn.Module:
-    """A newly initialised copy of a module, on torch's default device."""
+def _started(module: nn.Module, layer: str) -> nn.Module:
+    """A newly initialised copy of the module of a layer, on torch's default device; ConfigError for
+    a tensor that its `reset_parameters` leave as it was."""
     fresh = _structure(module).to_empty(device=torch.empty(0).device)
+    for _, tensor in _tensors(fresh):
+        if not tensor.is_meta:
+            torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(UNFILLED)
     # Submodules first, as in construction: a module may change the start values of its submodules.
     for child in reversed(list(fresh.modules())):
         reset = _reset(child)
         if reset is not None:
             reset()
+    for name, tensor in _tensors(fresh):
+        if tensor.is_meta or not tensor.numel():
+            continue
+        if bool((bytes_of(tensor.detach()) == UNFILLED).all()):
+            raise ConfigError(
+                f"layer {layer}: {name} was made on the meta device, and no reset_parameters gives "
+                "it values; give it values there, or make the modules with their values"
+            )
     return fresh
 
 

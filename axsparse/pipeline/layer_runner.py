@@ -45,6 +45,8 @@ class Run:
     """One for each input; None for an input that got none."""
     weight_gradients: dict[str, Tensor | None] = field(default_factory=dict)
     """By the name of the parameter within the layer; None for one that got none."""
+    buffers_after: dict[str, Tensor] = field(default_factory=dict)
+    """The buffers as the forward left them, by name."""
 
 
 @dataclass
@@ -57,7 +59,7 @@ class RecordedRun(Run):
     inputs: Tensors = ()
     requires_grad: tuple[bool, ...] = ()
     key: DrawKey = ()
-    buffers: list[tuple[str, Tensor]] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     """The buffers as the forward found them, by name."""
     output_gradients: list[Tensor | None] = field(default_factory=list)
 
@@ -66,12 +68,13 @@ class RecordedRun(Run):
         self.key = key
         self.inputs = tuple(tensor.detach().clone() for tensor in inputs)
         self.requires_grad = tuple(tensor.requires_grad for tensor in inputs)
-        self.buffers = [(slot.name, slot.tensor.detach().clone()) for slot in buffers]
+        self.buffers = _contents(buffers)
         return _watched_copies(inputs, self.input_gradients)
 
-    def end(self, outputs: Tensors) -> Tensors:
-        """Note the outputs; returns copies of them, which tell their gradients."""
+    def end(self, outputs: Tensors, buffers: Sequence[BufferSlot]) -> Tensors:
+        """Note outputs and buffers; returns copies of the outputs, which tell their gradients."""
         self.outputs = tuple(tensor.detach().clone() for tensor in outputs)
+        self.buffers_after = _contents(buffers)
         return _watched_copies(outputs, self.output_gradients)
 
 
@@ -124,7 +127,7 @@ class LayerRunner:
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(canonical)
-        return outputs if record is None else record.end(outputs)
+        return outputs if record is None else record.end(outputs, self._slots)
 
     def evaluate(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """The outputs of an evaluation; ConfigError if it changes a buffer that is state."""
@@ -257,6 +260,7 @@ def run_plainly(name: str, module: nn.Module, record: RecordedRun) -> Run:
         parameter.grad = None
     try:
         outputs = forward_plainly(name, module, record, inputs)
+        buffers = _contents(slots(module))
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, record.output_gradients, strict=False)
@@ -268,9 +272,8 @@ def run_plainly(name: str, module: nn.Module, record: RecordedRun) -> Run:
     finally:
         for name, parameter in parameters.items():
             parameter.grad = before[name]
-    return Run(
-        tuple(output.detach() for output in outputs), [each.grad for each in inputs], gradients
-    )
+    given = [each.grad for each in inputs]
+    return Run(tuple(output.detach() for output in outputs), given, gradients, buffers)
 
 
 def forward_plainly(
@@ -306,6 +309,11 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     with torch.autograd.set_multithreading_enabled(False):
         start: Callable[..., Tensor] = _Start.apply
         start(gradients, *roots).backward()
+
+
+def _contents(buffers: Sequence[BufferSlot]) -> dict[str, Tensor]:
+    """Copies of buffers, by name."""
+    return {slot.name: slot.tensor.detach().clone() for slot in buffers}
 
 
 def _watched_copies(tensors: Tensors, gradients: list[Tensor | None]) -> Tensors:

@@ -70,7 +70,7 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
     `seed_all` before it draws, so that numpy's numbers need not go on: a copy of its state takes
     ten times as long as all the rest. The code does not wait for other ranks.
     """
-    of_torch, of_python = torch_state(), random.getstate()
+    of_torch, of_python = _torch_state(), random.getstate()
     of_numpy = _NUMPY.get_bit_generator()
     if is_seeded:
         meanwhile = _spare()
@@ -93,7 +93,7 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
 def kept_rng() -> Iterator[None]:
     """Let other threads draw from the global generators and replace them, and go on afterwards as
     if none had: ranks that are threads of one process wait in it for each other."""
-    of_torch, of_python = torch_state(), random.getstate()
+    of_torch, of_python = _torch_state(), random.getstate()
     of_numpy = _NUMPY.get_bit_generator()
     state = of_numpy.state
     # A thread that replaces the generator meanwhile may put the one that it finds back much later.
@@ -114,7 +114,7 @@ def _spare() -> np.random.MT19937:
     return np.random.MT19937()
 
 
-def torch_state() -> tuple[Tensor, ...]:
+def _torch_state() -> tuple[Tensor, ...]:
     """The state of torch's global generators on the host, the current GPU's too once CUDA is in
     use; this does not wait for a GPU."""
     if not torch.cuda.is_initialized():

@@ -174,15 +174,24 @@ def full_module(built: BuiltLayer) -> nn.Module:
     """
     with preserved_rng():
         module = built.spec.build() if built.spec.init is None else on_meta(built.spec)
-    here = dict(built.module.named_parameters())
-    trained = {tensor.full_name: tensor for tensor in built.state.tensors}
-    for name, parameter in module.named_parameters():
-        tensor, value = trained.get(f"{built.spec.name}.{name}"), here[name].detach()
-        full = value if tensor is None else built.state.gathered(tensor, value)
-        put_storage(parameter, full.clone())
+    parameters = dict(module.named_parameters())
+    for name, weight in full_weights(built):
+        put_storage(parameters[name], weight.clone())
     for slot, own in zip(slots(module), slots(built.module), strict=True):
         slot.put(own.tensor.clone())
     return module
+
+
+def full_weights(built: BuiltLayer) -> Iterator[tuple[str, Tensor]]:
+    """The full parameters of a layer as they are now, by their names within it; those that are not
+    sharded are no copies.
+
+    Tensor-parallel ranks go through them together.
+    """
+    trained = {tensor.full_name: tensor for tensor in built.state.tensors}
+    for name, parameter in built.module.named_parameters():
+        tensor, value = trained.get(f"{built.spec.name}.{name}"), parameter.detach()
+        yield name, value if tensor is None else built.state.gathered(tensor, value)
 
 
 def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:

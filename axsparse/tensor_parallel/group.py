@@ -36,9 +36,6 @@ class TensorGroup:
         """Entered around the waiting."""
         self.fixed_bytes = 0
         """Those of `bytes_sent` that do not grow with the samples of a microbatch."""
-        self.drawn: tuple[Tensor, ...] = ()
-        """The state of torch's generators after the last column-parallel module, until the
-        row-parallel module that follows compares it."""
         self._copied: tuple[Tensor, bool, int, Tensor] | None = None
         """The input of the last column-parallel module, whether autograd recorded it, its version,
         and its copy."""
@@ -95,7 +92,7 @@ class TensorGroup:
 
     def end_sharded(self) -> None:
         """Forget what column-parallel modules have kept for the row-parallel module that ends."""
-        self.drawn, self._copied = (), None
+        self._copied = None
 
     # -- the next action ----------------------------------------------------------------
 

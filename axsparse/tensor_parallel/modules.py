@@ -13,6 +13,7 @@ linear module; t a token, v a word.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,6 @@ from axsparse.models.losses import linear_cross_entropy, most_logits, refuse_for
 from axsparse.models.tensor_shard import TensorShard
 from axsparse.runtime.bounds import IGNORED
 from axsparse.runtime.errors import ConfigError, described
-from axsparse.runtime.seeds import torch_state
 from axsparse.tensor_parallel.group import (
     TensorGroup,
     copies_to_tp,
@@ -65,7 +65,6 @@ class ColwiseLinear(nn.Module):
         y: Tensor = self.product(self.group.shared_copy(x))
         if self.gathers:
             return gather_from_tp(self.group, _features(y, self.shard.full_shape[0], self.shard), y)
-        self.group.drawn = torch_state()
         return y
 
 
@@ -80,12 +79,6 @@ class RowwiseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         group, features = self.group, self.shard.full_shape[1]
-        if group.drawn and not all(map(torch.equal, group.drawn, torch_state())):
-            raise ConfigError(
-                "layout.g_tensor: random numbers are drawn between a column-parallel and a "
-                "row-parallel module, and would be the same for the features of each rank; move "
-                "the dropout behind the row-parallel module"
-            )
         if x.shape[-1] == features:
             x = scatter_to_tp(group, _features(x, features, self.shard), x)
         if x.shape[-1] != self.product.in_features:
@@ -208,8 +201,9 @@ def shard_module(layer: Layer, module: nn.Module, group: TensorGroup) -> dict[st
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-"""What a layer raises that does not fit some heads or features; of what torch raises for its own
-ends there is none."""
+"""What torch raises for shapes and types that do not fit, none of its subclasses."""
+OF_DEVICES = re.compile("memory|device|CUDA")
+"""What is in the texts of RuntimeErrors that do not come from the number of features."""
 
 
 class _Forward:
@@ -219,10 +213,12 @@ class _Forward:
         self._name, self._run = name, module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer; ConfigError for what fails there, and may do well in a full layer."""
+        """Call the layer; ConfigError for shapes that do not fit, and may do so in a full layer."""
         try:
             return self._run(*args, **kwargs)
         except FAILURES as error:
+            if type(error) not in FAILURES or OF_DEVICES.search(str(error)):
+                raise
             raise ConfigError(
                 f"layer {self._name}: sharded (Layer.tp_plan), it fails with {described(error)}; "
                 "take the number of heads or features from the tensor, use sharded modules by "

@@ -3,8 +3,8 @@
 One microbatch of the first step passes through the stages, forward and backward, as in training.
 Each stage takes down what its distinct layers got, returned and passed back. Then the module as the
 user gave it repeats each of these runs by itself: with full weights, its own hooks and modes,
-without recomputation, deferred gradients or sparse products. Outputs, gradients of inputs and
-gradients of weights must agree.
+without shards, recomputation, deferred gradients or sparse products. Outputs, buffers, gradients of
+inputs and gradients of weights must agree.
 
 The check leaves nothing behind: the microbatch works on copies of the buffers, attributes of
 modules are put back, random numbers are those that the first step draws again, and its gradients
@@ -32,13 +32,14 @@ from axsparse.pipeline.layer_runner import (
     LayerRunner,
     RecordedRun,
     Run,
+    Tensors,
     forward_plainly,
     run_plainly,
 )
 from axsparse.runtime.errors import AxsparseError, ConfigError, described
 from axsparse.runtime.exchange import together
 from axsparse.runtime.seeds import preserved_rng, seed_all
-from axsparse.samo.layer_construction import BuiltLayer, put_storage
+from axsparse.samo.layer_construction import BuiltLayer, full_weights, put_storage
 from axsparse.samo.layer_state import LayerState
 from axsparse.training.parts import Parts
 
@@ -58,6 +59,12 @@ FIXED_POINT_UNIT = 2.0**-40
 """The unit of exact sums in the check: entries up to 2**20 fit, and 2e-12 is seen."""
 SILENT_SECONDS = 1.0
 """A check that takes longer says so."""
+SHARDED = (
+    "between a colwise and a rowwise module each rank has some features, and draws the same random "
+    "numbers for them: gather before what needs all of them (gather_output), make its module "
+    '"replicated", or move it behind the rowwise module (Layer.tp_plan)'
+)
+"""The likely cause where tensor-parallel ranks compute something else than one."""
 NUMBERED = {"layer_idx", "_run"}
 """Attributes in which layers of one kind may differ: the number by which a layer of transformers
 finds its cache, and that by which `PartModule` finds the layer's arguments."""
@@ -77,11 +84,9 @@ def check_layers(parts: Parts, batch: Batch) -> None:
     All ranks call this together, before their first step. ConfigError on all ranks for the first
     layer that differs anywhere.
     """
-    if parts.members is not None:  # What such a layer computes is checked by its own package.
-        return
     began = time.monotonic()
     runners, live = parts.engine.layers, [layer.module for layer in parts.layers]
-    chosen = _distinct([given_module(layer.spec) or layer.module for layer in parts.layers])
+    chosen = _distinct(parts.layers)
     originals = [slot for module in live for slot in slots(module)]
     with ExitStack() as kept:
         kept.enter_context(_same_attributes(live))
@@ -89,7 +94,9 @@ def check_layers(parts: Parts, batch: Batch) -> None:
         records = _recorded(parts, batch, [runners[number] for number in chosen])
         layers = [parts.layers[number] for number in chosen]
         pairs = list(zip(layers, records, strict=True))
-        together(parts.transport, lambda: _compare_all(parts, pairs))
+        samples = batch.microbatches[0].inputs if parts.place.is_first else None
+        failure = _first_failure(parts, pairs, samples)
+        together(parts.transport, partial(_raise, failure))
     seconds = time.monotonic() - began
     if seconds > SILENT_SECONDS:
         parts.recorder.say(
@@ -133,7 +140,7 @@ def _weight_gradients(state: LayerState) -> dict[str, Tensor | None]:
     state.complete_sums()
     found: dict[str, Tensor | None] = {}
     for tensor in state.tensors:
-        name = tensor.name[len(state.name) + 1 :]
+        name = tensor.full_name[len(state.name) + 1 :]
         found[name] = None
         if tensor.accumulated and state.is_exact:
             found[name] = state.sums_of(tensor).double() * tensor.unit
@@ -145,34 +152,73 @@ def _weight_gradients(state: LayerState) -> dict[str, Tensor | None]:
 # -- the run of plain torch ---------------------------------------------------------------
 
 
-def _compare_all(parts: Parts, pairs: Sequence[tuple[BuiltLayer, RecordedRun]]) -> None:
+def _first_failure(
+    parts: Parts,
+    pairs: Sequence[tuple[BuiltLayer, RecordedRun]],
+    samples: Tensors | None,
+) -> AxsparseError | None:
+    """The error of the first layer that differs; `samples` are the inputs of the first pair as the
+    data set has them, on the first stage. Tensor-parallel ranks call this together: all of
+    them go through all layers, since they gather the weights of each."""
     model, config = parts.run.model, parts.run.config
     given = [module for layer in model.layers if (module := given_module(layer)) is not None]
     # Who gives a whole model in evaluation mode, as from_pretrained does, means to train it.
     is_set = any(child.training for module in given for child in module.modules())
+    first: AxsparseError | None = None
     for layer, record in pairs:
-        with preserved_rng(), _plain_module(layer, record, config.seed) as module:
+        _gather_handed_weights(layer, record)
+        weights = dict(full_weights(layer))
+        with preserved_rng(), _plain_module(layer, weights, record, config.seed) as module:
             is_own = _module_of(layer.spec).startswith(OWN_MODELS)
             if is_own or (given and not is_set):
                 module.train()
-            comparison = _Comparison(parts, layer, record, module)
-            comparison.refuse_difference()
+            try:
+                comparison = _Comparison(parts, layer, record, module)
+                comparison.refuse_difference()
+                if samples is not None:
+                    comparison.refuse_rounded(samples)
+            except AxsparseError as error:
+                first = first or type(error)(str(error))  # without what its traceback holds
+        samples = None
+    return first
+
+
+def _raise(error: AxsparseError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _gather_handed_weights(layer: BuiltLayer, record: RecordedRun) -> None:
+    """Make full tensors of the shards that a layer returns, such as that of a weight which it hands
+    to the loss, and of their gradients; tensor-parallel ranks call this together."""
+    outputs = list(record.outputs)
+    for tensor in layer.state.tensors:
+        for number, output in enumerate(outputs):
+            if tensor.shard is None or not torch.equal(output, tensor.parameter):
+                continue
+            outputs[number] = layer.state.gathered(tensor, output)
+            gradient = record.output_gradients[number]
+            if gradient is not None:
+                record.output_gradients[number] = layer.state.gathered(tensor, gradient)
+    record.outputs = tuple(outputs)
 
 
 @contextmanager
-def _plain_module(layer: BuiltLayer, record: RecordedRun, seed: int) -> Iterator[nn.Module]:
-    """The module of a layer as the user gave or declared it, with the weights of the run and the
-    buffers that the recorded forward found; a module that the user holds has its own tensors again
+def _plain_module(
+    layer: BuiltLayer, weights: Mapping[str, Tensor], record: RecordedRun, seed: int
+) -> Iterator[nn.Module]:
+    """The module of a layer as the user gave or declared it, with full weights and the buffers that
+    the recorded forward found; a module that the user holds has its own tensors again
     afterwards."""
     module = given_module(layer.spec)
     if module is None:
-        yield _filled(_rebuilt(layer.spec, seed), layer, record)
+        yield _filled(_rebuilt(layer.spec, seed), layer.spec.name, weights, record)
         return
     data = [(parameter, parameter.data) for parameter in module.parameters()]
     own = [(slot, slot.tensor) for slot in slots(module)]
     with _same_attributes([module]):
         try:
-            yield _filled(module, layer, record)
+            yield _filled(module, layer.spec.name, weights, record)
         finally:
             for slot, buffer in own:
                 slot.put(buffer)
@@ -187,29 +233,32 @@ def _rebuilt(spec: Layer, seed: int) -> nn.Module:
     return spec.build()
 
 
-def _filled(module: nn.Module, layer: BuiltLayer, record: RecordedRun) -> nn.Module:
-    """Give a module the run's weights, and the buffers that the recorded forward found.
+def _filled(
+    module: nn.Module, name: str, weights: Mapping[str, Tensor], record: RecordedRun
+) -> nn.Module:
+    """Give the module of a layer these weights, and the buffers that the recorded forward found.
 
     Parameters of normalisations have the type of their running statistics, as torch wants them.
     """
-    weights = {name: parameter.detach() for name, parameter in layer.module.named_parameters()}
-    buffers = dict(record.buffers)
+    buffers = record.buffers
     places = slots(module)
     if weights.keys() != dict(module.named_parameters()).keys() or buffers.keys() != {
         slot.name for slot in places
     }:
         raise ConfigError(
-            f"layer {layer.spec.name}: a second call of its build gives other parameters or "
+            f"layer {name}: a second call of its build gives other parameters or "
             "buffers; build the same module in every call"
         )
     for slot in places:
         slot.put(buffers[slot.name].clone())
-    for prefix, norm in tracked_norms(module).items():
-        assert isinstance(norm.running_mean, Tensor)
-        for name, _ in norm.named_parameters(prefix, recurse=False):
-            weights[name] = weights[name].to(norm.running_mean.dtype)
-    for name, parameter in module.named_parameters():
-        put_storage(parameter, weights[name])
+    types = {
+        local: norm.running_mean.dtype
+        for prefix, norm in tracked_norms(module).items()
+        if isinstance(norm.running_mean, Tensor)
+        for local, _ in norm.named_parameters(prefix, recurse=False)
+    }
+    for local, parameter in module.named_parameters():
+        put_storage(parameter, weights[local].to(types.get(local, weights[local].dtype)))
     return module
 
 
@@ -252,17 +301,44 @@ class _Comparison:
         )
 
     @torch.no_grad()
+    def refuse_rounded(self, samples: Tensors) -> None:
+        """ConfigError where the inputs of the first layer give other outputs before they are cast
+        to the precision of the run; many modules take no others."""
+        record, name = self.record, self.layer.spec.name
+        if all(one.dtype == other.dtype for one, other in zip(samples, record.inputs, strict=True)):
+            return
+        self._reset_buffers()
+        inputs = [tensor.to(record.inputs[0].device) for tensor in samples]
+        try:
+            outputs = forward_plainly(name, self.module, record, inputs)
+        except Exception:
+            return
+        for number, pair in enumerate(zip(record.outputs, outputs, strict=False)):
+            found = _difference(*pair, TOLERANCE[self.parts.run.dtype])
+            if found is not None:
+                raise ConfigError(
+                    f"layer {name}: output {number} differs by {found[0]:.2g}, where the largest "
+                    f"entry is {found[1]:.2g}, if its inputs are not rounded to "
+                    f"{self.parts.run.config.precision} before; shift and scale samples in the "
+                    f"data set, or set precision: fp32; {self._mend('')}"
+                )
+
+    @torch.no_grad()
     def _changes_from_call_to_call(self, plain: Run) -> bool:
         """Whether a second forward, from the same buffers and random numbers, gives another
         result."""
-        for slot, (_, buffer) in zip(slots(self.module), self.record.buffers, strict=True):
-            slot.put(buffer.clone())
+        self._reset_buffers()
         name, record = self.layer.spec.name, self.record
         again = forward_plainly(name, self.module, record, record.inputs)
         return len(again) != len(plain.outputs) or any(
             _difference(one, other, TOLERANCE[self.parts.run.dtype]) is not None
             for one, other in zip(again, plain.outputs, strict=True)
         )
+
+    def _reset_buffers(self) -> None:
+        """Give the module the buffers that the recorded forward found."""
+        for slot in slots(self.module):
+            slot.put(self.record.buffers[slot.name].clone())
 
     def _difference(self, plain: Run) -> tuple[str, float, float] | None:
         """The first tensor that differs: its name, by how much, and its largest entry."""
@@ -273,6 +349,10 @@ class _Comparison:
             found = _difference(*pair, TOLERANCE[dtype])
             if found is not None:
                 return f"output {number}", *found
+        for buffer, ours in record.buffers_after.items():
+            found = _difference(ours, plain.buffers_after[buffer], TOLERANCE[dtype])
+            if found is not None:
+                return f"buffer {buffer} after the forward", *found
         for number, both in enumerate(
             zip(record.input_gradients, plain.input_gradients, strict=True)
         ):
@@ -291,11 +371,11 @@ class _Comparison:
         """The kept entries of dense gradients of the trained parameters."""
         kept: dict[str, Tensor | None] = {}
         for tensor in self.layer.state.tensors:
-            name = tensor.name[len(self.layer.spec.name) + 1 :]
+            name = tensor.full_name[len(self.layer.spec.name) + 1 :]
             dense = gradients[name]
             if dense is not None:
                 dense = dense.to_dense() if dense.layout != torch.strided else dense
-                dense = tensor.index.gather(dense.reshape(-1), 0, tensor.kept)
+                dense = tensor.index.gather(tensor.of_full(dense.reshape(-1)), 0, tensor.kept)
             kept[name] = dense
         return kept
 
@@ -313,12 +393,14 @@ class _Comparison:
                 return (
                     f"{name} has a hook, which its copy lacks: register it in the build of a Layer"
                 )
-        if not what.startswith("output") and self.parts.run.config.pipeline.checkpoint_activations:
+        if any(tensor.shard is not None for tensor in self.layer.state.tensors):
+            return SHARDED
+        if not _is_of_forward(what) and self.parts.run.config.pipeline.checkpoint_activations:
             return (
                 "a second forward of it, for the backward, may give something else: try "
                 "pipeline.checkpoint_activations: 0"
             )
-        if not what.startswith("output"):
+        if not _is_of_forward(what):
             return (
                 "a backward must follow from its inputs alone: draw random numbers in the forward"
             )
@@ -367,6 +449,10 @@ def _largest(tensor: Tensor | None) -> float:
     return float(values.nan_to_num(nan=0.0, posinf=float("inf")).max())
 
 
+def _is_of_forward(what: str) -> bool:
+    return what.startswith(("output", "buffer", "the number of outputs"))
+
+
 def _has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
@@ -380,11 +466,14 @@ def _module_of(layer: Layer) -> str:
     return str(getattr(build, "__module__", ""))
 
 
-def _distinct(modules: Sequence[nn.Module]) -> list[int]:
-    """The numbers of the modules of which none before is of the same structure and settings."""
+def _distinct(layers: Sequence[BuiltLayer]) -> list[int]:
+    """The numbers of the layers of which none before has the same structure and settings."""
     first: dict[object, int] = {}
-    for number, module in enumerate(modules):
-        first.setdefault(_structure(module, set()), number)
+    for number, layer in enumerate(layers):
+        is_sharded = layer.state.group is not None and layer.spec.tp_plan
+        built = on_meta(layer.spec) if is_sharded else layer.module
+        module = given_module(layer.spec) or built
+        first.setdefault((_structure(module, set()), str(layer.spec.tp_plan)), number)
     return list(first.values())
 
 

@@ -74,8 +74,6 @@ class Step:
             self._units = Units(num_microbatches(config.batch))
         self._checks_layers = is_checked(parts.run.model, config.train.check_layers)
         """Whether the coming step compares the layers with plain torch first."""
-        self._has_gradients = False
-        """Whether gradients were ever computed by this process."""
         self._named: dict[str, set[str]] = {}
         self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
@@ -131,10 +129,10 @@ class Step:
             self._begin_step()
             losses = self._forward_backward(batch)
             self._all_reduce_gradients()
-            digest = self._digest() if self._compares_replicas else 0
-            if self._compares_replicas or not self._has_gradients:
+            digest = 0
+            if self._compares_replicas:
+                digest = self._digest()
                 refuse_partial_gradients(self._parts)
-            self._has_gradients = True
             verdict = self._agree(losses, notice, digest)
             if self._units is None or not verdict.finite:
                 return verdict

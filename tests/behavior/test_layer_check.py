@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.exhaustive import each_once
+from support.resuming import ran
 from support.runs import (
     assert_bitwise,
     mlp,
@@ -208,6 +210,33 @@ def test_what_the_user_set_on_a_module_stays_set_or_ends_the_run(
         judged(given(make), layout)
 
 
+class Centred(nn.Module):
+    """Computes with its samples before it rounds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear((x - 1000).to(self.linear.weight.dtype))
+        return out
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
+def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
+    layout: tuple[int, int],
+) -> None:
+    torch.manual_seed(7)
+    model = from_sequential([Centred(), linear(CLASSES)], summed_loss)
+    near, far = vector_data(), vector_data()
+    far._inputs[0] += 1000
+
+    judged(model, layout, near, precision="bf16")
+    judged(model, layout, far)
+    with pytest.raises(ConfigError, match=r"^layer 0: output 0 differs by .* not rounded to bf16"):
+        judged(model, layout, far, precision="bf16")
+
+
 @pytest.mark.parametrize("broken", ["deferral", "sparse products", "recomputation"])
 def test_a_fault_of_the_layouts_own_way_ends_the_run(
     broken: str, monkeypatch: pytest.MonkeyPatch
@@ -365,6 +394,11 @@ def tokens() -> Model:
     )
 
 
+def compiled() -> nn.Module:
+    module: Any = torch.compile(nn.Sequential(linear(), nn.Tanh()), backend="eager")
+    return nn.Sequential(module)
+
+
 FINE: dict[str, Callable[[], Model]] = {
     "dropout": lambda: given(partial(nn.Dropout, 0.5)),
     "dropout in a declared layer": lambda: declared(partial(nn.Dropout, 0.5)),
@@ -390,6 +424,7 @@ FINE: dict[str, Callable[[], Model]] = {
         nn.Sequential(linear(), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), linear(CLASSES)).eval(),
         summed_loss,
     ),
+    "compiled by the user": lambda: given(compiled),
     "recurrent": lambda: given(
         lambda: Doing(lambda self, x: self.cell(x), cell=nn.GRUCell(WIDTH, WIDTH))
     ),
@@ -460,9 +495,7 @@ def test_the_check_leaves_nothing_behind(way: str) -> None:
     assert all(child.calls == 0 for child in module if isinstance(child, Mixed))
 
 
-def test_alike_layers_are_compared_once_a_stage_and_a_long_check_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_alike_layers_are_compared_once_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
     usual = layer_check._Comparison.refuse_difference
 
@@ -479,3 +512,32 @@ def test_alike_layers_are_compared_once_a_stage_and_a_long_check_says_so(
     judged(from_sequential(modules, summed_loss))
 
     assert compared == ["0", "2", "3", "5"]
+
+
+def test_a_check_of_more_than_a_second_says_how_long_it_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(layer_check, "time", clock)
+
+    def told(seconds: float) -> bool:
+        """Each forward of the layer takes so long."""
+
+        def slow(_: Any, x: Tensor) -> Tensor:
+            clock.now += seconds
+            return x
+
+        model = given(lambda: Doing(slow))
+        config = tiny_config(**BATCH)
+        ran((1, 1, 1), config, tmp_path / str(seconds), model=lambda _: model, data=vector_data())
+        return "compared 3 of 3 layers with plain torch in 6.0 s (train.check_layers)" in (
+            capsys.readouterr().out
+        )
+
+    assert told(2.0) and not told(0.25)

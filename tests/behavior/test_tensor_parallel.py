@@ -479,6 +479,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"own": {"inner": nn.PReLU}},
+        "^layer block0: the gradient of parameter inner.weight differs from plain torch by .*"
+        'make its module "replicated"',
+    ),
+    (
+        {
+            "own": {"inner": nn.PReLU},
+            "train": {"check_layers": False, "compare_replicas_every": 1},
+        },
         "^block.*.inner.weight: its gradient differs between the ranks of stage 0",
     ),
     (
@@ -492,10 +500,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"own": {"change": lambda m: m.up.bias.register_hook(lambda gradient: gradient)}},
         "^layer block0: up.bias has hooks, and is not sharded; leave it out of tp_plan",
-    ),
-    (
-        {"own": {"dropout": 0.5}},
-        "random numbers are drawn between a column-parallel and a row-para",
     ),
     (
         {"own": {"inner": lambda: Between(lambda x: F.pad(x, (0, 1))[..., :48])}},
@@ -515,7 +519,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"own": {"inner": Remembers, "init": None}},
-        "^block.*.inner.seen: this buffer differs between the ranks of stage 0, so that it sees ",
+        "^layer block0: buffer inner.seen after the forward differs from plain torch by ",
     ),
 ]
 
@@ -690,32 +694,6 @@ def test_on_gpus_a_word_has_left_before_who_tells_it_goes_on(on_gpus: bool) -> N
     on_ranks(2, on_rank)
 
     assert order == (["asks", "told"] if on_gpus else ["told", "asks"])
-
-
-@pytest.mark.parametrize("draws", [False, True])
-def test_random_numbers_of_a_gpu_count_as_well(
-    draws: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dropout on a GPU draws from the generator there, and leaves that of the CPU as it is."""
-    place = [0]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor(place))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
-
-    class Drawing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            place[0] += draws
-            return x
-
-    def train() -> None:
-        model, config = own_model(inner=Drawing), tiny_config(train={"steps": 1})
-        train_in_process(1, 1, model, config, vector_data(), g_tensor=2)
-
-    if not draws:
-        train()
-        return
-    with pytest.raises(ConfigError, match="random numbers are drawn between a column-par"):
-        train()
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)

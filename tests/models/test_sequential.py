@@ -137,6 +137,26 @@ def test_start_values_on_the_meta_device_are_torchs() -> None:
     assert bound == pytest.approx(8**-0.5, rel=0.01)
 
 
+class Frequencies(nn.Linear):
+    """A buffer that is computed in `__init__` alone, as those of rotary embeddings are."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("table", torch.arange(3) / 3, persistent=persistent)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_on_the_meta_device_that_nothing_fills_is_refused(persistent: bool) -> None:
+    with torch.device("meta"):
+        model = from_sequential([nn.Linear(3, 3), Frequencies(persistent=persistent)], summed_loss)
+
+    assert model.layers[0].build()
+    with pytest.raises(
+        ConfigError, match=r"^layer 1: table was made on the meta device, and no res"
+    ):
+        model.layers[1].build()
+
+
 class OwnTensor(nn.Module):
     def __init__(self) -> None:
         super().__init__()

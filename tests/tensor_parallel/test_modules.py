@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, TpStyle
 from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.layer_construction import StateOptions, build_layers, full_module
 from axsparse.tensor_parallel.group import TensorGroup
-from axsparse.tensor_parallel.modules import Sharding
+from axsparse.tensor_parallel.modules import Sharding, shard_module
 
 
 class Mlp(nn.Module):
@@ -84,3 +85,31 @@ def test_a_layer_with_an_init_has_its_full_weights_too() -> None:
     x = torch.ones(3)
     assert torch.equal(full(x), built.module(x))
     assert full.weight is not built.module.weight
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        (RuntimeError("The size of tensor a (12) must match the size of tensor b (24)"), True),
+        (IndexError("index 20 is out of bounds for dimension 1 with size 12"), True),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"), False),
+    ],
+)
+def test_shapes_that_do_not_fit_are_told_of_a_sharded_layer_and_other_errors_stay(
+    error: Exception, is_told: bool
+) -> None:
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise error
+
+    def on_rank(transport: Transport) -> Any:
+        group = TensorGroup(Grid(1, 1, 2).place(transport.rank), transport)
+        module = Mlp(Failing)
+        shard_module(Layer("mlp", lambda: module, tp_plan=PLAN), module, group)
+        with pytest.raises((ConfigError, type(error))) as raised:
+            module.to_empty(device="cpu")(torch.ones(4, 6))
+        return raised.value
+
+    for raised in on_ranks(2, on_rank):
+        assert raised is error if not is_told else str(raised).startswith("layer mlp: sharded (")
