@@ -30,6 +30,7 @@ from axsparse.models.module_products import forwards_in_place, has_products, pro
 from axsparse.runtime.communication import Work
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
+from axsparse.samo.masks import sums_of_bits
 
 
 @dataclass(frozen=True)
@@ -204,9 +205,10 @@ class WeightProducts:
         until a backward has shown it."""
         self._stage = stage
         self.deferred = deferred
-        self._first: dict[nn.Parameter, Tensor | None] = {}
+        self._first: dict[nn.Parameter, _Bits | None] = {}
         """The gradients of the first call in the backward that shows it, until they are compared
-        with the gradients that autograd has accumulated."""
+        with the gradients that autograd has accumulated. Of each gradient sums alone: autograd
+        would copy a gradient that is also held here."""
 
     def output(self, rows: Tensor, bias: Tensor | None) -> Tensor | None:
         if self.sparse is None or not self.sparse.takes(rows, bias):
@@ -259,7 +261,7 @@ class WeightProducts:
         if self._first:
             self.is_alone = False
         else:
-            self._first.update(zip(weights, gradients, strict=True))
+            self._first.update(zip(weights, map(_Bits.of, gradients), strict=True))
             self._stage.show(self)
         return list(gradients)
 
@@ -268,7 +270,7 @@ class WeightProducts:
         first = self._first.get(weight)
         if first is not None:
             self._first[weight] = None
-            if weight.grad is None or not _same_bits(first, weight.grad):
+            if weight.grad is None or not first.equal(weight.grad):
                 self.is_alone = False
 
     def conclude(self) -> None:
@@ -412,8 +414,21 @@ def _as_it_is(gradient: Tensor) -> list[Tensor]:
     return [gradient]
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors are equal bit by bit, NaNs included."""
-    if one.shape != other.shape or one.dtype != other.dtype or other.layout is not torch.strided:
-        return False
-    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other)))
+@dataclass(frozen=True)
+class _Bits:
+    """The shape, the type and sums of the bits of a dense tensor, by which it is known again."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    sums: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Bits:
+        return cls(tensor.shape, tensor.dtype, sums_of_bits(tensor))
+
+    def equal(self, other: Tensor) -> bool:
+        """Whether another tensor has the same bits, NaNs included."""
+        if other.layout is not torch.strided:
+            return False
+        is_alike = (other.shape, other.dtype) == (self.shape, self.dtype)
+        return is_alike and torch.equal(self.sums, sums_of_bits(other))

@@ -101,6 +101,15 @@ def chosen_layout(
     return found
 
 
+def fitting_slack(subject: SurveyedModel, config: Config, grid: Grid, budget: MemoryBudget) -> int:
+    """The number for `pipeline.slack: auto` of a layout that was given, in a limited memory: that
+    of the schedule which a plan of the layout takes, and 0 if none fits."""
+    machine = replace(machine_of(None), overhead_bytes=budget.overhead)
+    question = run_question(subject, machine, config, grid.size, [grid.g_inter], budget.nbytes)
+    rows, _ = try_layouts(replace(question, members=[grid.g_tensor]))
+    return rows[0].layout.schedule.slack if rows else 0
+
+
 def fewest_stages(question: LayoutQuestion, budget: MemoryBudget) -> Choice | Rejection:
     """The fewest of the question's stages that fit; the last rejection if none do.
 

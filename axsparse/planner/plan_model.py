@@ -309,11 +309,13 @@ def plan_for(
 
 
 def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
-    """Decide `precision: auto`: bf16, or with a note fp16 or fp32 on devices without it."""
+    """Decide `precision: auto`: bf16, or with a note fp16 or fp32 on devices that have no units
+    for it, as training decides on a CPU."""
     if loaded.config.precision != "auto":
         return loaded, []
-    peaks = {"bf16": cluster.peak_bf16, "fp16": cluster.peak_fp16, "fp32": cluster.peak_fp32}
-    found = next(name for name, peak in peaks.items() if peak is not None)
+    half = {"bf16": cluster.peak_bf16, "fp16": cluster.peak_fp16}
+    least = cluster.peak_fp32 or 0.0
+    found = next((name for name, peak in half.items() if (peak or 0.0) > least), "fp32")
     config = loaded.config.model_copy(update={"precision": found})
-    note = f"{cluster.name} has no bf16: planned as precision={found}"
+    note = f"{cluster.name} has no units for bf16: planned as precision={found}"
     return replace(loaded, config=config), [] if found == "bf16" else [note]

@@ -16,6 +16,7 @@ from axsparse.samo.cuda.device_index import DeviceIndex, make_device_index
 from axsparse.samo.cuda.kernels import compress
 from axsparse.samo.cuda.launch import Launcher
 from axsparse.samo.index.base import FullIndex, Index, make_index
+from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import IndexKind
 
 
@@ -61,10 +62,15 @@ class Backend:
         on_device = index.on_device
         if on_device is not None:
             compress(on_device, dense_D, gradient_K, accumulate=adds)
-        elif adds:
-            gradient_K.add_(index.gather(dense_D, 0, index.kept))
-        else:
-            gradient_K.copy_(index.gather(dense_D, 0, index.kept))
+            return
+        # In blocks, since a copy of all kept entries would be memory that no plan counts.
+        for start in range(0, index.kept, BLOCK):
+            stop = min(start + BLOCK, index.kept)
+            entries_K = index.gather(dense_D, start, stop)
+            if adds:
+                gradient_K[start:stop].add_(entries_K)
+            else:
+                gradient_K[start:stop].copy_(entries_K)
 
 
 HOST = Backend(torch.device("cpu"), None)

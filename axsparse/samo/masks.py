@@ -122,7 +122,7 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
     to that of the model.
     """
     sums = {
-        name: _sums_of_bits(weight.detach())
+        name: sums_of_bits(weight.detach())
         for layer in layers
         for name, weight in layer.counted_parameters()
     }
@@ -136,7 +136,7 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
     return total % DIGESTS
 
 
-def _sums_of_bits(values: Tensor) -> Tensor:
+def sums_of_bits(values: Tensor) -> Tensor:
     """Sums modulo 2⁶⁴ of words of eight bytes, laid out in rows: those of each column, those of
     each row, and the words that fill no row, the last one filled up with zeros.
 

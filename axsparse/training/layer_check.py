@@ -41,6 +41,7 @@ from axsparse.runtime.exchange import together
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import BuiltLayer, full_weights, put_storage
 from axsparse.samo.layer_state import LayerState
+from axsparse.samo.tensor_state import TensorState
 from axsparse.training.parts import Parts
 
 OWN_MODELS = "axsparse.models.zoo"
@@ -133,20 +134,6 @@ def _recorded(parts: Parts, batch: Batch, runners: Sequence[LayerRunner]) -> lis
             runner.record = None
         parts.statistics.undo()
     return records
-
-
-def _weight_gradients(state: LayerState) -> dict[str, Tensor | None]:
-    """The kept entries of the gradients of one microbatch, by the name within the layer."""
-    state.complete_sums()
-    found: dict[str, Tensor | None] = {}
-    for tensor in state.tensors:
-        name = tensor.full_name[len(state.name) + 1 :]
-        found[name] = None
-        if tensor.accumulated and state.is_exact:
-            found[name] = state.sums_of(tensor).double() * tensor.unit
-        elif tensor.accumulated:
-            found[name] = state.gradient_of(tensor)
-    return found
 
 
 # -- the run of plain torch ---------------------------------------------------------------
@@ -359,25 +346,38 @@ class _Comparison:
             found = _gradient_difference(*both, TOLERANCE[dtype])
             if found is not None:
                 return f"the gradient of input {number}", *found
-        kept = self._kept(plain.weight_gradients)
-        noise = NOISE[dtype] * max((_largest(each) for each in kept.values()), default=0.0)
-        for name, gradient in _weight_gradients(self.layer.state).items():
-            found = _gradient_difference(gradient, kept[name], TOLERANCE[dtype], noise)
-            if found is not None:
-                return f"the gradient of parameter {name}", *found
+        apart = self._weights_apart(plain.weight_gradients)
+        noise = NOISE[dtype] * max((largest for _, largest in apart.values()), default=0.0)
+        for name, (difference, largest) in apart.items():
+            if difference > TOLERANCE[dtype] * largest + noise:
+                return f"the gradient of parameter {name}", difference, largest
         return None
 
-    def _kept(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """The kept entries of dense gradients of the trained parameters."""
-        kept: dict[str, Tensor | None] = {}
-        for tensor in self.layer.state.tensors:
-            name = tensor.full_name[len(self.layer.spec.name) + 1 :]
-            dense = gradients[name]
-            if dense is not None:
-                dense = dense.to_dense() if dense.layout != torch.strided else dense
-                dense = tensor.index.gather(tensor.of_full(dense.reshape(-1)), 0, tensor.kept)
-            kept[name] = dense
-        return kept
+    def _weights_apart(
+        self, gradients: Mapping[str, Tensor | None]
+    ) -> dict[str, tuple[float, float]]:
+        """`_apart` of the kept entries of the gradient of each trained parameter, by its name in
+        the layer. No gradient is a gradient of zeros. Block by block, since copies of all kept
+        entries would take more memory than a step does."""
+        state = self.layer.state
+        state.complete_sums()
+        apart: dict[str, tuple[float, float]] = {}
+        for tensor in state.tensors:
+            name = tensor.full_name[len(state.name) + 1 :]
+            dense_D = gradients[name]
+            if dense_D is not None:
+                dense_D = dense_D if dense_D.layout == torch.strided else dense_D.to_dense()
+                dense_D = tensor.of_full(dense_D.reshape(-1))
+            difference = largest = 0.0
+            for start, stop in tensor.blocks():
+                ours = _summed(state, tensor, start, stop)
+                plain = torch.zeros_like(ours)
+                if dense_D is not None:
+                    plain = tensor.index.gather(dense_D, start, stop)
+                found = _apart(ours, plain)
+                difference, largest = max(difference, found[0]), max(largest, found[1])
+            apart[name] = difference, largest
+        return apart
 
     def _cause(self, what: str) -> str:
         """The likely cause in few words; empty if it is of no known kind."""
@@ -411,34 +411,48 @@ class _Comparison:
         return f"{cause + '; ' if cause else ''}train.check_layers: false runs it nevertheless"
 
 
+def _summed(state: LayerState, tensor: TensorState, start: int, stop: int) -> Tensor:
+    """The kept entries [start, stop) of the gradient of one microbatch; zeros if it has none."""
+    gradient_K = state.gradient_of(tensor)[start:stop]
+    if not tensor.accumulated:
+        return torch.zeros_like(gradient_K)
+    return (
+        state.sums_of(tensor)[start:stop].double() * tensor.unit if state.is_exact else gradient_K
+    )
+
+
 def _gradient_difference(
-    ours: Tensor | None, plain: Tensor | None, tolerance: float, noise: float = 0.0
+    ours: Tensor | None, plain: Tensor | None, tolerance: float
 ) -> tuple[float, float] | None:
     """As `_difference`, where no gradient is a gradient of zeros."""
     if ours is None and plain is None:
         return None
     if ours is None or plain is None:
         largest = _largest(plain if ours is None else ours)
-        return None if largest <= noise else (largest, _largest(plain))
-    return _difference(ours, plain.reshape(ours.shape), tolerance, noise)
+        return None if largest == 0.0 else (largest, _largest(plain))
+    return _difference(ours, plain.reshape(ours.shape), tolerance)
 
 
-def _difference(
-    ours: Tensor, plain: Tensor, tolerance: float, noise: float = 0.0
-) -> tuple[float, float] | None:
+def _difference(ours: Tensor, plain: Tensor, tolerance: float) -> tuple[float, float] | None:
     """The largest difference of two tensors, and the largest entry of plain torch's; None if these
     agree. NaN agrees with NaN, and an infinity with the same one."""
     if ours.shape != plain.shape:
         return float("inf"), _largest(plain)
     if not (ours.is_floating_point() and plain.is_floating_point()):
         return None if torch.equal(ours, plain) else (1.0, _largest(plain.double()))
+    difference, largest = _apart(ours, plain)
+    return None if difference <= tolerance * largest else (difference, largest)
+
+
+def _apart(ours: Tensor, plain: Tensor) -> tuple[float, float]:
+    """The largest difference of two tensors of one shape, and the largest entry of plain
+    torch's."""
     wide = torch.float64 if torch.float64 in (ours.dtype, plain.dtype) else torch.float32
     one, other = ours.to(wide), plain.to(wide)
     apart = (one - other).abs()
     apart.masked_fill_((one == other) | (one.isnan() & other.isnan()), 0.0)
     apart.nan_to_num_(nan=float("inf"))
-    difference, largest = _largest(apart), _largest(other)
-    return None if difference <= tolerance * largest + noise else (difference, largest)
+    return _largest(apart), _largest(other)
 
 
 def _largest(tensor: Tensor | None) -> float:

@@ -141,7 +141,8 @@ def decided_precision(
     elif is_slow:
         lines = [
             f"warning: precision {asked}: a CPU has no instructions for it, and multiplies "
-            "matrices 3 to 20 times as slowly as in fp32; choose auto"
+            "matrices 3 to 20 times as slowly as in fp32, in more memory than is planned; choose "
+            "auto"
         ]
     config = loaded.config.model_copy(update={"precision": wanted})
     return replace(loaded, config=config), lines

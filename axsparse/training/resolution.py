@@ -26,6 +26,7 @@ from axsparse.planner.auto_layout import (
     check_grid,
     chosen_layout,
     cluster_of,
+    fitting_slack,
     resolve_grid,
 )
 from axsparse.planner.cluster import Cluster
@@ -215,8 +216,13 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     subject = _subject(inputs, cutting, optimizer, kept, criterion)
     cluster = cluster_of(config)
     grid, choice = _layout(loaded, inputs, subject, cluster)
+    slack = DEFAULT_SLACK
+    if choice is not None:
+        slack = choice.row.layout.schedule.slack
+    elif config.layout.memory_per_rank != "auto" and has_costs(survey):
+        slack = fitting_slack(subject, config, grid, inputs.budget)
     run = RunSpec(
-        config=_settled(config, grid, choice),
+        config=_settled(config, grid, slack),
         model=inputs.model,
         survey=survey,
         stages=(),
@@ -242,8 +248,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     run = replace(run, config=_with(run.config, {"samo.shard_optimizer": shards}))
     if not has_costs(survey):
         return run
-    slack, reason = run.config.pipeline.slack, None if choice is None else choice.reason
-    assert slack != "auto", "the configuration is resolved"
+    reason = None if choice is None else choice.reason
     subject = replace(subject, config=run.config)
     return replace(run, prediction=predict(subject, cluster, run.config, grid, slack, reason))
 
@@ -289,13 +294,13 @@ def _layout(
     return grid, choice
 
 
-def _settled(config: Config, grid: Grid, choice: Choice | None) -> Config:
-    """The configuration with every `auto` replaced but `layout.split`, which needs the rest."""
+def _settled(config: Config, grid: Grid, slack: int) -> Config:
+    """The configuration with every `auto` replaced but `layout.split`, which needs the rest; by
+    `slack` for `pipeline.slack`."""
     pruning, steps = config.pruning, config.train.steps
-    schedule = None if choice is None else choice.row.layout.schedule
     automatic: dict[str, object] = {
         "data.sequence_length": sample_length(config),
-        "pipeline.slack": DEFAULT_SLACK if schedule is None else schedule.slack,
+        "pipeline.slack": slack,
         "pipeline.split_backward": splits_backward(config.pipeline, grid.g_inter),
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(round(steps * 0.5), pruning.at_step, 1),

@@ -205,7 +205,7 @@ SMALL_GPT = (
     *("model.vocab_size=4096", "batch.global_batch_size=4", "batch.microbatch_size=2"),
 )
 WIDE = (
-    *("wide", "precision=bf16", "pruning.sparsity=0.9"),
+    *("wide", "precision=auto", "pruning.sparsity=0.9"),
     *("batch.global_batch_size=2", "layout.g_inter=2"),
 )
 MODELS = {
@@ -221,12 +221,14 @@ MODELS = {
         *("model.num_layers=4", "model.hidden_size=512", "model.sequence_length=256"),
         *("model.vocab_size=4096", "batch.global_batch_size=12", "batch.microbatch_size=2"),
         *("precision=fp32", "pruning.sparsity=0.9", "layout.g_inter=2"),
-        "pipeline.split_backward=true",
+        *("pipeline.split_backward=true", "pipeline.slack=1"),
     ),
-    "pruned wide layers, whose largest tensor takes more to make than to train": WIDE,
+    # In bf16 its largest tensor takes more to make than to train. CPUs without bf16, where torch
+    # would also convert that tensor, train in fp32.
+    "pruned wide layers": WIDE,
 }
 # Threads, MPI and small blocks take some 10 MB that no plan counts: not seen beside these.
-ROOM = dict(zip(MODELS, (0.22, 0.42, 0.29, 1.0), strict=True))
+ROOM = dict(zip(MODELS, (0.22, 0.42, 0.31, 1.05), strict=True))
 """GB a rank for model state and activations: as much as the predicted peak, and a few percent."""
 
 

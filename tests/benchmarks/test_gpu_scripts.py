@@ -169,7 +169,7 @@ def test_a_training_is_held_against_its_plan(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     device = gpu_train.Device("none", 24_000_000_000, 1.0)
     here = gpu_train.Place(device, tmp_path, time.monotonic() + 120.0)
-    training = Training("quickstart.yaml", TINY, 4)
+    training = Training("quickstart.yaml", (*TINY, "precision=bf16"), 4)
 
     rows, detail = gpu_train.alone("tiny", gpu_train.pruned(training, here), here)
 

@@ -36,7 +36,7 @@ def test_it_prints_a_recommendation_and_why(plan: Axsparse) -> None:
     code, screen, _ = plan("--gpus", "4")
 
     assert code == 0
-    assert "quickstart (samo) in bf16 on 4 devices of laptop, 2.5 GB each" in screen
+    assert "quickstart (samo) in fp32 on 4 devices of laptop, 2.5 GB each" in screen
     assert "recommended: 1 stage × 4 replicas" in screen
     assert "because the fewest stages fit: 0.4 GB of 2.5 GB" in screen
 
@@ -299,7 +299,7 @@ def test_in_a_study_what_does_not_fit_is_said_above_what_does(plan: Axsparse) ->
     assert (code, nothing, errors) == (0, EXIT_CONFIG, "")
     first, head, _, *rows = screen.splitlines()
     assert first.startswith("1 device, dense: does not fit: 1 device would do with 0.41 GB, ")
-    assert head == "quickstart in bf16 on laptop"
+    assert head == "quickstart in fp32 on laptop"
     assert [row.split()[1] for row in rows[:2]] == ["devices", "4"]
     assert [line.split(":")[0] for line in refused.splitlines()[:2]] == [
         *("1 device, samo", "2 devices, samo"),

@@ -621,6 +621,16 @@ def test_at_most_one_dense_weight_gradient_is_there_at_a_time() -> None:
     assert width * width * 4 <= second < 1.5 * width * width * 4
 
 
+def test_the_first_gradient_of_a_weight_is_not_copied() -> None:
+    width = 512
+    module = nn.Linear(width, width, bias=False)
+    played = Played(module, (1, width), is_split=True, is_dropping=True)
+    y = played.forward(0)
+
+    assert peak_of_torch(partial(played.backward, 0, y)) < 1.5 * width * width * 4
+    assert played.products._products[module].is_alone
+
+
 def test_an_input_is_free_once_its_gradient_is_accumulated() -> None:
     """Not only at the end of the backward, as the graph is."""
     module = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))

@@ -213,7 +213,7 @@ def test_a_precision_left_to_auto_is_one_that_the_devices_have(
     found = subject(LoadedConfig(config, "tiny", {}), devices, tiny_gpt(config))
 
     assert found.workload("start").precision == taken
-    notes = [f"summit has no bf16: planned as precision={taken}"] if lacking else []
+    notes = [f"summit has no units for bf16: planned as precision={taken}"] if lacking else []
     assert found.notes == notes
 
 

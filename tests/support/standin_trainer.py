@@ -90,6 +90,7 @@ def main() -> int:
             if step == _number("STANDIN_KILL_AT") and rank + 1 == int(os.environ["AXSPARSE_RANKS"]):
                 killed = run_dir / "killed"
                 if not killed.exists():
+                    _wait_for_all(run_dir)
                     killed.touch()
                     if "STANDIN_DIES" in os.environ:
                         down = Path(os.environ["STANDIN_DIES"])
@@ -135,8 +136,10 @@ def _save(path: Path, step: int) -> None:
 
 
 def _wait_for_all(run_dir: Path) -> None:
-    """Until every rank blocks the signal, which would end it before."""
-    while len(list(run_dir.glob("rank-*.jsonl"))) < int(os.environ["AXSPARSE_RANKS"]):
+    """Until every rank has begun: it blocks the signal, and has left a record of its start."""
+    ranks = range(int(os.environ["AXSPARSE_RANKS"]))
+    records = [run_dir / f"rank-{rank}.jsonl" for rank in ranks]
+    while not all(record.exists() and record.stat().st_size for record in records):
         time.sleep(0.005)
 
 

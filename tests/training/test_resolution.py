@@ -223,6 +223,18 @@ def test_stages_that_are_asked_for_are_tried_in_whatever_memory() -> None:
     assert stages(run) == 2
 
 
+def test_stages_that_are_asked_for_in_a_limited_memory_have_the_slack_of_their_plan() -> None:
+    """So that a layout which a plan finds to fit is not refused."""
+    asked: dict[str, Any] = {"model": {"num_layers": 6}, "layout": {"split": [2, 2, 2, 2]}}
+    roomy = auto(limit=1, **asked)
+    assert roomy.prediction is not None
+
+    tight = auto(limit=roomy.prediction.memory_bytes / 1e9, **asked)
+
+    assert (roomy.config.pipeline.slack, tight.config.pipeline.slack) == (1, 0)
+    assert auto(found=1e3, **asked).config.pipeline.slack == 1
+
+
 @pytest.mark.parametrize(("times", "is_tight"), [(1.2, True), (2.0, False)])
 def test_memory_that_was_found_is_tight_where_freed_blocks_would_not_fit(
     times: float, is_tight: bool
@@ -331,4 +343,6 @@ def test_the_work_is_balanced_without_a_limit_or_with_few_activations(
 
 def test_a_limit_moves_layers_to_stages_with_room() -> None:
     # Stage 0 holds most activations, the last stage those of one microbatch.
-    assert [len(stage) for stage in limited(3e-4).stages] == [2, 2, 2, 4]
+    run = limited(3e-4, pipeline={"slack": 1})
+
+    assert [len(stage) for stage in run.stages] == [2, 2, 2, 4]
