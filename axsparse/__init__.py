@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from axsparse.data.torch_dataset import from_torch as from_torch
     from axsparse.models.layer import Layer as Layer
     from axsparse.models.layer import Model as Model
+    from axsparse.models.layer import StartValues as StartValues
     from axsparse.models.layer import Tie as Tie
     from axsparse.models.layer import TpStyle as TpStyle
     from axsparse.models.layer import count_top1 as count_top1
@@ -31,16 +32,13 @@ if TYPE_CHECKING:
     from axsparse.models.zoo.model_registry import named_model as named_model
     from axsparse.planner.plan_model import plan_for as plan_for
     from axsparse.runtime.grid import Grid as Grid
-    from axsparse.runtime.job import Job as Job
-    from axsparse.runtime.job import run as run
-    from axsparse.runtime.job import run_here as run_here
     from axsparse.samo.optim.optimizer import Block as Block
     from axsparse.samo.optim.optimizer import Hyper as Hyper
     from axsparse.samo.optim.optimizer import Optimizer as Optimizer
-    from axsparse.training.build import build as build
-    from axsparse.training.build import run_training as run_training
     from axsparse.training.export import export as export
     from axsparse.training.export import load as load
+    from axsparse.training.run_sources import hf as hf
+    from axsparse.training.run_sources import tokens as tokens
     from axsparse.training.trainer import Trainer as Trainer
 
 # The module that defines each public name.
@@ -53,28 +51,26 @@ _HOMES = {
     "Datasets": "axsparse.data.dataset",
     "Grid": "axsparse.runtime.grid",
     "Hyper": "axsparse.samo.optim.optimizer",
-    "Job": "axsparse.runtime.job",
     "Layer": "axsparse.models.layer",
     "Model": "axsparse.models.layer",
     "Optimizer": "axsparse.samo.optim.optimizer",
+    "StartValues": "axsparse.models.layer",
     "TpStyle": "axsparse.models.layer",
     "Tie": "axsparse.models.layer",
     "TokenDataset": "axsparse.data.dataset",
     "Trainer": "axsparse.training.trainer",
-    "build": "axsparse.training.build",
     "configure": "axsparse.config.load",
     "count_top1": "axsparse.models.layer",
     "export": "axsparse.training.export",
     "from_sequential": "axsparse.models.sequential",
     "from_torch": "axsparse.data.torch_dataset",
+    "hf": "axsparse.training.run_sources",
     "load": "axsparse.training.export",
     "named_model": "axsparse.models.zoo.model_registry",
     "open_weights": "axsparse.models.start_weights",
     "plan_for": "axsparse.planner.plan_model",
-    "run": "axsparse.runtime.job",
-    "run_here": "axsparse.runtime.job",
-    "run_training": "axsparse.training.build",
     "start_from": "axsparse.models.start_weights",
+    "tokens": "axsparse.training.run_sources",
 }
 __all__ = ["__version__", *sorted(_HOMES)]
 

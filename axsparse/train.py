@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         from axsparse.models.zoo.model_registry import named_model
         from axsparse.runtime.exchange import together
         from axsparse.runtime.job import Job, run
-        from axsparse.training.build import run_training
+        from axsparse.training.trainer import build
     except Exception as reason:
         cannot_start(reason)
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         loaded = together(job.transport, lambda: load_config(arguments.config, overrides))
         model = together(job.transport, lambda: named_model(loaded))
         datasets = partial(open_datasets, loaded)
-        run_training(job, model, datasets, loaded, resume=arguments.resume)
+        build(job, model, datasets, loaded, resume=arguments.resume).train()
 
     run(train, stop)
 

@@ -43,9 +43,8 @@ from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.process_memory import host_memory_bytes, resident_memory_bytes
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
-from axsparse.training.build import build
 from axsparse.training.run_recorder import matrix_peak
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 MICROBATCHES = 4
 """Of each timed step."""

@@ -29,7 +29,7 @@ from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.job import Job, run
-from axsparse.training.build import build
+from axsparse.training.trainer import build
 
 MARK = "@"
 DRAWN = 1 << 20

@@ -13,8 +13,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.build import build
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 
 def config_of(

@@ -1,8 +1,8 @@
 """An afternoon's work: a vision model of one's own, pruned on two stages and two replicas, its
 curves, and its weights back in plain torch.
 
-    mpirun -n 4 python examples/afternoon.py              # about a minute on two cores
-    mpirun -n 4 python examples/afternoon.py pruning.sparsity=0.95 run_dir=runs/sparser
+    mpirun -n 4 python examples/afternoon.py layout.g_inter=2              # a minute on two cores
+    mpirun -n 4 python examples/afternoon.py layout.g_inter=2 pruning.sparsity=0.95 run_dir=runs/2
 """
 
 import subprocess
@@ -66,9 +66,8 @@ def accuracy(module: nn.Module, data: ax.ArrayDataset) -> float:
     return right / len(data)
 
 
-def main(job: ax.Job) -> None:
+def main() -> None:
     """Train, and hold what was trained against what was reported."""
-    config = ax.configure(SETTINGS, sys.argv[1:])
     training, validation = digits_datasets()
     model = ax.from_sequential(
         network(),
@@ -76,18 +75,17 @@ def main(job: ax.Job) -> None:
         metrics={"top1": ax.count_top1},
         example=lambda n: training.read(np.arange(n))[0],
     )
-    g_inter = 2 if job.transport.size % 2 == 0 else 1
-    grid = ax.Grid(g_inter, job.transport.size // g_inter)
-    trainer = ax.build(job, model, lambda: ax.Datasets(training, validation), config, grid=grid)
+    config = ax.configure(SETTINGS, sys.argv[1:])
+    trainer = ax.Trainer(model, (training, validation), config)
 
     reported: dict[int, float] = {}
     trainer.train(on_evaluation=lambda step, found: reported.update({step: found.metrics["top1"]}))
     plain = trainer.model()  # on all ranks together; rank 0 gets it
 
-    if plain is None or job.run_dir is None:
+    if plain is None or trainer.run_dir is None:
         return
     last, best = trainer.steps_done, network()
-    best.load_state_dict(ax.load(job.run_dir, step="best"))
+    best.load_state_dict(ax.load(trainer.run_dir, step="best"))
     kept = [p for p in plain.parameters() if p.dim() == 4]
     zeros = sum(int((p == 0).sum()) for p in kept) / sum(p.numel() for p in kept)
     print(
@@ -97,9 +95,9 @@ def main(job: ax.Job) -> None:
     print(f"{100 * zeros:.0f} % of the convolutions are zero")
     assert accuracy(plain, validation) == reported[last]
     assert accuracy(best, validation) in reported.values()
-    report = [sys.executable, "-m", "axsparse", "report", str(job.run_dir)]
+    report = [sys.executable, "-m", "axsparse", "report", str(trainer.run_dir)]
     subprocess.run(report, check=True)  # noqa: S603 - the curves, as one page for a browser
 
 
 if __name__ == "__main__":
-    ax.run(main)
+    main()

@@ -8,7 +8,7 @@ FOLDER.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import axsparse as ax
-from axsparse.config.load import load_config
-from axsparse.config.model_config import Family
-from axsparse.data.sources import open_datasets
-from axsparse.models.layer import StartValues
-from axsparse.models.losses import linear_cross_entropy
-from axsparse.models.start_weights import WHOLE_FILE
-from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.files.safetensors import header_of, write_safetensors
-from axsparse.training.export import as_in_hf, hf_files
 
 ALPHA, TEMPERATURE = 0.5, 2.0
 """The teacher's part in the loss, and what logits are divided by to compare the two."""
@@ -61,7 +52,7 @@ def _tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 class Twice:
     """Student and teacher start at the same values."""
 
-    values: StartValues
+    values: ax.StartValues
 
     @property
     def fingerprint(self) -> str:
@@ -86,7 +77,8 @@ def with_role(model: ax.Model, role: str, name: str) -> str:
 def distilled(model: ax.Model) -> ax.Model:
     """A language model that starts at given weights, with itself as its teacher."""
     assert model.start is not None, "a teacher has learnt something: set model.from"
-    assert model.loss is linear_cross_entropy, "this model changes its logits after the head"
+    plain_head = "this model changes its logits after the head"
+    assert getattr(model.loss, "__name__", "") == "linear_cross_entropy", plain_head
     layers = [
         replace(layer, build=partial(Pair, layer.build, is_first=number == 0))
         for number, layer in enumerate(model.layers)
@@ -96,7 +88,19 @@ def distilled(model: ax.Model) -> ax.Model:
         for tie in model.ties
         for role in ("student", "teacher")
     ]
-    return replace(model, layers=layers, ties=ties, start=Twice(model.start), loss=distillation)
+
+    def loss(hidden: Tensor, weight: Tensor, *taught: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return model.loss(hidden, weight, taught[-1])
+        return distillation(hidden, weight, *taught)
+
+    return replace(
+        model,
+        layers=layers,
+        ties=ties,
+        start=Twice(model.start),
+        loss=loss,
+    )
 
 
 def distillation(
@@ -107,8 +111,6 @@ def distillation(
     Hidden states (B, S, H) and weights (V, H) of student and teacher, targets (B, S). Evaluations
     get the student's cross entropy alone.
     """
-    if not torch.is_grad_enabled():
-        return linear_cross_entropy(hidden, weight, targets)
     rows = (hidden.flatten(0, 1), hint.flatten(0, 1), targets.flatten())
     total = torch.zeros((), device=hidden.device)
     for own, taught, wanted in zip(*(row.split(TOKENS) for row in rows), strict=True):
@@ -130,28 +132,20 @@ def _of_some(
     )
 
 
-def main(job: ax.Job) -> None:
+def student(name: str) -> str | None:
+    """The name of a parameter of the student in the model without a teacher; None for others."""
+    return plain(name) if ".student." in name else None
+
+
+def main() -> None:
     config, out, *settings = sys.argv[1:]
-    loaded = load_config(config, settings)
-    if job.transport.rank == 0:
+    given = ax.configure(config, settings)
+    trainer = ax.Trainer(distilled(ax.named_model(given)), config=given)
+    if trainer.rank == 0:
         Path(out).mkdir()  # An old folder is not written to; better to know now than at the end.
-    model = distilled(named_model(loaded))
-    trainer = ax.build(job, model, partial(open_datasets, loaded), loaded)
     trainer.train()
-    weights = trainer.state_dict()
-    if weights is not None:  # on rank 0
-        student = {plain(name): w for name, w in weights.items() if ".student." in name}
-        write_folder(Path(out), loaded.config.model, student)
-
-
-def write_folder(path: Path, settings: Family, weights: Mapping[str, Tensor]) -> None:
-    """Write the model of these settings for transformers, with the tokenizer of `model.from`."""
-    for name, content in hf_files(settings, torch.float32, None)[0].items():
-        (path / name).write_bytes(content)
-    tensors = dict(as_in_hf(settings, name, weight) for name, weight in weights.items())
-    headers = {name: header_of(w) for name, w in tensors.items()}
-    write_safetensors(path / WHOLE_FILE, headers, iter(tensors.values()))
+    trainer.save_hf(out, named=student)
 
 
 if __name__ == "__main__":
-    ax.run(main)
+    main()

@@ -18,8 +18,8 @@ TITLE = """\
 
 The model is plain PyTorch. It is trained on 8 × 8 images of digits, pruned to a tenth of its
 convolutions after two epochs, and taken back into plain torch, with the accuracy that was reported.
-Here one process does it all, in about a minute; `mpirun -n 4 python examples/afternoon.py` is the
-same program on 2 stages × 2 replicas.
+Here one process does it all, in about a minute; the same program on 2 stages × 2 replicas is
+`mpirun -n 4 python examples/afternoon.py layout.g_inter=2`.
 
 It needs axsparse in the kernel's environment, and `examples/` as the working directory.
 """
@@ -32,9 +32,8 @@ to train again, take another `"run_dir=runs/second"`.
 TRAIN = """\
 ## Train
 
-`ax.run_here` calls `main` in this process. `main` builds the trainer, trains, and holds the
-accuracy in plain torch against the one that was reported. An interrupt of the kernel saves and
-ends it.
+`main` makes the trainer, trains, and holds the accuracy in plain torch against the one that was
+reported. An interrupt of the kernel saves and ends it.
 """
 CURVES = """\
 ## Curves
@@ -66,7 +65,7 @@ def cells() -> Iterator[tuple[str, str]]:
         yield "code", "\n".join(lines)
     yield "markdown", TRAIN
     yield "code", "\n".join(main)
-    yield "code", "ax.run_here(main)"
+    yield "code", "main()"
     yield "markdown", CURVES
     yield (
         "code",

@@ -39,10 +39,10 @@ from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import peak_memory_bytes
 from axsparse.samo.optim.optimizer import optimizer_of
-from axsparse.training.build import HEALED, PrunedLayers, build, prune_layers
+from axsparse.training.build import HEALED, PrunedLayers, prune_layers
 from axsparse.training.checkpoint.verification import checkpoint_of
 from axsparse.training.export import Weights, export, export_folder
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 UNTRAINED = (
     *("optimizer.name=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"),

@@ -79,7 +79,7 @@ def configure(source: Mapping[str, Any] | str | Path, overrides: Sequence[str] =
     if isinstance(source, (str, Path)):
         loaded = load_config(str(source), overrides)
     else:
-        settings = dict(_read_dictionaries(source))
+        settings = dict(_read_dictionaries(source, "configure"))
         settings.update(_read_override(override) for override in overrides)
         loaded = _validated(settings, "custom")
     values = _by_key(loaded.config)
@@ -89,14 +89,59 @@ def configure(source: Mapping[str, Any] | str | Path, overrides: Sequence[str] =
     return loaded.config
 
 
-def _read_dictionaries(source: Mapping[str, Any]) -> Iterator[tuple[str, Setting]]:
+def load_settings(
+    source: Config | Mapping[str, Any] | str | Path | None, *above: Mapping[str, Any]
+) -> LoadedConfig:
+    """The configuration of `ax.Trainer`: a source, and settings above it, of which later ones win.
+
+    A source is what `configure` takes or has returned; None takes the defaults. Settings are by
+    dotted keys, or by their last parts alone where only one key ends so. The name is empty unless
+    the source is a file. Raises what `configure` raises.
+    """
+    settings: dict[str, Setting] = {}
+    name = ""
+    if isinstance(source, Config):
+        made, values = made_in_python(source, ""), _by_key(source)
+        name = made.name
+        settings = {key: Setting(values[key], origin) for key, origin in made.origins.items()}
+    elif isinstance(source, Mapping):
+        settings = dict(_read_dictionaries(source, "config"))
+    elif isinstance(source, (str, Path)):
+        path = _find(str(source))
+        name, settings = path.stem, dict(_read_file(path))
+    elif source is not None:
+        raise ConfigError(
+            f"Trainer: config is {type(source).__name__}; give a path, a dict such as "
+            '{"pruning.sparsity": 0.5}, or what configure returns'
+        )
+    for given in above:
+        settings.update((full_key(key), Setting(value, "Trainer")) for key, value in given.items())
+    return _validated(settings, name)
+
+
+def full_key(short: str) -> str:
+    """The dotted key of a setting that is named by its last part; ConfigError unless one is."""
+    found = [key for key in FIELDS if key == short or key.endswith(f".{short}")]
+    if short in found:
+        return short
+    if not found:
+        raise unknown_key(short, "Trainer")
+    if len(found) > 1:
+        raise ConfigError(
+            f"{short} (Trainer): {' and '.join(found)} end so; write "
+            f'config={{"{found[0]}": …}} for the first'
+        )
+    return found[0]
+
+
+def _read_dictionaries(source: Mapping[str, Any], origin: str) -> Iterator[tuple[str, Setting]]:
     for section, given in source.items():
         nested = section in SECTIONS and isinstance(given, Mapping)
         for leaf, value in given.items() if nested else [("", given)]:
             key = f"{section}.{leaf}" if leaf else section
             if key not in FIELDS:
-                raise unknown_key(key, "configure")
-            yield key, Setting(value, "configure")
+                raise unknown_key(key, origin)
+            yield key, Setting(value, origin)
 
 
 def made_in_python(config: Config, name: str) -> LoadedConfig:

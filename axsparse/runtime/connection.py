@@ -53,8 +53,8 @@ def connect_alone() -> Transport:
     for name in (*SIZE_VARIABLES, SRUN_SIZE):
         if (said := os.environ.get(name, "1")) != "1":
             raise ConfigError(
-                f"run_here: {said} processes were started ({name}), and it is for one, such as a "
-                "notebook's; call ax.run"
+                f"Trainer: {said} processes were started ({name}), each an interactive session; "
+                "start a program, as in: mpirun -n 4 python my_model.py"
             )
     bind_early(os.environ)
     remove_leftovers()

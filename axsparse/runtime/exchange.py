@@ -61,7 +61,7 @@ def leave_together(transport: Transport) -> None:
     if sum_of(transport, [0.0, 1.0]) == [0.0, transport.size]:
         return
     farewell = (
-        f"rank {transport.rank}: has left `main`, and other ranks wait for it; call build on every "
+        f"rank {transport.rank}: has ended, and other ranks wait for it; make a Trainer on every "
         "rank of the job, or on none"
     )
     text = json.dumps([ConfigError.__name__, farewell])

@@ -1,4 +1,4 @@
-"""Runs a function on every rank, and ends all ranks together with one line and one exit code.
+"""Connects this process to the other ranks, and ends all together with one line and one exit code.
 
 A failure that all ranks raise (`runtime.exchange.together`) is printed once, and every rank
 leaves by itself. A failure of one rank ends the others through the transport, since they may be
@@ -7,6 +7,7 @@ waiting for it.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import os
@@ -17,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, Protocol, TextIO, TypeVar
+from typing import NoReturn, Protocol, TextIO
 
 import torch
 from pydantic import ValidationError
@@ -34,11 +35,9 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.exchange import leave_together
 from axsparse.runtime.launcher import speaks, write_line
-from axsparse.runtime.process_exit import exit_process
-from axsparse.runtime.seeds import preserved_rng, seed_main
+from axsparse.runtime.process_exit import exit_process, flush_streams
+from axsparse.runtime.seeds import seed_main
 from axsparse.runtime.stop_signal import StopRequest
-
-T = TypeVar("T")
 
 
 class HasTransport(Protocol):
@@ -47,6 +46,14 @@ class HasTransport(Protocol):
     @property
     def transport(self) -> Transport:
         """Connects ranks on the devices that they compute on."""
+        ...
+
+
+class Closable(Protocol):
+    """A trainer as a job sees it."""
+
+    def close(self) -> None:
+        """Save what was left in the middle, and end all threads."""
         ...
 
 
@@ -68,13 +75,10 @@ class Job:
         """Names this rank in messages; "rank 3 (stage 1, replica 1)" once there is a grid."""
         self.run_dir: Path | None = None
         """Where tracebacks of internal errors go; None until there is a run directory."""
+        self.in_progress: list[Closable] = []
+        """The trainers whose runs have begun and are not closed."""
         self._branches: list[tuple[Transport, Callable[[], object | None]]] = []
         """The transport of each trainer, and a function that returns the trainer while in use."""
-
-    @property
-    def has_built(self) -> bool:
-        """Whether this rank has begun to build a trainer; all ranks do so together."""
-        return bool(self._branches)
 
     def branch(self) -> Transport:
         """Open a transport for one more trainer; all ranks call this together.
@@ -106,59 +110,100 @@ class Job:
         self._branches[-1] = branch, weakref.ref(owner)
 
 
+def own_job() -> Job:
+    """The job of this process, which connects to the other ranks when it is first asked for.
+
+    From then on an exception that nobody catches ends all ranks with one line, and the process ends
+    as `_leave` does. A session that goes on after an exception, such as a notebook's, is a job of
+    one rank, and only gets the exception.
+    """
+    if not _own:
+        if hasattr(sys, "ps1"):
+            _own.append(Job(connect_alone()))
+        else:
+            job = _connected(None)
+            sys.excepthook = lambda _, failure, __: _end(job, failure)
+            atexit.register(_leave_at_exit, job)
+            _own.append(job)
+    return _own[0]
+
+
+_own: list[Job] = []
+"""The job of this process, once it is connected: MPI knows only one a process."""
+
+
 def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoReturn:
-    """Call `main` on this rank and end the process; never returns.
+    """Call a command's `main` on this rank and end the process; never returns.
 
     The exit code is 0 if `main` returns, the error's own for an AxsparseError (see
     `axsparse.runtime.errors`), 130 if the job is interrupted, the code of `sys.exit(code)`, and 70
-    for any other exception and for `sys.exit(0)`. All ranks have to call the same things: if `main`
-    returns on one rank before it has built a trainer, and others build one, all end with
-    ConfigError; if it returns while others train, they wait until the watchdog ends them. The
-    generators of torch, Python and numpy have the same seed on every rank when `main` begins, so
-    that modules and data made there are alike. A caller that listens to signals already passes its
-    `stop`.
+    for any other exception and for `sys.exit(0)`. The generators of torch, Python and numpy have
+    the same seed on every rank when `main` begins. A caller that listens to signals already passes
+    its `stop`.
     """
-    _mend_streams()
     if stop is None or not stop.is_listening:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        transport = connect()
-    except AxsparseError as error:
-        # Without MPI every process takes itself for rank 0, so `speaks` asks the launcher.
-        exit_process(error.exit_code, f"error: {error}" if speaks() else None)
-    job = Job(transport, stop)
-    threading.excepthook = lambda hook: _last_words(job, hook.exc_value or hook.exc_type())
+    job = _connected(stop)
     seed_main()
     try:
         main(job)
-        if not job.has_built:
-            leave_together(transport)
-        (job.placement or job).transport.close()
+        _leave(job)
     except BaseException as failure:
-        if not (isinstance(failure, AxsparseError) and failure.on_all_ranks):
-            _last_words(job, failure)
-        what = "" if isinstance(failure, StoppedError) else "error: "
-        exit_process(failure.exit_code, f"{what}{failure}" if transport.rank == 0 else None)
+        _end(job, failure)
     exit_process()
 
 
-def run_here(main: Callable[[Job], T]) -> T:
-    """Call `main` in this process alone, such as a notebook's, and return what it returns.
-
-    Nothing ends the process: errors are raised, StoppedError after an interrupt that saved (a
-    second interrupt within `main` does end it, as does the watchdog). Trainers can be used
-    afterwards. The generators have the seed that they have in `run`, and are restored with the
-    number of torch's threads. ConfigError if a launcher started several processes.
-    """
-    job = Job(connect_alone())
-    threads = torch.get_num_threads()
+def _connected(stop: StopRequest | None) -> Job:
+    """The job of this process among the other ranks; ends the process where it cannot connect."""
+    _mend_streams()
     try:
-        with preserved_rng():
-            seed_main()
-            return main(job)
-    finally:
-        job.stop.release()
-        torch.set_num_threads(threads)
+        job = Job(connect(), stop)
+    except AxsparseError as error:
+        # Without MPI every process takes itself for rank 0, so `speaks` asks the launcher.
+        exit_process(error.exit_code, f"error: {error}" if speaks() else None)
+    threading.excepthook = lambda hook: _last_words(job, hook.exc_value or hook.exc_type())
+    return job
+
+
+def _end(job: Job, failure: BaseException) -> NoReturn:
+    """End this process after an exception; the whole job, unless all ranks have raised it."""
+    job.in_progress.clear()
+    if not (isinstance(failure, AxsparseError) and failure.on_all_ranks):
+        _last_words(job, failure)
+    exit_process(failure.exit_code, _line_of_all(job, failure))
+
+
+def _line_of_all(job: Job, failure: AxsparseError) -> str | None:
+    """What is said of an error that all ranks have raised; None but on rank 0."""
+    what = "" if isinstance(failure, StoppedError) else "error: "
+    return f"{what}{failure}" if job.transport.rank == 0 else None
+
+
+def _leave(job: Job) -> None:
+    """Close what is open, once all ranks have nothing left to do.
+
+    All ranks have to make the same trainers: if one makes another, all end with ConfigError; if one
+    trains on, the others wait until the watchdog ends them. What was left in the middle of its run
+    is saved.
+    """
+    leave_together(job.transport)
+    for trainer in [*job.in_progress]:
+        trainer.close()
+    (job.placement or job).transport.close()
+
+
+def _leave_at_exit(job: Job) -> None:
+    """`_leave`, where Python ignores exceptions."""
+    try:
+        _leave(job)
+    except BaseException as failure:
+        if not (isinstance(failure, AxsparseError) and failure.on_all_ranks):
+            _last_words(job, failure)
+        if (line := _line_of_all(job, failure)) is not None:
+            write_line(line)
+        leave_together(job.transport)  # All come here; none ends before the line is written.
+        flush_streams()
+        job.transport.abort(failure.exit_code)
 
 
 def _mend_streams() -> None:

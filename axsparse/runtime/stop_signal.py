@@ -71,14 +71,14 @@ class StopRequest:
         ).start()
 
     def release(self) -> None:
-        """Give the signals back to the handlers that they had before."""
+        """Give the signals back to the handlers that they had before, and forget that one came."""
         if self._pipe is None or threading.current_thread() is not threading.main_thread():
             return
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self._pipe[1])  # this ends the thread, which closes the other end
-        self._pipe = None
+        self._pipe = self.reason = None
 
     def hear(self, number: int) -> None:
         """Note that a signal has come; a second one that is no echo ends the process."""

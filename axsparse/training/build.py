@@ -1,16 +1,14 @@
-"""Builds a trainer from a configuration, a model and data, for a new or a resumed run."""
+"""Builds the parts of a run from a configuration, a model and data, for a new or a resumed one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Thread
-from types import NoneType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +23,7 @@ from axsparse.models.layer_cost import CostError
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.sinks import refuse_missing_packages
-from axsparse.observe.watchdog.watchdog import open_watchdog
+from axsparse.observe.watchdog.watchdog import Watchdog, open_watchdog
 from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.healing import Fit, HealedLayers
@@ -40,6 +38,7 @@ from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks
+from axsparse.runtime.stop_signal import StopRequest
 from axsparse.samo.host.compiled_loops import FEW, cache_folder
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
@@ -51,7 +50,7 @@ from axsparse.samo.state_bytes import StateBytes
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.modules import Sharding
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, CheckpointMasks, load_layers
-from axsparse.training.checkpoint.manifest import DataEntry
+from axsparse.training.checkpoint.manifest import DataEntry, Progress
 from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.checkpoint.verification import (
     MEANS,
@@ -68,7 +67,6 @@ from axsparse.training.resolution import RunInputs, RunSpec, resolve
 from axsparse.training.run_checks import facts_of, refuse_odd_rank
 from axsparse.training.run_data import Data, open_data, with_example
 from axsparse.training.run_directory import RunDir, find_run, open_run_dir
-from axsparse.training.trainer import OnCheckpoint, OnEvaluation, OnStep, Trainer
 
 HEALED = "healing"
 """The folder in the run directory with the layers that are healed, until the first checkpoint has
@@ -80,41 +78,25 @@ SILENT_SECONDS = 2.0
 """How long a start waits for compiled loops before it says so."""
 
 
-# Reason: these are the arguments of the Python API, all but the first four optional.
-def run_training(
-    job: Job,
-    model: Model,
-    open_datasets: Callable[[], Datasets],
-    config: Config | LoadedConfig,
-    *,
-    score: Score | None = None,
-    optimizer: Optimizer | None = None,
-    learning_rate: LearningRate | None = None,
-    resume: str | None = None,
-    overwrite: bool = False,
-    on_step: OnStep | None = None,
-    on_evaluation: OnEvaluation | None = None,
-    on_checkpoint: OnCheckpoint | None = None,
-) -> None:
-    """Build a trainer and train; all ranks call this together with equal arguments.
+@dataclass(frozen=True)
+class PreparedRun:
+    """All that a trainer takes over on one rank."""
 
-    The arguments and errors are those of `build` and `Trainer.train`.
-    """
-    trainer = build(
-        *(job, model, open_datasets, config),
-        score=score,
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        resume=resume,
-        overwrite=overwrite,
-    )
-    trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
+    parts: Parts
+    saver: Saver | None = None
+    """None saves nothing."""
+    stop: StopRequest | None = None
+    """Whether this rank was told to stop; None lets no signal end training."""
+    watchdog: Watchdog | None = None
+    """None lets a hang last for ever."""
+    progress: Progress | None = None
+    """Where the resumed run stood; None for a new one."""
 
 
 # Reason: these are the arguments of the Python API, all but the first four optional.
 @torch.inference_mode(mode=False)
 @torch.enable_grad()  # whoever calls may have switched gradients off
-def build(
+def prepare_run(
     job: Job,
     model: Model,
     open_datasets: Callable[[], Datasets],
@@ -127,27 +109,15 @@ def build(
     quiet: bool = False,
     resume: str | None = None,
     overwrite: bool = False,
-) -> Trainer:
-    """A trainer on every rank of the job; all ranks call this together with equal arguments.
+) -> PreparedRun:
+    """All parts of a run on this rank, its state built or read; all ranks call this together.
 
-    `open_datasets` is called on first and last stages only. Without `grid`, the layout of the
-    configuration decides. `score` is a pruning criterion of the user's own: a function from a
-    tensor's name and fp32 weights to a score for each entry, of which the highest are kept.
-    `optimizer` is an update rule of the user's own (`samo/optim/optimizer.py` explains it), and
-    `learning_rate` a function from the number of a step, counted from 0, to its learning rate: they
-    come before `optimizer.name` and before the section `schedule`. A run that goes on is given them
-    again, since no checkpoint contains functions.
-    `quiet` neither prints nor writes anything. `resume` is "auto", which goes on from the newest
-    whole checkpoint of the run directory if there is one, or the path of a run or checkpoint.
-    `overwrite` begins anew in the `run_dir` of the configuration, and removes what another run has
-    recorded and saved there.
-
-    Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
-    TrainingError where a GPU has no room for the state.
+    The arguments and errors are those of `Trainer`, with the model, the data and the configuration
+    in one form each. `open_datasets` is called on first and last stages only. Without `grid`, the
+    layout of the configuration decides.
     """
-    given = {"model": model, "open_datasets": open_datasets, "config": config, "grid": grid}
-    given |= {"optimizer": optimizer, "learning_rate": learning_rate}
-    together(job.transport, lambda: _refuse_other_types(**given))
+    together(job.transport, lambda: _refuse_other_rules(optimizer, learning_rate))
+    job.run_dir = None
     loaded = _check_settings(job, config, model)
     if quiet:
         together(job.transport, lambda: _refuse_quiet(resume))
@@ -187,7 +157,7 @@ def build(
         together(transport, partial(_load, existing.checkpoint, parts))
     if run.on_host and not run.memory_is_tight:
         keep_freed_blocks()
-    return _make_trainer(job, parts, directory)
+    return _prepared(job, parts, directory)
 
 
 @dataclass(frozen=True)
@@ -220,8 +190,8 @@ def prune_layers(
     All ranks call this together. Every stage has one of its layers at a time and the activations
     of the samples, and what is made of the layer goes into a file in `folder`, where a killed start
     finds it. The losses are of the first `train.eval_steps` batches of validation samples, which
-    pass through the layers by the side. Raises what `build` raises, and TrainingError where healing
-    diverges.
+    pass through the layers by the side. Raises what `prepare_run` raises, and TrainingError where
+    healing diverges.
     """
     _check_settings(job, loaded, model)
     placement, loaded = _place(job, loaded)
@@ -266,38 +236,27 @@ def _check_settings(job: Job, config: Config | LoadedConfig, model: Model) -> Lo
     return loaded
 
 
-_ARGUMENTS: Mapping[str, tuple[Any, str]] = {
-    "model": (Model, "a Model; from_sequential makes one of modules"),
-    "config": ((Config, LoadedConfig), "what configure makes of a dict"),
-    "grid": ((Grid, NoneType), "Grid(g_inter, g_data)"),
-    "open_datasets": (Callable, "a function returning Datasets"),
-    "optimizer": (
-        (Optimizer, NoneType),
-        "an ax.Optimizer, or leave it out and set optimizer.name",
-    ),
-    "learning_rate": (
-        (Callable, NoneType),
-        "a function of the number of a step, or leave it out and set optimizer.learning_rate",
-    ),
-}
-"""The types of arguments of `build`, and what to give."""
-
-
-def _refuse_other_types(**arguments: Any) -> None:
-    """ConfigError for arguments whose wrong type would otherwise be found deep within."""
-    for name, value in arguments.items():
-        right, mend = _ARGUMENTS[name]
-        if not isinstance(value, right):
-            raise ConfigError(f"build: {name} is {type(value).__name__}; give {mend}")
-    if arguments["learning_rate"] is not None:
-        own_learning_rate(arguments["learning_rate"], 0)
+def _refuse_other_rules(optimizer: object, learning_rate: object) -> None:
+    """ConfigError for rules of wrong types, which would otherwise be found deep within."""
+    if not isinstance(optimizer, Optimizer | None):
+        raise ConfigError(
+            f"Trainer: optimizer is {type(optimizer).__name__}; give an ax.Optimizer, or leave it "
+            "out and set optimizer.name"
+        )
+    if learning_rate is not None:
+        if not callable(learning_rate):
+            raise ConfigError(
+                f"Trainer: learning_rate is {type(learning_rate).__name__}; give a number, or a "
+                "function of the number of a step"
+            )
+        own_learning_rate(learning_rate, 0)
 
 
 def _refuse_quiet(resume: str | None) -> None:
     """ConfigError for a quiet run that is to go on with another, since it has no run directory."""
     if resume is not None:
         raise ConfigError(
-            "build: resume goes on in a run directory, and quiet has none; leave one of them out"
+            "Trainer: resume goes on in a run directory, and quiet has none; leave one of them out"
         )
 
 
@@ -306,7 +265,7 @@ def _refuse_overwriting(loaded: LoadedConfig, resume: str | None) -> None:
     if resume is not None or loaded.config.run_dir == "auto":
         why = "resume goes on with a run" if resume is not None else "run_dir is auto, a new one"
         raise ConfigError(
-            f"build: overwrite begins a run_dir anew, and {why}; leave one of them out"
+            f"Trainer: overwrite begins a run_dir anew, and {why}; leave one of them out"
         )
 
 
@@ -377,8 +336,8 @@ def _facts_of_functions(run: RunSpec) -> dict[str, str]:
     """What must be equal on all ranks of the optimizer and the schedule, which may be functions."""
     moments = ", ".join(run.optimizer.moments) or "none"
     return {
-        "build: optimizer": f"the moments {moments}",
-        "build: learning_rate": "none" if run.learning_rate is None else "a function",
+        "Trainer: optimizer": f"the moments {moments}",
+        "Trainer: learning_rate": "none" if run.learning_rate is None else "a function",
     }
 
 
@@ -644,13 +603,10 @@ def _load(checkpoint: Checkpoint, parts: Parts) -> None:
         )
 
 
-# -- the trainer --------------------------------------------------------------------------
-
-
-def _make_trainer(job: Job, parts: Parts, directory: RunDir | None) -> Trainer:
-    """The trainer; with a run directory it also gets a saver and a watchdog."""
+def _prepared(job: Job, parts: Parts, directory: RunDir | None) -> PreparedRun:
+    """With a run directory, a run also has a saver and a watchdog."""
     if directory is None:
-        return Trainer(parts)
+        return PreparedRun(parts)
     watchdog = open_watchdog(
         parts.run.config.watchdog,
         directory.path,
@@ -658,10 +614,4 @@ def _make_trainer(job: Job, parts: Parts, directory: RunDir | None) -> Trainer:
         activity=parts.activity,
         transport=parts.transport,
     )
-    return Trainer(
-        parts,
-        saver=Saver(directory, parts),
-        stop=job.stop,
-        watchdog=watchdog,
-        progress=directory.progress,
-    )
+    return PreparedRun(parts, Saver(directory, parts), job.stop, watchdog, directory.progress)

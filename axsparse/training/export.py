@@ -126,16 +126,45 @@ def export(
     path = path.absolute()
     _refuse_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
-    tensors = _of_hf(weights) if is_folder else weights.by_name()
+    tensors = weights.by_name()
     files: Mapping[str, bytes] | None = None
     notes: Sequence[str] = ()
     if is_folder:
-        tokenizer, untold = _tokenizer(weights)
-        files, notes = hf_files(weights.config().model, weights.dtype, tokenizer)
-        notes = notes or untold
+        config, data = weights.config(), checkpoint.manifest.data
+        shapes = {name: entry.shape for name, entry in weights.parameters.items()}
+        mend = f"--to hf: {checkpoint.path} is of a model of your own", "choose --to torch"
+        tensors = _of_hf(config, shapes, tensors, mend)
+        files, notes = _files(config, weights.dtype, (data.name, data.fingerprint))
     values = weights.read(value for _, value in tensors.values())
     nbytes = _write(path, tensors, values, files, checkpoint.step, force=force)
     return ExportSummary(checkpoint, len(tensors), nbytes, notes)
+
+
+# Reason: what is written, what is said of it, and where.
+def save_folder(
+    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    weights: Mapping[str, Tensor],
+    data: tuple[str, str],
+    path: Path,
+    *,
+    step: int,
+    force: bool,
+) -> Sequence[str]:
+    """Write a Hugging Face folder of weights in memory; returns what the user should know of it.
+
+    `shapes` are those of the parameters, the other weights are buffers; `data` are the name and the
+    fingerprint of the training data. Raises what `export` raises.
+    """
+    path = path.absolute()
+    _refuse_taken(path, is_folder=True, force=force)
+    held = {name: (header_of(one), partial(as_stored, one)) for name, one in weights.items()}
+    mend = "save_hf: the model is one of your own", "take trainer.state_dict()"
+    tensors = _of_hf(config, shapes, held, mend)
+    dtype = next(weights[name].dtype for name in shapes)
+    files, notes = _files(config, dtype, data)
+    _write(path, tensors, (value() for _, value in tensors.values()), files, step, force=force)
+    return notes
 
 
 def export_folder(
@@ -374,18 +403,24 @@ def _new(path: Path) -> Iterator[Path]:
 # -- folders of transformers ---------------------------------------------------------------
 
 
-def _of_hf(weights: Weights) -> Tensors:
-    """All tensors as transformers names and stores them; ConfigError if it has no such model."""
-    path, config = weights.checkpoint.path, weights.config()
-    shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    model = model_without_weights(LoadedConfig(config, path.name, {}))
+def _of_hf(
+    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    known: Tensors,
+    mend: tuple[str, str],
+) -> Tensors:
+    """All tensors as transformers names and stores them.
+
+    ConfigError if the parameters, of these shapes, are not those of the model of the configuration;
+    `mend` is what the error begins and ends with.
+    """
+    model = model_without_weights(LoadedConfig(config, config.model.name, {}))
     if shapes != survey(replace(model, example=None)).shapes:
         raise ConfigError(
-            f"--to hf: {path} is of a model of your own, not of the {config.model.name} of its "
-            "configuration; choose --to torch"
+            f"{mend[0]}, not of the {config.model.name} of its configuration; {mend[1]}"
         )
     tensors: dict[str, tuple[TensorHeader, Value]] = {}
-    for name, (header, value) in weights.by_name().items():
+    for name, (header, value) in known.items():
         there, empty = as_in_hf(config.model, name, torch.empty(header.shape, device="meta"))
         stored = TensorHeader(header.dtype, tuple(empty.shape))
         tensors[there] = stored, partial(_stored, config.model, name, value)
@@ -440,12 +475,17 @@ def _json(content: Mapping[str, Any]) -> bytes:
     return f"{json.dumps(content, indent=2)}\n".encode()
 
 
-def _tokenizer(weights: Weights) -> tuple[ExportedTokenizer | None, list[str]]:
-    """The tokenizer of the run's data, if it is known; and a note if it cannot be read any more and
-    `model.from` names no other."""
-    config, data = weights.config(), weights.checkpoint.manifest.data
+def _files(
+    config: Config, dtype: torch.dtype, data: tuple[str, str]
+) -> tuple[dict[str, bytes], list[str]]:
+    """The files beside weights of a run, with the tokenizer of its data if it is known; a note if
+    that cannot be read any more and `model.from` names no other."""
+    untold: list[str] = []
+    tokenizer = None
     try:
-        return exported_tokenizer(config.data, data.name, data.fingerprint), []
+        tokenizer = exported_tokenizer(config.data, *data)
     except (DataError, MissingInputError) as reason:
-        said = [f"the folder has no tokenizer: {reason}"]
-        return None, said if config.model.from_ is None else []
+        if config.model.from_ is None:
+            untold = [f"the folder has no tokenizer: {reason}"]
+    files, notes = hf_files(config.model, dtype, tokenizer)
+    return files, notes or untold

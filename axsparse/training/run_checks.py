@@ -62,10 +62,7 @@ def check_weights_are_loaded(loaded: LoadedConfig, model: Model, targets: Target
 
 START = "start values"
 """The name of the fact that differs where each rank has drawn start values of its own."""
-MENDS = {
-    START: "make the modules within `main`, where torch has one seed on all ranks, or call "
-    "torch.manual_seed before you make them"
-}
+MENDS = {START: "call torch.manual_seed before you make the modules"}
 """What mends a difference in a fact, where starting all ranks alike does not mend it."""
 
 

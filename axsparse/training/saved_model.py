@@ -71,8 +71,8 @@ def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: 
     if shapes != surveyed.shapes:
         raise ConfigError(
             f"{weights.checkpoint.path}: is of a model of your own, not of the {config.model.name} "
-            "of its configuration; in Python, ax.build(…, resume=RUN).evaluate() evaluates it, and "
-            "ax.load gives its weights"
+            "of its configuration; in Python, ax.Trainer(…, resume=RUN).evaluate() evaluates it, "
+            "and ax.load gives its weights"
         )
     modules = filled_modules(model, surveyed.ties, weights.tensors())
     for module in modules.values():

@@ -7,80 +7,157 @@ and what a run says at its end.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
+from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Notice, Verdict
+from axsparse.models.layer import Model
 from axsparse.models.sequential import plain_model, refuse_dotted_names
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_file import TraceRecorder
-from axsparse.observe.watchdog.watchdog import Watchdog
+from axsparse.pruning.criteria import Score
 from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.pruning.methods.masking import Masking, Moment
 from axsparse.runtime.errors import (
-    AxsparseError,
     ConfigError,
     StoppedError,
     TrainingError,
     everywhere,
     noted,
 )
-from axsparse.runtime.exchange import sum_by_owner, sum_of
-from axsparse.runtime.stop_signal import StopRequest
+from axsparse.runtime.exchange import sum_by_owner, sum_of, together
+from axsparse.runtime.job import Job, own_job
+from axsparse.samo.optim.optimizer import LearningRate, Optimizer
 from axsparse.samo.state_bytes import StateBytes
+from axsparse.training.build import PreparedRun, prepare_run
 from axsparse.training.checkpoint.checkpoint_folder import path_of
 from axsparse.training.checkpoint.manifest import BestEntry, Progress
 from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.evaluation import Evaluation, evaluate
+from axsparse.training.export import save_folder
 from axsparse.training.live_weights import LiveWeights
 from axsparse.training.parts import Parts
+from axsparse.training.run_sources import DataSource, ModelSource, run_sources
 from axsparse.training.step import Step
 
 
 class Trainer:
-    """Trains one model on all ranks; every rank has one and calls the same methods."""
+    """Trains one model on all ranks; every rank makes one and calls the same methods.
 
+        trainer = ax.Trainer(model, data=(train, validation), config="my_run.yaml", g_inter=2)
+        for step in trainer:
+            result = trainer.step()
+
+    `mpirun -n 4 python my_model.py` starts such a program on four ranks.
+    """
+
+    # Reason: these are the arguments of the Python API, all optional.
     def __init__(
         self,
-        parts: Parts,
+        model: ModelSource = None,
+        data: DataSource = None,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
-        saver: Saver | None = None,
-        stop: StopRequest | None = None,
-        watchdog: Watchdog | None = None,
-        progress: Progress | None = None,
+        score: Score | None = None,
+        optimizer: Optimizer | None = None,
+        learning_rate: float | LearningRate | None = None,
+        quiet: bool = False,
+        resume: str | None = None,
+        overwrite: bool = False,
+        **settings: Any,
     ) -> None:
-        """Without `saver` nothing is saved, without `stop` no signal ends training, and without
-        `watchdog` a hang lasts for ever. `progress` says where the resumed run stood; it is None
-        for a new one.
+        """Connect this process to the other ranks, and build or read the state of its layers.
+
+        Args:
+            model: `ax.from_sequential(modules, loss)` or another `ax.Model`, `ax.hf(folder)`, the
+                name of a model such as "gpt", or None for that of the settings.
+            data: The training data, a pair (training, validation), `ax.tokens(path)`, or None for
+                those of the settings. A function that returns `ax.Datasets` is called on the first
+                and last stages only, which read.
+            config: The path or name of a configuration, a dictionary of settings by dotted keys or
+                by sections, or what `ax.configure` returns.
+            score: A pruning criterion: a function from a tensor's name and fp32 weights to a score
+                for each entry, of which the highest are kept.
+            optimizer: An update rule (`samo/optim/optimizer.py` explains it), in place of
+                `optimizer.name`.
+            learning_rate: A peak, or a function from the number of a step, counted from 0, to its
+                learning rate, in place of the section `schedule`. A run that goes on is given
+                functions again, since no checkpoint contains any.
+            quiet: Neither print nor write anything; there is no run directory.
+            resume: "auto" goes on from the newest whole checkpoint of the run directory if there is
+                one; else the path of a run or checkpoint.
+            overwrite: Begin anew in the `run_dir` of the settings, and remove what another run has
+                recorded and saved there.
+            settings: Settings by the last part of their key, such as `g_inter=2` for
+                `layout.g_inter`. They win over `config`.
+
+        Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
+        TrainingError where a GPU has no room for the state.
         """
+        job = own_job()
+        if isinstance(learning_rate, (int, float)):
+            settings["learning_rate"], learning_rate = learning_rate, None
+        given = together(job.transport, lambda: run_sources(model, data, config, settings))
+        prepared = prepare_run(
+            *(job, given.model, given.open_datasets, given.loaded),
+            score=score,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            quiet=quiet,
+            resume=resume,
+            overwrite=overwrite,
+        )
+        self._take_over(job, prepared)
+
+    def _take_over(self, job: Job, prepared: PreparedRun) -> None:
+        """Begin where a run that is prepared stands."""
+        self.parts = parts = prepared.parts
         self.config = config = parts.run.config
-        self.parts = parts
         self.last_evaluation: Evaluation | None = None
+        self._job = job
         self._step = Step(parts)
         self._evaluated_at: int | None = None
         self._masked_at: int | None = None
-        self._saver = saver
-        self._stop = stop
-        self._watchdog = watchdog
+        self._saver = prepared.saver
+        self._stop = prepared.stop
+        self._watchdog = prepared.watchdog
         self._is_stopped = False
         self._closed = False
         self._is_ended = False
         """Whether a callback has asked to end the run."""
+        self._is_ready = False
+        """Whether all that stands before the coming step has been done."""
+        self._awaits_step = False
+        """Whether the loop has given a step's number, and the step has not been done."""
         self._callbacks: dict[str, Callable[[int, Any], object] | None] = {}
         self._live_weights = LiveWeights(parts)
-        if progress is not None:
-            self._step.restore(progress)
-            self._evaluated_at = progress.step if progress.evaluated else None
-            self._masked_at = progress.step if progress.masked else None
+        if prepared.progress is not None:
+            self._step.restore(prepared.progress)
+            self._evaluated_at = prepared.progress.step if prepared.progress.evaluated else None
+            self._masked_at = prepared.progress.step if prepared.progress.masked else None
         self._tracing = make_tracing(parts, self.steps_done)
-        self._best = BestEvaluation(config, progress)
+        self._best = BestEvaluation(config, prepared.progress)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0; rank 0 gets weights, and is the one to print."""
+        return self.parts.place.rank
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The directory that the run writes to; None of a quiet one."""
+        return self.parts.run_dir
 
     @property
     def steps_done(self) -> int:
@@ -97,27 +174,49 @@ class Trainer:
         """The learning rate of the coming step."""
         return self._step.position.learning_rate
 
-    def step(self) -> Verdict:
-        """One training step (`Step.train_step`), in which all ranks also learn whether any of
-        them was told to stop or still writes a checkpoint."""
-        stop, saver = self._stop, self._saver
-        verdict = self._step.train_step(
-            lambda: Notice(
-                stop is not None and stop.is_set,
-                saver is not None and saver.is_writing,
-                saver is not None and saver.asks(),
-            )
-        )
-        self._is_stopped = verdict.notice.stop
-        if saver is not None:
-            saver.advance(any_writing=verdict.notice.writing)
-            saver.is_asked = verdict.notice.save
-        return verdict
-
     # -- the loop -----------------------------------------------------------------------
 
-    @torch.inference_mode(mode=False)
-    @torch.enable_grad()  # whoever calls may have switched gradients off
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of the steps that are left, counted from 1, for a loop that calls `step`.
+
+        Between two steps masks change, and the run evaluates, saves and records, as in `train`.
+        After the last step the run ends as `train` ends it. A loop that is left before goes on
+        where another one begins; `close` saves what it has done.
+        """
+        self._refuse_closed("the loop")
+        self._awaits_step = False
+        return self
+
+    def __next__(self) -> int:
+        if self._closed:
+            raise StopIteration
+        if self._awaits_step:
+            raise ConfigError(
+                f"trainer: step {self.steps_done + 1} was not done; call trainer.step() in the loop"
+            )
+        if not self._make_ready():
+            self._end()
+            raise StopIteration
+        self._awaits_step = True
+        return self.steps_done + 1
+
+    def step(self) -> Verdict:
+        """One training step: forward, backward, sums and update, and before it what stands between
+        two steps, unless the loop has done that.
+
+        The result has `loss` and `grad_norm`, measured before the update. All ranks call this
+        together. ConfigError after the last step, or after `close`; StoppedError on all ranks if a
+        signal came, once all is saved.
+        """
+        self._refuse_closed("step")
+        if not self._make_ready():
+            raise ConfigError(
+                f"step: the run is over after {self.steps_done} steps; raise train.steps"
+            )
+        self._awaits_step = self._is_ready = False
+        with self._ending_on_failure():
+            return self._recorded_step()
+
     def train(
         self,
         on_step: OnStep | None = None,
@@ -127,7 +226,7 @@ class Trainer:
     ) -> None:
         """Run all steps that are left, with evaluations, checkpoints and records, and close.
 
-        The callbacks are called on every rank, between two steps: `on_step(steps done, verdict)`
+        The callbacks are called on every rank, between two steps: `on_step(steps done, result)`
         after each; then `on_checkpoint(step, folder)` for each checkpoint that has become whole,
         which are written beside the steps; then `on_evaluation(steps done, evaluation)`. An
         exception in one of them ends the run. If one returns True, on any rank, the run ends there
@@ -135,31 +234,69 @@ class Trainer:
         it never calls. StoppedError on all ranks once a signal ends it before the
         last step and all is saved.
         """
-        if self._closed:
-            raise ConfigError("trainer: it has trained and is closed; build another one")
-        parts = self.parts
+        self._refuse_closed("train")
         self._callbacks = {
             "on_step": on_step,
             "on_evaluation": on_evaluation,
             "on_checkpoint": on_checkpoint,
         }
-        if self._watchdog is not None:
-            self._watchdog.start()
-        try:
+        with self._ending_on_failure():
             _refuse_no_functions(self._callbacks)
-            with explained(
-                parts.place.rank,
-                lambda: (
-                    f"{parts.phases.action or parts.activity.task} of step {parts.activity.step}"
+            self._warn_of_no_evaluation(on_evaluation)
+            for _ in self:
+                self.step()
+
+    def _refuse_closed(self, what: str) -> None:
+        if self._closed:
+            raise ConfigError(
+                f"{what}: the trainer is closed; make another one, with resume='auto' to go on"
+            )
+
+    def _make_ready(self) -> bool:
+        """Do what stands before the coming step; False if none follows."""
+        if not self._is_ready:
+            with self._ending_on_failure():
+                if self not in self._job.in_progress:
+                    self._job.in_progress.append(self)
+                    if self._watchdog is not None:
+                        self._watchdog.start()
+                    self._heed_signal()
+                self._is_ready = self._between_steps()
+        return self._is_ready
+
+    @contextmanager
+    def _ending_on_failure(self) -> Iterator[None]:
+        """Close if the code within fails; whatever the caller has switched, it has gradients."""
+        parts = self.parts
+        try:
+            with (
+                torch.inference_mode(mode=False),
+                torch.enable_grad(),
+                explained(
+                    parts.place.rank,
+                    lambda: (
+                        f"{parts.phases.action or parts.activity.task} of step "
+                        f"{parts.activity.step}"
+                    ),
+                    parts.state_bytes,
+                    parts.recorder.predicted_memory_bytes,
+                    parts.run_dir,
                 ),
-                parts.state_bytes,
-                parts.recorder.predicted_memory_bytes,
-                parts.run_dir,
             ):
-                self._heed_signal()
-                self._warn_of_no_evaluation(on_evaluation)
-                while self._between_steps():
-                    self._recorded_step()
+                yield
+        except BaseException as failure:
+            try:
+                # Every rank raises such an error, so the checkpoint under way is still finished.
+                if getattr(failure, "on_all_ranks", False) and self._saver is not None:
+                    self._saver.finish()
+            finally:
+                self._release()
+            raise
+
+    def _end(self) -> None:
+        """End the run after its last step: all is saved, and the result judged."""
+        parts = self.parts
+        with self._ending_on_failure():
             parts.recorder.flush()
             if self._saver is not None:
                 parts.activity.at("checkpoint", self.steps_done)
@@ -168,13 +305,55 @@ class Trainer:
             refuse_bad_end(self.steps_done, self.last_evaluation, parts.masking)
             for line in last_lines(self._progress(), self._step.skips.summary(), self._saver):
                 parts.recorder.say(line)
-        except AxsparseError as failure:
-            # Every rank raises this error, so the checkpoint under way can still be finished.
-            if failure.on_all_ranks and self._saver is not None:
-                self._saver.finish()
-            raise
-        finally:
-            self.close()
+        self._release()
+
+    def close(self) -> None:
+        """End the run, all threads and the record; weights and evaluations can still be had.
+
+        All ranks call this together. In the middle of a run it saves, as a signal does, so that
+        `resume="auto"` goes on from here; while an exception is handled it does not, since other
+        ranks may not have raised it. It is safe to call this twice.
+        """
+        is_in_progress = self in self._job.in_progress and sys.exc_info()[0] is None
+        if not self._closed and is_in_progress:
+            if self._is_over:
+                if self._is_ready or not self._make_ready():
+                    self._end()
+            elif self._saver is not None:
+                with self._ending_on_failure():
+                    self._save_in_the_middle(self._saver)
+        self._release()
+
+    def _save_in_the_middle(self, saver: Saver) -> None:
+        """Save, unless a checkpoint has it all, and say where."""
+        recorder = self.parts.recorder
+        recorder.flush()
+        if self.steps_done not in (0, saver.last_step):
+            self.parts.activity.at("checkpoint", self.steps_done)
+            saver.start(self._progress())
+        saver.finish()
+        self._tell_of_checkpoints()
+        if self.steps_done:
+            recorder.say(
+                f"closed after step {self.steps_done}, saved in {saver.folder}; resume='auto' goes "
+                "on"
+            )
+
+    def _release(self) -> None:
+        """End all threads, remove the hooks from the weights, which would keep the model alive, and
+        close the record; safe to call twice."""
+        self._closed = True
+        if self in self._job.in_progress:
+            self._job.in_progress.remove(self)
+        if self._saver is not None:
+            self._saver.close()
+        if self._stop is not None:
+            self._stop.release()
+        self._step.close()
+        self.parts.collector.close()
+        self.parts.recorder.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
 
     def _warn_of_no_evaluation(self, on_evaluation: OnEvaluation | None) -> None:
         if on_evaluation is None:
@@ -252,7 +431,7 @@ class Trainer:
         ConfigError for a trainer without a run directory, OutputError.
         """
         if self._saver is None:
-            raise ConfigError("save: a quiet trainer has no run directory; build it without quiet")
+            raise ConfigError("save: a quiet trainer has no run directory; make it without quiet")
         self._saver.start(self._progress())
         self._saver.finish()
         return path_of(self._saver.folder, self.steps_done)
@@ -268,6 +447,43 @@ class Trainer:
         if live is None:
             raise ConfigError("mask file: nothing of this model is pruned; set pruning.sparsity")
         live.save(path)
+
+    def save_hf(
+        self,
+        path: str | Path,
+        *,
+        trained: bool = False,
+        named: Callable[[str], str | None] = str,
+        force: bool = False,
+    ) -> None:
+        """Write the model as a Hugging Face folder, as `axsparse export --to hf` does.
+
+        The values are the fp32 masters, zero where pruned, or with `trained` the weights in the
+        training precision. Of a model that is made around another, `named(name)` gives the name
+        that a weight has in the model of the settings, or None to leave it out. `force` replaces
+        an earlier folder. All ranks call this together, before, between or after steps; rank 0
+        needs memory for the whole model. Raises, on all ranks alike, ConfigError for a model that
+        transformers does not have, and OutputError.
+        """
+        parts, found = self.parts, self.state_dict(trained=trained)
+
+        def write() -> None:
+            if found is not None:
+                names = {name: there for name in found if (there := named(name)) is not None}
+                shapes = parts.survey.shapes
+                notes = save_folder(
+                    self.config,
+                    {there: shapes[name] for name, there in names.items() if name in shapes},
+                    {there: found[name] for name, there in names.items()},
+                    (parts.data.name, parts.data.fingerprint),
+                    Path(path),
+                    step=self.steps_done,
+                    force=force,
+                )
+                for note in notes:
+                    parts.recorder.say(note)
+
+        together(parts.transport, write)
 
     def state_dict(self, *, trained: bool = False) -> dict[str, Tensor] | None:
         """All weights and buffers as `ax.load` gives them for a checkpoint, on rank 0; None on
@@ -294,25 +510,9 @@ class Trainer:
         """Bytes of this rank's live model state."""
         return self.parts.state_bytes()
 
-    def close(self) -> None:
-        """End all threads, remove the hooks from the weights and close the record.
-
-        Hooks would keep the model alive. It is safe to call this twice.
-        """
-        self._closed = True
-        if self._saver is not None:
-            self._saver.close()
-        if self._stop is not None:
-            self._stop.release()
-        self._step.close()
-        self.parts.collector.close()
-        self.parts.recorder.close()
-        if self._watchdog is not None:
-            self._watchdog.close()
-
     # -- details ------------------------------------------------------------------------
 
-    def _recorded_step(self) -> None:
+    def _recorded_step(self) -> Verdict:
         parts = self.parts
         parts.activity.at("training", self.steps_done + 1)
         self._step.check_layers()  # before anything of the step is counted
@@ -321,7 +521,7 @@ class Trainer:
         parts.phases.begin_step()
         rate, before = self.learning_rate, self._bytes_sent()
         scale = parts.loss_scale.scale
-        verdict = self.step()
+        verdict = self._train_step()
         gradient_bytes, p2p_bytes = (
             after - start for after, start in zip(self._bytes_sent(), before, strict=True)
         )
@@ -349,6 +549,24 @@ class Trainer:
         self._call_back("on_step", "after step", self.steps_done, verdict)
         self._tell_of_checkpoints()
         parts.activity.steps += 1
+        return verdict
+
+    def _train_step(self) -> Verdict:
+        """`Step.train_step`, in which all ranks also learn whether any of them was told to stop or
+        still writes a checkpoint."""
+        stop, saver = self._stop, self._saver
+        verdict = self._step.train_step(
+            lambda: Notice(
+                stop is not None and stop.is_set,
+                saver is not None and saver.is_writing,
+                saver is not None and saver.asks(),
+            )
+        )
+        self._is_stopped = verdict.notice.stop
+        if saver is not None:
+            saver.advance(any_writing=verdict.notice.writing)
+            saver.is_asked = verdict.notice.save
+        return verdict
 
     def _call_back(self, name: str, when: str, step: int, value: object) -> None:
         """Call a callback, if there is one; the line of an exception in it names the callback.
@@ -451,6 +669,19 @@ class Trainer:
         raise StoppedError(
             f"stopped after step {self.steps_done}, saved in {saver.folder}; --resume auto goes on"
         )
+
+
+def build(
+    job: Job,
+    model: Model,
+    open_datasets: Callable[[], Datasets],
+    config: Config | LoadedConfig,
+    **how: Any,
+) -> Trainer:
+    """A trainer on a rank of a job that is connected already; `how` is that of `prepare_run`."""
+    trainer = Trainer.__new__(Trainer)
+    trainer._take_over(job, prepare_run(job, model, open_datasets, config, **how))
+    return trainer
 
 
 OnStep = Callable[[int, Verdict], object]

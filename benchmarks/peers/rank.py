@@ -95,21 +95,17 @@ def run_peer(run: Run, folder: Path) -> None:
 
 
 def run_ours(run: Run, folder: Path) -> None:
-    import axsparse as ax
     from peers.contenders.ours import train
     from peers.gpt import Stream
 
-    def main(job: ax.Job) -> None:
-        train(job, tiny(run), folder / "tiny", lambda _: None)
-        rank = job.transport.rank
-        record = Record()
-        digest = Stream(run.size, run.all_steps).digest
-        record.start(run)
-        # Every rank knows the loss; that of rank 0 counts.
-        train(job, run, folder / "run", lambda loss: record.end_step([] if rank else [loss]))
-        record.save(folder / f"rank{rank}.json", tokens=digest)
-
-    ax.run(main)
+    rank = train(tiny(run), folder / "tiny", lambda _: None)
+    record = Record()
+    digest = Stream(run.size, run.all_steps).digest
+    record.start(run)
+    # Every rank knows the loss; that of rank 0 counts.
+    train(run, folder / "run", lambda loss: record.end_step([] if rank else [loss]))
+    record.save(folder / f"rank{rank}.json", tokens=digest)
+    sys.exit()
 
 
 def main() -> None:

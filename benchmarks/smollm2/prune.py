@@ -6,24 +6,19 @@ import json
 import shutil
 import sys
 import time
-from functools import partial
 
 import axsparse as ax
-from axsparse.config.load import load_config
-from axsparse.data.sources import open_datasets
-from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.process_memory import peak_memory_bytes
 
 
-def main(job: ax.Job) -> None:
+def main() -> None:
     out, *settings = sys.argv[1:]
-    loaded = load_config("prune_llama.yaml", [*settings, f"run_dir={out}-run"])
+    config = ax.configure("prune_llama.yaml", [*settings, f"run_dir={out}-run"])
     began = time.monotonic()
-    trainer = ax.build(job, named_model(loaded), partial(open_datasets, loaded), loaded)
+    trainer = ax.Trainer(config=config)
     seconds, cpu = time.monotonic() - began, time.process_time()
-    folder = trainer.save()
-    if job.transport.rank == 0:
-        ax.export(folder, "hf", out)
+    trainer.save_hf(out)
+    if trainer.rank == 0:
         shutil.rmtree(f"{out}-run")
     found = {
         "seconds": seconds,
@@ -36,4 +31,4 @@ def main(job: ax.Job) -> None:
 
 
 if __name__ == "__main__":
-    ax.run(main)
+    main()

@@ -114,8 +114,8 @@ def he_normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.empty(shape).normal_(0.0, math.sqrt(2 / fan_out), generator=generator)
 
 
-def train(job: ax.Job, build: Callable[[int], ax.Model], settings: Path, size: int = 224) -> None:
+def train(build: Callable[[int], ax.Model], settings: Path, size: int = 224) -> None:
     """Train the model on the folder that the command names first; key=value follow."""
     root, *changes = sys.argv[1:]
     config = ax.configure(settings, changes)
-    ax.build(job, build(size), partial(image_folders, Path(root), size), config).train()
+    ax.Trainer(build(size), partial(image_folders, Path(root), size), config).train()

@@ -91,4 +91,4 @@ def vgg19(size: int) -> ax.Model:
 
 
 if __name__ == "__main__":
-    ax.run(partial(train, build=vgg19, settings=Path(__file__).with_suffix(".yaml")))
+    train(vgg19, Path(__file__).with_suffix(".yaml"))

@@ -101,4 +101,4 @@ def wide_resnet101_2(size: int) -> ax.Model:
 
 
 if __name__ == "__main__":
-    ax.run(partial(train, build=wide_resnet101_2, settings=Path(__file__).with_suffix(".yaml")))
+    train(wide_resnet101_2, Path(__file__).with_suffix(".yaml"))

@@ -16,7 +16,7 @@ def test_the_whole_afternoon_ends_with_an_accurate_model_also_in_plain_torch(
     tmp_path: Path,
 ) -> None:
     """The example itself holds the accuracy that was reported against plain torch."""
-    done = run_mpirun(4, [str(EXAMPLE), "run_dir=run"], cwd=tmp_path)
+    done = run_mpirun(4, [str(EXAMPLE), "run_dir=run", "layout.g_inter=2"], cwd=tmp_path)
 
     assert done.returncode == 0, done
     found = re.search(r"accuracy reported (\S+), in plain torch (\S+)\n", done.stdout)

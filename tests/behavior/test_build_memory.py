@@ -59,6 +59,8 @@ import axsparse as ax
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.process_memory import resident_memory_bytes
+from axsparse.runtime.job import Job
+from axsparse.training.trainer import build
 
 def init(name, shape, generator):
     return torch.randn(shape, generator=generator) * 0.02
@@ -72,8 +74,8 @@ def built(layers):
     data = ax.ArrayDataset(torch.zeros(8, 1024), torch.zeros(8, 1024))
     config = ax.configure({"precision": "bf16", "pruning": {"sparsity": 0.9},
         "batch": {"global_batch_size": 1, "microbatch_size": 1}, "optimizer": {"clip_norm": 0.0}})
-    job = ax.Job(LocalTransport(LocalWorld(1), 0))
-    return ax.build(job, model, lambda: ax.Datasets(data, None), config, quiet=True)
+    job = Job(LocalTransport(LocalWorld(1), 0))
+    return build(job, model, lambda: ax.Datasets(data, None), config, quiet=True)
 
 first = built(1)
 first.close()

@@ -36,8 +36,7 @@ from axsparse.runtime.errors import ConfigError, DataError, TrainingError
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.build import build
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 WIDTH = 16
 
@@ -359,13 +358,6 @@ LOADER = DataLoader(TensorDataset(torch.zeros(9)))
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (
-            {"model": nn.Linear(2, 2)},
-            "build: model is Linear; give a Model; from_sequential makes one",
-        ),
-        ({"config": {}}, "build: config is dict; give what configure makes of a dict"),
-        ({"grid": 2}, r"build: grid is int; give Grid\(g_inter, g_data\)"),
-        ({"open_datasets": 2}, "build: open_datasets is int; give a function returning Datasets"),
         ({"open_datasets": tuple}, "open_datasets returned tuple; return Datasets"),
         (
             {"open_datasets": lambda: Datasets(TensorDataset(torch.zeros(9)))},  # type: ignore[arg-type]
@@ -516,5 +508,5 @@ def test_a_trainer_trains_once() -> None:
     model = Model([linear(), linear(WIDTH, 5)], summed_loss)
     ((trainer, _),) = train_in_process(1, 1, model, small_config(), vector_data())
 
-    with pytest.raises(ConfigError, match="trainer: it has trained and is closed; build another"):
+    with pytest.raises(ConfigError, match=r"^train: the trainer is closed; make another one"):
         trainer.train()

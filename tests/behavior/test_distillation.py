@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.hf import SMALL_LLAMA, small_llama, write_llama
-from support.runs import assert_bitwise, tiny_config, token_data, train_in_process
+from support.runs import assert_bitwise, job_alone, tiny_config, token_data, train_in_process
 from torch import Tensor
 
 import axsparse as ax
-from axsparse.config.load import load_config
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
@@ -143,18 +142,21 @@ def test_it_leaves_a_folder_that_a_run_starts_from(
     write_llama(tmp_path / "dense")
     monkeypatch.chdir(tmp_path)
     data = ax.Datasets(token_data(), token_data())
-    monkeypatch.setattr(example, "open_datasets", lambda loaded: data)
+    monkeypatch.setattr("axsparse.training.run_sources.open_datasets", lambda loaded: data)
+    monkeypatch.setattr("axsparse.training.trainer.own_job", job_alone)
     settings = ["precision=fp32", "train.steps=2", "data.source=stdlib", "run_dir=run"]
     settings += ["batch.global_batch_size=4", "model.from=dense", "train.eval_steps=1"]
     monkeypatch.setattr(sys, "argv", ["", "prune_llama.yaml", "student", *settings])
 
-    ax.run_here(example.main)
+    example.main()
 
-    start = example.named_model(load_config("prune_llama.yaml", ["model.from=student"])).start
+    start = ax.named_model(ax.configure("prune_llama.yaml", ["model.from=student"])).start
+    assert start is not None
     trained = ax.load("run")
     model = small_llama()
     for name in survey(model).shapes:
         tensor = start.read(name)
+        assert tensor is not None
         assert torch.equal(tensor, trained[example.with_role(model, "student", name)]), name
         share = (tensor == 0).float().mean().item()
         is_pruned = name.startswith("model.layers") and tensor.dim() == 2

@@ -163,26 +163,23 @@ def test_a_rank_that_leaves_ends_all(tmp_path: Path) -> None:
 
 LEAVES_EARLY = """
 import axsparse as ax
+from axsparse.runtime.job import own_job
 from support.runs import mlp, tiny_config, vector_data
 
-def main(job):
-    if job.transport.rank > 0:
-        return
-    ax.build(job, mlp(), lambda: ax.Datasets(vector_data()), tiny_config(), quiet=True)
-
-ax.run(main)
+if own_job().transport.rank == 0:
+    ax.Trainer(mlp(), vector_data(), tiny_config(), quiet=True)
 """
 
 
 @pytest.mark.exhaustive
-def test_ranks_that_return_before_they_build_end_all_with_one_line() -> None:
+def test_ranks_that_end_before_others_make_a_trainer_end_all_with_one_line() -> None:
     job = run_mpirun(3, ["-c", LEAVES_EARLY])
 
     assert_refused(
         job,
         78,
-        "rank 1: has left `main`, and other ranks wait for it; call build on every rank of the "
-        "job, or on none",
+        "rank 1: has ended, and other ranks wait for it; make a Trainer on every rank of the job, "
+        "or on none",
     )
 
 

@@ -213,8 +213,11 @@ def test_a_run_goes_on_with_its_own_optimizer_and_with_no_other(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"optimizer": torch.optim.SGD}, "build: optimizer is type; give an ax.Optimizer, or"),
-        ({"learning_rate": 0.1}, "build: learning_rate is float; give a function of the number of"),
+        ({"optimizer": torch.optim.SGD}, "Trainer: optimizer is type; give an ax.Optimizer, or"),
+        (
+            {"learning_rate": "a"},
+            "Trainer: learning_rate is str; give a number, or a function",
+        ),
         (
             {"learning_rate": lambda step: torch.nan},
             r"learning_rate: the function gave nan for step 0; return a finite number of at least",
@@ -252,7 +255,7 @@ def test_ranks_with_different_optimizers_are_refused() -> None:
         transport = LocalTransport(world, rank)
         return train_here(transport, Grid(2, 1), tiny_gpt(config), config, token_data(), **own)
 
-    with pytest.raises(ConfigError, match=r"^build: optimizer: rank 1 .* has the moments velocity"):
+    with pytest.raises(ConfigError, match=r"^Trainer: optimizer: rank 1 .* the moments velocity"):
         world.run(built)
 
 

@@ -14,8 +14,8 @@ from support.commands import Axsparse, assert_one_line
 from support.commands import axsparse as axsparse
 from support.hf import write_folder
 from support.mpirun import run_alone, run_mpirun
+from support.runs import job_alone
 
-import axsparse as ax
 from axsparse.cli import prune_folder
 from axsparse.cli.prune_order import PruneOrder
 from axsparse.models.start_weights import open_weights
@@ -171,7 +171,7 @@ def test_the_work_is_held_while_it_is_done(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(prune_folder, "_prepare", lambda again: again.take())
 
     with pytest.raises(OutputError, match=r"out\.run: is in use by"):
-        ax.run_here(lambda job: prune_folder.prune_folder(job, order))
+        prune_folder.prune_folder(job_alone(), order)
 
 
 @pytest.mark.parametrize(

@@ -265,11 +265,11 @@ def test_a_program_trains_under_mpirun(ranks: int, root: Path, tmp_path: Path) -
     program = tmp_path / "small.py"
     program.write_text(
         f"import sys\nsys.path.insert(0, {str(VISION)!r})\n"
-        "from functools import partial\nfrom pathlib import Path\n"
+        "from pathlib import Path\n"
         "import axsparse as ax\nfrom photos import train\nfrom vgg19 import vgg\n"
         "def build(size): return vgg(((4, 4), (8, 8)), size, hidden=16, classes=2)\n"
         f"settings = Path({str(VISION / 'vgg19.yaml')!r})\n"
-        "ax.run(partial(train, build=build, settings=settings, size=16))\n"
+        "train(build, settings, size=16)\n"
     )
     changes = ["train.steps=6", "train.eval_every=3", "batch.global_batch_size=8", "run_dir=run"]
 

@@ -41,9 +41,8 @@ from axsparse.runtime.files.safetensors import TensorHeader
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
 from axsparse.runtime.stop_signal import StopRequest
-from axsparse.training.build import build
 from axsparse.training.checkpoint import saver as save
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 SMALLEST_BYTES = 2_000
 

@@ -40,8 +40,8 @@ from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Layer, Model
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
-from axsparse.training.build import build
 from axsparse.training.checkpoint import saver as save
+from axsparse.training.trainer import build
 
 SLEEP_SECONDS = 3.0
 TIMEOUT = 2.0

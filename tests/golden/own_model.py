@@ -37,12 +37,12 @@ def datasets() -> ax.Datasets:
     )
 
 
-def main(job: ax.Job) -> None:
+def main() -> None:
     """Train it as the settings say."""
+    torch.manual_seed(0)
     model = ax.from_sequential(network(), loss, metrics={"top1": ax.count_top1})
-    config = ax.configure(sys.argv[1], sys.argv[2:])
-    ax.build(job, model, datasets, config).train()
+    ax.Trainer(model, datasets, ax.configure(sys.argv[1], sys.argv[2:])).train()
 
 
 if __name__ == "__main__":
-    ax.run(main)
+    main()

@@ -27,8 +27,7 @@ from axsparse.data_parallel.agreement import Verdict
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
 from axsparse.samo.layer_state import LayerState
-from axsparse.training.build import build
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 
 class Case(TypedDict):

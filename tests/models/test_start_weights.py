@@ -24,6 +24,7 @@ from support.images import (
     write_safetensors,
 )
 from support.runs import (
+    job_alone,
     summed_loss,
     tiny_config,
     tiny_gpt,
@@ -41,6 +42,7 @@ from axsparse.models.start_weights import FromFile, fingerprint, open_weights, s
 from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
+from axsparse.training.trainer import build
 
 STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
 
@@ -457,7 +459,7 @@ def test_new_tensors_are_named_where_a_configuration_starts(
     data = token_data(samples=48)
     datasets = ax.Datasets(data, data)
 
-    ax.run_here(lambda job: ax.build(job, named_model(loaded), lambda: datasets, loaded).close())
+    build(job_alone(), named_model(loaded), lambda: datasets, loaded).close()
 
     out = capsys.readouterr().out
     assert f"{path}: new, and not from the file: {new[0]}; left out of it: {new[0]}\n" in out

@@ -27,8 +27,8 @@ from axsparse.models.losses import summed_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.job import Job, run
 from axsparse.runtime.process_memory import M_MMAP_THRESHOLD, give_back_at_once
-from axsparse.training.build import build
 from axsparse.training.resolution import RunSpec, resolve
+from axsparse.training.trainer import build
 
 TINY = ("model.hidden_size=32", "model.num_heads=2", "batch.global_batch_size=2")
 WIDE = "wide"

@@ -10,8 +10,7 @@ from axsparse.data.dataset import Datasets
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
-from axsparse.training.build import build
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 SIZE = MPI.COMM_WORLD.size
 

@@ -19,8 +19,7 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.training.build import build
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 STATE = StateBytes(weight=26_000_000_000, gradient=2_600_000_000, optimizer=10_400_000_000)
 TORCH = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.1 GiB"
@@ -95,7 +94,7 @@ def test_state_that_does_not_fit_says_so_while_it_is_built(
 
 
 def test_a_step_that_does_not_fit_says_what_was_predicted(tmp_path: Path) -> None:
-    line = trained(tmp_path, lambda trainer: setattr(trainer, "step", full))
+    line = trained(tmp_path, lambda trainer: setattr(trainer, "_train_step", full))
 
     assert line.startswith("GPU memory ran out in training of step 1 (2.50 GiB")
     assert "predicted peak" in line

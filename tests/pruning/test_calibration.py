@@ -12,6 +12,7 @@ from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, saved_model, small_llama, write_llama
 from support.runs import (
     VOCABULARY,
+    job_alone,
     mlp,
     random_init,
     tiny_config,
@@ -32,6 +33,7 @@ from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.calibration import Progress
 from axsparse.runtime.errors import ConfigError
+from axsparse.training.trainer import build
 
 SAMPLES = 6
 
@@ -391,7 +393,7 @@ def test_experts_that_no_token_met_are_said_once(
     loaded = made_in_python(config, "gpt_oss")
     datasets = ax.Datasets(token_data(), None)
 
-    ax.run_here(lambda job: ax.build(job, named_model(loaded), lambda: datasets, loaded).close())
+    build(job_alone(), named_model(loaded), lambda: datasets, loaded).close()
 
     said = [line for line in capsys.readouterr().out.splitlines() if "no token" in line]
     assert said == [
@@ -415,7 +417,7 @@ def test_it_says_how_far_it_is_and_what_the_pruning_costs(
     loaded = made_in_python(config, "llama")
     datasets = ax.Datasets(token_data(), None)
 
-    ax.run_here(lambda job: ax.build(job, named_model(loaded), lambda: datasets, loaded).close())
+    build(job_alone(), named_model(loaded), lambda: datasets, loaded).close()
 
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wanda: ")]
     assert lines[0] == "wanda: stage 0, layer 1 of 5, 3 microbatches of samples"

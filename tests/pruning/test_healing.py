@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.exhaustive import by_default
 from support.runs import (
+    job_alone,
     mlp,
     random_init,
     summed_loss,
@@ -22,7 +23,6 @@ from support.runs import (
 )
 from torch import Tensor, nn
 
-import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.data.order import samples_of_step
@@ -31,6 +31,7 @@ from axsparse.models.start_weights import open_weights, start_from
 from axsparse.pruning import calibration
 from axsparse.pruning.healing import Fit, HealedLayers, relative_error
 from axsparse.runtime.errors import ConfigError, DataError, OutputError, TrainingError
+from axsparse.training.trainer import build
 
 SAMPLES, SIZE = 10, 2
 LAYOUTS = [(2, 1), (4, 1), (1, 2), (2, 2)]
@@ -387,21 +388,17 @@ def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
     monkeypatch.setattr(Fit, "heal", counting)
     data = Datasets(vector_data(), None)
     with pytest.raises(KeyboardInterrupt):
-        ax.run_here(lambda job: ax.build(job, model, lambda: data, config))
+        build(job_alone(), model, lambda: data, config)
     assert sorted(path.name for path in (tmp_path / "run" / "healing").iterdir()) == [
         "hidden0.safetensors",
         "hidden1.safetensors",
     ]
 
-    def weights(job: ax.Job) -> dict[str, Tensor]:
-        trainer = ax.build(job, model, lambda: data, now, resume="auto")
-        found = trainer.state_dict()
-        trainer.close()
-        assert found is not None
-        return found
+    trainer = build(job_alone(), model, lambda: data, now, resume="auto")
+    found = trainer.state_dict()
+    trainer.close()
 
-    found = ax.run_here(weights)
-
+    assert found is not None
     assert len(healed) == 3 + fits
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 

@@ -42,7 +42,7 @@ def test_a_rank_that_leaves_while_others_work_is_named_on_all(
     ends: tuple[str, ...], first: int
 ) -> None:
     said = (
-        f"rank {first}: has left `main`, and other ranks wait for it; call build on every rank of "
+        f"rank {first}: has ended, and other ranks wait for it; make a Trainer on every rank of "
         "the job, or on none"
     )
 

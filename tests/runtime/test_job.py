@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
-import random
 import sys
 from typing import NoReturn
 
-import numpy as np
 import pytest
-import torch
 
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.job import Job, _last_words, run_here
+from axsparse.runtime.job import Job, _last_words
 from axsparse.runtime.local.local_transport import Local, LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 
@@ -91,39 +88,3 @@ def test_last_words_are_written_in_one_piece_since_others_may_speak_at_the_same_
         _last_words(Job(Ending(world, 0)), ConfigError("seed: 1"))
 
     assert pieces == ["axsparse: error: rank 0: seed: 1\n"]
-
-
-def test_what_main_draws_is_the_same_on_every_rank_and_whoever_called_draws_on() -> None:
-    def drawn(job: Job | None = None) -> list[float]:
-        return [torch.rand(1).item(), random.random(), np.random.rand()]  # noqa: S311
-
-    ranks = []
-    for seed in (7, 8):
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        after = drawn()
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        ranks.append(run_here(drawn))
-        assert drawn() == after
-
-    assert ranks[0] == ranks[1]
-
-
-def test_a_process_alone_gets_the_result_and_the_errors() -> None:
-    def fail(job: Job) -> None:
-        raise ConfigError(f"a mistake on {job.where}")
-
-    assert run_here(lambda job: (job.transport.size, job.transport.name)) == (1, "local")
-    with pytest.raises(ConfigError, match="a mistake on rank 0"):
-        run_here(fail)
-
-
-@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_of_several_processes_none_is_alone(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "4")
-
-    with pytest.raises(ConfigError, match="run_here: 4 processes were started"):
-        run_here(lambda job: None)

@@ -24,7 +24,7 @@ from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
-from axsparse.training.build import build
+from axsparse.training.trainer import build
 
 _ENTRY = struct.Struct("=qqq")
 PHASES = ("", "start-up", "resuming", "training", "ending")

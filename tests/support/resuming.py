@@ -27,11 +27,10 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.build import build
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.export import export
 from axsparse.training.placement import Placement
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 Layout = tuple[int, int]
 

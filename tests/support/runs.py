@@ -31,9 +31,8 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.precision import DTYPES, round_to
-from axsparse.training.build import build
 from axsparse.training.placement import Placement
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 VOCABULARY = 64
 T = TypeVar("T")
@@ -43,6 +42,11 @@ def on_ranks(size: int, body: Callable[[Transport], T]) -> list[T]:
     """What `body` returns on every rank of a world in this process."""
     world: LocalWorld[T] = LocalWorld(size)
     return world.run(lambda rank: body(LocalTransport(world, rank)))
+
+
+def job_alone() -> Job:
+    """A job of this process by itself."""
+    return Job(LocalTransport(LocalWorld[None](1), 0))
 
 
 def tiny_config(**sections: Any) -> Config:

@@ -27,10 +27,9 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST, Backend
 from axsparse.training import placement
-from axsparse.training.build import build
 from axsparse.training.placement import GpuMemory, Placement
 from axsparse.training.resolution import RunSpec
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 
 class OpenedError(Exception):
@@ -141,7 +140,7 @@ def test_a_start_that_waits_for_loops_says_so(
 def test_what_overwrites_names_a_run_that_begins_anew(resume: str | None, why: str) -> None:
     config = tiny_config()
 
-    with pytest.raises(ConfigError, match=f"^build: {why}"):
+    with pytest.raises(ConfigError, match=f"^Trainer: {why}"):
         build(
             job_of_one(has_gpu=False),
             tiny_gpt(config),

@@ -27,9 +27,8 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.rank_order import exact_sum
-from axsparse.training.build import build
 from axsparse.training.evaluation import Evaluation
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 TRAINING, VALIDATION = vector_data(), vector_data(samples=29)
 TOP1: Mapping[str, MetricFunction] = {"top1": count_top1}

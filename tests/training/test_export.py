@@ -181,7 +181,7 @@ def test_a_trainer_saves_before_its_first_step_what_is_then_exported(tmp_path: P
 def test_a_quiet_trainer_has_no_place_to_save() -> None:
     [(trainer, _)] = train_in_process(1, 1, mlp(), config_of(), vector_data())
 
-    with pytest.raises(ConfigError, match=r"^save: a quiet trainer has no run directory; build it"):
+    with pytest.raises(ConfigError, match=r"^save: a quiet trainer has no run directory; make it"):
         trainer.save()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
-from axsparse.runtime.errors import ConfigError, OutputError
+from axsparse.runtime.errors import ConfigError
 
 STEPS = 3
 
@@ -185,41 +184,3 @@ def test_a_layer_with_a_dot_in_its_name_has_no_place_in_a_module(tmp_path: Path)
         data=vector_data(),
         look=look,
     )
-
-
-def test_a_notebook_gets_the_trained_module_back(tmp_path: Path) -> None:
-    config = ax.configure(
-        {
-            "run_dir": str(tmp_path / "run"),
-            "precision": "fp32",
-            "batch": {"global_batch_size": 10, "microbatch_size": 5},
-            "train": {"steps": 2, "eval_every": 0, "threads": 2},
-        }
-    )
-    data = ax.Datasets(vector_data(), vector_data())
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    handler = signal.getsignal(signal.SIGINT)
-
-    def main(job: ax.Job) -> ax.Trainer:
-        trainer = ax.build(job, own_model(config), lambda: data, config)
-        trainer.train()
-        return trainer
-
-    def main_again(job: ax.Job) -> ax.Trainer:
-        trainer = ax.build(job, own_model(config), lambda: data, config, overwrite=True)
-        trainer.train()
-        return trainer
-
-    trainer = ax.run_here(main)
-    with pytest.raises(OutputError) as refused:
-        ax.run_here(main)
-    [line] = refused.value._render_traceback_()
-    assert line.startswith("OutputError: run_dir (configure): ") and "overwrite=True" in line
-    trainer = ax.run_here(main_again)
-
-    model, saved = trainer.model(), ax.load(tmp_path / "run")
-    assert model is not None
-    assert torch.equal(model.get_parameter("0.weight"), saved["0.weight"])
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), state)
-    assert signal.getsignal(signal.SIGINT) is handler

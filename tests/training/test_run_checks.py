@@ -81,9 +81,8 @@ def test_of_two_ranks_both_are_named_and_drawn_modules_have_a_mend_of_their_own(
     facts = {rank: {"start values": f"modules {rank}"} for rank in range(2)}
 
     assert refusals(facts, monkeypatch)[0] == (
-        "start values: rank 1 on host host1 has modules 1, rank 0 has modules 0; make the modules "
-        "within `main`, where torch has one seed on all ranks, or call torch.manual_seed before "
-        "you make them"
+        "start values: rank 1 on host host1 has modules 1, rank 0 has modules 0; call "
+        "torch.manual_seed before you make the modules"
     )
 
 

@@ -23,9 +23,9 @@ from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.training import placement
-from axsparse.training.build import build
 from axsparse.training.placement import Placement
 from axsparse.training.resolution import HOLES
+from axsparse.training.trainer import build
 
 
 def test_the_predicted_peak_has_10_mb_for_what_comes_with_the_first_steps(

@@ -7,22 +7,17 @@ from pathlib import Path
 import pytest
 from support.hf import SMALL_LLAMA
 from support.resuming import ran
-from support.runs import mlp, tiny_config, tiny_gpt, token_data, vector_data
+from support.runs import job_alone, mlp, tiny_config, tiny_gpt, token_data, vector_data
 
-import axsparse as ax
-import axsparse.training.saved_model
 from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
-from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.saved_model import evaluate_saved, open_saved_model
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 TRAIN = {"steps": 3, "eval_every": 3, "eval_steps": "all"}
 
@@ -98,8 +93,7 @@ def test_other_data_and_models_of_ones_own_are_refused(tmp_path: Path) -> None:
     train = config.train.model_copy(update={"eval_steps": "all"})
     again = config.model_copy(update={"train": train})
     data = Datasets(vector_data(), vector_data())
-    job = Job(LocalTransport(LocalWorld[None](1), 0))
-    trainer = ax.build(job, mlp(), lambda: data, again, resume=str(tmp_path / "own"))
+    trainer = build(job_alone(), mlp(), lambda: data, again, resume=str(tmp_path / "own"))
     found = trainer.evaluate()
     assert found is not None and trainer.steps_done == 1
     trainer.close()

@@ -29,11 +29,17 @@ from axsparse.runtime.errors import ConfigError, MissingInputError
 from axsparse.runtime.job import Job, _describe
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.build import run_training
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
 from axsparse.training.checkpoint.manifest import BestEntry
 from axsparse.training.evaluation import Evaluation
-from axsparse.training.trainer import BestEvaluation, OnCheckpoint, OnEvaluation, OnStep, Trainer
+from axsparse.training.trainer import (
+    BestEvaluation,
+    OnCheckpoint,
+    OnEvaluation,
+    OnStep,
+    Trainer,
+    build,
+)
 
 
 def test_a_signal_while_a_step_computes_ends_the_run_after_that_step(tmp_path: Path) -> None:
@@ -93,7 +99,7 @@ Heard = tuple[str, int, object]
 def train_heard(
     run_dir: Path, ranks: int, on_step: OnStep, on_evaluation: OnEvaluation, on_saved: OnCheckpoint
 ) -> None:
-    """`run_training` for four steps on so many stages, each a thread."""
+    """A training of four steps on so many stages, each a thread."""
     world: LocalWorld[None] = LocalWorld(ranks)
     config = tiny_config(
         train={"steps": 4, "eval_every": 2, "eval_steps": 1},
@@ -103,15 +109,9 @@ def train_heard(
     data = Datasets(vector_data(), vector_data())
 
     def body(rank: int) -> None:
-        run_training(
-            Job(LocalTransport(world, rank)),
-            mlp(),
-            lambda: data,
-            LoadedConfig(config, "tiny", {}),
-            on_step=on_step,
-            on_evaluation=on_evaluation,
-            on_checkpoint=on_saved,
-        )
+        job, loaded = Job(LocalTransport(world, rank)), LoadedConfig(config, "tiny", {})
+        trainer = build(job, mlp(), lambda: data, loaded)
+        trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_saved)
 
     world.run(body)
 
@@ -153,11 +153,10 @@ def test_a_callback_of_evaluations_that_never_are_is_warned_of(
     world: LocalWorld[None] = LocalWorld(1)
 
     world.run(
-        lambda rank: run_training(
+        lambda rank: build(
             Job(LocalTransport(world, rank)),
             *(mlp(), lambda: data, LoadedConfig(config, "tiny", {})),
-            on_evaluation=lambda step, _: heard.append(step),
-        )
+        ).train(on_evaluation=lambda step, _: heard.append(step))
     )
 
     said = [line for line in capsys.readouterr().out.splitlines() if "never called" in line]

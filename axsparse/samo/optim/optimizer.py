@@ -4,7 +4,7 @@
 functions for each. So an optimizer knows nothing of masks, half precision, sharding or devices: it
 sees 1-D fp32 tensors, be they all entries of a dense tensor or the kept entries of a pruned one.
 
-An `Optimizer` of a user's own trains by `ax.build(…, optimizer=…)`, and needs none of the steps
+An `Optimizer` of a user's own trains by `ax.Trainer(…, optimizer=…)`, and needs none of the steps
 below: a sign of the gradient without weight decay, say, is
 
     def apply(block, statistics, hyper):

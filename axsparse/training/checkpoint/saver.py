@@ -19,6 +19,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import xxhash
@@ -46,7 +47,7 @@ from axsparse.training.parts import Parts
 from axsparse.training.run_directory import RunDir
 
 THREAD = "axsparse checkpoint"
-"""The name of the threads that write and commit."""
+"""The name of the thread that writes and commits."""
 FileEntries = Mapping[str, FileEntry]
 """Files by name."""
 T = TypeVar("T")
@@ -109,6 +110,7 @@ class Saver:
             self._interval = SaveInterval(self._settings.mtbf_hours)
         self._held_seconds = 0.0
         """How long the checkpoint under way has held up this rank."""
+        self._background = Background()
 
     def due(self, step: int, *, is_last: bool) -> bool:
         """Whether the settings ask for a checkpoint after this step."""
@@ -161,7 +163,7 @@ class Saver:
             folder,
             {layer.name: layer.entry for layer in dealt},
             queue,
-            in_background(lambda: _write(folder, files, queue, beat)),
+            self._background.do(lambda: _write(folder, files, queue, beat)),
         )
         self.last_step = step
         with self._parts.statistics.of_first_replica():
@@ -223,6 +225,7 @@ class Saver:
         if pending is not None:
             pending.queue.close()
             wait(pending.work)
+        self._background.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -260,7 +263,7 @@ class Saver:
         pending.is_written = True
         if self._transport.rank == 0:
             manifest = self._manifest(pending, [json.loads(text) for text in texts])
-            pending.committing = in_background(lambda: self._commit(pending.folder, manifest))
+            pending.committing = self._background.do(lambda: self._commit(pending.folder, manifest))
 
     def _result(self, work: Future[T], path: Path) -> T:
         """What a thread's work at a path made; OutputError if it failed."""
@@ -384,22 +387,38 @@ def _write(
     return entries
 
 
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """Do some work in a thread that starts at once; its result, or the error that it raised.
+class Background:
+    """A thread that does one piece of work after the other, until it is closed.
 
-    As a daemon the thread does not keep a rank that failed elsewhere waiting for the disk.
+    It is there from the beginning, since Python starts no thread any more once a program ends. As a
+    daemon it does not keep a rank that failed elsewhere waiting for the disk.
     """
-    future: Future[T] = Future()
 
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as failure:
-            # Errors of every class are raised again in the thread that asks for the result.
-            future.set_exception(failure)
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=THREAD, daemon=True).start()
 
-    threading.Thread(target=run, name=THREAD, daemon=True).start()
-    return future
+    def do(self, work: Callable[[], T]) -> Future[T]:
+        """Begin some work, after that which has begun; its result, or the error that it raised."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as failure:
+                # Errors of every class are raised again in the thread that asks for the result.
+                future.set_exception(failure)
+
+        self._work.put(run)
+        return future
+
+    def close(self) -> None:
+        """End the thread after the work that has begun; safe to call twice."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
 
 
 class CopyQueue:

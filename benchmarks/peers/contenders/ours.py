@@ -113,17 +113,14 @@ def configuration(run: Run, folder: Path) -> ax.Config:
     )
 
 
-def train(job: ax.Job, run: Run, folder: Path, on_step: OnStep) -> None:
-    """Train as a user does, with a run directory and its metrics."""
+def train(run: Run, folder: Path, on_step: OnStep) -> int:
+    """Train as a user does, with a run directory and its metrics; returns the rank."""
     stream = Stream(run.size, run.all_steps)
 
-    trainer = ax.build(
-        job,
-        model_of(run.size, run.precision),
-        lambda: ax.Datasets(InOrder(stream, run.size.tokens)),
-        configuration(run, folder),
-    )
+    data = InOrder(stream, run.size.tokens)
+    trainer = ax.Trainer(model_of(run.size, run.precision), data, configuration(run, folder))
     trainer.train(on_step=lambda _, verdict: on_step(verdict.loss))
+    return trainer.rank
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -20,10 +20,10 @@ from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensor
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.build import build
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, load_layers
 from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.verification import is_whole, open_checkpoint, read_entry, verify
+from axsparse.training.trainer import build
 
 
 def config_of(**sections: Any) -> Config:

@@ -1,0 +1,112 @@
+"""The model, the data and the settings that `ax.Trainer` is given, in one form each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any, cast
+
+from axsparse.config.load import LoadedConfig, load_settings
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Dataset, Datasets
+from axsparse.data.sources import open_datasets
+from axsparse.models.layer import Model
+from axsparse.models.zoo.model_registry import named_model
+from axsparse.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Hf:
+    """The model and the weights of a Hugging Face folder; `ax.hf` makes one."""
+
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids that lie in files; `ax.tokens` makes one."""
+
+    settings: Mapping[str, Any]
+
+
+def hf(folder: str | os.PathLike[str]) -> Hf:
+    """The model of a Hugging Face folder of config.json and safetensors, at its weights.
+
+    It is the setting `model.from`, which docs/howto/llama.md explains.
+    """
+    return Hf({"model.from": os.fspath(folder)})
+
+
+def tokens(
+    path: str | os.PathLike[str], *, validation: str | os.PathLike[str] | None = None
+) -> Tokens:
+    """Token ids that `axsparse data prepare` wrote, or that are read where they lie.
+
+    They are the settings `data.path` and `data.validation`, which docs/howto/data-formats.md
+    explains. Without `validation`, evaluations read the validation part of `path`.
+    """
+    settings = {"data.source": "tokens", "data.path": os.fspath(path)}
+    if validation is not None:
+        settings["data.validation"] = os.fspath(validation)
+    return Tokens(settings)
+
+
+ModelSource = Model | Hf | str | None
+"""A model, `ax.hf(folder)`, the name of a model such as "gpt", or None: that of the settings."""
+DataSource = Dataset | tuple[Dataset, Dataset] | Datasets | Tokens | Callable[[], Datasets] | None
+"""Training data, a pair with validation data, `ax.tokens(path)`, a function that opens them where
+they are read, or None: those of the settings."""
+
+
+@dataclass(frozen=True)
+class RunSources:
+    """A model, data and settings."""
+
+    model: Model
+    open_datasets: Callable[[], Datasets]
+    loaded: LoadedConfig
+
+
+def run_sources(
+    model: ModelSource,
+    data: DataSource,
+    config: Config | Mapping[str, Any] | str | Path | None,
+    settings: Mapping[str, Any],
+) -> RunSources:
+    """All of them in one form each.
+
+    Raises ConfigError for what has none of the forms, and what `configure` and `named_model` raise.
+    """
+    of_model: Mapping[str, Any] = {}
+    if isinstance(model, Hf):
+        of_model = model.settings
+    elif isinstance(model, str):
+        of_model = {"model.name": model}
+    elif model is not None and not isinstance(model, Model):
+        raise ConfigError(
+            f"Trainer: model is {type(model).__name__}; give ax.from_sequential(modules, loss), an "
+            "ax.Model, ax.hf(folder), or leave it out for that of the settings"
+        )
+    of_data = data.settings if isinstance(data, Tokens) else {}
+    loaded = load_settings(config, of_model, of_data, settings)
+    made = model if isinstance(model, Model) else named_model(loaded)
+    loaded = replace(loaded, name=loaded.name or made.name)
+    return RunSources(made, _opener(data, loaded), loaded)
+
+
+def _opener(data: DataSource, loaded: LoadedConfig) -> Callable[[], Datasets]:
+    """A function that opens the data."""
+    if data is None or isinstance(data, Tokens):
+        return partial(open_datasets, loaded)
+    if isinstance(data, FunctionType | partial | MethodType):
+        return data
+    if isinstance(data, tuple):
+        if len(data) != 2:
+            raise ConfigError(f"Trainer: data are {len(data)} data sets; give (train, validation)")
+        data = Datasets(*data)
+    datasets = data if isinstance(data, Datasets) else Datasets(cast(Dataset, data))
+    return lambda: datasets

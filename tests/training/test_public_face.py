@@ -1,0 +1,210 @@
+"""`ax.Trainer` in a plain program: its loop is `train`, and its ranks end together."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.exhaustive import by_default
+from support.mpirun import Finished, run_alone, run_mpirun
+
+import axsparse as ax
+
+PROGRAM = """
+import os, signal, sys
+import torch
+import axsparse as ax
+from support.runs import mlp, vector_data
+
+how, run_dir, *rest = sys.argv[1:]
+settings = {
+    "pruning": {"method": "gradual", "sparsity": 0.8, "interval": 1, "until_step": 6},
+    "batch": {"global_batch_size": 12, "microbatch_size": 3},
+    "train": {"steps": 8, "eval_every": 3, "eval_steps": 2, "peak_flops": 1e9},
+    "checkpoint": {"every": 3, "keep_last": 9},
+    "train.compare_replicas_every": 1,
+    "schedule.warmup_steps": 3,
+    "run_dir": run_dir,
+}
+trainer = ax.Trainer(
+    mlp(), (vector_data(), vector_data()), settings, precision="fp32", learning_rate=1e-2,
+    resume="auto" if "resume" in rest else None, g_inter=2 if "stages" in rest else 1,
+)
+if how == "train":
+    trainer.train()
+elif how == "steps":
+    while trainer.steps_done < trainer.config.train.steps:
+        trainer.step()
+    trainer.close()
+else:
+    for step in trainer:
+        result = trainer.step()
+        assert step == trainer.steps_done
+        if step == 5 and how == "raise" and trainer.rank == trainer.parts.place.grid.size - 1:
+            raise ValueError("a mistake of the user's")
+        if step == 5 and how == "signal" and trainer.rank == 0:
+            trainer._stop.hear(signal.SIGUSR1)
+        if step == 5 and how in ("break", "close", "exit"):
+            if how == "close":
+                trainer.close()
+            elif how == "exit":
+                sys.exit(3)
+            break
+"""
+
+
+ALONE: tuple[int, tuple[str, ...]] = 1, ()
+
+
+def run(ranks: int, folder: Path, how: str, run_dir: str, *words: str) -> Finished:
+    words = ("-c", PROGRAM, how, run_dir, *words)
+    return run_alone(words, cwd=folder) if ranks == 1 else run_mpirun(ranks, words, cwd=folder)
+
+
+def left(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The records of a run but for its times and memory, and all tensors of its checkpoints."""
+    differ = ("time", "second", "memory", "flops", "bubble", "phases", "_per_", "mfu")
+    records = [
+        {key: value for key, value in record.items() if not any(word in key for word in differ)}
+        for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    ]
+    steps = (folder / "checkpoints").glob("step-*")
+    return records, {path.name: ax.load(path) for path in sorted(steps)}
+
+
+def same(ours: Path, reference: Path, *, steps: set[str]) -> None:
+    records, checkpoints = left(ours)
+    expected, saved = left(reference)
+    assert records == expected
+    assert checkpoints.keys() == steps
+    for name in steps & saved.keys():
+        assert all(value.equal(saved[name][key]) for key, value in checkpoints[name].items())
+
+
+@pytest.mark.parametrize(("ranks", "how"), by_default([ALONE], [ALONE, (2, ()), (2, ("stages",))]))
+def test_the_loop_is_train_bit_for_bit_and_goes_on_wherever_it_is_left(
+    ranks: int, how: tuple[str, ...], tmp_path: Path
+) -> None:
+    """With masks that change, evaluations and checkpoints in the middle."""
+    assert run(ranks, tmp_path, "train", "train", *how).returncode == 0
+    records, saved = left(tmp_path / "train")
+    assert sum("eval_loss" in record for record in records) == 3
+    assert sum("sparsity" in record for record in records) > 3
+    every = {"step-3", "step-6", "step-8"}
+    assert saved.keys() == every
+
+    for name in ("loop", "steps"):
+        assert run(ranks, tmp_path, name, name, *how).returncode == 0
+        same(tmp_path / name, tmp_path / "train", steps=every)
+
+    for name, code in (("close", 0), ("break", 0), ("exit", 3), ("signal", 75)):
+        first = run(ranks, tmp_path, name, name, *how)
+        assert first.returncode == code, first
+        after = 6 if name == "signal" else 5
+        assert f"after step {after}, saved in {name}/checkpoints" in first.stdout + first.stderr
+        second = run(ranks, tmp_path, "loop", name, *how, "resume")
+        assert f"after step {after}" in second.stdout, second
+        same(tmp_path / name, tmp_path / "train", steps=every | {f"step-{after}"})
+
+
+def test_an_exception_in_the_loop_of_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
+    words = ["-c", PROGRAM, "raise", "run", "stages"]
+    done = run_mpirun(2, words, cwd=tmp_path, python=sys.executable, timeout=90)
+
+    assert done.returncode == 70, done
+    assert done.errors == [
+        "axsparse: error: rank 1 (stage 1, replica 0): ValueError: a mistake of the user's; "
+        "traceback in run/traceback-rank-1.txt"
+    ]
+    assert "in <module>" in (tmp_path / "run" / "traceback-rank-1.txt").read_text()
+
+
+def test_errors_of_all_ranks_are_one_line_with_their_code(tmp_path: Path) -> None:
+    done = run_mpirun(2, ["-c", "import axsparse as ax; ax.Trainer(sparsity=2)"], cwd=tmp_path)
+
+    assert done.returncode == 78, done
+    assert done.errors == ["axsparse: error: pruning.sparsity (Trainer): 2 should be less than 1"]
+
+
+def test_mistakes_in_a_loop_are_refused(tmp_path: Path) -> None:
+    program = """
+import sys
+sys.ps1 = ">>> "  # as in a notebook, where nothing ends the process
+import signal, torch
+import axsparse as ax
+from support.runs import mlp, vector_data
+
+def trainer(**more):
+    more |= {"global_batch_size": 12, "run_dir": "run"}
+    return ax.Trainer(mlp(), vector_data(), steps=2, eval_steps=0, **more)
+
+def told(does):
+    try:
+        does()
+    except ax.Trainer.__init__.__globals__["ConfigError"] as error:
+        print("told", error)
+
+handler = signal.getsignal(signal.SIGINT)
+first = trainer()
+told(lambda: [None for _ in first])
+for step in first:
+    first.step()
+assert first.model() is not None and first.evaluate() is None
+told(first.step)
+told(first.train)
+told(lambda: [first.step() for _ in first])
+second = trainer(overwrite=True)
+second.step()
+second.step()
+told(second.step)
+second.close()
+second.close()
+assert signal.getsignal(signal.SIGINT) is handler
+try:
+    trainer()
+except Exception as error:
+    [line] = error._render_traceback_()
+    print("told", line)
+assert "mpi4py.MPI" not in sys.modules
+"""
+    done = run_alone(["-c", program], cwd=tmp_path, python=sys.executable)
+
+    assert done.returncode == 0, done
+    closed = "the trainer is closed; make another one, with resume='auto' to go on"
+    assert [line[5:] for line in done.stdout.splitlines() if line.startswith("told ")] == [
+        "trainer: step 1 was not done; call trainer.step() in the loop",
+        f"step: {closed}",
+        f"train: {closed}",
+        f"the loop: {closed}",
+        "step: the run is over after 2 steps; raise train.steps",
+        "OutputError: run_dir (Trainer): run holds another run's metrics.jsonl, which would be "
+        "mixed up; choose another --run-dir (in Python run_dir=), or go on with that run by "
+        '--resume auto (in Python resume="auto", or overwrite=True to begin it anew)',
+    ]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_saved_folder_is_the_export_of_the_checkpoint(trained: bool, tmp_path: Path) -> None:
+    program = f"""
+import axsparse as ax
+trainer = ax.Trainer(
+    "gpt", None, {{"model": {{"num_layers": 2, "hidden_size": 32, "num_heads": 2,
+    "sequence_length": 12}}, "train.peak_flops": 1e9}}, precision="fp32", sparsity=0.5, steps=2,
+    g_inter=2, eval_steps=0, global_batch_size=4, microbatch_size=2, run_dir="run",
+)
+for _ in trainer:
+    trainer.step()
+trainer.save_hf("saved", trained={trained})
+"""
+    assert (done := run_mpirun(2, ["-c", program], cwd=tmp_path)).returncode == 0, done
+
+    ax.export(tmp_path / "run", "hf", tmp_path / "exported", trained=trained)
+
+    files = sorted(path.name for path in (tmp_path / "exported").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "saved").iterdir())
+    for name in files:
+        ours, theirs = (tmp_path / folder / name for folder in ("saved", "exported"))
+        assert ours.read_bytes() == theirs.read_bytes(), name

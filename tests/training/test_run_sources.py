@@ -1,0 +1,120 @@
+"""The forms in which `ax.Trainer` takes a model, data and settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hf import write_llama
+from support.runs import mlp, vector_data
+from torch import nn
+
+import axsparse as ax
+from axsparse.config.schema import Config
+from axsparse.runtime.errors import AxsparseError, ConfigError
+from axsparse.training.run_sources import run_sources
+
+MODEL = mlp()
+DATA = vector_data()
+
+
+def config_of(config: Any, **settings: Any) -> Config:
+    return run_sources(MODEL, DATA, config, settings).loaded.config
+
+
+def test_settings_come_over_those_of_a_file_a_dictionary_or_a_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("pruning: {sparsity: 0.5}\nseed: 3\n")
+    dictionary = {"pruning.sparsity": 0.5, "seed": 3}
+    nested = {"pruning": {"sparsity": 0.5}, "seed": 3}
+
+    for given in (file, str(file), dictionary, nested, ax.configure(file), ax.configure(nested)):
+        config = config_of(given, g_inter=2, seed=4)
+        assert (config.pruning.sparsity, config.layout.g_inter, config.seed) == (0.5, 2, 4)
+    assert config_of(None) == Config()
+
+
+def test_a_run_has_the_name_of_its_file_or_of_its_model(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("seed: 3\n")
+
+    assert run_sources(MODEL, DATA, tmp_path / "mine.yaml", {"seed": 1}).loaded.name == "mine"
+    assert run_sources(MODEL, DATA, ax.configure({}), {}).loaded.name == MODEL.name
+
+
+def test_a_setting_knows_where_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("seed: 3\n")
+
+    loaded = run_sources(MODEL, DATA, ax.configure(tmp_path / "mine.yaml"), {"sparsity": 0}).loaded
+
+    assert loaded.where("seed") == "seed (mine.yaml:1)"
+    assert loaded.where("pruning.sparsity") == "pruning.sparsity (Trainer)"
+    assert loaded.where("precision") == "precision (default)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"sparsityy": 0.5},
+            r"^sparsityy \(Trainer\): unknown key; did you mean pruning.sparsi",
+        ),
+        (
+            {"method": "wanda", "every": 3, "name": "gpt"},
+            r"^name \(Trainer\): model.name and optimizer.name end so; write config=\{",
+        ),
+        ({"sparsity": "half"}, r"^pruning.sparsity \(Trainer\): 'half' should be a valid number"),
+    ],
+)
+def test_settings_that_are_none_are_refused_in_one_line(settings: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_of(None, **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "config", "said"),
+    [
+        (nn.Linear(2, 2), DATA, None, r"^Trainer: model is Linear; give ax.from_sequential\(mod"),
+        (MODEL, (DATA,), None, r"^Trainer: data are 1 data sets; give \(train, validation\)"),
+        (MODEL, DATA, 3, "^Trainer: config is int; give a path, a dict such as"),
+        ("gptt", DATA, None, r"^model.name \(Trainer\): 'gptt'"),
+    ],
+)
+def test_what_has_none_of_the_forms_is_refused(
+    model: Any, data: Any, config: Any, said: str
+) -> None:
+    with pytest.raises(AxsparseError, match=said):
+        run_sources(model, data, config, {})
+
+
+@pytest.mark.parametrize(
+    "data", [DATA, (DATA, DATA), ax.Datasets(DATA, DATA), lambda: ax.Datasets(DATA, DATA)]
+)
+def test_data_are_one_or_a_pair_or_a_function_of_them(data: Any) -> None:
+    opened = run_sources(MODEL, data, None, {}).open_datasets()
+
+    assert opened.training is DATA
+    assert opened.validation is (None if data is DATA else DATA)
+
+
+def test_tokens_and_folders_of_hugging_face_are_settings(tmp_path: Path) -> None:
+    write_llama(tmp_path / "llama")
+
+    sources = run_sources(
+        ax.hf(tmp_path / "llama"),
+        ax.tokens("texts", validation="others"),
+        {"data.sequence_length": 8},
+        {},
+    )
+
+    data = sources.loaded.config.data
+    assert (data.source, data.path, data.validation) == ("tokens", "texts", "others")
+    assert sources.model.name == "hf" or "llama" in sources.model.name
+    assert sources.model.start is not None
+    assert torch.equal(
+        *(
+            one.read("model.norm.weight")  # type: ignore[arg-type]
+            for one in (sources.model.start, sources.model.start)
+        )
+    )
