@@ -6,7 +6,6 @@ what the CPU computes, but for AdamW's square root in fp32.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,22 +21,16 @@ from support import pretend_gpu
 from support.cuda_on_cpu import COMPRESS, EXACT, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
 from support.images import image_config, image_data, small_wide_resnet
 from support.late_device import LateDevice
-from support.oracle import Oracle, Trace, sgd
+from support.oracle import Oracle, sgd
 from support.pretend_gpu import AVAILABLE, on_host, pretend
 from support.resuming import Layout, Ran, ran, same
 from support.runs import (
     assert_bitwise,
-    random_init,
-    summed_loss,
     tiny_config,
     tiny_gpt,
     token_data,
-    train_here,
     train_in_process,
-    vector_data,
 )
-from support.standin_device import HoldingDevice
-from support.standin_transport import StandIn, Way, on_standins
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -45,12 +38,11 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models import losses
-from axsparse.models.layer import Layer, Model, TpStyle
+from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.pruning import healing
-from axsparse.runtime.communication import Message, Transport, wait_for
-from axsparse.runtime.grid import Grid
+from axsparse.runtime.communication import Message, Transport
 from axsparse.runtime.local.local_transport import LocalLink
 from axsparse.samo.backend import Backend
 from axsparse.samo.optim import adamw
@@ -83,11 +75,6 @@ class Placing:
         self.devices.append(LateDevice(pretend()))
         backend = Backend(pretend(), on_host(self.launch))
         return Placement(transport, backend, self.devices[-1])
-
-    def of_standin(self, transport: Transport) -> Placement:
-        """On the device of a stand-in for the transport of GPUs."""
-        assert isinstance(transport, StandIn)
-        return Placement(transport, Backend(pretend(), on_host(self.launch)), transport.device)
 
 
 @pytest.fixture(autouse=True)
@@ -244,10 +231,9 @@ def test_the_host_asks_its_device_once_a_step(
     assert steps[1:] == [["aten::_to_copy"]] * 2
 
 
-def row(name: str, layout: Layout, *, usual: bool = True, **sections: Any) -> Any:
-    """A run of the table below; those that are not usual wait for `make test-all`."""
-    marks = [] if usual else [pytest.mark.exhaustive]
-    return pytest.param(layout, {"train": {"steps": 2}, **sections}, id=name, marks=marks)
+def row(name: str, layout: Layout, **sections: Any) -> Any:
+    """A run of the table below."""
+    return pytest.param(layout, {"train": {"steps": 2}, **sections}, id=name)
 
 
 GRADUAL = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4}
@@ -277,20 +263,7 @@ RUNS = [
         samo=OFFLOAD,
         train={"steps": 3},
     ),
-    # It has sums over tensors, so that it goes through the state twice.
-    row("offloaded, lamb", (1, 1), usual=False, optimizer=LAMB, samo=OFFLOAD, train={"steps": 3}),
     row("offloaded, masks that change", (1, 1), samo=OFFLOAD, pruning=GRADUAL, train=FIVE),
-    row("gradual", (2, 2), usual=False, pruning=GRADUAL, train=FIVE),
-    row("snip", (2, 2), usual=False, pruning={"method": "snip"}, train=FIVE),
-    row("early-bird", (2, 2), usual=False, pruning=EARLY_BIRD, train={"steps": 8}),
-    row(
-        "rewound",
-        (2, 2),
-        usual=False,
-        pruning={"method": "magnitude", "at_step": 3, "rewind_step": 2},
-        train=FIVE,
-    ),
-    row("global", (2, 2), usual=False, pruning=GLOBAL, train=FIVE),
     row(
         "dropout and evaluation",
         (2, 1),
@@ -300,136 +273,7 @@ RUNS = [
         train={"steps": 2, "eval_steps": 2},
     ),
     row("exact sums", (2, 2), samo={"gradient": "exact"}, train={"steps": 3}),
-    row(
-        "exact sums, bf16",
-        (1, 2),
-        usual=False,
-        precision="bf16",
-        samo={"gradient": "exact", "shard_optimizer": True},
-        pruning=GRADUAL,
-        train=FIVE,
-    ),
-    row(
-        "tensors with settings of their own",
-        (2, 1),
-        usual=False,
-        optimizer={**SGD, **SETTINGS_OF_TENSORS},
-    ),
 ]
-
-
-def of_members(layout: tuple[int, int, int], way: Way, seed: int, **sections: Any) -> Any:
-    """A run of the table below."""
-    is_usual = sections.pop("usual", False)
-    marks = [] if is_usual else [pytest.mark.exhaustive]
-    name = f"{way} {layout} {seed} {' '.join(sections)}"
-    return pytest.param(layout, way, seed, sections, id=name, marks=marks)
-
-
-MEMBERS = [
-    of_members((2, 1, 2), "nccl", 1, usual=True),
-    of_members((1, 1, 4), "pinned", 2),
-    of_members((2, 1, 4), "nccl", 3),
-    of_members((1, 2, 2), "nccl", 4, samo={"shard_optimizer": True}),
-    of_members((2, 2, 2), "nccl", 5),
-    of_members(
-        (2, 2, 2),
-        "nccl",
-        15,
-        pipeline={"split_backward": True},
-        samo={"shard_optimizer": True},
-    ),
-    of_members((2, 1, 2), "nccl", 6, pipeline={"split_backward": True}),
-    of_members((2, 1, 2), "pinned", 7, pipeline={"split_backward": True}),
-    of_members((2, 1, 2), "nccl", 8, pruning=GRADUAL, train=FIVE),
-    of_members((1, 1, 2), "pinned", 9, pruning=GRADUAL, train=FIVE),
-    of_members((2, 1, 2), "nccl", 10, train={"steps": 2, "eval_steps": 2}),
-    of_members((2, 1, 2), "nccl", 11, optimizer=LAMB),
-    of_members((1, 2, 2), "pinned", 12, samo={"gradient": "exact"}),
-    of_members((1, 1, 4), "nccl", 13, precision="bf16", samo=OFFLOAD),
-]
-
-
-@pytest.mark.parametrize(("layout", "way", "seed", "sections"), MEMBERS)
-def test_members_on_devices_are_bitwise_members_on_cpus(
-    layout: tuple[int, int, int], way: Way, seed: int, sections: dict[str, Any], on_device: Placing
-) -> None:
-    """Operations end at drawn moments, and a host whose device waits for others sends nothing. Odd
-    seeds are those of devices that run the operations of all their groups in one order."""
-    config = tiny_config(
-        **{
-            "batch": {"global_batch_size": 4, "microbatch_size": 1},
-            "model": {"num_heads": 4},
-            "optimizer": SGD,
-            "train": {"steps": 2},
-            **sections,
-        }
-    )
-    agree_as_members(on_device, layout, way, seed, config)
-
-
-class Gathered(nn.Module):
-    """A norm over the features of all ranks, and a slope that every rank has for itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(16, 48), nn.LayerNorm(48), nn.Linear(48, 16)
-        self.gate, self.slope, self.out = nn.Linear(16, 32), nn.PReLU(), nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        whole: Tensor = self.down(self.norm(torch.tanh(self.up(x))))
-        out: Tensor = self.out(self.slope(self.gate(whole)))
-        return out
-
-
-@pytest.mark.parametrize("way", [pytest.param("pinned", marks=pytest.mark.exhaustive), "nccl"])
-def test_members_gather_and_share_on_devices_as_on_cpus(way: Way, on_device: Placing) -> None:
-    plan: dict[str, TpStyle | str] = {
-        **{"up": "gather_output", "down": "rowwise"},
-        **{"gate": "colwise", "slope": "replicated", "out": "rowwise"},
-    }
-    layer = Layer("all", Gathered, init=random_init, tp_plan=plan)
-    model = Model([layer], loss=summed_loss)
-    config = small(optimizer=SGD, train={"steps": 2})
-
-    agree_as_members(on_device, (1, 1, 2), way, 1, config, model, vector_data())
-
-
-def agree_as_members(
-    on_device: Placing,
-    layout: tuple[int, int, int],
-    way: Way,
-    seed: int,
-    config: Config,
-    model: Model | None = None,
-    data: Dataset | None = None,
-) -> None:
-    """The same run of members on stand-in devices and of one stage a replica on CPUs."""
-    model, data = model or tiny_gpt(config), data or token_data()
-    validation = token_data(24) if config.train.eval_steps else None
-    on_host = config.model_copy(update={"samo": config.samo.model_copy(update={"offload": False})})
-    _, replicas, members = layout
-    ranks = train_in_process(
-        1, replicas, model, on_host, data, validation=validation, g_tensor=members
-    )
-    expected = ranks[0][1]
-
-    def on_rank(transport: StandIn) -> tuple[Trainer, Trace]:
-        found = train_here(
-            *(transport, Grid(*layout), model, config, data),
-            validation=validation,
-            placement=on_device.of_standin,
-        )
-        wait_for(transport.device.compute.record(), transport.backoff)
-        return found
-
-    device = partial(HoldingDevice, memory=pretend(), in_order=bool(seed % 2))
-    make = partial(StandIn, device=device)
-    found = on_standins(math.prod(layout), way, on_rank, seed=seed, make=make)
-
-    for trainer, trace in found:
-        assert trainer.parts.members is not None and trainer.parts.members.bytes_sent > 0
-        assert_bitwise(trace, expected)
 
 
 @pytest.mark.parametrize(("layout", "sections"), RUNS)

@@ -131,9 +131,6 @@ class Hardware:
         """What ends of one connection have in common."""
         self.frozen = False
         """Whether time passes in `finish` only."""
-        self.in_order = False
-        """Whether each device runs the operations of all its communicators one after the other, as
-        its host has begun them, as if all streams went through one queue."""
 
     def tick(self) -> None:
         """A moment passes."""
@@ -240,8 +237,6 @@ class StandInDevice:
         self._busy_until = 0.0
         self.marks = 0
         """Marks made."""
-        self.exchanges: deque[Operation] = deque()
-        """What communicators have begun here and not done."""
 
     def stream(self) -> StandInStream:
         self._streams += 1
@@ -323,10 +318,7 @@ class HoldingStream(StandInStream):
 class HoldingDevice(StandInDevice):
     """A device whose compute runs when it is called; all other streams are late."""
 
-    def __init__(
-        self, hardware: Hardware, rank: int, memory: torch.device, *, in_order: bool
-    ) -> None:
-        hardware.in_order = in_order
+    def __init__(self, hardware: Hardware, rank: int, memory: torch.device) -> None:
         super().__init__(hardware, rank, memory)
         self.compute = HoldingStream(self, f"the compute stream of rank {rank}")
 

@@ -166,12 +166,6 @@ def _is_head(operation: Operation) -> bool:
     return bool(pending) and pending[0] is operation
 
 
-def _is_next(operation: Operation) -> bool:
-    """Whether the device has nothing to exchange before it."""
-    device = operation.queue.device
-    return not device.hardware.in_order or device.exchanges[0] is operation
-
-
 @dataclass
 class _Round:
     """One operation of a communicator: what each member brings."""
@@ -190,9 +184,8 @@ NCCL_TYPES = {
 
 class StandInCommunicator:
     """A `Communicator` that adds in rank order; no operation runs before all members have it at
-    the head of their queues, and where `Hardware.in_order` says so also before those of any other
-    communicator that its member has begun earlier. Members that differ in operation, or in its
-    order among those of other communicators that they share, are found out."""
+    the head of their queues. Members that differ in operation, or in its order among those of
+    other communicators that they share, are found out."""
 
     def __init__(self, device: StandInDevice, name: str, ranks: Sequence[int]) -> None:
         self.rank = ranks.index(device.rank)
@@ -265,22 +258,18 @@ class StandInCommunicator:
             members = [this.members[member] for member in range(self.size)]
             run([memory.bytes(what).view(dtype) for _, memory in members])
             for member, (operation, _) in enumerate(members):
-                operation.queue.device.exchanges.remove(operation)
                 if member != self.rank:
                     operation.queue.leave(operation)
             del self._rounds[number]
 
         def may_run() -> bool:
             return len(this.members) == self.size and all(
-                _is_head(operation) and _is_next(operation)
-                for operation, _ in this.members.values()
+                _is_head(operation) for operation, _ in this.members.values()
             )
 
         operation = Operation(f"{what} of NCCL", run_all, may_run, reads=[span], writes=[span])
         this.members[self.rank] = (operation, span)
-        flag = self.stream.queue.enqueue(operation)
-        self._device.exchanges.append(operation)
-        return flag
+        return self.stream.queue.enqueue(operation)
 
     def _order(self) -> dict[tuple[str, tuple[int, ...]], int]:
         """How many operations this rank has begun on each communicator."""
