@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from axsparse.data.dataset import Dataset, length_of
 from axsparse.data.order import Share, blended_step, epochs_of_step, samples_of_step
 from axsparse.runtime.communication import shard_bounds
 from axsparse.runtime.errors import DataError
+from axsparse.runtime.targets import IGNORED
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,6 @@ class Microbatch:
     batch. Random numbers are keyed by it, so that they do not depend on the layout."""
     size: int
     """Number of samples."""
-    samples: Sequence[int] = ()
-    """Their numbers in the data; messages name them."""
-    source: str = ""
-    """The name of the data; empty on a stage that reads none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +65,9 @@ class Batches:
     replica: int
     g_data: int
     seed: int
+    vocab_size: int | None = None
+    """That of the model: tokens are below it, and below that of the dataset. None if the model has
+    none."""
     shares: tuple[Share, ...] = ()
     """The sources of the training data, if it is a blend."""
     pinned: bool = False
@@ -143,11 +142,8 @@ class Batches:
             if self.pinned:
                 inputs = tuple(tensor.pin_memory() for tensor in inputs)
                 targets = None if targets is None else targets.pin_memory()
-            first_sample = step * self.global_batch_size + span.start
-            size, numbers = span.stop - span.start, samples[span].tolist()
-            microbatches.append(
-                Microbatch(inputs, targets, first_sample, size, numbers, self._source)
-            )
+            first_sample, size = step * self.global_batch_size + span.start, span.stop - span.start
+            microbatches.append(Microbatch(inputs, targets, first_sample, size))
         return Batch(step, tuple(microbatches), sum(map(self.count_targets, microbatches)))
 
     def _plain(
@@ -173,7 +169,32 @@ class Batches:
                 )
         # Tensors of torch.inference_mode cannot be saved for a backward; a copy can.
         plain = [read.clone() if read.is_inference() else read.detach() for read in tensors]
+        self._refuse_foreign(plain[0], samples)
+        if self.dataset.vocab_size is not None:  # else targets are no tokens
+            self._refuse_foreign(plain[-1], samples, ignored=IGNORED)
         return tuple(plain[:-1]), plain[-1]
+
+    def _refuse_foreign(
+        self, tokens: Tensor, samples: NDArray[np.int64], ignored: int | None = None
+    ) -> None:
+        """DataError for the first token that is beyond the vocabulary, and not `ignored`."""
+        assert self.dataset is not None
+        sizes = [size for size in (self.vocab_size, self.dataset.vocab_size) if size is not None]
+        if not sizes or tokens.is_floating_point():
+            return
+        words, flat = min(sizes), tokens.reshape(-1)
+        is_foreign = (flat < 0) | (flat >= words)
+        if ignored is not None:
+            is_foreign &= flat != ignored
+        if not is_foreign.any():
+            return
+        first = int(is_foreign.int().argmax())
+        sample, position = divmod(first, flat.numel() // len(tokens))
+        raise DataError(
+            f"data ({self.dataset.name}): sample {samples[sample]}, position {position}: "
+            f"{int(flat[first])} is no word of a vocabulary of {words}, 0 to {words - 1}; mend the "
+            "sample, or make the vocabulary of model and data larger"
+        )
 
     def count_targets(self, microbatch: Microbatch) -> int:
         """The number of targets in a microbatch; 0 where none are read."""

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.runtime.bounds import IGNORED
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.errors import DataError
 from axsparse.runtime.seeds import preserved_rng
+from axsparse.runtime.targets import IGNORED
 
 COMPARED = 4
 """Samples, evenly spread, that `from_torch` reads twice."""

@@ -28,6 +28,7 @@ from axsparse.data.arrow import LABELS, MASKS, PADDING, columns_of, rows_of
 from axsparse.data.chats import KWARGS, TOOLS, Chat
 from axsparse.data.in_place import megatron
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.targets import IGNORED
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 STRETCH = 1 << 23
@@ -166,8 +167,6 @@ OTHER_FIELDS = ("messages", "input_ids")
 """Keys of documents that are no text, for records without the key of a text."""
 BESIDE = (LABELS, PADDING, *MASKS, TOOLS, KWARGS)
 """Columns that are read beside those of documents."""
-IGNORED = -100
-"""The label of a token that is no target."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),
     ".parquet": partial(read_table, parquet=True),

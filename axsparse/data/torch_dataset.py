@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from axsparse.data.dataset import counted, length_of, some_samples, steady_digest
-from axsparse.runtime.bounds import IGNORED
 from axsparse.runtime.errors import DataError
 from axsparse.runtime.seeds import keyed_generator
+from axsparse.runtime.targets import IGNORED
 
 DRAWS = frozenset(
     (

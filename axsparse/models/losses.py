@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from axsparse.runtime.bounds import IGNORED, refuse_beyond
+from axsparse.runtime.targets import IGNORED
 
 CHUNK_LOGITS = 2**21
 """Logits that exist at a time: 8 MB in fp32, which fits into caches. Changing it changes bits."""
@@ -34,8 +34,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
     More logits than one chunk has are computed by chunks of words, and again in the backward.
     Each row of the weight's gradient is one product over all tokens, never a sum of rounded
-    parts. Raises IndexError for a target that is not a word; on a GPU, a later call raises
-    torch's own error.
+    parts. Raises torch's own error for a target that is not a word, on a GPU in a later call.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     if flat.shape[0] * weight.shape[0] <= most_logits(hidden.device):
@@ -104,17 +103,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def refuse_foreign_words(tokens: Tensor, words: int, ignored: int | None = None) -> None:
-    """IndexBeyondError for the first token that is no word of a vocabulary, nor `ignored`. On a GPU
-    a later call raises torch's own error."""
-    wrong = f"no word of a vocabulary of {words}"
-    if tokens.device.type in ("cpu", "meta"):
-        refuse_beyond(tokens, words, wrong, ignored=ignored)
-        return
-    # To read the answer from a GPU would block the host in every microbatch.
+    """Torch's RuntimeError for a token that is no word of a vocabulary, nor `ignored`; on a GPU a
+    later call raises it. Batches name the sample where they are read (`data/batches.py`)."""
     are_words = (tokens >= 0) & (tokens < words)
     if ignored is not None:
         are_words |= tokens == ignored
-    torch._assert_async(are_words.all(), f"a token is {wrong}")
+    # To read the answer from a GPU would block the host in every microbatch.
+    torch._assert_async(are_words.all(), f"a token is no word of a vocabulary of {words}")
 
 
 def most_logits(device: torch.device) -> int:

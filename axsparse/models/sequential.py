@@ -35,7 +35,7 @@ def from_sequential(
     The names of the layers are those in the `nn.Sequential`, or "0", "1", … in a list. `loss`,
     `metrics` and `example` are those of `Model`. An `nn.Embedding` is an embedding, the last
     module with parameters is the head, and all others are blocks; `kinds` overrides this for
-    the layers that it names.
+    the layers that it names. If the first module is an embedding, its rows are the vocabulary.
 
     The model starts at the values of the modules, which are not changed by training. Modules
     made under `torch.device("meta")` take no memory: then each stage initialises its own
@@ -64,6 +64,7 @@ def from_sequential(
         by_type: Kind = "embedding" if isinstance(module, nn.Embedding) else by_place
         made.append(Layer(layer, build, kind=kinds.get(layer, by_type)))
     start = None if starts_itself else OwnValues(layers)
+    first = next(iter(layers.values()), None)
     return Model(
         made,
         loss,
@@ -71,6 +72,7 @@ def from_sequential(
         metrics=metrics,
         start=start,
         example=example,
+        vocab_size=first.num_embeddings if isinstance(first, nn.Embedding) else None,
         container=_container(modules),
     )
 

@@ -27,7 +27,6 @@ from axsparse.pipeline.policy import (
 )
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
-from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu.device_protocol import Device
@@ -173,12 +172,7 @@ class Engine:
             with self._phases("compute"):
                 key = Key(batch.step, microbatch.first_sample)
                 targets = self._targets(microbatch)
-                outputs = telling_sample(
-                    lambda: self._stage.evaluate(inputs, key, targets),
-                    (*inputs, targets),
-                    microbatch.samples,
-                    microbatch.source,
-                )
+                outputs = self._stage.evaluate(inputs, key, targets)
             if self._place.is_last:
                 found.append(torch.stack([output.double() for output in outputs]))
             else:
@@ -304,12 +298,7 @@ class Engine:
         key = Key(batch.step, microbatch.first_sample)
         with self._phases("compute"):
             targets = self._targets(microbatch)
-            outputs = telling_sample(
-                lambda: self._stage.forward(number, inputs, key, targets, divisor),
-                (*inputs, targets),
-                microbatch.samples,
-                microbatch.source,
-            )
+            outputs = self._stage.forward(number, inputs, key, targets, divisor)
         if self._place.is_last:
             return [outputs[0].detach()]
         self._send(FORWARD, number, outputs)

@@ -37,7 +37,6 @@ from axsparse.pruning.healing import (
     relative_error,
 )
 from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
-from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
 from axsparse.runtime.errors import ConfigError, TrainingError, noted
@@ -65,7 +64,7 @@ class Calibration:
     options: StateOptions
     place: Place
     transport: Transport
-    loss: Callable[[Microbatch, Tensor, Tensors], Tensor]
+    loss: Callable[[Tensor, Tensors], Tensor]
     """Gives the summed loss of a microbatch, from its targets and the outputs of the last layer."""
     samples: Sequence[Microbatch]
     """The calibration samples in microbatches; stages behind the first have them without inputs."""
@@ -145,7 +144,7 @@ class Calibration:
         losses = []
         for each, given in zip(judged, outputs, strict=True):
             assert each.targets is not None, "the last stage reads targets"
-            losses.append(float(self.loss(each, each.targets, given)))
+            losses.append(float(self.loss(each.targets, given)))
         return math.fsum(losses) / self.judged.num_targets if self.judged.num_targets else math.nan
 
     def _pass(
@@ -337,7 +336,7 @@ class Calibration:
             wanted, count = targets[number]
             with preserved_rng(is_seeded=True):
                 seed_all(self.options.seed, "", number, "calibrate")
-                return self.loss(self.samples[number], wanted, outputs), int(count)
+                return self.loss(wanted, outputs), int(count)
 
         return errors
 
@@ -346,11 +345,8 @@ class Calibration:
         name, module = built.spec.name, built.module
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
-            own = self._passing[number]
-            outputs = telling_sample(
-                lambda: _named(name, module, inputs), inputs, own.samples, own.source
-            )
-            return tuple(map(canonical, as_tuple(name, outputs)))
+            with noted(f"layer {name}"):
+                return tuple(map(canonical, as_tuple(name, module(*inputs))))
 
     def _prepared(self, inputs: Tensors) -> Tensors:
         """Inputs of the first layer on its device, floating-point ones in the run's precision."""
@@ -396,9 +392,3 @@ class Progress:
         if self._clock() - self._shown >= SECONDS:
             self._shown = self._clock()
             self._says(text)
-
-
-def _named(name: str, module: nn.Module, inputs: Tensors) -> object:
-    """What a layer returns, whose errors name it."""
-    with noted(f"layer {name}"):
-        return module(*inputs)

@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from axsparse.models.layer import Layer, LossFunction, Model, TpStyle, on_meta
 from axsparse.models.losses import linear_cross_entropy, most_logits, refuse_foreign_words
 from axsparse.models.tensor_shard import TensorShard
-from axsparse.runtime.bounds import IGNORED
 from axsparse.runtime.errors import ConfigError, described
+from axsparse.runtime.targets import IGNORED
 from axsparse.tensor_parallel.group import (
     TensorGroup,
     copies_to_tp,

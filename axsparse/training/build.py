@@ -16,7 +16,7 @@ from torch import Tensor
 from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config, check_gpu_settings, counted
-from axsparse.data.batches import Batch, Batches, Microbatch
+from axsparse.data.batches import Batch, Batches
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
@@ -31,7 +31,6 @@ from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.targets import masks_of_zeros
-from axsparse.runtime.bounds import telling_sample
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
@@ -445,17 +444,9 @@ def _alone(batches: Batches, samples: int) -> Batches:
     return replace(batches, global_batch_size=samples, replica=0, g_data=1)
 
 
-def _loss_of(
-    run: RunSpec, microbatch: Microbatch, targets: Tensor, outputs: tuple[Tensor, ...]
-) -> Tensor:
+def _loss_of(run: RunSpec, targets: Tensor, outputs: tuple[Tensor, ...]) -> Tensor:
     """The summed loss of a microbatch."""
-    targets = targets.to(outputs[0].device)
-    return telling_sample(
-        lambda: run.model.loss(*outputs, targets),
-        (*outputs, targets),
-        microbatch.samples,
-        microbatch.source,
-    )
+    return run.model.loss(*outputs, targets.to(outputs[0].device))
 
 
 def _replicas(run: RunSpec, transport: Transport) -> Replicas:

@@ -95,6 +95,7 @@ def open_data(
         replica=run.place.replica,
         g_data=run.place.grid.g_data,
         seed=run.config.seed,
+        vocab_size=run.model.vocab_size,
         pinned=pinned,
     )
     training = batches(
@@ -138,6 +139,7 @@ def with_example(
                 replica=0,
                 g_data=1,
                 seed=loaded.config.seed,
+                vocab_size=model.vocab_size,
             )
             return batches.first(size)[0].inputs
 

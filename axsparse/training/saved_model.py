@@ -127,6 +127,7 @@ def evaluate_saved(
         replica=0,
         g_data=1,
         seed=config.seed,
+        vocab_size=model.vocab_size,
     )
     return evaluate(
         engine,

@@ -202,7 +202,7 @@ def summed(seed: int, fails_at: int | None = None) -> list[list[float]]:
             around=partial(Lockstep, group, action),
         )
         rows = (torch.full((3,), float(number)) for number in range(ROWS))
-        batch = Batch(0, tuple(Microbatch((row,), None, 0, 1, (0,)) for row in rows), 1)
+        batch = Batch(0, tuple(Microbatch((row,), None, 0, 1) for row in rows), 1)
         losses = engine.train(batch, 1.0, 1.0, lambda number: None, lambda is_last: None)
         wait_for(transport.device.compute.record(), transport.backoff)
         return [float(loss) for loss in losses]

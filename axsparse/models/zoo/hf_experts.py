@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.layer import LossFunction
-from axsparse.runtime.bounds import IGNORED
+from axsparse.runtime.targets import IGNORED
 
 GATES = "router_logits"
 """What transformers calls the outputs of routers, where it records them."""
