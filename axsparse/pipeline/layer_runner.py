@@ -53,7 +53,9 @@ class Run:
 class RecordedRun(Run):
     """A run of a layer in the layout, and all that it took: `run_plainly` repeats it.
 
-    A record holds copies. The gradients of weights are in the layer's state, not here.
+    Inputs and outputs share memory with the run, in which nobody writes to them: the layers copy
+    inputs while it is not known whether they write, and the loss gets copies. The gradients of
+    weights are in the layer's state, not here.
     """
 
     inputs: Tensors = ()
@@ -64,18 +66,19 @@ class RecordedRun(Run):
     output_gradients: list[Tensor | None] = field(default_factory=list)
 
     def begin(self, inputs: Tensors, key: DrawKey, buffers: Sequence[BufferSlot]) -> Tensors:
-        """Note inputs and buffers; returns copies of the inputs, which tell their gradients."""
+        """Note inputs and buffers; returns views of the inputs, which tell their gradients."""
         self.key = key
-        self.inputs = tuple(tensor.detach().clone() for tensor in inputs)
+        self.inputs = tuple(tensor.detach() for tensor in inputs)
         self.requires_grad = tuple(tensor.requires_grad for tensor in inputs)
         self.buffers = _contents(buffers)
-        return _watched_copies(inputs, self.input_gradients)
+        views = tuple(tensor.view_as(tensor) for tensor in inputs)
+        return _watched(views, self.input_gradients)
 
     def end(self, outputs: Tensors, buffers: Sequence[BufferSlot]) -> Tensors:
         """Note outputs and buffers; returns copies of the outputs, which tell their gradients."""
-        self.outputs = tuple(tensor.detach().clone() for tensor in outputs)
+        self.outputs = tuple(tensor.detach() for tensor in outputs)
         self.buffers_after = _contents(buffers)
-        return _watched_copies(outputs, self.output_gradients)
+        return _watched(tuple(tensor.clone() for tensor in outputs), self.output_gradients)
 
 
 class LayerRunner:
@@ -316,18 +319,17 @@ def _contents(buffers: Sequence[BufferSlot]) -> dict[str, Tensor]:
     return {slot.name: slot.tensor.detach().clone() for slot in buffers}
 
 
-def _watched_copies(tensors: Tensors, gradients: list[Tensor | None]) -> Tensors:
-    """Copies of tensors within autograd's graph, whose gradients a list takes down."""
+def _watched(tensors: Tensors, gradients: list[Tensor | None]) -> Tensors:
+    """Tensors within autograd's graph, whose gradients a list takes down."""
     gradients.extend([None] * len(tensors))
 
     def note(place: int, gradient: Tensor) -> None:
         gradients[place] = gradient.detach().clone()
 
-    copies = tuple(tensor.clone() for tensor in tensors)
-    for place, tensor in enumerate(copies):
+    for place, tensor in enumerate(tensors):
         if tensor.requires_grad:
             tensor.register_hook(partial(note, place))
-    return copies
+    return tensors
 
 
 def _call_with(module: nn.Module, parameters: dict[str, Tensor], *inputs: Tensor) -> object:

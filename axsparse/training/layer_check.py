@@ -37,7 +37,7 @@ from axsparse.pipeline.layer_runner import (
     run_plainly,
 )
 from axsparse.runtime.errors import AxsparseError, ConfigError, described
-from axsparse.runtime.exchange import together
+from axsparse.runtime.exchange import sum_by_owner, together
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import BuiltLayer, full_weights, put_storage
 from axsparse.samo.layer_state import LayerState
@@ -58,6 +58,9 @@ the layer: a gradient that is zero but for rounding (that of the bias of attenti
 of such noise."""
 FIXED_POINT_UNIT = 2.0**-40
 """The unit of exact sums in the check: entries up to 2**20 fit, and 2e-12 is seen."""
+AT_ONCE = 2
+"""How many layers of a stage are compared after one pass of the microbatch: what is kept of a run
+is about as much as a layer's activations."""
 SILENT_SECONDS = 1.0
 """A check that takes longer says so."""
 SHARDED = (
@@ -86,27 +89,38 @@ def check_layers(parts: Parts, batch: Batch) -> None:
     layer that differs anywhere.
     """
     began = time.monotonic()
-    runners, live = parts.engine.layers, [layer.module for layer in parts.layers]
     chosen = _distinct(parts.layers)
-    originals = [slot for module in live for slot in slots(module)]
-    with ExitStack() as kept:
-        kept.enter_context(_same_attributes(live))
-        kept.enter_context(replaced([(slot, slot.tensor.clone()) for slot in originals]))
-        records = _recorded(parts, batch, [runners[number] for number in chosen])
-        layers = [parts.layers[number] for number in chosen]
-        pairs = list(zip(layers, records, strict=True))
-        samples = batch.microbatches[0].inputs if parts.place.is_first else None
-        failure = _first_failure(parts, pairs, samples)
+    counts = sum_by_owner(parts.transport.world, parts.transport.backoff, [len(chosen)])
+    for first in range(0, int(max(count for [count] in counts)), AT_ONCE):
+        failure = _failure_of(parts, batch, chosen[first : first + AT_ONCE])
         together(parts.transport, partial(_raise, failure))
     seconds = time.monotonic() - began
     if seconds > SILENT_SECONDS:
         parts.recorder.say(
-            f"compared {len(chosen)} of {len(live)} layers with plain torch in {seconds:.1f} s "
-            "(train.check_layers)"
+            f"compared {len(chosen)} of {len(parts.layers)} layers with plain torch in "
+            f"{seconds:.1f} s (train.check_layers)"
         )
 
 
 # -- the run of the layout ----------------------------------------------------------------
+
+
+def _failure_of(parts: Parts, batch: Batch, chosen: Sequence[int]) -> AxsparseError | None:
+    """The error of the first of some layers of this stage that differs. All ranks call this
+    together, also those that have no layers left to compare."""
+    live = [layer.module for layer in parts.layers]
+    originals = [slot for module in live for slot in slots(module)]
+    with ExitStack() as kept:
+        kept.enter_context(_same_attributes(live))
+        kept.enter_context(replaced([(slot, slot.tensor.clone()) for slot in originals]))
+        records = _recorded(parts, batch, [parts.engine.layers[number] for number in chosen])
+        pairs = [
+            (parts.layers[number], record) for number, record in zip(chosen, records, strict=True)
+        ]
+        # The first layer of the model is the first that its stage compares.
+        is_first = parts.place.is_first and 0 in chosen
+        samples = batch.microbatches[0].inputs if is_first else None
+        return _first_failure(parts, pairs, samples)
 
 
 def _recorded(parts: Parts, batch: Batch, runners: Sequence[LayerRunner]) -> list[RecordedRun]:

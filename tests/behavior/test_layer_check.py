@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.allocated import peak_of_torch
 from support.exhaustive import each_once
 from support.resuming import ran
 from support.runs import (
@@ -34,6 +35,7 @@ from axsparse.models.sequential import from_sequential
 from axsparse.runtime.errors import ConfigError
 from axsparse.training import layer_check
 from axsparse.training.layer_check import is_checked
+from axsparse.training.trainer import Trainer
 
 WIDTH, CLASSES = 16, 5
 BATCH = {"batch": {"global_batch_size": 12, "microbatch_size": 3}, "train": {"steps": 2}}
@@ -512,6 +514,56 @@ def test_alike_layers_are_compared_once_a_stage(monkeypatch: pytest.MonkeyPatch)
     judged(from_sequential(modules, summed_loss))
 
     assert compared == ["0", "2", "3", "5"]
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_a_stage_may_have_more_layers_to_compare_than_others(place: int) -> None:
+    modules: list[nn.Module] = [
+        Doing(lambda self, x: x * self.factor, factor=1.0 + number) for number in range(6)
+    ]
+    modules[place] = hooked()
+    model = from_sequential([*modules, linear(CLASSES)], summed_loss)
+
+    config = tiny_config(**BATCH, layout={"split": [6, 1]})
+
+    with pytest.raises(ConfigError, match=f"^layer {place}: the gradient of parameter weight"):
+        train_in_process(2, 1, model, config, vector_data())
+
+
+@pytest.mark.parametrize("recomputed", [0, 1])
+def test_the_check_needs_the_memory_of_a_step_and_of_one_layer(recomputed: int) -> None:
+    width, samples, layers = 64, 256, 12
+    peaks: list[int] = []
+
+    class Wide(nn.Module):
+        def __init__(self, factor: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+            self.factor = factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.down(torch.tanh(self.up(x))) * self.factor
+            return out
+
+    def measure(trainer: Trainer) -> None:
+        step = trainer._step
+        peaks.extend(peak_of_torch(work) for work in (step.check_layers, step.train_step))
+
+    modules = [*map(Wide, range(layers)), nn.Linear(width, CLASSES)]
+    config = tiny_config(
+        batch={"global_batch_size": 2 * samples, "microbatch_size": samples},
+        pipeline={"checkpoint_activations": recomputed},
+        pruning={"sparsity": 0.0},
+        train={"steps": 1},
+    )
+    data = vector_data(2 * samples, width)
+    model = from_sequential(modules, summed_loss)
+    train_in_process(1, 1, model, config, data, before=measure)
+
+    check, step = peaks
+    boundary = samples * width * 4
+    of_layer = 8 * boundary  # its inputs, outputs and what its backward needs
+    assert layers * boundary < check <= step + of_layer
 
 
 def test_a_check_of_more_than_a_second_says_how_long_it_took(
