@@ -2,12 +2,14 @@
 
     scripts/gpu_check.sh [--part step,kernels,bandwidth,speed,…] [--only NAMES] [--seconds 560]
         [--mpi-wheel mpich-5.0.2-….whl] [--wheel OTHER.whl] [--save FILE]
+    scripts/gpu_check.sh --quarter 1|2|3 [--mpi-wheel …]
     scripts/gpu_check.sh --merge A.json B.json --save benchmarks/results/gpu_check-h200.json
 
     step         a training of one rank on the GPU against the same one on the CPU; doctor
     kernels      the kernels' contract
     bandwidth    the kernels' share of the copy's bandwidth; unfused torch in turn; the paper's
                  Figure 1
+    beside       GPT-3 2.7B beside plain torch and FSDP2, in turn (`gpu_beside.py`)
     speed        GPT-3 2.7B with microbatches of 1 and 4: steps, part of the matrix peak, memory,
                  a profile
     compare      SAMO against dense, in turn
@@ -15,6 +17,10 @@
     numerics     whole trainings of up to four ranks that share the GPU, against the oracle
     commands     what users type, on the GPU and on the CPU
     big          GPT-3 13B; dense 13B does not fit; the largest GPT that does
+
+A quarter of an hour on a GPU takes three calls of at most 290 seconds, by --quarter: 1 is `beside`,
+2 `big`, and 3 what is least proven, `numerics`, `commands` and `compare`. A call that is repeated
+goes on with what it lacks.
 
 Parts run in this order: what we have to know first comes first. Each is begun with what is there,
 and none waits for what another has set up. Side by side they are no faster, since processes that
@@ -63,9 +69,11 @@ from gpu_report import (
 
 HERE = Path(__file__).parent
 PARTS = (
-    *("step", "kernels", "bandwidth", "speed", "compare"),
+    *("step", "kernels", "bandwidth", "beside", "speed", "compare"),
     *("transport", "numerics", "commands", "big"),
 )
+QUARTERS = {1: ("beside",), 2: ("big",), 3: ("numerics", "commands", "compare")}
+QUARTER_SECONDS = 290.0
 SHARE_AIM = 0.8
 SHARED_NCCL = (2, 30)
 """From where two ranks may share a GPU over NCCL."""
@@ -90,6 +98,8 @@ class Around:
     folder: Path
     only: str = ""
     """Of the tests those of these names, as pytest's -k takes them; empty: all."""
+    earlier: Mapping[str, Any] | None = None
+    """The details that an earlier call has saved."""
     shared_nccl: bool = False
     """Whether to try NCCL between two ranks on one GPU, an experiment of NCCL's."""
 
@@ -311,6 +321,29 @@ def transport(around: Around) -> Found:
     return rows, details
 
 
+def beside(around: Around) -> Found:
+    """`gpu_beside.py` adds to what an earlier call has saved."""
+    saved = around.folder / "gpu_beside.json"
+    if around.earlier:
+        saved.write_text(json.dumps({"measured on": {}, "checks": [], "details": around.earlier}))
+    seconds = str(max(1, int(around.left) - 5))
+    ended = around.host.run(
+        [
+            *(sys.executable, str(HERE / "gpu_beside.py")),
+            *("--seconds", seconds, "--save", str(saved)),
+        ],
+        around.left,
+    )
+    print(ended.stdout, end="", flush=True)
+    if not saved.exists():
+        return [Row("beside", "gpu_beside", "fail", ended.last_words)], None
+    found = json.loads(saved.read_text(encoding="utf-8"))
+    rows = [Row(**row) for row in found["checks"]]
+    if ended.code != 0:
+        rows.append(Row("beside", "gpu_beside", "fail", ended.last_words))
+    return rows, found["details"].get("beside")
+
+
 def trainings(part: str) -> Callable[[Around], Found]:
     def run(around: Around) -> Found:
         seconds = str(max(1, int(around.left) - 10))
@@ -336,6 +369,7 @@ RUN: dict[str, Callable[[Around], Found]] = {
     "commands": commands,
     "numerics": numerics,
     "bandwidth": bandwidth,
+    "beside": beside,
     "speed": trainings("speed"),
     "compare": trainings("compare"),
     "big": trainings("big"),
@@ -353,6 +387,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--part", default=",".join(PARTS), help="parts, with commas in between; all")
+    add("--quarter", type=int, choices=tuple(QUARTERS), help="the parts of one of three calls")
     add("--seconds", type=float, default=560.0, help="for all parts together (default 560)")
     add("--mpi-wheel", type=Path, help="an mpich wheel, where no MPI library is installed")
     add("--wheel", type=Path, action="append", default=[], help="another missing package")
@@ -362,6 +397,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--merge", type=Path, nargs="+", metavar="JSON", help="only join these into --save")
     arguments = parser.parse_args(words)
     wanted = arguments.part.split(",")
+    if arguments.quarter is not None:
+        wanted = [*QUARTERS[arguments.quarter]]
+        arguments.seconds = min(arguments.seconds, QUARTER_SECONDS)
     arguments.parts = [part for part in PARTS if part in wanted]
     for part in wanted:
         if part not in PARTS:
@@ -437,7 +475,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return EXIT_NO_DEVICE
     report = Report.opened(arguments.save or result_path(seen["device"], os.environ), seen)
     with tempfile.TemporaryDirectory() as folder:
-        around = Around(host, seen, ends, Path(folder), arguments.only, arguments.shared_nccl)
+        around = Around(
+            *(host, seen, ends, Path(folder), arguments.only),
+            *(report.details, arguments.shared_nccl),
+        )
         rows = check(around, arguments.parts, report)
     print(f"\n{count(rows)}; saved in {report.path}")
     return EXIT_FAILED if failed(rows) else 0

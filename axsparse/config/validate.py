@@ -62,7 +62,7 @@ def _check_model(loaded: LoadedConfig) -> None:
             f"{loaded.where('model.hf')}: has no model_type; name a folder of Hugging Face "
             "(model.from), or write the settings of a config.json: hf: {model_type: llama, …}"
         )
-    if isinstance(model, HfConfig) and loaded.config.pipeline.compile:
+    if isinstance(model, HfConfig) and loaded.config.pipeline.compile is True:
         raise ConfigError(
             f"{loaded.where('pipeline.compile')}: true, but torch.compile does not follow the "
             "forward of transformers, by which layers get their masks and positions; choose false"

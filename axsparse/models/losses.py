@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from axsparse.models.layer import LossFunction
 from axsparse.runtime.targets import IGNORED
 
 CHUNK_LOGITS = 2**21
 """Logits that exist at a time: 8 MB in fp32, which fits into caches. Changing it changes bits."""
 GPU_CHUNK_LOGITS = 2**25
 """The same on a GPU, where launches count and not caches: 128 MB in fp32. Not measured."""
+COMPILED_LOGITS = 2**30
+"""Logits that a fused loss keeps from its forward to its backward on a GPU: 2 GB in bf16."""
 CHUNK_WORDS = 1_024
 """Least number of words in a chunk; narrower matrix products are inefficient."""
 
@@ -41,6 +44,30 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         return summed_cross_entropy(F.linear(flat, weight), targets)
     in_chunks: Callable[..., Tensor] = _ChunkedCrossEntropy.apply
     return in_chunks(flat, weight, targets.reshape(-1))
+
+
+def compiled(loss: LossFunction) -> LossFunction:
+    """The loss as `pipeline.compile` has it: `linear_cross_entropy` fused by torch.compile, any
+    other as it is.
+
+    The fused one keeps the logits of a microbatch in the type of the weight, up to
+    `COMPILED_LOGITS`, and reads them once in each direction; with more it computes as ever.
+    """
+    if loss is not linear_cross_entropy:
+        return loss
+    fused = torch.compile(_whole_cross_entropy, dynamic=False)
+
+    def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        if hidden.is_cpu or targets.numel() * weight.shape[0] > COMPILED_LOGITS:
+            return linear_cross_entropy(hidden, weight, targets)
+        result: Tensor = fused(hidden, weight, targets)
+        return result
+
+    return fused_cross_entropy
+
+
+def _whole_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return summed_cross_entropy(F.linear(hidden, weight), targets)
 
 
 def logits_at_a_time(tokens: int, words: int) -> int:

@@ -34,7 +34,8 @@ class Cutting:
         """
         if members == 1:
             return {}
-        where, fuses = self.loaded.where("layout.g_tensor"), self.loaded.config.pipeline.compile
+        fuses = self.loaded.config.pipeline.compile is True
+        where = self.loaded.where("layout.g_tensor")
         check_plan(self.model.layers, self.model.name, where, fuses=fuses)
         found: dict[str, TensorShard] = {}
         for layer, info in zip(self.model.layers, self.survey.layers, strict=True):

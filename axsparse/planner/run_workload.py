@@ -33,7 +33,7 @@ def only_backward(pipeline: PipelineConfig) -> bool | None:
     """
     if pipeline.split_backward != "auto":
         return pipeline.split_backward
-    is_free = pipeline.schedule == "message-driven" and not pipeline.compile
+    is_free = pipeline.schedule == "message-driven" and pipeline.compile is not True
     return None if is_free and not pipeline.checkpoint_activations else False
 
 

@@ -8,6 +8,10 @@ Tensors that are not pruned take a shortcut: after the first gradient of a step,
 `grad` is a view of the layer's buffer, and autograd itself adds to it. Most tensors of a
 transformer are unpruned vectors, for which our own calls would take longer than the addition.
 
+On a GPU, where sums are of another type than gradients and autograd cannot add to them, the
+gradients of a layer's vectors wait for each other and are added by one call: each by itself would
+cost the host more time than the GPU.
+
 Of linear weights that are mostly pruned a CPU may compute the kept entries alone, and the layer's
 other products from them. A `SparseWeight` does so for one weight; the layer's own forward gives it
 the factors (`pipeline/weight_gradients.py`). Dense gradients that split backwards have deferred
@@ -34,6 +38,9 @@ from axsparse.samo.host.sparse_products import (
 )
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.tensor_state import TensorState
+
+SMALL = 2**16
+"""Entries of a tensor whose gradient may wait for those of its layer's other small tensors."""
 
 
 class GradientCollector:
@@ -64,6 +71,10 @@ class GradientCollector:
         self._sampled: dict[str, Tensor] = {}
         """The kept entries of a microbatch's gradient that has not all of its parts yet, by name of
         tensor: parts are added to each other first, as autograd adds them."""
+        self._small: dict[str, frozenset[str]] = {}
+        """By layer, the names of the tensors whose gradients are added together (`_is_small`)."""
+        self._waiting: dict[str, dict[str, tuple[TensorState, Tensor]]] = {}
+        """By layer and tensor, those of their gradients that wait for the others."""
         self._deferring: dict[nn.Parameter, Callable[[nn.Parameter], bool]] = {}
         """By parameter, a function that says whether a gradient of this parameter is deferred."""
         self._tensors = {
@@ -82,6 +93,8 @@ class GradientCollector:
         self._sampled.clear()
         for layer in self._layers:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
+            small = (tensor.name for tensor in layer.tensors if _is_small(layer, tensor))
+            self._small[layer.name] = frozenset(small)
             layer.begin_step()
             for tensor in layer.tensors:
                 tensor.parameter.grad = None
@@ -107,6 +120,7 @@ class GradientCollector:
         whose gradients become zero."""
         unused = []
         for layer in self._layers:
+            self._add_waiting(layer)
             for tensor in layer.tensors:
                 tensor.parameter.grad = None  # still a view if the last microbatch gave no gradient
                 if not tensor.accumulated:
@@ -147,6 +161,15 @@ class GradientCollector:
         return compress
 
     def _accumulate(self, layer: LayerState, tensor: TensorState, gradient: Tensor) -> None:
+        small = self._small.get(layer.name, frozenset())
+        if tensor.name in small and gradient.layout == torch.strided:
+            waiting = self._waiting.setdefault(layer.name, {})
+            if tensor.name in waiting:
+                self._add_waiting(layer)
+            waiting[tensor.name] = tensor, gradient
+            if len(waiting) == len(small):
+                self._add_waiting(layer)
+            return
         with self._timed(self._is_last):
             # An embedding with sparse=True has sparse gradients.
             dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
@@ -155,6 +178,14 @@ class GradientCollector:
                 self._sampled[tensor.name] += values_K
             else:
                 layer.accumulate(tensor, dense)
+
+    def _add_waiting(self, layer: LayerState) -> None:
+        """Add the small gradients of a layer that wait for each other."""
+        waiting = self._waiting.get(layer.name)
+        if waiting:
+            with self._timed(self._is_last):
+                layer.accumulate_small([*waiting.values()])
+            waiting.clear()
 
     # -- gradients that are taken out of the backward --------------------------------------
 
@@ -212,6 +243,7 @@ class GradientCollector:
 
     def _report(self, layer: LayerState) -> None:
         """Report a layer that has all of its gradients."""
+        self._add_waiting(layer)
         if layer.is_exact:
             with self._timed(True):
                 layer.complete_sums()
@@ -253,3 +285,13 @@ class SparseWeight:
         """Compute the kept entries of ∂W = ∂yᵀ x, which the collector accumulates; False, having
         done nothing, where `GradientCollector.sample` declines."""
         return self.collector.sample(self.tensor, rows, outer)
+
+
+def _is_small(layer: LayerState, tensor: TensorState) -> bool:
+    """Whether the gradient of a tensor waits for those of its layer's other small tensors."""
+    return (
+        layer.backend.launch is not None
+        and tensor.kept == tensor.parameter.numel() <= SMALL
+        and not layer.is_exact
+        and layer.gradient.dtype != tensor.parameter.dtype
+    )

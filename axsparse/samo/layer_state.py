@@ -319,6 +319,17 @@ class LayerState:
         self.backend.compress(tensor.index, dense_D, gradient_K, adds=tensor.accumulated)
         tensor.accumulated = True
 
+    def accumulate_small(self, gradients: Sequence[tuple[TensorState, Tensor]]) -> None:
+        """`accumulate` of dense gradients of tensors of which all is kept, with fewer calls."""
+        assert not self.is_exact
+        for adds, join in ((False, torch._foreach_copy_), (True, torch._foreach_add_)):
+            pairs = [pair for pair in gradients if pair[0].accumulated is adds]
+            if pairs:
+                sums = [self.gradient_of(tensor) for tensor, _ in pairs]
+                join(sums, [dense.reshape(-1) for _, dense in pairs])
+        for tensor, _ in gradients:
+            tensor.accumulated = True
+
     def accumulate_kept(self, tensor: TensorState, values_K: Tensor) -> None:
         """Add a gradient of which only the kept entries are there, on the host; else like
         `accumulate`."""

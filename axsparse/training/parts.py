@@ -12,6 +12,7 @@ from torch import nn
 from axsparse.config.schema import num_microbatches
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
+from axsparse.models.losses import compiled
 from axsparse.models.survey import Survey
 from axsparse.observe.gpu_phases import DevicePhases
 from axsparse.observe.phases import Phases
@@ -206,6 +207,8 @@ def _stage(
     loss = model.loss
     if group is not None:
         loss = sharded_loss(model, group) or loss
+    if pipeline.compile and place.is_last:
+        loss = compiled(loss)
     if pipeline.checkpoint_activations:
         _refuse_rrelu(layers)
     return Stage(
@@ -214,7 +217,7 @@ def _stage(
                 layer.spec.name,
                 layer.module,
                 is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
-                is_compiled=pipeline.compile,
+                is_compiled=bool(pipeline.compile),
             )
             for number, layer in enumerate(layers)
         ],

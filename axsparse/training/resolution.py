@@ -7,13 +7,17 @@ open. docs/reference/auto.md names the place that decides each setting.
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from axsparse.config.load import LoadedConfig
+from axsparse.config.model_config import GptConfig
 from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
@@ -58,6 +62,8 @@ from axsparse.tensor_parallel.plan import check_ties
 from axsparse.training.checkpoint.verification import flat
 from axsparse.training.run_checks import check_transport, check_weights_are_loaded
 
+COMPILED_WIDTH = 1024
+"""From which hidden size on `pipeline.compile: auto` is true on a GPU."""
 HOLES = 0.3
 """The part of a process's memory that may be freed blocks, which glibc keeps."""
 
@@ -222,7 +228,7 @@ def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
     elif config.layout.memory_per_rank != "auto" and has_costs(survey):
         slack = fitting_slack(subject, config, grid, inputs.budget)
     run = RunSpec(
-        config=_settled(config, grid, slack),
+        config=_settled(config, inputs, grid, slack),
         model=inputs.model,
         survey=survey,
         stages=(),
@@ -294,7 +300,7 @@ def _layout(
     return grid, choice
 
 
-def _settled(config: Config, grid: Grid, slack: int) -> Config:
+def _settled(config: Config, inputs: RunInputs, grid: Grid, slack: int) -> Config:
     """The configuration with every `auto` replaced but `layout.split`, which needs the rest; by
     `slack` for `pipeline.slack`."""
     pruning, steps = config.pruning, config.train.steps
@@ -302,6 +308,7 @@ def _settled(config: Config, grid: Grid, slack: int) -> Config:
         "data.sequence_length": sample_length(config),
         "pipeline.slack": slack,
         "pipeline.split_backward": splits_backward(config.pipeline, grid.g_inter),
+        "pipeline.compile": _is_compiled(config, inputs, grid),
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
         "pruning.until_step": max(round(steps * 0.5), pruning.at_step, 1),
         "schedule.decay_steps": max(steps, config.schedule.warmup_steps),
@@ -310,6 +317,29 @@ def _settled(config: Config, grid: Grid, slack: int) -> Config:
     asked = {key: value for key, value in automatic.items() if written[key] == "auto"}
     layout = {f"layout.{key}": getattr(grid, key) for key in ("g_inter", "g_data", "g_tensor")}
     return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})
+
+
+def _is_compiled(config: Config, inputs: RunInputs, grid: Grid) -> bool:
+    """Whether `pipeline.compile: auto` has torch.compile fuse the layers.
+
+    With several stages, splitting backwards wins more than fusing them may.
+    """
+    model = config.model
+    return (
+        not inputs.on_host
+        and isinstance(model, GptConfig)
+        and inputs.model.name == model.name
+        and model.hidden_size >= COMPILED_WIDTH
+        and grid.g_inter == grid.g_tensor == 1
+        and config.pipeline.split_backward is not True
+        and has_compiler()
+    )
+
+
+def has_compiler() -> bool:
+    """Whether torch.compile can make kernels of a GPU here: Triton calls a C compiler."""
+    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
+    return find_spec("triton") is not None and any(map(shutil.which, compilers))
 
 
 def _sharded(run: RunSpec, cutting: Cutting) -> RunSpec:

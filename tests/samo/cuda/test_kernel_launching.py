@@ -34,6 +34,7 @@ class StandInCupy:
         self.streams: list[tuple[int, int]] = []
         self.cuda = SimpleNamespace(
             Device=nullcontext,
+            runtime=SimpleNamespace(getDevice=lambda: 0),
             Stream=SimpleNamespace(from_external=self._stream),
             compiler=SimpleNamespace(CompileException=CompileError),
         )
@@ -82,7 +83,7 @@ def test_a_kernel_is_compiled_once_and_started_on_torchs_stream(
     launch("judge<Fp32>", 0)
 
     assert cupy.compiled == ["fold", "judge<Fp32>"]
-    assert cupy.streams == [(0, 77)] * 2
+    assert cupy.streams == [(0, 77)]  # kept for the second launch
     name, grid, block, arguments = cupy.started[0]
     assert (name, grid, block) == ("judge<Fp32>", (5,), (THREADS,))
     assert arguments[:4] == (tensor.data_ptr(), 0, 4, 0.5)
