@@ -60,13 +60,14 @@ class Run:
 
 RUNS = (
     Run(PRUNED, (4,)),
-    Run(PEERS["plain"], (4, 8, 1), peer="plain"),
+    Run(PEERS["plain"], (4, 8), peer="plain"),
     Run(PRUNED, (8,)),
     Run(PRUNED, (1,)),
     Run(PEERS["fsdp2"], (4, 8), peer="fsdp2"),
     Run(DENSE, (4,), ("samo.enabled=false",)),
     Run(UNFUSED, (4,), ("pipeline.compile=false",)),
     Run(UNFUSED, (1,), ("pipeline.compile=false",)),
+    Run(PEERS["plain"], (1,), peer="plain"),
     Run(DENSE, (8,), ("samo.enabled=false",)),
 )
 

@@ -41,6 +41,7 @@ from axsparse.data.sources import open_datasets
 from axsparse.models.layer import Model
 from axsparse.models.zoo.gpt import Embedding, Head
 from axsparse.models.zoo.model_registry import named_model
+from axsparse.samo.optim.optimizer import learning_rate
 
 CONFIG = "gpt3_2.7b.yaml"
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -82,7 +83,7 @@ class Peer:
         if self.is_sharded:
             _shard(model)
         own = config.optimizer
-        self.clip_norm = own.clip_norm
+        self.clip_norm, self.peak, self.schedule = own.clip_norm, own.learning_rate, config.schedule
         decays = [p for p in model.parameters() if p.dim() >= 2]
         others = [p for p in model.parameters() if p.dim() < 2]
         groups: list[dict[str, Any]] = [
@@ -99,13 +100,15 @@ class Peer:
         )
         self.loss = torch.compile(_summed_cross_entropy, dynamic=False)
 
-    def step(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """The mean loss of a step."""
+    def step(self, number: int, microbatches: Sequence[tuple[Tensor, Tensor]]) -> float:
+        """The mean loss of step `number`, from 0."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(number, self.schedule, peak=self.peak, decay_steps=10**9)
         total = sum(targets.numel() for _, targets in microbatches)
         losses = []
-        for number, (tokens, targets) in enumerate(microbatches):
+        for place, (tokens, targets) in enumerate(microbatches):
             if self.is_sharded:
-                last = number == len(microbatches) - 1
+                last = place == len(microbatches) - 1
                 self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
             with self._autocast():
                 loss = self.loss(self.model(tokens), targets) / total
@@ -149,7 +152,7 @@ def measured(peer: Peer, read: Callable[[int], Any], warm: int, steps: int) -> d
         microbatches = read(number)
         settle()
         began = time.perf_counter()
-        loss = peer.step(microbatches)
+        loss = peer.step(number, microbatches)
         settle()
         if number >= warm:
             seconds.append(time.perf_counter() - began)
