@@ -154,11 +154,12 @@ class PipelineConfig(Section):
     that of what waits is large."""
     checkpoint_activations: Natural = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
-    compile: bool | Auto = "auto"
-    """Let torch.compile fuse the operations of each layer, and of the loss of our own decoders, in
-    the first step, which takes half a minute; needs a compiler. Changes rounding and the random
-    numbers of dropout. Not for models of transformers. `auto` is true for our own decoders of a
-    hidden size from 1,024 on that are one stage on a GPU, where they are measured to be faster."""
+    compile: bool | Literal["loss"] | Auto = "auto"
+    """Let torch.compile fuse the operations of each layer, and the loss of our own decoders, in the
+    first step, which takes half a minute; needs a compiler. Changes rounding and the random numbers
+    of dropout. Not for models of transformers. `loss` fuses the loss alone. `auto` is, in one stage
+    on a GPU, for our own decoders from a hidden size of 1,024 on, `true` where a microbatch is as
+    large as was measured to be faster (tokens · hidden size² from 2.7e10 on) and `loss` below."""
 
     @model_validator(mode="after")
     def _backwards_are_split_or_whole(self) -> PipelineConfig:

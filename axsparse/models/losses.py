@@ -58,12 +58,16 @@ def compiled(loss: LossFunction) -> LossFunction:
     fused = torch.compile(_whole_cross_entropy, dynamic=False)
 
     def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        if hidden.is_cpu or targets.numel() * weight.shape[0] > COMPILED_LOGITS:
+        if _is_on_host(hidden) or targets.numel() * weight.shape[0] > COMPILED_LOGITS:
             return linear_cross_entropy(hidden, weight, targets)
         result: Tensor = fused(hidden, weight, targets)
         return result
 
     return fused_cross_entropy
+
+
+def _is_on_host(hidden: Tensor) -> bool:
+    return hidden.is_cpu
 
 
 def _whole_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

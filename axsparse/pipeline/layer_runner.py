@@ -97,6 +97,7 @@ class LayerRunner:
         self.name = name
         self._module = module
         self._is_recomputed = is_recomputed
+        self._is_training: bool | None = None
         self._slots = slots(module)
         self._persistent = [slot for slot in self._slots if slot.persists]
         self._changing: list[BufferSlot] | None = None
@@ -122,7 +123,7 @@ class LayerRunner:
         Outputs and their gradients have the canonical form, as if they came from another stage.
         Here and in `evaluate`, the caller preserves the global generators.
         """
-        self._module.train()
+        self._set_mode(training=True)
         record = self.record
         if record is not None:
             inputs = record.begin(inputs, key, self._slots)
@@ -134,7 +135,7 @@ class LayerRunner:
 
     def evaluate(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """The outputs of an evaluation; ConfigError if it changes a buffer that is state."""
-        self._module.eval()
+        self._set_mode(training=False)
         marks = _marks(self._persistent)
         seed_all(*key, "evaluate")
         outputs = self._own(inputs)
@@ -145,6 +146,12 @@ class LayerRunner:
                 "persistent=False if it is a cache"
             )
         return outputs
+
+    def _set_mode(self, *, training: bool) -> None:
+        """Put the module into training or evaluation mode; where it is so, this takes no time."""
+        if self._is_training is not training:
+            self._module.train(training)
+            self._is_training = training
 
     # -- recomputation ------------------------------------------------------------------
 

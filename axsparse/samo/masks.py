@@ -99,13 +99,14 @@ def kept_positions(state: LayerState, tensor: TensorState) -> Tensor | None:
 
 
 def masks_digest(layers: Iterable[BuiltLayer]) -> int:
-    """A 52-bit hash (exact as a float) of which entries of which tensors are kept."""
+    """A 52-bit hash (exact as a float) of which entries of which tensors are kept: of sums of their
+    positions, which a GPU makes in a tenth of the time that a hash of all positions takes."""
     digest = hashlib.blake2b(digest_size=8)
     for layer in layers:
         for tensor in layer.state.owned:
             digest.update(f"{tensor.name} {tensor.kept} ".encode())
             if tensor.kept < tensor.parameter.numel():
-                digest.update(tensor.positions().numpy().tobytes())
+                digest.update(sums_of_bits(tensor.index.positions()).cpu().numpy().tobytes())
     return int.from_bytes(digest.digest(), "big") >> 12
 
 

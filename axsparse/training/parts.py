@@ -217,7 +217,7 @@ def _stage(
                 layer.spec.name,
                 layer.module,
                 is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
-                is_compiled=bool(pipeline.compile),
+                is_compiled=pipeline.compile is True,
             )
             for number, layer in enumerate(layers)
         ],
@@ -237,7 +237,7 @@ def _products(
     """What takes weight gradients out of backwards; None if autograd makes all of them, as in a
     compiled layer, whose backward is one function."""
     is_split = bool(run.config.pipeline.split_backward)
-    if run.config.pipeline.compile:
+    if run.config.pipeline.compile is True:
         return None
     if run.targets is not None and run.config.samo.sparse_products is not False:
         collector.allow_sparse_products(run.targets.shapes)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from axsparse.models import losses
 from axsparse.models.losses import (
+    compiled,
     linear_cross_entropy,
     logits_at_a_time,
     refuse_foreign_words,
@@ -291,3 +292,42 @@ def test_so_many_logits_are_held_at_a_time(
     )
 
     assert max(sizes) == logits_at_a_time(tokens, words)
+
+
+# -- the fused loss -------------------------------------------------------------------------
+
+
+def test_a_fused_loss_has_the_loss_and_the_gradients_of_chunks(
+    monkeypatch: pytest.MonkeyPatch, chunked: None
+) -> None:
+    fused: list[int] = []
+
+    def note(function: Any, **options: Any) -> Any:
+        def call(*tensors: Tensor) -> Any:
+            fused.append(tensors[-1].numel())
+            return function(*tensors)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", note)
+    monkeypatch.setattr(losses, "_is_on_host", lambda hidden: False)
+    monkeypatch.setattr(losses, "COMPILED_LOGITS", TOKENS * WORDS)
+    hidden, weight, targets = case()
+    expected = linear_cross_entropy(hidden, weight, targets)
+    loss = compiled(linear_cross_entropy)
+
+    found = loss(hidden, weight, targets)
+
+    torch.testing.assert_close(found, expected, rtol=FP32_TOLERANCE, atol=0)
+    for one, other in zip(
+        gradients(found, hidden, weight), gradients(expected, hidden, weight), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert fused == [TOKENS]
+    monkeypatch.setattr(losses, "COMPILED_LOGITS", TOKENS * WORDS - 1)
+    assert torch.equal(loss(hidden, weight, targets), expected)
+    assert fused == [TOKENS], "more logits than it may keep are computed by chunks"
+
+
+def test_a_loss_of_the_users_own_is_not_fused() -> None:
+    assert compiled(summed_cross_entropy) is summed_cross_entropy

@@ -23,6 +23,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.precision import DTYPES
+from axsparse.training import resolution
 from axsparse.training.resolution import RunInputs, RunSpec, loss_scale, resolve
 
 
@@ -346,3 +347,42 @@ def test_a_limit_moves_layers_to_stages_with_room() -> None:
     run = limited(3e-4, pipeline={"slack": 1})
 
     assert [len(stage) for stage in run.stages] == [2, 2, 2, 4]
+
+
+# -- torch.compile ----------------------------------------------------------------------------
+
+WIDE = {"name": "gpt", "num_layers": 1, "num_heads": 8, "hidden_size": 2048, "vocab_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("changes", "inputs", "expected"),
+    [
+        ({}, {}, True),
+        ({"batch": {"global_batch_size": 32, "microbatch_size": 1}}, {}, "loss"),
+        ({"model": {**WIDE, "hidden_size": 512, "sequence_length": 1024}}, {}, False),
+        ({}, {"on_host": True}, False),
+        ({"pipeline": {"split_backward": True}}, {}, False),
+        ({"pipeline": {"compile": False}}, {}, False),
+    ],
+)
+def test_auto_fuses_large_microbatches_of_our_own_decoder_on_a_gpu(
+    changes: dict[str, Any],
+    inputs: dict[str, Any],
+    expected: bool | str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resolution, "has_compiler", lambda: True)
+    batch = {"global_batch_size": 32, "microbatch_size": 8}
+    sections = {"model": {**WIDE, "sequence_length": 1024}, "batch": batch, **changes}
+    config = tiny_config(**sections)
+
+    run = decided(config, transport(), **{"on_host": False, **inputs})
+
+    assert run.config.pipeline.compile == expected
+
+
+def test_auto_fuses_nothing_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolution, "has_compiler", lambda: False)
+    config = tiny_config(model={**WIDE, "sequence_length": 1024})
+
+    assert decided(config, transport(), on_host=False).config.pipeline.compile is False
