@@ -96,12 +96,12 @@ def ours(run: Run, size: int, place: Place) -> dict[str, Any]:
     }
 
 
-def theirs(run: Run, place: Place) -> dict[str, Any]:
+def theirs(run: Run, sizes: Sequence[int], place: Place) -> dict[str, Any]:
     """The same of a peer, by microbatch size; what it has when its time is over."""
     saved = Path(tempfile.mkdtemp(dir=place.folder)) / "peer.json"
     command = [sys.executable, str(HERE / "gpu_peers.py"), run.peer, "--save", str(saved)]
     command += ["--batch", str(BATCH), "--warm", str(WARM), "--steps", str(STEPS)]
-    command += ["--microbatches", *map(str, run.sizes)]
+    command += ["--microbatches", *map(str, sizes)]
     try:
         ended = subprocess.run(  # noqa: S603  our own script
             command, capture_output=True, text=True, timeout=max(place.left, 1.0), check=False
@@ -115,12 +115,18 @@ def theirs(run: Run, place: Place) -> dict[str, Any]:
     return {size: found[size] for size in found if size.isdigit()}
 
 
-def measure(place: Place, report: Report, part: str = "beside") -> list[Row]:
+def measure(place: Place, report: Report, only: Sequence[str] | None = None) -> list[Row]:
     """Run what the report lacks, and save after each run; returns the rows of all."""
+    part = "beside"
     found: dict[str, dict[str, Any]] = report.details.get(part) or {}
     skipped: list[Row] = []
     for run in RUNS:
-        lacking = [size for size in run.sizes if str(size) not in found.get(run.name, {})]
+        lacking = [
+            size
+            for size in run.sizes
+            if str(size) not in found.get(run.name, {})
+            and (only is None or f"{run.name}:{size}" in only)
+        ]
         if not lacking:
             continue
         if place.left < 20:
@@ -128,7 +134,7 @@ def measure(place: Place, report: Report, part: str = "beside") -> list[Row]:
             continue
         try:
             new = (
-                theirs(run, place)
+                theirs(run, lacking, place)
                 if run.peer
                 else {str(size): ours(run, size, place) for size in lacking}
             )
@@ -190,6 +196,9 @@ def model_flops() -> float:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=280.0, help="for all runs together")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME:SIZE", help="these, such as 'dense, FSDP2:4'"
+    )
     parser.add_argument("--save", type=Path, help="add to this JSON, and leave out what it has")
     arguments = parser.parse_args(words)
     ends = time.monotonic() + arguments.seconds
@@ -199,7 +208,7 @@ def main(words: Sequence[str] | None = None) -> int:
     device = probe_apart()
     report = Report.opened(arguments.save, {"device": device.name, "torch": torch.__version__})
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Place(device, Path(folder), ends), report)
+        rows = measure(Place(device, Path(folder), ends), report, arguments.only)
     report.put("beside", rows, report.details.get("beside"))
     print("\n".join(table(rows)), flush=True)
     return 0

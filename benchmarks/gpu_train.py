@@ -58,7 +58,7 @@ from axsparse.runtime.errors import ConfigError
 HERE = Path(__file__).parent
 RUNS = ("2.7b", "2.7b-4", "compare", "13b", "dense-13b", "largest")
 CONFIGS = {"2.7b": "gpt3_2.7b.yaml", "2.7b-4": "gpt3_2.7b.yaml", "13b": "gpt3_13b.yaml"}
-MICROBATCH = {"2.7b": (1,), "2.7b-4": (4,)}
+MICROBATCH = {"2.7b": (1,), "2.7b-4": (4,), "13b": (1,)}
 """The microbatch sizes of a run; of all others the largest that fits."""
 PEAK_AIMS = {"2.7b": 0.4}
 """What part of the matrix peak a run has to reach; `PEAK_AIM` where it is not named."""
@@ -68,6 +68,8 @@ PART_OF_PEAK = "part of the measured matrix peak"
 ROOM = 0.94
 """Part of the device that a plan may fill: torch's allocator does not fill every hole."""
 STEPS, WARM = 6, 2
+FEWER = {"13b": 3}
+"""Steps of a run that is to show that it trains."""
 COMPARED = 8
 """Microbatches where SAMO is held against dense: with few of them the optimizer, of which SAMO has
 a tenth, would hide what compression costs each time."""
@@ -209,7 +211,7 @@ def phases(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def size(name: str, place: Place) -> Found:
-    start = pruned(Training(CONFIGS[name], (), STEPS), place)
+    start = pruned(Training(CONFIGS[name], (), FEWER.get(name, STEPS)), place)
     wanted = MICROBATCH.get(name, SIZES)
     return alone(name, chosen(start, ["samo"], place.room, wanted=wanted), place)
 
