@@ -1,6 +1,7 @@
 """GPT-3 2.7B on one GPU beside plain torch and FSDP2, in turn: tokens a second and memory.
 
-    python benchmarks/gpu_beside.py [--seconds 280] [--save FILE]
+    python benchmarks/gpu_beside.py [--seconds 280] [--only NAME:SIZE …] [--save FILE]
+    python benchmarks/gpu_beside.py --table benchmarks/results/gpu_check-nvidia-h200.json
 
 Every run trains the same model on the same samples, `BATCH` a step, by microbatches of 1, 4 or 8:
 `WARM` steps first, then `STEPS` that count, of which the median and the quartiles are kept. The
@@ -41,8 +42,11 @@ DATASHEET = 989e12
 RATIO_AIM = 1.15
 TOKENS_AIM = {1: 29_000, 4: 33_000, 8: 33_000}
 """Tokens a second asked of the pruned model on an H100, at 4 or at 8, by microbatch size."""
-PUBLISHED = 24_142
-"""Tokens a second and GPU of MosaicML's GPT 3B, bf16 with FSDP, on 16 H100 (llm-foundry)."""
+PUBLISHED = (
+    "| dense, MosaicML's table, 16 H100, FSDP | | 24,142 | 44 % | |",
+    "| dense, MosaicML's table, 16 H100, FSDP, FP8 | | 30,586 | | |",
+)
+"""Tokens a second and GPU of the same shape, in tables of llm-foundry."""
 PRUNED, DENSE = "pruned, 90 %", "dense, axsparse"
 UNFUSED = "pruned, 90 %, pipeline.compile=false"
 PEERS = {"plain": "dense, plain torch", "fsdp2": "dense, FSDP2"}
@@ -187,6 +191,23 @@ def judged_rows(part: str, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     return rows
 
 
+def markdown(found: Mapping[str, Mapping[str, Any]], device: str) -> list[str]:
+    """The runs as a table of the pages, the fastest first, and what others have published."""
+    head = (
+        f"| GPT-3 2.7B, bf16, one {device} | microbatches of | tokens/s | of 989 TFLOP/s | memory |"
+    )
+    rows = []
+    for name, sizes in found.items():
+        for size, each in sizes.items():
+            if "seconds" in each:
+                rate = BATCH * 2048 / statistics.median(each["seconds"])
+                share, peak = model_flops() * rate / DATASHEET, each["peak"]["allocated"] / 1e9
+                cells = (name, size, f"{rate:,.0f}", f"{share:.0%}".replace("%", " %"))
+                rows.append((rate, f"| {' | '.join(cells)} | {peak:.0f} GB |"))
+    fastest = [row for _, row in sorted(rows, reverse=True)]
+    return [head, "|---|---|---|---|---|", *fastest, *PUBLISHED]
+
+
 def model_flops() -> float:
     """Operations of a token, forward and backward: 6 N + 12 · layers · hidden · sequence."""
     parameters = 2_651_673_600
@@ -200,7 +221,13 @@ def main(words: Sequence[str] | None = None) -> int:
         "--only", nargs="+", metavar="NAME:SIZE", help="these, such as 'dense, FSDP2:4'"
     )
     parser.add_argument("--save", type=Path, help="add to this JSON, and leave out what it has")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print its table for the pages")
     arguments = parser.parse_args(words)
+    if arguments.table is not None:
+        saved = Report.opened(arguments.table, {})
+        device = saved.measured_on["device"].removeprefix("NVIDIA ")
+        print("\n".join(markdown(saved.details["beside"], device)))
+        return 0
     ends = time.monotonic() + arguments.seconds
     if not torch.cuda.is_available():
         print("gpu_beside: no CUDA device is here, and there is nothing else to measure")

@@ -43,6 +43,9 @@ meanwhile does not take them for those of its own microbatches."""
 MOST_AHEAD = 2
 """How many unfinished actions a GPU may have: one that runs and one queued behind it. With more,
 the order would depend on how far the host is ahead, and not on what has arrived."""
+AHEAD_ALONE = 8
+"""The same of a stage without neighbours, where nothing arrives: a GPU that runs small microbatches
+must not wait until its host has launched the next backward."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +257,9 @@ class Engine:
         messages."""
         while self._unfinished and self._unfinished[0].query():
             self._unfinished.popleft()
-        return len(self._unfinished) >= MOST_AHEAD or self._link.unsent > MOST_UNSENT
+        is_alone = self._place.is_first and self._place.is_last
+        most = AHEAD_ALONE if is_alone else MOST_AHEAD
+        return len(self._unfinished) >= most or self._link.unsent > MOST_UNSENT
 
     def _tell(self, policy: Policy) -> None:
         """Tell the policy of the messages that it expects; others wait."""

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_beside
 import gpu_check
 import gpu_kernels
+import gpu_peers
 import gpu_train
 import pytest
 import torch
 from gpu_plan import Training
-from gpu_report import Row
+from gpu_report import Report, Row
 from support.cuda_on_cpu import COMPRESS, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
 from support.mpirun import LONGEST_SECONDS, TESTS
 
@@ -182,3 +184,47 @@ def test_a_training_is_held_against_its_plan(
     }
     assert len(detail["step seconds"]) == 4
     assert detail["tokens a step"] == 4 * 16
+
+
+# -- gpu_beside -----------------------------------------------------------------------------
+
+
+def test_pages_have_the_table_of_the_results() -> None:
+    root = TESTS.parent
+    saved = json.loads((root / "benchmarks/results/gpu_check-nvidia-h200.json").read_text())
+    table = "\n".join(gpu_beside.markdown(saved["details"]["beside"], "H200"))
+
+    for page in ("README.md", "docs/howto/gpu.md"):
+        assert table in (root / page).read_text(encoding="utf-8"), page
+
+
+def test_a_dense_run_has_the_losses_of_its_peer_and_is_not_run_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = (
+        *("model.num_layers=1", "model.hidden_size=32", "model.num_heads=2"),
+        *("model.sequence_length=16", "model.vocab_size=256"),
+    )
+    small, dense = ("samo.enabled=false", "precision=fp32", *tiny), gpu_beside.DENSE
+    monkeypatch.setattr(gpu_beside, "RUNS", (gpu_beside.Run(dense, (4,), small),))
+    monkeypatch.setattr(gpu_beside, "WARM", 1)
+    monkeypatch.setattr(gpu_beside, "STEPS", 2)
+    device = gpu_train.Device("none", 24_000_000_000, 1.0)
+    here = gpu_train.Place(device, tmp_path, time.monotonic() + 120.0)
+    report = Report.opened(tmp_path / "beside.json", {})
+
+    rows = gpu_beside.measure(here, report)
+    monkeypatch.setattr(gpu_beside, "ours", None)
+    again = gpu_beside.measure(here, Report.opened(tmp_path / "beside.json", {}))
+
+    assert [row.outcome for row in rows] == ["info"]
+    assert again == rows
+    losses = report.details["beside"][dense]["4"]["losses"]
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
+    saved = tmp_path / "peer.json"
+    words = ("plain", "--microbatches", "4", "--batch", "16", "--warm", "0", "--steps", "3")
+    assert gpu_peers.main([*words, "--save", str(saved), "--set", *tiny]) == 0
+    theirs = json.loads(saved.read_text(encoding="utf-8"))["4"]["losses"]
+    assert theirs == pytest.approx(losses, rel=2e-3)  # they multiply in bf16
+    assert len({*losses}) == 3

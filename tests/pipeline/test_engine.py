@@ -18,7 +18,15 @@ from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.pipeline.engine import EVALUATED, MOST_UNSENT, MOST_WAITING, Engine, Rank
+from axsparse.pipeline.engine import (
+    AHEAD_ALONE,
+    EVALUATED,
+    MOST_AHEAD,
+    MOST_UNSENT,
+    MOST_WAITING,
+    Engine,
+    Rank,
+)
 from axsparse.pipeline.policy import Kind, action
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
@@ -160,6 +168,46 @@ def test_a_member_that_follows_runs_what_it_is_told_however_much_it_has_to_send(
     engine.evaluate(Batch(0, tuple(Microbatch((), None, n, 1) for n in range(4)), 4))
 
     assert link.used == 4
+
+
+class Late:
+    """A GPU that is through with nothing before its host waits, and then with all."""
+
+    def __init__(self) -> None:
+        self.compute = self
+        self.kind = torch.device("cpu")
+        self.unfinished = self.most = self.bytes_sent = 0
+
+    def record(self) -> SimpleNamespace:
+        self.unfinished += 1
+        self.most = max(self.most, self.unfinished)
+        number = self.begun = getattr(self, "begun", 0) + 1
+        return SimpleNamespace(query=lambda: number <= self.begun - self.unfinished)
+
+    def pause(self) -> None:
+        self.unfinished = 0
+
+    def reset(self) -> None:
+        """Every wait begins afresh."""
+
+
+@pytest.mark.parametrize(("stages", "ahead"), [(1, AHEAD_ALONE), (2, MOST_AHEAD)])
+def test_a_host_is_ahead_of_its_gpu_as_far_as_nothing_that_arrives_could_change_the_order(
+    stages: int, ahead: int
+) -> None:
+    gpu, link = Late(), Eager(0)
+    one: Any = SimpleNamespace(evaluate=lambda *_: (torch.ones(1).sum(),))
+    engine = Engine(
+        Rank(Grid(stages, 1).place(0), cast("Any", gpu), Phases(), cast("Any", gpu)),
+        one,
+        link,
+        schedule=Schedule("message-driven", 1, "alternate"),
+        while_idle=lambda: None,
+    )
+
+    engine.evaluate(Batch(0, tuple(Microbatch((), None, n, 1) for n in range(20)), 20))
+
+    assert gpu.most == ahead
 
 
 class Summing:
