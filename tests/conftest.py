@@ -34,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=_share,
         help="of the faults and the exhaustive cases only the K-th of N shares; K may exceed N",
     )
+    parser.addoption(
+        "--update-errors", action="store_true", help="write the tables of tests/errors anew"
+    )
 
 
 def _share(text: str) -> tuple[int, int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,13 +24,12 @@ from support.runs import (
     vector_data,
 )
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Datasets
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Layer, LossFunction, Model
-from axsparse.runtime.errors import ConfigError, DataError, TrainingError
+from axsparse.runtime.errors import ConfigError, TrainingError
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -198,21 +195,6 @@ class Both(nn.Module):
         return self.linear(x), x
 
 
-class Named(Both):
-    """Returns no tensor."""
-
-    def forward(self, x: Tensor) -> Any:
-        return {"out": self.linear(x)}
-
-
-def each(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits, targets, reduction="none")
-
-
-def mean_of_both(logits: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits, targets) + hidden.square().mean()
-
-
 class Flat(Both):
     """Tokens of all samples in one dimension, and a scalar."""
 
@@ -231,65 +213,7 @@ def tokens_and_scalar(reduction: str) -> LossFunction:
     return loss
 
 
-class Weighing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(5))
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return summed_loss(logits * self.scale, targets)
-
-
-FOREIGN = nn.Parameter(torch.ones(5))
 IS_MEAN = "loss: the same sample twice costs as much as once"
-
-
-@pytest.mark.parametrize(
-    ("last", "loss", "text"),
-    [
-        (Named, summed_loss, "layer last: its forward returned dict"),
-        (Both, each, r"loss: a tensor of shape \(3,\)"),
-        (Both, lambda out, target: 1.5, "loss: float; it must be a scalar tensor"),
-        (Both, lambda out, target: target.sum(), "loss: torch.int64; it must be a scalar tensor"),
-        (Both, lambda out, target: out.detach().sum(), "loss: it does not depend on any trained w"),
-        (Both, F.cross_entropy, IS_MEAN),
-        (Both, mean_of_both, IS_MEAN),
-        (None, Weighing(), r"^loss: its parameter 'scale' gets a gradient and would never be trai"),
-        (
-            None,
-            lambda out, target: summed_loss(out * FOREIGN, target),
-            r"^layers last to last: a parameter of shape \(5,\) that a forward or loss uses gets a",
-        ),
-    ],
-)
-def test_a_layer_or_loss_that_cannot_train_is_refused(
-    last: type[nn.Module] | None, loss: LossFunction, text: str
-) -> None:
-    def only_logits(logits: Tensor, *others: Tensor) -> Tensor:
-        return loss(logits, others[-1])
-
-    takes_all = last is None or loss is mean_of_both
-    build = last or partial(nn.Linear, WIDTH, 5)
-    model = Model([linear(), Layer("last", build)], loss if takes_all else only_logits)
-
-    with pytest.raises(ConfigError, match=text):
-        train_in_process(2, 1, model, small_config(), vector_data())
-
-
-def test_numbers_that_stay_bad_or_a_bad_last_validation_loss_end_the_run() -> None:
-    (inputs,), targets = vector_data().read(np.arange(30))
-    bad = ArrayDataset(inputs * float("nan"), targets)
-    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
-    config = small_config(train={"steps": 1, "eval_steps": 1})
-
-    with pytest.raises(TrainingError, match="step 1: the validation loss is nan; lower"):
-        train_in_process(2, 1, model, config, vector_data(), validation=bad)
-    with pytest.raises(
-        TrainingError,
-        match=r"^step 1: rank 1 \(stage 1, replica 0\): the loss is not finite, and no step could "
-        "update for 10 in a row",
-    ):
-        train_in_process(2, 1, model, small_config(train={"steps": 30}), bad)
 
 
 @pytest.mark.parametrize("ranks", by_default([1], [1, 4]))
@@ -341,61 +265,6 @@ def test_replicas_that_start_at_other_weights_are_told_apart() -> None:
 
     with pytest.raises(TrainingError, match="weights: replica 1 starts at others than replica 0"):
         train_in_process(1, 2, model, small_config(), vector_data())
-
-
-def test_a_layer_whose_forward_fails_is_named() -> None:
-    model = Model([linear(), linear(WIDTH + 1, 5)], summed_loss)
-
-    # Newer torch says the name of the operator first.
-    said = "layer linear17x5: on the first samples of the data, RuntimeError: (addmm: )?mat1 and"
-    with pytest.raises(ConfigError, match=said):
-        train_in_process(1, 1, model, small_config(), vector_data())
-
-
-LOADER = DataLoader(TensorDataset(torch.zeros(9)))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"open_datasets": tuple}, "open_datasets returned tuple; return Datasets"),
-        (
-            {"open_datasets": lambda: Datasets(TensorDataset(torch.zeros(9)))},  # type: ignore[arg-type]
-            r"TensorDataset has no name, .*; make one of it by ax.from_torch\(dataset\)$",
-        ),
-        (
-            {"open_datasets": lambda: Datasets(range(9))},  # type: ignore[arg-type]
-            "range has no name, fingerprint, vocab_size, .*, which data sets have; "
-            "give an ArrayDataset or a class",
-        ),
-        (
-            {"open_datasets": lambda: Datasets(LOADER)},  # type: ignore[arg-type]
-            r"DataLoader has no name, .*; give its data set, ax.from_torch\(loader.dataset, ",
-        ),
-        (
-            {"open_datasets": lambda: LOADER},
-            r"open_datasets returned DataLoader; return .*ax.from_torch\(loader.dataset, ",
-        ),
-        (
-            {"config": small_config(batch={"global_batch_size": 70})},
-            r"global_batch_size \(configure\)",
-        ),
-    ],
-)
-def test_arguments_of_another_kind_are_refused(wrong: dict[str, Any], told: str) -> None:
-    arguments: dict[str, Any] = {
-        "model": Model([linear(), linear(WIDTH, 5)], summed_loss),
-        "open_datasets": lambda: Datasets(vector_data()),
-        "config": small_config(),
-        "quiet": True,
-    }
-
-    def on_rank(rank: int) -> None:
-        build(Job(LocalTransport(world, rank)), **{**arguments, **wrong})
-
-    world: LocalWorld[None] = LocalWorld(2)
-    with pytest.raises((ConfigError, DataError), match=told):
-        world.run(on_rank)
 
 
 def test_ranks_with_other_numbers_of_layers_are_told_apart() -> None:
@@ -460,48 +329,6 @@ def test_a_run_has_gradients_though_they_were_switched_off(
 
     assert losses(is_off=True) == expected
     assert len(set(expected)) == 4 and torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        *(
-            (count, rf"^data: arrays: count_targets is {count}; it must be a whole number, at lea")
-            for count in (-1, 0.5, math.nan)
-        ),
-        (0, "^data: none of the samples of step 1 has a target that counts; raise batch.global"),
-    ],
-)
-def test_numbers_of_targets_that_cannot_be_are_refused(count: float, text: str) -> None:
-    class Counting(PaddedDataset):
-        def count_targets(self, targets: Tensor) -> int:
-            return count  # type: ignore[return-value]
-
-    (inputs,), targets = vector_data().read(np.arange(30))
-    model, data = Model([linear(), linear(WIDTH, 5)], summed_loss), Counting(inputs, targets)
-
-    with pytest.raises(DataError, match=text):
-        train_in_process(2, 1, model, small_config(), data)
-    data.targets_per_sample = count  # type: ignore[assignment]
-    with pytest.raises(
-        DataError, match=rf"^data: arrays: targets_per_sample is {count}; it must b"
-    ):
-        train_in_process(2, 1, model, small_config(), data)
-
-
-def test_an_evaluation_without_a_target_is_refused() -> None:
-    class Unlabelled(PaddedDataset):
-        def count_targets(self, targets: Tensor) -> int:
-            return 0
-
-    (inputs,), targets = vector_data().read(np.arange(30))
-    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
-    config = small_config(train={"steps": 1, "eval_every": 1, "eval_steps": 1})
-
-    with pytest.raises(
-        DataError, match=r"^data: none of the samples of an evaluation has a target"
-    ):
-        train_in_process(1, 1, model, config, vector_data(), validation=Unlabelled(inputs, targets))
 
 
 def test_a_trainer_trains_once() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config.test_refusals import cases_in
+from support.commands import cases_in
 
 from axsparse.config.load import load_config, to_yaml
 from axsparse.config.model_config import GptConfig, HfConfig
@@ -113,7 +113,7 @@ def test_what_is_given_beside_the_folder_has_to_agree(folder: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(("changed", "told"), cases_in("hf_refusals.txt"))
+@pytest.mark.parametrize(("changed", "told"), cases_in(Path(__file__).parent / "hf_refusals.txt"))
 def test_what_transformers_has_not_or_we_do_not_compute_is_refused_by_name(
     folder: Any, transformers: Any, changed: str, told: str
 ) -> None:

@@ -168,7 +168,7 @@ def test_any_valid_config_survives_being_written_and_read(
     try:
         config = load_config(None, overrides).config
     except ConfigError:
-        reject()  # settings of a section that contradict each other; a row of refusals.txt
+        reject()  # settings of a section that contradict each other; a row of tests/errors
 
     file = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")

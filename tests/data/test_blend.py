@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from axsparse.data.batches import Batches
 from axsparse.data.blend import Blend
 from axsparse.data.dataset import ArrayDataset, TokenDataset
 from axsparse.data.order import BLOCK, Share, blended_step, places_of
-from axsparse.runtime.errors import DataError
 
 
 def numbered(first: int, samples: int, name: str) -> ArrayDataset:
@@ -131,37 +129,3 @@ def test_targets_that_do_not_count_are_counted_out_whichever_source_has_them() -
     assert blend.targets_per_sample is None
     assert blend.count_targets(targets) == 3
     assert blend.vocab_size == 8
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([1.0], "blend: 2 data sets have 1 weights; give one for each"),
-        ([1.0, 0.0], "blend: b has weight 0.0; choose one above 0"),
-        ([1.0, float("nan")], "blend: b has weight nan; choose one above 0"),
-        (
-            [1.0, 1e-6],
-            r"blend: b has weight 1e-06 of 1, which is not one sample in 10,000; give it",
-        ),
-    ],
-)
-def test_weights_that_are_none_are_refused(weights: list[float], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        Blend([numbered(0, 4, "a"), numbered(0, 4, "b")], weights)
-
-
-def test_a_source_without_read_is_refused() -> None:
-    bare: Any = type("Photos", (), {"name": "photos"})()
-
-    with pytest.raises(
-        DataError, match="blend: photos has no read; give data sets with all members"
-    ):
-        Blend([bare], [1.0])
-
-
-def test_sources_that_do_not_read_alike_are_refused() -> None:
-    wide = ArrayDataset(torch.zeros(4, 2), torch.zeros(4, 1), "wide")
-    blend = Blend([numbered(0, 4, "a"), wide], [1, 1])
-
-    with pytest.raises(DataError, match=r"data \(blend of .*\): its data sets read inputs or tar"):
-        blend.read(np.array([0, 5]))

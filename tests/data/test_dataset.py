@@ -112,12 +112,3 @@ def test_a_length_that_is_none_is_refused(
         f"data (own): its __len__ gives no length ({why}); return the number of samples, an int of "
         "at least 1"
     )
-
-
-def test_arrays_that_are_no_tensors_are_refused() -> None:
-    with pytest.raises(
-        DataError,
-        match=r"^dataset \(arrays\): inputs and targets are tensors, not ndarray; make one of it "
-        r"by torch.as_tensor$",
-    ):
-        ax.ArrayDataset(torch.ones(2, 1), np.ones((2, 1)))  # type: ignore[arg-type]

@@ -68,14 +68,6 @@ def test_a_file_is_split_as_it_is_asked_for(how: str, expected: list[str]) -> No
     assert texts(text.replace(b"\n", b"\r\n"), how) == [e.replace("\n", "\r\n") for e in expected]
 
 
-def test_other_ways_of_splitting_are_refused() -> None:
-    for how in ("paragraph", "lines:0", "lines:x", "regex"):
-        with pytest.raises(ConfigError, match=f"'{how}' is no way to split; choose none, blank-"):
-            module.divider(how)
-    with pytest.raises(ConfigError, match=r"'\(' is no regular expression \(missing \), unterm"):
-        module.divider("regex:(")
-
-
 def test_a_document_that_cannot_be_used_spoils_no_other() -> None:
     data = b"good\n\n\xff\n\n" + b"y" * 101 + b"\n\nalso good\n"
 

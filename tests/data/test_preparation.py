@@ -22,7 +22,7 @@ from axsparse.data import preparation
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.token_file import Split, read_sidecar, stored, token_path
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
+from axsparse.runtime.errors import ConfigError, DataError, OutputError
 from axsparse.runtime.files.run_lock import FileLock
 
 
@@ -258,59 +258,6 @@ for name in sys.argv[1:]:
 
 
 # -- refusals -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("contents", "values", "error", "message"),
-    [
-        (
-            [b"\xff", b""],
-            {},
-            DataError,
-            r"input: no document can be used \(1 not UTF-8, 1 empty; the first: \S+0, line 1: not",
-        ),
-        (
-            [],
-            {},
-            DataError,
-            r"input: no document can be used \(there is none\); name UTF-8 text files, or JSONL,",
-        ),
-        (
-            [b'{"input_ids": [1, 256]}\n{"input_ids": [-1]}\n{"input_ids": [0.5]}'],
-            {},
-            DataError,
-            r"2 ids beyond the vocabulary, 1 missing field; the first: \S+, line 1: ids beyond",
-        ),
-        (
-            [b"x"],
-            {"train_bpe": 256},
-            ConfigError,
-            "--train-bpe: 256 words are fewer than the 256 bytes",
-        ),
-        (
-            [b"x"],
-            {"tokenizer": Path("missing")},
-            MissingInputError,
-            r"--tokenizer: missing cannot be read \(No such file or directory\); "
-            r"name a tokenizer\.json",
-        ),
-    ],
-)
-def test_what_cannot_be_prepared_is_named(
-    contents: list[bytes],
-    values: dict[str, Any],
-    error: type[Exception],
-    message: str,
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "in").mkdir()
-    for number, content in enumerate(contents):
-        ending = ".jsonl" if content.startswith(b"{") else ""
-        (tmp_path / "in" / f"{number}{ending}").write_bytes(content)
-
-    with pytest.raises(error, match=message):
-        run(Request((tmp_path / "in",), tmp_path / "o", **values))
-    assert not list((tmp_path / "o").glob("t*"))
 
 
 @pytest.mark.parametrize("out", [".", "more/.."])

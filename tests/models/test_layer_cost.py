@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -235,21 +234,6 @@ def test_costs_reach_ranks_that_have_not_run_the_layers(example: bool) -> None:
     found = survey(model(example=example), BF16)
 
     assert with_costs(survey(model(example=False)), costs_text(found)) == found
-
-
-@pytest.mark.parametrize(
-    ("example", "said"),
-    [
-        (lambda samples: 1 / 0, "Model.example: ZeroDivisionError: division by zero; it is called"),
-        (lambda samples: torch.zeros(samples, 6), "Model.example: returned Tensor; return a tuple"),
-        (lambda samples: ([],), "Model.example: returned tuple; return a tuple of tensors"),
-    ],
-)
-def test_an_example_that_is_none_is_refused(
-    example: Callable[[int], tuple[Tensor, ...]], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        survey(replace(model(example=True), example=example))
 
 
 # -- what a layer may return ----------------------------------------------------------------

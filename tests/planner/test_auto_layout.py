@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from axsparse.planner.layout_search import Rejection
 from axsparse.planner.memory_budget import MemoryBudget
 from axsparse.planner.run_workload import run_question
 from axsparse.planner.surveyed_model import SurveyedModel
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 
@@ -112,59 +110,3 @@ def test_auto_always_arranges_all_ranks(ranks: int, num_layers: int) -> None:
 
     assert grid.size == ranks
     assert grid.g_inter <= num_layers
-
-
-@pytest.mark.parametrize(
-    ("ranks", "num_layers", "overrides", "said"),
-    [
-        (
-            *(3, 8, "layout.split=[4, 4] layout.g_inter=3"),
-            "layout.split (--set): [4, 4] is for 2 stages, g_inter is 3; choose 3 entries, or auto",
-        ),
-        (
-            *(3, 8, "layout.g_inter=2"),
-            "layout.g_inter (--set): 2 does not divide the 3 ranks; start 4 ranks or choose one of "
-            "1, 3",
-        ),
-        (
-            *(1, 8, "layout.g_inter=4"),
-            "layout.g_inter (--set): 4 does not divide the 1 rank; start 4 ranks (mpirun -n 4 "
-            "before the same command) or choose 1",
-        ),
-        (
-            *(6, 2, "layout.g_data=4"),
-            "layout.g_data (--set): 4 does not divide the 6 ranks; start 8 ranks or choose one of "
-            "3, 6",
-        ),
-        (
-            *(3, 8, "layout.g_inter=2 layout.g_data=2"),
-            "layout: 3 ranks ≠ g_inter 2 × g_data 2; start 4 ranks or set layout.g_inter to one of "
-            "1, 3 and layout.g_data to auto",
-        ),
-        (
-            *(9, 8, "layout.g_inter=9"),
-            "layout.g_inter (--set): 9 stages for 8 layers; choose at most 8",
-        ),
-        (
-            *(16, 8, "layout.g_data=1"),
-            "layout.g_data (--set): 1 leaves 16 stages for 8 layers; choose one of 2, 4, 8, 16",
-        ),
-        *(
-            (
-                *(2, 8, f"layout.split={split}"),
-                f"layout.split (--set): {split} places {placed} layers of 8, embedding and head "
-                "included; choose entries that add up to 8",
-            )
-            for split, placed in (("[4, 3]", 7), ("[4, 5]", 9))
-        ),
-    ],
-)
-def test_a_layout_uses_every_rank_once_and_places_every_layer_once(
-    ranks: int, num_layers: int, overrides: str, said: str
-) -> None:
-    asked = re.split(r" (?=layout)", overrides)
-
-    with pytest.raises(ConfigError) as caught:
-        resolve_grid(load_config(None, asked), ranks, num_layers)
-
-    assert str(caught.value) == said

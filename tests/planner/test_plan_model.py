@@ -15,11 +15,11 @@ import axsparse
 from axsparse.config.load import LoadedConfig, load_config, made_in_python
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Plan
-from axsparse.planner.plan_model import Subject, plan_for, subject
+from axsparse.planner.plan_model import Subject, subject
 from axsparse.planner.plan_report import answer, settings
 from axsparse.planner.what_fits import DoesNotFitError, Refusal
 from axsparse.pruning.criteria import Score
-from axsparse.runtime.errors import ConfigError, MissingInputError
+from axsparse.runtime.errors import ConfigError
 
 MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None, host_bandwidth=None)
 
@@ -47,26 +47,6 @@ def test_all_layouts_are_planned_unless_the_configuration_says_which() -> None:
     assert grids(planned(layout={"g_data": 4})) == {(1, 4)}
     assert grids(planned(layout={"split": [1, 3], "g_tensor": 1})) >= {(2, 2)}
     assert grids(planned(layout={"split": [1, 3], "g_data": 2})) == {(2, 2)}
-
-
-@pytest.mark.parametrize(
-    ("layout", "said"),
-    [
-        ({"g_data": 3}, r"layout.g_data \(default\): 3 replicas do not divide"),
-        (
-            {"g_data": 4, "g_tensor": 4},
-            r"layout.g_data \(default\): 4 replicas of 4 members do not divide 4 devices",
-        ),
-        ({"split": [1, 2]}, r"layout.split \(default\): \[1, 2\] places 3 layers of 4"),
-        ({"g_data": 2, "split": [1, 1, 2]}, r"\[1, 1, 2\] is for 3 stages, g_inter is 2"),
-        ({"g_tensor": 3}, r"layout.g_tensor \(default\): 3 does not divide the 32"),
-    ],
-)
-def test_a_layout_that_fits_neither_devices_nor_model_is_refused(
-    layout: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        planned(layout=layout)
 
 
 def members(found: Plan) -> set[tuple[int, int, int]]:
@@ -117,11 +97,6 @@ def test_replicas_that_share_the_optimizer_state_are_planned_so_and_the_plan_say
     assert shared.notes[-1].startswith("samo.shard_optimizer: auto: where there are several ")
     (one,), (other,) = (each.plan("start", MACHINE, 2).rows[0].loads for each in (shared, whole))
     assert one.state.optimizer < 0.6 * other.state.optimizer
-
-
-def test_members_to_try_and_a_number_of_replicas_do_not_go_together() -> None:
-    with pytest.raises(ConfigError, match=r"layout.g_data .*: 2, and members has 2 num"):
-        asked(layout={"g_data": 2}).plan("start", MACHINE, 4, members=[1, 2])
 
 
 def test_without_pruning_there_is_no_samo_to_compare() -> None:
@@ -252,13 +227,6 @@ def test_offloaded_state_is_not_in_the_memory_of_a_gpu() -> None:
 
     assert offloaded.master == 0 < here.master
     assert 0 < offloaded.optimizer < here.master + here.optimizer  # room for two layers
-    with pytest.raises(ConfigError, match=r"samo.offload .*: true takes state off a GPU"):
-        asked(samo={"offload": True})
-
-
-def test_a_model_without_example_cannot_be_planned() -> None:
-    with pytest.raises(ConfigError, match="model mlp: it has no example, so that nobody knows"):
-        plan_for(mlp(), "laptop", 2)
 
 
 def test_the_python_api_plans_a_model() -> None:
@@ -267,8 +235,6 @@ def test_the_python_api_plans_a_model() -> None:
 
     assert found.recommended.layout.grid.g_inter == 1
     assert found.cluster.name == "laptop"
-    with pytest.raises(MissingInputError, match="no such file and no bundled cluster"):
-        axsparse.plan_for(tiny_gpt(config), "nowhere", 4, config)
 
 
 def test_the_python_api_tries_members_as_asked_for() -> None:
@@ -280,11 +246,6 @@ def test_the_python_api_tries_members_as_asked_for() -> None:
 
     assert {row.layout.grid.g_tensor for row in found[None].rows} == {1}
     assert {row.layout.grid.g_tensor for row in found[1, 2].rows} == {1, 2}
-    for odd in ([], [0], ["2"]):
-        with pytest.raises(
-            ConfigError, match=r"^plan_for: members is .*; give whole numbers from 1"
-        ):
-            axsparse.plan_for(model, "laptop", 4, config, members=odd)  # type: ignore[arg-type]
 
 
 @pytest.mark.exhaustive
@@ -329,8 +290,6 @@ def test_a_plan_counts_what_a_score_takes_that_it_is_given(
     given = axsparse.plan_for(model, "laptop", 1, config, score=score)
 
     assert given.recommended.most_bytes > without.recommended.most_bytes
-    with pytest.raises(ConfigError, match="score: missing a required argument: 'other'"):
-        axsparse.plan_for(model, "laptop", 1, config, score=lambda name, weight, other: weight)
 
 
 def test_a_plan_of_a_score_that_nobody_knows_says_so() -> None:

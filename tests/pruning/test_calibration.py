@@ -402,13 +402,6 @@ def test_experts_that_no_token_met_are_said_once(
     ]
 
 
-def test_sparsegpt_needs_loaded_weights() -> None:
-    config = tiny_config(**settings(method="sparsegpt"))
-
-    with pytest.raises(ConfigError, match="sparsegpt looks at loaded weights, and none are"):
-        train_in_process(1, 1, tiny_gpt(config), config, token_data())
-
-
 def test_it_says_how_far_it_is_and_what_the_pruning_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.distribution import kept_entries
-from axsparse.runtime.errors import ConfigError
 
 
 def no_weights() -> Tensor:
@@ -94,23 +93,6 @@ def test_a_score_of_ones_own_sees_name_and_weights_and_keeps_the_highest() -> No
 
     assert seen == ["a.weight"]
     assert mask.view(2, 3).tolist() == [[False, False, False], [True, True, True]]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (torch.ones(3), "(3,) of torch.float32, torch.strided, on cpu; it must be one number an"),
-        (None, "NoneType; it must be one number an entry, a dense real tensor of shape (2, 3) on"),
-        (torch.ones(2, 3) * 1j, "(2, 3) of torch.complex64, torch.strided, on cpu; it must be"),
-        (torch.ones(2, 3).to_sparse(), "(2, 3) of torch.float32, torch.sparse_coo, on cpu; it"),
-        (torch.full((2, 3), float("nan")), "NaN, which has no order; return numbers"),
-    ],
-)
-def test_a_score_that_does_not_fit_its_tensor_is_refused(wrong: Any, said: str) -> None:
-    with pytest.raises(ConfigError) as told:
-        Criterion(lambda name, weight: wrong).mask("w", (2, 3), lambda: torch.ones(2, 3), 3)
-
-    assert str(told.value).startswith(f"score of w: {said}")
 
 
 def test_a_score_may_write_to_the_weights_it_is_given() -> None:

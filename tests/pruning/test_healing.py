@@ -30,7 +30,7 @@ from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.pruning import calibration
 from axsparse.pruning.healing import Fit, HealedLayers, relative_error
-from axsparse.runtime.errors import ConfigError, DataError, OutputError, TrainingError
+from axsparse.runtime.errors import DataError, OutputError, TrainingError
 from axsparse.training.trainer import build
 
 SAMPLES, SIZE = 10, 2
@@ -316,24 +316,6 @@ def test_a_parameter_that_nobody_uses_stays() -> None:
 
     assert after < before
     assert torch.equal(masters["idle"], torch.ones(1))
-
-
-@pytest.mark.parametrize(
-    ("pruning", "text"),
-    [
-        ({"method": "gradual"}, "method: gradual, but pruning.heal fits what is pruned at once"),
-        ({"at_step": 3}, "at_step: 3, but pruning.heal"),
-        ({"distribution": "global"}, "distribution: global, but pruning.heal"),
-    ],
-)
-def test_what_is_not_pruned_at_once_is_refused(pruning: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        config_of(pruning=pruning)
-
-
-def test_a_model_that_was_never_trained_is_refused() -> None:
-    with pytest.raises(ConfigError, match="and this model starts from drawn values; load weights"):
-        started((1, 1), mlp(), config_of())
 
 
 def test_healing_that_diverges_is_told(tmp_path: Path) -> None:

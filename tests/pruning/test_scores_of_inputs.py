@@ -136,52 +136,6 @@ def test_with_a_pattern_wanda_from_outside_is_wanda(layout: tuple[int, int]) -> 
     assert all(torch.equal(own[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize(
-    ("pruning", "score", "told"),
-    [
-        (
-            {"method": "gradual", "interval": 1},
-            by_inputs,
-            "pruning.method: gradual has no inputs of layers when it draws masks, and the score "
-            "given to build takes them; choose custom with pruning.at_step 0",
-        ),
-        (
-            {"at_step": 2},
-            by_inputs,
-            "pruning.method: custom at step 2 has no inputs of layers when it draws masks, and the "
-            "score given to build takes them; choose custom with pruning.at_step 0",
-        ),
-        (
-            {"distribution": "global"},
-            by_inputs,
-            "pruning.distribution: global, but a score that takes inputs draws masks tensor by "
-            "tensor before the first step; choose uniform or erk",
-        ),
-        (
-            {},
-            lambda name, weight, gradient, inputs: weight,
-            "score: it takes gradient and inputs, which no method has at once; leave one of them "
-            "out",
-        ),
-        (
-            {},
-            lambda name, weight, inputs: inputs,
-            "score of hidden0.0.weight: (16,) of torch.float32, torch.strided, on cpu; it must be "
-            "one number an entry, a dense real tensor of shape (17, 16) on the CPU",
-        ),
-    ],
-)
-def test_what_cannot_be_scored_is_refused_in_one_line(
-    pruning: dict[str, Any], score: Any, told: str
-) -> None:
-    config = config_of(**pruning)
-
-    with pytest.raises(ConfigError) as refused:
-        kept_by((1, 1), config, mlp(), vector_data(), score=score)
-
-    assert str(refused.value).replace(" (configure)", "") == told
-
-
 CONVOLUTIONS: dict[str, Callable[[], Convolution]] = {
     "plain": lambda: nn.Conv1d(2, 3, 3),
     "padded": lambda: nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 1), dilation=(1, 2)),

@@ -216,37 +216,3 @@ def test_the_start_of_a_run_says_what_is_pruned_and_why_the_rest_is_dense() -> N
         "pruning.layers may name them) · a.proj.weight (named in pruning.exclude) · 7 vectors · "
         "b.weight (in a layer of kind head; pruning.include: all prunes them)",
     ]
-
-
-def test_a_model_of_which_nothing_multiplies_has_nothing_to_prune() -> None:
-    model = Model([Layer("a", lambda: nn.Embedding(5, 8))], summed_loss)
-
-    with pytest.raises(ConfigError, match=r"no block of this model has a weight of a linear, conv"):
-        find_targets(survey(model), tiny_config().pruning)
-
-
-@pytest.mark.parametrize(
-    ("pruning", "said"),
-    [
-        (
-            {"exclude": ["block0.*", "block1.attn.qkv.weight"]},
-            "pruning.exclude: 'block1.attn.qkv.weight' matches no tensor that could be pruned; "
-            "nearest: block1.attention.qkv.weight, block0.attention.qkv.weight, "
-            "block1.attention.proj.weight",
-        ),
-        ({"exclude": ["BLOCK*"]}, "pruning.exclude: 'BLOCK*' matches no tensor that could be"),
-        *(
-            (
-                {"layers": [entry]},
-                f"pruning.layers: {entry!r} is not pattern=sparsity with a sparsity from 0 to "
-                "below 1; write it like block0.*=0.5",
-            )
-            for entry in ("block0.*", "=0.5", "block0.*=1", "block0.*=half")
-        ),
-    ],
-)
-def test_an_entry_that_means_no_tensor_is_refused(pruning: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        prunable(**pruning)
-
-    assert str(refused.value).startswith(said)

@@ -35,10 +35,15 @@ def assert_one_line(said: tuple[int, str, str], code: int, text: str) -> None:
     assert text in errors
 
 
+def cases_in(file: Path) -> list[list[str]]:
+    """The cases of a table, and the line of each."""
+    text = file.read_text(encoding="utf-8")
+    return [case.removeprefix("$ ").rstrip("\n").split("\n") for case in text.split("\n\n")]
+
+
 def lines_beside(test_file: str) -> dict[str, str]:
     """The line of each case, by its name."""
-    text = Path(test_file).with_suffix(".txt").read_text(encoding="utf-8")
-    return dict(case.removeprefix("$ ").rstrip("\n").split("\n", 1) for case in text.split("\n\n"))
+    return {case[0]: case[1] for case in cases_in(Path(test_file).with_suffix(".txt"))}
 
 
 def refusal(refused: Callable[[], object], kind: type[AxsparseError], place: object = None) -> str:

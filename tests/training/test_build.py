@@ -130,27 +130,6 @@ def test_a_start_that_waits_for_loops_says_so(
     assert said.startswith("axsparse: machine code for this processor is being") is is_told
 
 
-@pytest.mark.parametrize(
-    ("resume", "why"),
-    [
-        (None, "overwrite begins a run_dir anew, and run_dir is auto, a new one; leave one of th"),
-        ("auto", "overwrite begins a run_dir anew, and resume goes on with a run; leave one of th"),
-    ],
-)
-def test_what_overwrites_names_a_run_that_begins_anew(resume: str | None, why: str) -> None:
-    config = tiny_config()
-
-    with pytest.raises(ConfigError, match=f"^Trainer: {why}"):
-        build(
-            job_of_one(has_gpu=False),
-            tiny_gpt(config),
-            lambda: Datasets(token_data(), None),
-            config,
-            resume=resume,
-            overwrite=True,
-        )
-
-
 # -- a model without an example -----------------------------------------------------------
 
 

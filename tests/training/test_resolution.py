@@ -103,9 +103,6 @@ def test_what_is_asked_for_is_done() -> None:
     assert resolved(config, 4, Grid(4, 1)).config.layout.g_inter == 4
 
 
-ELSEWHERE = "no MPI library was found; load the site's MPI module"
-
-
 @pytest.mark.parametrize(
     ("sections", "ranks"),
     [
@@ -131,30 +128,6 @@ def test_a_run_s_own_settings_can_be_read_and_run_again(
     check_config(loaded)
 
     assert decided(loaded.config, transport(ranks)).config == config
-
-
-@pytest.mark.parametrize(
-    ("sections", "ranks", "grid", "message"),
-    [
-        (
-            {},
-            4,
-            Grid(3, 1),
-            "^grid: 3 stages × 1 replica are 3 ranks, 4 are running; start 3 ranks or make another "
-            "grid$",
-        ),
-        ({}, 5, Grid(5, 1), "^grid: 5 stages for 4 layers; choose at most 4"),
-        ({"layout": {"split": [1, 1]}}, 2, Grid(2, 1), r"layout.split .*: \[.*\] places 2 layers"),
-        ({"layout": {"split": [4]}}, 2, Grid(2, 1), r"layout.split .*: \[.*\] is for 1 stage"),
-        ({"transport": "mpi"}, 1, None, ELSEWHERE),
-        ({"transport": "nccl"}, 1, None, ELSEWHERE),
-    ],
-)
-def test_what_does_not_fit_the_ranks_is_refused(
-    sections: dict[str, Any], ranks: int, grid: Grid | None, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolved(tiny_config(**sections), ranks, grid)
 
 
 def test_what_mpi_ranks_cannot_talk_by_is_refused_but_a_single_one_on_a_gpu_may_ask_for_nccl() -> (

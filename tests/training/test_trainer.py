@@ -21,9 +21,8 @@ from support.runs import FEW_MICROBATCHES, mlp, tiny_config, token_data, vector_
 
 import axsparse as ax
 from axsparse.cli import checkpoint
-from axsparse.config.load import LoadedConfig, made_in_python
+from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_config
 from axsparse.data.dataset import Datasets
 from axsparse.runtime.errors import ConfigError, MissingInputError
 from axsparse.runtime.job import Job, _describe
@@ -364,10 +363,3 @@ def test_pruning_checkpoints_by_hand_leaves_the_best(
 
     assert saved_steps(tmp_path / "checkpoints") == [6, 5]
     assert "lowest validation loss so far 0.5000, after step 5" in capsys.readouterr().out
-
-
-def test_without_evaluations_nothing_is_best() -> None:
-    config = tiny_config(checkpoint={"keep_best": True})
-
-    with pytest.raises(ConfigError, match=r"checkpoint.keep_best \(configure\): true, but train"):
-        check_config(made_in_python(config, "tiny"))

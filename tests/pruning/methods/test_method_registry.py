@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.runs import (
     mlp,
-    random_init,
-    summed_loss,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
     vector_data,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
-from axsparse.config.load import load_config
-from axsparse.config.validate import check_config
-from axsparse.models.layer import Layer, Model
-from axsparse.runtime.errors import AxsparseError, ConfigError, TrainingError
+from axsparse.runtime.errors import AxsparseError, TrainingError
 
 
 def refusal(g_inter: int = 1, **sections: Any) -> AxsparseError:
@@ -30,52 +24,6 @@ def refusal(g_inter: int = 1, **sections: Any) -> AxsparseError:
     with pytest.raises(AxsparseError) as caught:
         train_in_process(g_inter, 1, tiny_gpt(config), config, token_data())
     return caught.value
-
-
-@pytest.mark.parametrize(
-    ("pruning", "warmup", "said"),
-    [
-        (
-            {"method": "gradual", "at_step": 2, "interval": 4, "until_step": 5},
-            0,
-            "4 steps do not fit between pruning.at_step 2 and pruning.until_step 5; choose at most "
-            "3",
-        ),
-        (
-            {"method": "early-bird", "interval": 1, "until_step": 6},
-            2,
-            "6 looks, one every 1 steps from step 2 on (after warm-up and pruning.at_step), end at "
-            "7, after pruning.until_step 6; look more often, or search longer",
-        ),
-    ],
-)
-def test_an_interval_that_does_not_fit_is_refused_before_the_first_step(
-    pruning: dict[str, Any], warmup: int, said: str
-) -> None:
-    error = refusal(pruning=pruning, schedule={"warmup_steps": warmup})
-
-    assert isinstance(error, ConfigError)
-    assert str(error) == f"pruning.interval (configure): {said}"
-
-
-def test_settings_that_leave_nothing_to_prune_are_refused() -> None:
-    assert "pruning.exclude: no tensor is left to prune; leave some in" in str(
-        refusal(pruning={"exclude": ("*",)})
-    )
-    config = tiny_config()
-    heads = Model(
-        [Layer("out", partial(nn.Linear, 16, 5), kind="head", init=random_init)],
-        loss=summed_loss,
-    )
-    with pytest.raises(ConfigError, match=r"pruning\.include: blocks, but no block of this model"):
-        train_in_process(1, 1, heads, config, vector_data())
-
-
-def test_a_sparsity_of_zero_beside_others_is_checked_like_any_other() -> None:
-    settings = ["pruning.sparsity=0", "pruning.pattern=2:4", "pruning.method=gradual"]
-
-    with pytest.raises(ConfigError, match="is drawn once, and pruning"):
-        check_config(load_config(None, settings))
 
 
 def test_a_search_that_settles_on_nothing_ends_the_run_and_says_how_far_it_was() -> None:
@@ -118,16 +66,6 @@ def test_a_run_whose_skipped_steps_left_no_room_for_a_search_fails_at_its_end() 
 
     with pytest.raises(TrainingError, match="early-bird drew no mask: skipped steps do not count"):
         train_in_process(1, 1, mlp(), config, vector_data(infinite=17))
-
-
-def test_a_score_of_ones_own_has_to_be_given_and_to_be_wanted() -> None:
-    config = tiny_config(pruning={"method": "custom"})
-
-    with pytest.raises(ConfigError, match="custom needs a score of your own; give it to build in"):
-        train_in_process(1, 1, tiny_gpt(config), config, token_data())
-    magnitude = tiny_config()
-    with pytest.raises(ConfigError, match="magnitude has a score already; choose custom, or a"):
-        train_in_process(1, 1, tiny_gpt(magnitude), magnitude, token_data(), score=_score)
 
 
 def test_a_score_of_ones_own_decides_in_every_layout() -> None:

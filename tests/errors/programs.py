@@ -1,0 +1,298 @@
+"""What the programs of the tables find: parts of the package, and small models and data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from support import planner_cases, preparing, runs
+from support.runs import (
+    mlp,
+    random_init,
+    summed_loss,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+import axsparse as ax
+from axsparse.config import load, validate
+from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.schema import Config
+from axsparse.data import batches, documents, preparation, token_file
+from axsparse.data.batches import Batches
+from axsparse.data.dataset import ArrayDataset, Dataset, Datasets
+from axsparse.models import layer_cost, survey
+from axsparse.models.layer import Layer, Model
+from axsparse.planner import auto_layout, cluster, plan_model
+from axsparse.pruning import criteria, targets
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.precision import DTYPES
+from axsparse.training import resolution
+from axsparse.training.resolution import RunInputs, RunSpec, resolve
+from axsparse.training.trainer import build
+
+MODULES = (
+    *(planner_cases, preparing, runs, load, validate, batches, documents, preparation, token_file),
+    *(layer_cost, survey, auto_layout, cluster, plan_model, criteria, targets, resolution),
+)
+
+
+def names() -> dict[str, Any]:
+    """All that a program may use without an import."""
+    found: dict[str, Any] = {}
+    for module in MODULES:
+        found |= {name: value for name, value in vars(module).items() if name[0] != "_"}
+    return found | globals() | {"ax": ax, "np": np, "torch": torch, "F": F, "json": json}
+
+
+def write(name: str, contents: str | bytes) -> str:
+    """A file in the folder of the row; returns its name."""
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_bytes(contents.encode() if isinstance(contents, str) else contents)
+    return name
+
+
+def read_config(text: str | bytes, *overrides: str) -> LoadedConfig:
+    """The configuration of a file `run.yaml`."""
+    return load_config(write("run.yaml", text), overrides)
+
+
+def cluster_of(text: str) -> object:
+    """The cluster of a file `mine.yaml`."""
+    return cluster.parse_cluster(text, "mine.yaml")
+
+
+SUMMIT_TEXT = cluster.to_yaml(cluster.load_cluster("summit"))
+
+
+def without(name: str) -> str:
+    """Summit's file without the lines that begin so."""
+    kept = [line for line in SUMMIT_TEXT.splitlines() if not line.startswith(name)]
+    return "\n".join(kept) + "\n"
+
+
+def constant(name: str, value: str, kind: str = "assumed", source: str = "x") -> str:
+    """A line of a cluster's file."""
+    return f"{name}: {{value: {value}, kind: {kind}, source: {source}}}\n"
+
+
+# -- training ---------------------------------------------------------------------------------
+
+
+def dense(inputs: int = 16, outputs: int = 16, name: str = "") -> Layer:
+    return Layer(name or f"linear{inputs}x{outputs}", partial(nn.Linear, inputs, outputs))
+
+
+class Both(nn.Module):
+    """Logits, and what came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x), x
+
+
+class Named(Both):
+    """Returns no tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"out": self.linear(x)}
+
+
+class Weighing(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return summed_loss(logits * self.scale, targets)
+
+
+def train(
+    model: Model | None = None,
+    data: Dataset | None = None,
+    *,
+    stages: int = 1,
+    replicas: int = 1,
+    validation: Dataset | None = None,
+    own: dict[str, Any] | None = None,
+    **sections: Any,
+) -> None:
+    """A short training, by default of a small GPT."""
+    small = {"batch": {"global_batch_size": 12, "microbatch_size": 3}, "train": {"steps": 2}}
+    config = tiny_config(**{**small, **sections})
+    if model is None:
+        model, data = tiny_gpt(config), data or token_data()
+    train_in_process(
+        *(stages, replicas, model, config, data or vector_data()),
+        validation=validation,
+        **(own or {}),
+    )
+
+
+def train_layers(
+    last: Callable[[], nn.Module] | None = None,
+    loss: Callable[..., Tensor] = summed_loss,
+    **more: Any,
+) -> None:
+    """A training of a layer and a last one."""
+    train(Model([dense(), Layer("last", last or partial(nn.Linear, 16, 5))], loss), **more)
+
+
+def on_logits(loss: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:
+    """A loss of the first output and the targets."""
+    return lambda logits, *others: loss(logits, others[-1])
+
+
+def build_with(**wrong: Any) -> None:
+    """`build` on two ranks, with some wrong arguments."""
+    arguments: dict[str, Any] = {
+        "model": Model([dense(), dense(16, 5)], summed_loss),
+        "open_datasets": lambda: Datasets(vector_data()),
+        "config": tiny_config(train={"steps": 1}),
+        "quiet": True,
+    }
+    world: LocalWorld[object] = LocalWorld(2)
+    world.run(lambda rank: build(Job(LocalTransport(world, rank)), **{**arguments, **wrong}))
+
+
+def resolved(ranks: int = 1, grid: Grid | None = None, **sections: Any) -> RunSpec:
+    """All that `auto` decides for a small GPT."""
+    config = tiny_config(**sections)
+    model = tiny_gpt(config)
+    transport: Transport = LocalTransport(LocalWorld(ranks), 0)
+    surveyed = survey.survey(model, DTYPES[config.precision])
+    loaded = LoadedConfig(config, "test", {})
+    return resolve(loaded, RunInputs(model, surveyed, transport, grid))
+
+
+# -- data -------------------------------------------------------------------------------------
+
+ONES = torch.ones(9, 2)
+
+
+class Reads(ArrayDataset):
+    """Reads what it is given, whatever the samples."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(torch.ones(9, 1), torch.ones(9, 1), "given")
+        self._given = given
+
+    def read(self, indices: Any) -> Any:
+        return self._given
+
+
+class Counts(ArrayDataset):
+    """Says how many targets count."""
+
+    def __init__(self, count: Any, targets_per_sample: Any = None) -> None:
+        inputs, targets = vector_data().read(np.arange(30))
+        super().__init__(inputs[0], targets)
+        self.targets_per_sample = targets_per_sample
+        self._count = count
+
+    def count_targets(self, targets: Tensor) -> Any:
+        return self._count
+
+
+def first_batch(dataset: Dataset) -> object:
+    """The batch of the first step, of all samples."""
+    return Batches(
+        dataset,
+        num_samples=len(dataset),
+        global_batch_size=9,
+        microbatch_size=9,
+        replica=0,
+        g_data=1,
+        seed=7,
+    ).training(0)
+
+
+class Drawing(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Samples with noise."""
+
+    def __init__(self, draw: Callable[[], Any] = lambda: torch.ones(1), length: int = 10) -> None:
+        self.draw, self.length = draw, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        return number + self.draw(), torch.tensor(number)
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """Samples without a number."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def drawing_collate(samples: list[Any]) -> Any:
+    inputs, targets = default_collate(samples)
+    return inputs + torch.rand(1), targets
+
+
+LOADER = DataLoader(TensorDataset(torch.zeros(9)))
+OWN_GENERATOR = np.random.default_rng(0)
+
+
+def prepare(*contents: bytes, **values: Any) -> None:
+    """Prepare files of these contents; those that begin with a brace are JSONL."""
+    for number, content in enumerate(contents):
+        ending = ".jsonl" if content.startswith(b"{") else ""
+        write(f"in/{number}{ending}", content)
+    Path("in").mkdir(exist_ok=True)
+    preparing.run(preparation.Request((Path("in"),), Path("out"), **values))
+
+
+# -- optimizers -------------------------------------------------------------------------------
+
+
+def update_velocity(block: ax.Block, hyper: ax.Hyper) -> None:
+    block.moments["velocity"].mul_(0.5).add_(block.grad)
+
+
+def apply_velocity(block: ax.Block, statistics: Any, hyper: ax.Hyper) -> Any:
+    block.master.add_(block.moments["velocity"], alpha=-hyper.learning_rate)
+
+
+def own_optimizer(moments: Any = ("velocity",), apply: Any = apply_velocity) -> ax.Optimizer:
+    return ax.Optimizer(moments, update_velocity, None, apply)
+
+
+def by_inputs(name: str, weight: Tensor, inputs: Tensor) -> Tensor:
+    return weight.abs() * inputs
+
+
+def scored(score: Any, model: Model | None = None, **pruning: Any) -> None:
+    """A training whose masks are drawn by a score."""
+    base = {"method": "custom", "sparsity": 0.7, "calibration_samples": 6}
+    train(model or mlp(), own={"score": score}, pruning={**base, **pruning})
+
+
+def found_targets(**pruning: Any) -> object:
+    config: Config = tiny_config(pruning=pruning)
+    return targets.find_targets(survey.survey(tiny_gpt(config)), config.pruning)
+
+
+HEAD = Layer("out", partial(nn.Linear, 16, 5), kind="head", init=random_init)

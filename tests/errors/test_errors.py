@@ -1,0 +1,118 @@
+"""Mistakes and what is said of them: each `*.txt` is a table of settings or programs and lines.
+
+    $ pruning.sparsity=1.0 | seed=2          settings of `--set`
+    >>> ax.configure({"sed": 1})             a program, with the names of `programs.py`
+    ! plan nothing.yaml --gpus 2             a command of axsparse
+    78 configure: …                          the exit code and the line; … stands for any text
+    fix: sed => seed                         after which that line is gone
+
+`pytest tests/errors --update-errors` writes the lines that have changed into the tables, whose
+diff is then to be read.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from errors import programs
+
+from axsparse.__main__ import main
+from axsparse.config.load import load_config
+from axsparse.config.validate import check_config
+from axsparse.runtime.errors import AxsparseError
+
+FOLDER = Path(__file__).parent
+MARKS = ("$ ", ">>> ", "... ", "! ")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mistake: what is done, how it ends, and a change after which it ends well."""
+
+    table: Path
+    text: str
+    """As it stands in the table."""
+
+    @property
+    def source(self) -> list[str]:
+        return [line for line in self.text.split("\n") if line.startswith(MARKS) or line == "..."]
+
+    @property
+    def line(self) -> str:
+        return self.text.split("\n")[len(self.source)]
+
+    @property
+    def fix(self) -> tuple[str, str] | None:
+        """What to replace, and by what; of an unknown setting that is in the line."""
+        last = self.text.split("\n")[-1]
+        if last.startswith("fix: "):
+            old, _, new = last.removeprefix("fix: ").partition(" => ")
+            return old, new
+        meant = re.fullmatch(r"78 (\S+) \(--set\): unknown key; did you mean (\S+)\?", self.line)
+        return (f"{meant[1]}=", f"{meant[2]}=") if meant else None
+
+
+def rows() -> list[Row]:
+    """All rows of all tables."""
+    found = []
+    for table in sorted(FOLDER.glob("*.txt")):
+        blocks = table.read_text(encoding="utf-8").rstrip("\n").split("\n\n")
+        found += [Row(table, block) for block in blocks if block.startswith(MARKS)]
+    return found
+
+
+def ended(source: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The exit code and the line of a mistake; empty if there is none."""
+    kind, _, rest = source[0].partition(" ")
+    try:
+        if kind == "$":
+            check_config(load_config(None, rest.split(" | ")))
+        elif kind == "!":
+            capsys.readouterr()
+            main(shlex.split(rest))
+        else:
+            program = "\n".join(line[4:] for line in source)
+            exec(program, programs.names())  # noqa: S102 - the table is ours
+    except AxsparseError as error:
+        said = f"{error.exit_code} {error}"
+    except SystemExit as end:
+        said = f"{end.code} {capsys.readouterr().err.removeprefix('axsparse: error: ').rstrip()}"
+        said = "" if not end.code else said
+    else:
+        return ""
+    assert "\n" not in said, said
+    return said.replace(str(folder), "HERE")
+
+
+def agrees(said: str, line: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, line.split("…"))), said) is not None
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.table.stem} {row.source[-1]}"[:99])
+def test_a_mistake_ends_with_its_code_and_its_line(
+    row: Row,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    said = ended(row.source, tmp_path, capsys)
+
+    assert said, "there is no mistake any more"
+    if request.config.getoption("--update-errors") and not agrees(said, row.line):
+        new = row.text.replace(f"\n{row.line}", f"\n{said}", 1)
+        text = row.table.read_text(encoding="utf-8")
+        row.table.write_text(text.replace(row.text, new, 1), encoding="utf-8")
+        return
+    assert agrees(said, row.line), said
+    if row.fix is not None:
+        old, new = row.fix
+        assert any(old in line for line in row.source), f"{old!r} is not in the row"
+        mended = [line.replace(old, new) for line in row.source]
+        assert not agrees(ended(mended, tmp_path, capsys), row.line)
