@@ -14,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 Forward = Callable[..., Any]
 Sizes = tuple[int, ...]
@@ -59,28 +57,12 @@ class Products(Protocol):
         ...
 
 
-class ReplacedForward:
-    """The `forward` of one module while it is replaced."""
-
-    def __init__(self, module: nn.Module, forward: Forward) -> None:
-        self._module = module
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module, also one that its own forward makes, has the forward of its
-        class."""
-        return MethodType, (type(self._module).forward, self._module)
-
-
 @contextmanager
 def forwards_in_place(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
     """Call these functions in the place of the modules' `forward`, with the same arguments."""
     before = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
     for module, forward in forwards.items():
-        vars(module)["forward"] = ReplacedForward(module, forward)
+        vars(module)["forward"] = forward
     try:
         yield
     finally:
@@ -107,7 +89,7 @@ def product_forward(module: nn.Module, products: Products) -> Forward:
     """The forward of a module that `has_products`, in which `products` take part.
 
     Inputs whose product or whose derivatives torch computes in another way than by one product of
-    matrices (a wrapped tensor, autocast, functorch, forward mode) have the forward of the class.
+    matrices (a wrapped tensor, autocast, functorch) have the forward of the class.
     """
     if isinstance(module, nn.Linear):
         return partial(_call_linear, module, products)
@@ -134,7 +116,6 @@ def _is_usable(module: nn.Module, products: Products, inputs: Tensor) -> bool:
         and not inputs.is_meta
         and not torch.is_autocast_enabled(inputs.device.type)
         and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
     )
 
 

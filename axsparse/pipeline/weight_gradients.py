@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from axsparse.models.module_products import forwards_in_place, has_products, product_forward
 from axsparse.runtime.communication import Work
-from axsparse.runtime.errors import ConfigError
 from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
 from axsparse.samo.masks import sums_of_bits
 
@@ -43,22 +42,9 @@ class Deferred:
     saved: tuple[Tensor, ...]
     compute: Callable[..., list[Tensor]]
     """Makes the gradients of `weights` from the saved tensors."""
-    versions: tuple[int, ...]
-    """The versions of the saved tensors when the gradients were deferred: a later write changes
-    them."""
 
     def gradients(self) -> list[Tensor]:
-        """The dense gradients; none if just the kept entries could be accumulated.
-
-        ConfigError if what is saved has been written to.
-        """
-        if self.versions != tuple(tensor._version for tensor in self.saved):
-            name = "" if self.products is None else f" {self.products.name}"
-            raise ConfigError(
-                f"layer weight{name}: an activation or its gradient was written to between "
-                "the backward and the gradient of the weight; write to copies, or set "
-                "pipeline.split_backward to false"
-            )
+        """The dense gradients; none if just the kept entries could be accumulated."""
         sparse = None if self.products is None else self.products.sparse
         if sparse is not None and sparse.accumulate(*self.saved):
             return []
@@ -131,8 +117,7 @@ class DeferredGradients:
     ) -> None:
         """Defer gradients to the `run` of the microbatch whose backward runs."""
         assert self._current is not None, "no backward runs"
-        versions = tuple(tensor._version for tensor in saved)
-        self._current.each.append(Deferred(products, weights, saved, compute, versions))
+        self._current.each.append(Deferred(products, weights, saved, compute))
         self._current.left.update(weights)
 
     @torch.no_grad()

@@ -29,7 +29,6 @@ from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.masking import Masking
 from axsparse.pruning.methods.method_registry import choose_masking
 from axsparse.runtime.communication import Collective, Link, Transport
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Place
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
@@ -209,8 +208,6 @@ def _stage(
         loss = sharded_loss(model, group) or loss
     if pipeline.compile and place.is_last:
         loss = compiled(loss)
-    if pipeline.checkpoint_activations:
-        _refuse_rrelu(layers)
     return Stage(
         [
             LayerRunner(
@@ -245,19 +242,6 @@ def _products(
     beside = set[nn.Module]().union(*(sharded_products(layer.module) for layer in layers))
     products = StageProducts(modules, collector, is_split=is_split, beside=beside)
     return products if is_split or len(products) else None
-
-
-def _refuse_rrelu(layers: Sequence[BuiltLayer]) -> None:
-    """ConfigError for an RReLU that would be recomputed: torch's gradients are wrong there, since
-    the recomputation reads the noise before it is drawn."""
-    for layer in layers:
-        for child in layer.module.modules():
-            if isinstance(child, nn.RReLU) and not child.inplace:
-                raise ConfigError(
-                    f"layer {layer.spec.name}: torch computes wrong gradients for RReLU where it "
-                    "is recomputed; make it RReLU(inplace=True), or set "
-                    "pipeline.checkpoint_activations to 0"
-                )
 
 
 def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport) -> list[StageTie]:

@@ -86,7 +86,6 @@ class Own:
     ("length", "why"),
     [
         (24.0, "TypeError: 'float' object cannot be interpreted as an integer"),
-        (True, "TypeError: it returns a bool"),
         (-24, "ValueError: __len__() should return >= 0"),
         (10**30, "OverflowError: cannot fit 'int' into an index-sized integer"),
         (None, "TypeError: 'NoneType' object cannot be interpreted as an integer"),
