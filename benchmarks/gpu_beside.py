@@ -191,8 +191,11 @@ def judged_rows(part: str, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     return rows
 
 
-def markdown(found: Mapping[str, Mapping[str, Any]], device: str) -> list[str]:
-    """The runs as a table of the pages, the fastest first, and what others have published."""
+def markdown(
+    found: Mapping[str, Mapping[str, Any]], device: str, *, best: bool = False
+) -> list[str]:
+    """The runs as a table of the pages, the fastest first, and what others have published; `best`
+    leaves of each model its fastest run."""
     head = (
         f"| GPT-3 2.7B, bf16, one {device} | microbatches of | tokens/s | of 989 TFLOP/s | memory |"
     )
@@ -203,8 +206,12 @@ def markdown(found: Mapping[str, Mapping[str, Any]], device: str) -> list[str]:
                 rate = BATCH * 2048 / statistics.median(each["seconds"])
                 share, peak = model_flops() * rate / DATASHEET, each["peak"]["allocated"] / 1e9
                 cells = (name, size, f"{rate:,.0f}", f"{share:.0%}".replace("%", " %"))
-                rows.append((rate, f"| {' | '.join(cells)} | {peak:.0f} GB |"))
-    fastest = [row for _, row in sorted(rows, reverse=True)]
+                rows.append((rate, name, f"| {' | '.join(cells)} | {peak:.0f} GB |"))
+    rows.sort(reverse=True)
+    named = [name for _, name, _ in rows]
+    fastest = [
+        row for n, (_, name, row) in enumerate(rows) if not (best and name in (*named[:n], UNFUSED))
+    ]
     return [head, "|---|---|---|---|---|", *fastest, *PUBLISHED]
 
 
@@ -226,7 +233,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.table is not None:
         saved = Report.opened(arguments.table, {})
         device = saved.measured_on["device"].removeprefix("NVIDIA ")
-        print("\n".join(markdown(saved.details["beside"], device)))
+        for best in (True, False):
+            print("\n".join(markdown(saved.details["beside"], device, best=best)) + "\n")
         return 0
     ends = time.monotonic() + arguments.seconds
     if not torch.cuda.is_available():
