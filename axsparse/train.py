@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         refuse_early(arguments, overrides)
         stop = StopRequest()
         stop.listen()
-        from axsparse.config.load import load_config
+        from axsparse.config.load import configure
         from axsparse.data.sources import open_datasets
         from axsparse.models.zoo.model_registry import named_model
         from axsparse.runtime.exchange import together
@@ -88,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         cannot_start(reason)
 
     def train(job: Job) -> None:
-        loaded = together(job.transport, lambda: load_config(arguments.config, overrides))
-        model = together(job.transport, lambda: named_model(loaded))
-        datasets = partial(open_datasets, loaded)
-        build(job, model, datasets, loaded, resume=arguments.resume).train()
+        config = together(job.transport, lambda: configure(arguments.config, overrides))
+        model = together(job.transport, lambda: named_model(config))
+        datasets = partial(open_datasets, config)
+        build(job, model, datasets, config, resume=arguments.resume).train()
 
     run(train, stop)
 

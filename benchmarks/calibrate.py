@@ -17,7 +17,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.load import configure
+from axsparse.config.schema import Config
 from axsparse.config.validate import counted
 from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
@@ -75,19 +76,19 @@ class Profile(NamedTuple):
     """Bytes that the process holds besides the model state."""
 
 
-def calibrate(transport: Transport, loaded: LoadedConfig, name: str, steps: int) -> Cluster:
+def calibrate(transport: Transport, loaded: Config, name: str, steps: int) -> Cluster:
     """The cluster of this machine; all ranks call it together and get the same.
 
     Raises ConfigError for ranks on several hosts, and what building a trainer raises.
     """
     together(transport, lambda: _refuse_several_hosts(transport))
-    size = loaded.config.batch.microbatch_size
+    size = loaded.batch.microbatch_size
     other = OTHER_SIZE if size != OTHER_SIZE else 2 * OTHER_SIZE
     profile = _profile(loaded, steps, size)
     compute_of_other = _profile(loaded, steps, other).compute
     # Compiled layers cannot be split.
     weight = 0.0
-    if not loaded.config.pipeline.compile:
+    if not loaded.pipeline.compile:
         weight = _profile(loaded, steps, size, is_split=True).weight
     precision = profile.trainer.config.precision
     assert precision != "auto", "the run has decided"
@@ -138,7 +139,7 @@ def _refuse_several_hosts(transport: Transport) -> None:
         )
 
 
-def _profile(loaded: LoadedConfig, steps: int, size: int, *, is_split: bool = False) -> Profile:
+def _profile(loaded: Config, steps: int, size: int, *, is_split: bool = False) -> Profile:
     """Train in one stage with microbatches of `size`; each rank by itself, all at the same time."""
     changes = {
         "batch": {"global_batch_size": MICROBATCHES * size, "microbatch_size": size},
@@ -149,12 +150,10 @@ def _profile(loaded: LoadedConfig, steps: int, size: int, *, is_split: bool = Fa
         "pipeline": {"schedule": "message-driven", "split_backward": is_split, "held": "auto"},
     }
     sections: dict[str, object] = {
-        section: getattr(loaded.config, section).model_copy(update=values)
+        section: getattr(loaded, section).model_copy(update=values)
         for section, values in changes.items()
     }
-    alone = replace(
-        loaded, config=loaded.config.model_copy(update={**sections, "transport": "auto"})
-    )
+    alone = loaded.model_copy(update={**sections, "transport": "auto"})
     job = Job(LocalTransport(LocalWorld[None](1), 0))
     trainer = build(
         job, named_model(alone), lambda: open_datasets(alone), alone, grid=Grid(1, 1), quiet=True
@@ -426,7 +425,7 @@ def main() -> None:
     asked = arguments.parse_args()
 
     def work(job: Job) -> None:
-        loaded = together(job.transport, lambda: load_config(asked.config, asked.pairs))
+        loaded = together(job.transport, lambda: configure(asked.config, asked.pairs))
         cluster = calibrate(job.transport, loaded, asked.out.stem, asked.steps)
         if job.transport.rank == 0:
             with writing(f"--out {asked.out}: the cluster file", "choose another place"):

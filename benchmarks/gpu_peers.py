@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from gpu_worker import HAS_GPU, peaks, repeated, settle
 from torch import Tensor, nn
 
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batches
 from axsparse.data.sources import open_datasets
@@ -171,10 +171,10 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the model")
     add("--save", type=Path, help="write JSON here after each size")
     arguments = parser.parse_args(words)
-    loaded = load_config(CONFIG, [f"batch.global_batch_size={arguments.batch}", *arguments.set])
-    training = open_datasets(loaded).training
+    config = configure(CONFIG, [f"batch.global_batch_size={arguments.batch}", *arguments.set])
+    training = open_datasets(config).training
     began = time.perf_counter()
-    peer = Peer(arguments.kind, Gpt(named_model(loaded)), loaded.config)
+    peer = Peer(arguments.kind, Gpt(named_model(config)), config)
     settle()
     found: dict[str, Any] = {"built": time.perf_counter() - began}
     for size in arguments.microbatches:
@@ -185,7 +185,7 @@ def main(words: Sequence[str] | None = None) -> int:
             microbatch_size=size,
             replica=0,
             g_data=1,
-            seed=loaded.config.seed,
+            seed=config.seed,
         )
         read = partial(_read, batches)
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.plan_model import Method, subject
 from axsparse.planner.run_workload import predict
@@ -54,7 +54,7 @@ class Training:
     @property
     def microbatches(self) -> int:
         """Of a step."""
-        batch = load_config(self.config, self.all()).config.batch
+        batch = configure(self.config, self.all()).batch
         return batch.global_batch_size // batch.microbatch_size
 
     def all(self, *more: str) -> list[str]:
@@ -76,10 +76,10 @@ class Planned:
 
 
 def planned(training: Training, method: Method) -> Planned:
-    loaded = load_config(training.config, training.all())
+    loaded = configure(training.config, training.all())
     cluster = load_cluster(CLUSTER)
     asked = subject(loaded, cluster)
-    config, workload = loaded.config, asked.workload(method)
+    config, workload = loaded, asked.workload(method)
     batch = config.batch
     loads = workload.stages(1, 1, microbatches=batch.global_batch_size // batch.microbatch_size)
     assert loads is not None, "there is no limit"
@@ -134,7 +134,7 @@ def chosen(
 
 def mask_file(training: Training, folder: Path) -> Path:
     """Masks that cost no time: of every tensor the same positions in each stretch of `TILE`."""
-    loaded = load_config(training.config, training.all())
+    loaded = configure(training.config, training.all())
     asked = subject(loaded, load_cluster(CLUSTER))
     assert asked.targets is not None, "the configurations prune"
     generator = torch.Generator().manual_seed(1)

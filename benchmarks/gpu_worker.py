@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.data.sources import open_datasets
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Model
@@ -117,7 +117,7 @@ def summary(profiler: profile, seconds: float) -> dict[str, Any]:
 
 
 def train(job: Job, spec: dict[str, Any]) -> None:
-    loaded = load_config(spec["config"], spec["overrides"])
+    loaded = configure(spec["config"], spec["overrides"])
     began = time.perf_counter()
     trainer = build(job, quick(named_model(loaded)), partial(open_datasets, loaded), loaded)
     settle()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets, TokenDataset
@@ -59,7 +58,7 @@ def trainer_of(config: Config, data: TokenDataset | None = None, *, quiet: bool 
         Job(LocalTransport(LocalWorld(1), 0)),
         gpt(settings, settings.sequence_length),
         lambda: datasets,
-        LoadedConfig(config, "benchmarks", {}),
+        config.with_origins("benchmarks", {}),
         grid=Grid(1, 1),
         quiet=quiet,
     )

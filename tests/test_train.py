@@ -18,7 +18,7 @@ from support.exhaustive import by_default
 from support.mpirun import LONGEST_SECONDS, run_mpirun
 from support.warm_python import warm_python
 
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.observe.metrics import StepRecord
 from axsparse.observe.phases import PHASES
 
@@ -132,7 +132,7 @@ def test_metrics_have_every_field_and_phases_that_add_up(train: Train) -> None:
 def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(train: Train) -> None:
     path = train(2).folder / "config.yaml"
 
-    saved = load_config(str(path)).config
+    saved = configure(str(path))
     text = path.read_text()
     assert (saved.layout.g_inter, saved.layout.g_data) == (2, 1)
     assert saved.layout.split == (2, 2)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from axsparse.cli.parser import CommandParser, add_configuration, say, whole
 from axsparse.config.json_schema import editor_schema
-from axsparse.config.load import LoadedConfig, load_config, setting_to_yaml
+from axsparse.config.load import configure, setting_to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 
@@ -54,13 +53,13 @@ def _schema(_: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    loaded = load_config(arguments.config, arguments.overrides)
-    check_config(loaded)
-    decided = loaded.config if arguments.ranks is None else _decided(loaded, arguments.ranks)
-    say("\n".join(lines(loaded, decided)))
+    config = configure(arguments.config, arguments.overrides)
+    check_config(config)
+    decided = config if arguments.ranks is None else _decided(config, arguments.ranks)
+    say("\n".join(lines(config, decided)))
 
 
-def _decided(loaded: LoadedConfig, ranks: int) -> Config:
+def _decided(config: Config, ranks: int) -> Config:
     """The configuration as a run on so many ranks would have it."""
     # Imported late, so that everything else does without torch.
     from axsparse.models.survey import survey
@@ -72,29 +71,29 @@ def _decided(loaded: LoadedConfig, ranks: int) -> Config:
     from axsparse.training.resolution import RunInputs, resolve
 
     # How ranks communicate decides no other setting, and need not be there to be looked at.
-    asked = replace(loaded, config=loaded.config.model_copy(update={"transport": "auto"}))
+    asked = config.model_copy(update={"transport": "auto"})
     asked, _ = decided_precision(asked, LocalTransport(LocalWorld(1), 0), on_host=True)
     model = named_model(asked)
-    surveyed = survey(model, DTYPES[asked.config.precision])
+    surveyed = survey(model, DTYPES[asked.precision])
     world: LocalWorld[None] = LocalWorld(ranks)
     decided = resolve(asked, RunInputs(model, surveyed, LocalTransport(world, 0))).config
-    return decided.model_copy(update={"transport": loaded.config.transport})
+    return decided.model_copy(update={"transport": config.transport})
 
 
-def lines(loaded: LoadedConfig, decided: Config) -> Iterator[str]:
+def lines(config: Config, decided: Config) -> Iterator[str]:
     """A line for each setting, with its origin as a comment.
 
     `decided` is the configuration of `loaded`, of which values that are auto may be decided.
     """
-    rows = list(_rows(loaded, decided))
+    rows = list(_rows(config, decided))
     width = max(len(text) for text, origin in rows if origin)
     for text, origin in rows:
         yield f"{text:{width}}  # {origin}" if origin else text
 
 
-def _rows(loaded: LoadedConfig, decided: Config) -> Iterator[tuple[str, str]]:
+def _rows(config: Config, decided: Config) -> Iterator[tuple[str, str]]:
     """The YAML of each setting and its origin; the head of a section has none."""
-    before, after = _values(loaded.config), _values(decided)
+    before, after = _values(config), _values(decided)
     for section, values in after.items():
         if not isinstance(values, Mapping):
             key = {section: (before[section], values)}
@@ -102,7 +101,7 @@ def _rows(loaded: LoadedConfig, decided: Config) -> Iterator[tuple[str, str]]:
             yield f"{section}:", ""
             key = {f"{section}.{name}": (before[section][name], values[name]) for name in values}
         for name, (given, value) in key.items():
-            origin = loaded.origins.get(name, "default")
+            origin = config.origins.get(name, "default")
             if given == "auto" and value != "auto":
                 origin = f"auto ({origin})"
             indent, _, leaf = name.rpartition(".")

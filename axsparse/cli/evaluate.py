@@ -44,17 +44,16 @@ def _batches(text: str) -> int | Literal["all"]:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
-    from dataclasses import replace
 
     from axsparse.data.sources import open_datasets
     from axsparse.observe.metrics import perplexity
     from axsparse.training.saved_model import evaluate_saved, open_saved_model
 
     saved = open_saved_model(arguments.run, arguments.step, trained=True)
-    config = saved.loaded.config
+    config = saved.config
     # A run without evaluations does not open its validation data.
     train = config.train.model_copy(update={"eval_steps": "all"})
-    asking = replace(saved.loaded, config=config.model_copy(update={"train": train}))
+    asking = config.model_copy(update={"train": train})
     datasets = open_datasets(asking)
     evaluation = evaluate_saved(saved, datasets, arguments.batches, _progress(time.monotonic))
     parts = [f"step {saved.checkpoint.step}: validation loss {evaluation.loss:.6g}"]

@@ -54,7 +54,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     )
 
     saved = open_saved_model(arguments.run, arguments.step, trained=False)
-    tokenizer, end = run_tokenizer(saved.loaded.config.data)
+    tokenizer, end = run_tokenizer(saved.config.data)
     draws = arguments.temperature is not None or arguments.top_k is not None
     temperature = arguments.temperature if arguments.temperature is not None else float(draws)
     sampling = Sampling(temperature, arguments.top_k, arguments.seed or 0)

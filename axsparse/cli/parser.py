@@ -117,19 +117,19 @@ def refuse_early(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     can be ended, and go on: if the mistake is theirs alone, such as a file that is missing on one
     host, it is found again when all ranks read the configuration together.
     """
-    from axsparse.config.load import load_config
+    from axsparse.config.load import configure
     from axsparse.config.validate import check_config, check_divides_ranks
     from axsparse.runtime.connection import leave_before_start
     from axsparse.runtime.mpi.mpi_transport import wait_until_all_ranks_have_started
 
     try:
-        loaded = load_config(arguments.config, overrides)
-        check_config(loaded)
+        config = configure(arguments.config, overrides)
+        check_config(config)
         if not started_by_launcher() and SRUN_SIZE not in os.environ:
             for name in ("g_inter", "g_data"):
-                count = getattr(loaded.config.layout, name)
+                count = getattr(config.layout, name)
                 if count != "auto":
-                    check_divides_ranks(loaded, f"layout.{name}", count, 1, [1])
+                    check_divides_ranks(config, f"layout.{name}", count, 1, [1])
     except AxsparseError as error:
         if speaks():
             leave_before_start(str(error), error.exit_code)

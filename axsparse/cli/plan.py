@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from axsparse.cli.parser import CommandParser, add_configuration, say, whole
 from axsparse.config.hf_config import BUNDLED, CONFIG_FILE, is_gpt2, read_json, refuse_other_heads
-from axsparse.config.load import LoadedConfig, load_config, setting_to_yaml
-from axsparse.config.schema import sample_length
+from axsparse.config.load import configure, setting_to_yaml
+from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_config, counted
 from axsparse.planner.cluster import DEFAULT_CLUSTER, cluster_text, load_cluster
 from axsparse.runtime.errors import EXIT_CONFIG, ConfigError, MissingInputError, writing
@@ -154,15 +154,15 @@ class PrintCluster(argparse.Action):
 def _plan(arguments: argparse.Namespace) -> None:
     cluster = load_cluster(arguments.cluster or _default_cluster(arguments))
     with _said_after(PATIENCE, "axsparse: reading the model and trying layouts …"):
-        loaded, notes = _read(arguments)
-        check_config(loaded)
+        config, notes = _read(arguments)
+        check_config(config)
         # Imported late, so that --help and mistakes in what the user wrote do not load torch.
         from axsparse.observe.charts import check_installed
         from axsparse.planner.plan_model import subject
 
         if arguments.html is not None:
             check_installed("--html")
-        asked = subject(loaded, cluster)
+        asked = subject(config, cluster)
         plans = partial(
             asked.plan, microbatch_sizes=arguments.microbatch_size, members=arguments.members
         )
@@ -189,7 +189,7 @@ def _default_cluster(arguments: argparse.Namespace) -> str:
     return DEFAULT_CLUSTER if arguments.memory is None else GPU_CLUSTER
 
 
-def _read(arguments: argparse.Namespace) -> tuple[LoadedConfig, list[str]]:
+def _read(arguments: argparse.Namespace) -> tuple[Config, list[str]]:
     """What is planned, and what to say about it."""
     settings = [
         f"{key}={value}"
@@ -202,7 +202,7 @@ def _read(arguments: argparse.Namespace) -> tuple[LoadedConfig, list[str]]:
     ]
     overrides, source = [*arguments.overrides, *settings], arguments.model
     if source is None:
-        return load_config(arguments.config, overrides), []
+        return configure(arguments.config, overrides), []
     if arguments.config is not None:
         raise ConfigError(
             f"--config: {arguments.config!r}, but {source!r} is planned; leave one of them out"
@@ -213,14 +213,14 @@ def _read(arguments: argparse.Namespace) -> tuple[LoadedConfig, list[str]]:
     if path.is_dir():
         return _read_folder(path, overrides)
     try:
-        return load_config(source, overrides), []
+        return configure(source, overrides), []
     except MissingInputError as error:
         raise MissingInputError(
             f"{error}; or name a folder with the {CONFIG_FILE} of a model"
         ) from error
 
 
-def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[LoadedConfig, list[str]]:
+def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     """The model of a Hugging Face folder by the settings of `BUNDLED`, which count as defaults."""
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -232,19 +232,19 @@ def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[LoadedConfig, 
     model = [setting_to_yaml("model.from", str(folder)).replace(": ", "=", 1)]
     if is_gpt2(path, theirs):
         model.append("model.name=gpt")  # which needs no transformers
-    loaded = load_config(BUNDLED, [*model, *overrides])
-    length = sample_length(loaded.config)
-    if loaded.config.data.sequence_length == "auto" and length > LONGEST:
+    config = configure(BUNDLED, [*model, *overrides])
+    length = sample_length(config)
+    if config.data.sequence_length == "auto" and length > LONGEST:
         model.append(f"data.sequence_length={LONGEST}")
-        loaded = load_config(BUNDLED, [*model, *overrides])
+        config = configure(BUNDLED, [*model, *overrides])
         length = LONGEST
-    given = {k: at for k, at in loaded.origins.items() if not at.startswith(f"{BUNDLED}:")}
+    given = {k: at for k, at in config.origins.items() if not at.startswith(f"{BUNDLED}:")}
     asked = " ".join(f"--set {each}" for each in model)
     note = (
         f"a folder is planned by {BUNDLED}, in samples of {length} tokens; to train it, add "
         f"--config {BUNDLED} {asked}"
     )
-    return LoadedConfig(loaded.config, folder.resolve().name, given), [note]
+    return config.with_origins(folder.resolve().name, given), [note]
 
 
 def _notes(
@@ -254,7 +254,7 @@ def _notes(
     from axsparse.planner.plan_model import BATCH
     from axsparse.planner.plan_report import has_members
 
-    if BATCH not in asked.loaded.origins:
+    if BATCH not in asked.config.origins:
         batches = ", ".join(str(asked.batch(gpus)) for gpus in arguments.gpus)
         yield f"no batch is given: planned with {batches} samples a step ({BATCH})"
     if arguments.cluster is None:
@@ -268,7 +268,7 @@ def _notes(
             "no two GPUs have trained with several members of a stage so far: they are tested on "
             "one that they share, and over NCCL on devices that are played"
         )
-    members = asked.loaded.config.layout.g_tensor
+    members = asked.config.layout.g_tensor
     if any(answer.recommended.layout.grid.g_tensor != members for answer in answers):
         yield (
             f"training by itself takes as many members as layout.g_tensor says, {members}; the "

@@ -21,7 +21,8 @@ from axsparse.cli.parser import (
     whole,
 )
 from axsparse.config.hf_config import BUNDLED, FROM
-from axsparse.config.load import LoadedConfig, load_config, setting_to_yaml
+from axsparse.config.load import configure, setting_to_yaml
+from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 
 if TYPE_CHECKING:
@@ -149,12 +150,12 @@ def _given(arguments: argparse.Namespace) -> tuple[object, ...]:
 
 
 def _say_what(arguments: argparse.Namespace) -> None:
-    loaded = load_config(arguments.config, arguments.overrides)
-    check_config(loaded)
-    say("\n".join(lines(loaded)))
+    config = configure(arguments.config, arguments.overrides)
+    check_config(config)
+    say("\n".join(lines(config)))
 
 
-def lines(loaded: LoadedConfig) -> Iterator[str]:
+def lines(config: Config) -> Iterator[str]:
     """A table of the pruned tensors, then the dense ones by the reason why.
 
     Dense tensors of one shape whose names differ in numbers only share a line.
@@ -165,13 +166,13 @@ def lines(loaded: LoadedConfig) -> Iterator[str]:
     from axsparse.planner.plan_report import table
     from axsparse.pruning.targets import left_dense, what_is_pruned
 
-    surveyed = survey(model_without_weights(loaded))
-    targets = what_is_pruned(loaded.config, surveyed)
+    surveyed = survey(model_without_weights(config))
+    targets = what_is_pruned(config, surveyed)
     if targets is None:
         yield "nothing is pruned: samo.enabled is false, or pruning.sparsity is 0"
         return
     kept, masks = targets.kept(), targets.mask_file
-    yield f"pruned by {loaded.config.pruning.method if masks is None else masks.path}:"
+    yield f"pruned by {config.pruning.method if masks is None else masks.path}:"
     rows = [
         (name, " × ".join(map(str, shape)), math.prod(shape), kept[name])
         for name, shape in targets.shapes.items()
@@ -181,7 +182,7 @@ def lines(loaded: LoadedConfig) -> Iterator[str]:
         {"tensor": name, "shape": shape, "entries": f"{numel:,}", "stay": f"{stay:,}"}
         for name, shape, numel, stay in rows
     )
-    for why, parameters in left_dense(surveyed, targets, loaded.config.pruning).items():
+    for why, parameters in left_dense(surveyed, targets, config.pruning).items():
         yield ""
         yield f"dense, {sum(one.numel for one in parameters):,} entries: {why}"
         # What repeats from block to block is a line: hundreds of vectors hide the rest.

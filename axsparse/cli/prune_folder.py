@@ -26,7 +26,8 @@ from torch import Tensor
 
 from axsparse.cli.prune_order import PRUNED, PruneOrder, goes_by_layers, setting
 from axsparse.cli.prune_page import Facts, page, write_page
-from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.load import configure
+from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.data.preparation import Request, prepare
 from axsparse.data.sources import open_datasets
@@ -72,11 +73,11 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
     lock = together(transport, lambda: order.take() if is_first else None)
     with timings.of("tokens"):
         together(transport, lambda: _prepare(order) if is_first else None)
-    asked = together(transport, lambda: load_config(order.config, order.overrides()))
-    order = replace(order, settings=(*order.implied(asked.config), *order.settings))
-    asked = together(transport, lambda: load_config(order.config, order.overrides()))
-    together(transport, lambda: order.settle(asked.config) if is_first else None)
-    if order.heal == "train" or not goes_by_layers(asked.config):
+    asked = together(transport, lambda: configure(order.config, order.overrides()))
+    order = replace(order, settings=(*order.implied(asked), *order.settings))
+    asked = together(transport, lambda: configure(order.config, order.overrides()))
+    together(transport, lambda: order.settle(asked) if is_first else None)
+    if order.heal == "train" or not goes_by_layers(asked):
         facts = _prune_whole(job, order, timings)
     else:
         facts = _prune_by_layers(job, order, timings)
@@ -102,12 +103,12 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     """Prune and heal one layer at a time, perhaps train adapters, and write the folder."""
     transport = job.transport
     is_first = transport.rank == 0
-    loaded = together(transport, lambda: load_config(order.config, order.overrides(*UNTRAINED)))
-    together(transport, partial(check_config, loaded))
+    config = together(transport, lambda: configure(order.config, order.overrides(*UNTRAINED)))
+    together(transport, partial(check_config, config))
     with timings.of("pruning and healing"):
-        model = together(transport, lambda: named_model(loaded))
-        opened = partial(open_datasets, loaded)
-        done = prune_layers(job, model, opened, loaded, order.work / "layers")
+        model = together(transport, lambda: named_model(config))
+        opened = partial(open_datasets, config)
+        done = prune_layers(job, model, opened, config, order.work / "layers")
     start, targets = model.start, done.run.targets
     assert start is not None and targets is not None, "the model is of a folder, and pruned"
     kept: dict[str, int] = {}
@@ -155,7 +156,7 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
 
 def _state_of(order: PruneOrder, done: PrunedLayers, kept: Mapping[str, int]) -> int:
     """The bytes of one rank's state if the pruned model is trained on as the settings say."""
-    config = load_config(order.config, order.overrides()).config
+    config = configure(order.config, order.overrides())
     run = replace(
         done.run,
         config=done.run.config.model_copy(update={"optimizer": config.optimizer}),
@@ -176,12 +177,12 @@ def _adapt(
     transport = job.transport
     pruned = order.work / PRUNED
     more = ("samo.enabled=false", setting("model.from", pruned))
-    loaded = together(transport, lambda: load_config(order.config, order.overrides(*more)))
-    together(transport, partial(check_config, loaded))
+    config = together(transport, lambda: configure(order.config, order.overrides(*more)))
+    together(transport, partial(check_config, config))
     assert done.run.targets is not None, "something is pruned"
     adapted = partial(with_adapters, matrices=done.run.targets.shapes, rank=order.rank)
     with timings.of("training"):
-        trainer = _built(job, loaded, adapted, resume="auto")
+        trainer = _built(job, config, adapted, resume="auto")
         trainer.train()
     with timings.of("evaluation"):
         after = _loss_of(trainer)
@@ -190,14 +191,14 @@ def _adapt(
     def write() -> int:
         if transport.rank:
             return 0
-        start = named_model(loaded).start
+        start = named_model(config).start
         assert start is not None, "the model is of a folder"
         weights = Weights(checkpoint_of(order.work / "run", None), trained=False)
 
         def read(_: str, name: str) -> Tensor | None:
             return counted(name, _merged_value(weights, start, name))
 
-        return export_folder(loaded.config, done.run.survey, read, order.out)
+        return export_folder(config, done.run.survey, read, order.out)
 
     with timings.of("merging"):
         nbytes = together(transport, write)
@@ -223,12 +224,12 @@ def _prune_whole(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     is_first = transport.rank == 0
     dense = together(
         transport,
-        lambda: load_config(order.config, order.overrides("samo.enabled=false", *UNTRAINED)),
+        lambda: configure(order.config, order.overrides("samo.enabled=false", *UNTRAINED)),
     )
     still = () if order.heal == "train" else UNTRAINED
-    pruned = together(transport, lambda: load_config(order.config, order.overrides(*still)))
-    for loaded in (dense, pruned):
-        together(transport, partial(check_config, loaded))
+    pruned = together(transport, lambda: configure(order.config, order.overrides(*still)))
+    for config in (dense, pruned):
+        together(transport, partial(check_config, config))
     with timings.of("dense evaluation"):
         trainer = _built(job, dense, quiet=True)
         before = _loss_of(trainer)
@@ -272,14 +273,14 @@ def _prune_whole(job: Job, order: PruneOrder, timings: Timings) -> Facts:
 
 def _built(
     job: Job,
-    loaded: LoadedConfig,
+    config: Config,
     changed: Callable[[Model], Model] = lambda model: model,
     *,
     quiet: bool = False,
     resume: str | None = None,
 ) -> Trainer:
-    model = together(job.transport, lambda: changed(named_model(loaded)))
-    return build(job, model, partial(open_datasets, loaded), loaded, quiet=quiet, resume=resume)
+    model = together(job.transport, lambda: changed(named_model(config)))
+    return build(job, model, partial(open_datasets, config), config, quiet=quiet, resume=resume)
 
 
 def _loss_of(trainer: Trainer) -> float:

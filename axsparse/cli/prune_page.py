@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from axsparse.cli.prune_order import PAGE, PruneOrder, setting
-from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import Config
 from axsparse.observe.metrics import perplexity
 from axsparse.runtime.console import format_bytes, format_seconds
 from axsparse.runtime.errors import writing
@@ -51,9 +51,9 @@ class Facts:
     one the loss of a target."""
 
 
-def page(order: PruneOrder, loaded: LoadedConfig, facts: Facts, seconds: dict[str, float]) -> str:
+def page(order: PruneOrder, config: Config, facts: Facts, seconds: dict[str, float]) -> str:
     """The page about a pruned model, in Markdown."""
-    pruning = loaded.config.pruning
+    pruning = config.pruning
     removed = 1 - facts.kept / facts.entries
     healed = "trained on" if order.heal == "train" else f"healed: {order.heal}"
     half = facts.export_bytes // 2

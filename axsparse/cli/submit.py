@@ -28,7 +28,8 @@ from axsparse.cli.parser import (
     say,
     whole,
 )
-from axsparse.config.load import LoadedConfig, load_config, packaged_folder
+from axsparse.config.load import configure, packaged_folder
+from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config, counted
 from axsparse.runtime.errors import ConfigError, MissingInputError, writing
 from axsparse.runtime.files.run_folder import automatic_run_dirs
@@ -173,22 +174,22 @@ def _add_request(add: Callable[..., object]) -> None:
 # --- the script --------------------------------------------------------------------------
 
 
-def script(job: argparse.Namespace, loaded: LoadedConfig, run_dir: Path) -> str:
+def script(job: argparse.Namespace, config: Config, run_dir: Path) -> str:
     """The script of a job that trains in `run_dir`; ConfigError for what does not fit together."""
     ranks = job.ranks or job.nodes * job.gpus_per_node
     if not ranks:
         raise ConfigError("--ranks: not given, nor --gpus-per-node; say how many ranks to start")
-    threads = loaded.config.train.threads
+    threads = config.train.threads
     of_gpus = CORES_PER_GPU * job.gpus_per_node * job.nodes // ranks
     cpus = job.cpus_per_rank or max(1, of_gpus, threads)
     _check_request(job, ranks, cpus, threads)
-    check_ranks(loaded, ranks)
+    check_ranks(config, ranks)
     return fill(
         f"{job.scheduler}.sh",
         {
-            **_request(job, loaded, ranks, cpus),
+            **_request(job, config, ranks, cpus),
             **_commands(job, run_dir),
-            **_shape(loaded, ranks),
+            **_shape(config, ranks),
             "threads": threads,
         },
     )
@@ -214,11 +215,9 @@ def _check_request(job: argparse.Namespace, ranks: int, cpus: int, threads: int)
         )
 
 
-def _request(
-    job: argparse.Namespace, loaded: LoadedConfig, ranks: int, cpus: int
-) -> dict[str, object]:
+def _request(job: argparse.Namespace, config: Config, ranks: int, cpus: int) -> dict[str, object]:
     """The values of directives."""
-    usual = re.sub(r"[^A-Za-z0-9_.-]", "_", loaded.name).lstrip("_.-")[:200]
+    usual = re.sub(r"[^A-Za-z0-9_.-]", "_", config.name).lstrip("_.-")[:200]
     prefix, _ = SCHEDULERS[job.scheduler]
     per_node = ranks // job.nodes
     return {
@@ -260,10 +259,10 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, object]:
     }
 
 
-def _shape(loaded: LoadedConfig, ranks: int) -> dict[str, object]:
+def _shape(config: Config, ranks: int) -> dict[str, object]:
     """The ranks of one replica as far as the configuration fixes its stages, and the options with
     which fewer ranks train fewer replicas of the same stages."""
-    layout = loaded.config.layout
+    layout = config.layout
     stages = layout.g_inter
     if stages == "auto":
         stages = ranks // layout.g_data // layout.g_tensor if layout.g_data != "auto" else 1
@@ -274,7 +273,7 @@ def _shape(loaded: LoadedConfig, ranks: int) -> dict[str, object]:
     }
 
 
-def check_ranks(loaded: LoadedConfig, ranks: int) -> None:
+def check_ranks(config: Config, ranks: int) -> None:
     """ConfigError if the configuration cannot be run on so many ranks.
 
     Training checks the same rules when it starts, which may be a night in the queue later.
@@ -283,8 +282,8 @@ def check_ranks(loaded: LoadedConfig, ranks: int) -> None:
     from axsparse.models.zoo.model_registry import named_model
     from axsparse.planner.auto_layout import resolve_grid
 
-    check_config(loaded)
-    check_batch(loaded, resolve_grid(loaded, ranks, len(named_model(loaded).layers)))
+    check_config(config)
+    check_batch(config, resolve_grid(config, ranks, len(named_model(config).layers)))
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
@@ -316,12 +315,12 @@ def script_of(run_dir: Path) -> Path:
 def _submit(job: argparse.Namespace) -> None:
     job.pairs = overrides_of(job)
     require_configuration(job, "submit")
-    loaded = load_config(job.config, job.pairs)
-    run_dir = Path.cwd() / loaded.config.run_dir
-    if loaded.config.run_dir == "auto":
-        unused = (path for path in automatic_run_dirs(loaded.name) if not path.exists())
+    config = configure(job.config, job.pairs)
+    run_dir = Path.cwd() / config.run_dir
+    if config.run_dir == "auto":
+        unused = (path for path in automatic_run_dirs(config.name) if not path.exists())
         run_dir = Path.cwd() / next(path for path in unused if not script_of(path).exists())
-    text = script(job, loaded, run_dir).encode(errors="surrogateescape")
+    text = script(job, config, run_dir).encode(errors="surrogateescape")
     if not job.now:
         sys.stdout.buffer.write(text)
         sys.stdout.flush()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,48 +23,17 @@ from axsparse.config.messages import (
     show,
     unknown_key,
 )
-from axsparse.config.schema import Config, Source
-from axsparse.config.section import Section
+from axsparse.config.schema import Config
 from axsparse.config.yaml_dialect import YamlDumper, compose, is_null, line_of, refuse_tag, scalar
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-@dataclass(frozen=True)
-class LoadedConfig:
-    """A configuration, and where each of its keys was set."""
-
-    config: Config
-    name: str
-    """Stem of the config file; "default" without one."""
-    origins: Mapping[str, str]
-    """Dotted key -> "quickstart.yaml:12", "--set", "configure"; keys that nobody set are absent."""
-
-    def where(self, key: str) -> str:
-        """A key and its origin, as at the beginning of an error message."""
-        return f"{key} ({self.origins.get(key, 'default')})"
-
-
-def load_config(source: str | None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read a file or bundled config, then `key=value` overrides, of which later ones win.
-
-    `source` is a path if it names a file or holds a "/"; otherwise the name of a bundled
-    config. None takes the defaults. Raises MissingInputError for a file that is not there
-    or cannot be read, ConfigError for everything in it that cannot be run.
-    """
-    settings: dict[str, Setting] = {}
-    name = "default"
-    if source is not None:
-        path = _find(source)
-        name = path.stem
-        settings.update(_read_file(path))
-    settings.update(_read_override(override) for override in overrides)
-    return _validated(settings, name)
-
-
-def configure(source: Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> Config:
-    """A configuration from a file or nested dictionaries, and `key=value` overrides, which win.
+def configure(
+    source: Mapping[str, Any] | str | Path | None, overrides: Sequence[str] = ()
+) -> Config:
+    """A configuration from a file or dictionaries, and `key=value` overrides, which win.
 
     A file is found and read as `--config` and `--set` of `axsparse train` do, so that a script
     with a model of its own can take both; dictionaries are overridden alike:
@@ -73,43 +41,30 @@ def configure(source: Mapping[str, Any] | str | Path, overrides: Sequence[str] =
         config = ax.configure("my_run.yaml", ["train.steps=500", "layout.g_inter=4"])
         config = ax.configure({"train": {"steps": 50}}, sys.argv[1:])
 
-    A configuration remembers where each key was set, for error messages. Raises ConfigError and
-    MissingInputError as `load_config` does.
+    `source` is a path if it names a file or holds a "/"; otherwise the name of a bundled config.
+    None takes the defaults. A configuration remembers where each key was set, for error messages
+    (`Config.where`). Raises MissingInputError for a file that is not there or cannot be read,
+    ConfigError for everything that cannot be run.
     """
-    if isinstance(source, (str, Path)):
-        loaded = load_config(str(source), overrides)
-    else:
-        settings = dict(_read_dictionaries(source, "configure"))
-        settings.update(_read_override(override) for override in overrides)
-        loaded = _validated(settings, "custom")
-    values = _by_key(loaded.config)
-    read = {key: (values[key], origin) for key, origin in loaded.origins.items()}
-    name = loaded.name if isinstance(source, (str, Path)) else None
-    loaded.config._source = Source(name, read)
-    return loaded.config
+    settings, name = _read(source, "configure")
+    settings.update(_read_override(override) for override in overrides)
+    return _validated(settings, name)
 
 
 def load_settings(
     source: Config | Mapping[str, Any] | str | Path | None, *above: Mapping[str, Any]
-) -> LoadedConfig:
+) -> Config:
     """The configuration of `ax.Trainer`: a source, and settings above it, of which later ones win.
 
-    A source is what `configure` takes or has returned; None takes the defaults. Settings are by
-    dotted keys, or by their last parts alone where only one key ends so. The name is empty unless
-    the source is a file. Raises what `configure` raises.
+    A source is what `configure` takes or has returned. Settings are by dotted keys, or by their
+    last parts alone where only one key ends so. Raises what `configure` raises.
     """
-    settings: dict[str, Setting] = {}
-    name = ""
     if isinstance(source, Config):
-        made, values = made_in_python(source, ""), _by_key(source)
-        name = made.name
-        settings = {key: Setting(values[key], origin) for key, origin in made.origins.items()}
-    elif isinstance(source, Mapping):
-        settings = dict(_read_dictionaries(source, "config"))
-    elif isinstance(source, (str, Path)):
-        path = _find(str(source))
-        name, settings = path.stem, dict(_read_file(path))
-    elif source is not None:
+        values, name = source.by_key(), source._source.name
+        settings = {key: Setting(values[key], origin) for key, origin in source.origins.items()}
+    elif source is None or isinstance(source, (Mapping, str, Path)):
+        settings, name = _read(source, "config")
+    else:
         raise ConfigError(
             f"Trainer: config is {type(source).__name__}; give a path, a dict such as "
             '{"pruning.sparsity": 0.5}, or what configure returns'
@@ -117,6 +72,18 @@ def load_settings(
     for given in above:
         settings.update((full_key(key), Setting(value, "Trainer")) for key, value in given.items())
     return _validated(settings, name)
+
+
+def _read(
+    source: Mapping[str, Any] | str | Path | None, origin: str
+) -> tuple[dict[str, Setting], str | None]:
+    """The settings of a file or of dictionaries, and the stem of the file."""
+    if source is None:
+        return {}, None
+    if isinstance(source, Mapping):
+        return dict(_read_dictionaries(source, origin)), None
+    path = _find(str(source))
+    return dict(_read_file(path)), path.stem
 
 
 def full_key(short: str) -> str:
@@ -144,32 +111,7 @@ def _read_dictionaries(source: Mapping[str, Any], origin: str) -> Iterator[tuple
             yield key, Setting(value, origin)
 
 
-def made_in_python(config: Config, name: str) -> LoadedConfig:
-    """A configuration of the Python API, with "configure" as origin of the keys set there.
-
-    `name` is for configurations that come from no file.
-    """
-    origins: dict[str, str] = {}
-    for section in config.model_fields_set:
-        given = getattr(config, section)
-        leaves = given.model_fields_set if isinstance(given, Section) else {""}
-        origins |= {f"{section}.{leaf}".rstrip("._"): "configure" for leaf in leaves}
-    values, source = _by_key(config), config._source
-    # A value that was changed since, by model_copy, is not the file's any more.
-    origins |= {k: origin for k, (was, origin) in source.settings.items() if values[k] == was}
-    return LoadedConfig(config, source.name or name, origins)
-
-
-def _by_key(config: Config) -> dict[str, Any]:
-    """The values of a configuration by dotted key."""
-    values: dict[str, Any] = {}
-    for name, value in config.model_dump().items():
-        leaves = value.items() if isinstance(value, dict) else [("", value)]
-        values.update((f"{name}.{leaf}".rstrip("."), one) for leaf, one in leaves)
-    return values
-
-
-def _validated(settings: Mapping[str, Setting], name: str) -> LoadedConfig:
+def _validated(settings: Mapping[str, Setting], name: str | None) -> Config:
     settings = with_folder(settings)
     nested: dict[str, Any] = {}
     for key, setting in settings.items():
@@ -179,7 +121,7 @@ def _validated(settings: Mapping[str, Setting], name: str) -> LoadedConfig:
         config = Config.model_validate(nested)
     except ValidationError as error:
         raise refusal(error, settings) from None
-    return LoadedConfig(config, name, {key: setting.origin for key, setting in settings.items()})
+    return config.with_origins(name, {key: one.origin for key, one in settings.items()})
 
 
 def bundled_configs() -> list[str]:
@@ -188,7 +130,7 @@ def bundled_configs() -> list[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """Every key in the schema's order; `load_config` reads it back to an equal Config."""
+    """Every key in the schema's order; `configure` reads it back to an equal Config."""
     text: str = yaml.dump(
         config.model_dump(mode="json"), Dumper=YamlDumper, sort_keys=False, allow_unicode=True
     )

@@ -551,9 +551,10 @@ class Source:
     """Where a configuration was read. It is no part of what that says: any two are equal."""
 
     name: str | None = None
-    """The stem of its file; None if it was made in Python."""
-    settings: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """Dotted key -> the value that it had there, and what set it: a line, or an override."""
+    """The stem of its file, or another name that was given to it; None if it has none."""
+    settings: Mapping[str, tuple[Any, str | None]] = field(default_factory=dict)
+    """Dotted key -> the value that it had there, and what set it: a line, or an override; None if
+    the value counts as a default."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Source)
@@ -605,6 +606,59 @@ class Config(Section):
     """Seed of initial weights, masks, dropout and the order of the data."""
     run_dir: str = "auto"
     """Where the run writes; `auto` is `runs/<config name>`, numbered if that exists."""
+
+    @property
+    def name(self) -> str:
+        """The stem of the file that it was read from, or the name that it was given."""
+        return self._source.name or "default"
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """Dotted key -> what set it: "quickstart.yaml:12", "--set", or "configure" for values of a
+        program, which copies with other values have, too. Keys that nobody set are absent."""
+        origins: dict[str, str | None] = {}
+        for section in self.model_fields_set:
+            given = getattr(self, section)
+            leaves = given.model_fields_set if isinstance(given, Section) else {""}
+            origins |= {f"{section}.{leaf}".rstrip("._"): "configure" for leaf in leaves}
+        values = self.by_key()
+        for key, (was, origin) in self._source.settings.items():
+            # A value that was changed since, by model_copy, is not the file's any more.
+            if values[key] == was:
+                origins[key] = origin
+        return {key: origin for key, origin in origins.items() if origin is not None}
+
+    def where(self, key: str) -> str:
+        """A key and its origin, as at the beginning of an error message."""
+        return f"{key} ({self.origins.get(key, 'default')})"
+
+    def by_key(self) -> dict[str, Any]:
+        """The values by dotted key."""
+        values: dict[str, Any] = {}
+        for name, value in self.model_dump().items():
+            leaves = value.items() if isinstance(value, dict) else [("", value)]
+            values.update((f"{name}.{leaf}".rstrip("."), one) for leaf, one in leaves)
+        return values
+
+    def named(self, name: str) -> Config:
+        """The configuration under a name, unless it has one."""
+        return self if self._source.name else self._with(Source(name, self._source.settings))
+
+    def with_origins(self, name: str | None, origins: Mapping[str, str]) -> Config:
+        """The configuration under a name, with the origin of every key; others count as
+        defaults."""
+        values = self.by_key()
+        settings = {key: (value, origins.get(key)) for key, value in values.items()}
+        return self._with(Source(name, settings))
+
+    def decided(self, update: Mapping[str, Any]) -> Config:
+        """A copy with other values in place of `auto`, which keep their origins."""
+        return self.model_copy(update=update).with_origins(self._source.name, self.origins)
+
+    def _with(self, source: Source) -> Config:
+        copy = self.model_copy()
+        copy._source = source
+        return copy
 
 
 def sample_length(config: Config) -> int:

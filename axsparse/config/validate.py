@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import ONCE, Config, num_microbatches, prunes
 from axsparse.config.section import counted as counted
@@ -19,64 +18,62 @@ DISTANCES = 5
 """Distances between masks in a row that have to be small before an Early-Bird mask is drawn."""
 
 
-def check_config(loaded: LoadedConfig) -> None:
+def check_config(config: Config) -> None:
     """ConfigError for the first broken rule that needs nothing but the configuration."""
-    config = loaded.config
-    _check_model(loaded)
+    _check_model(config)
     if config.samo.enabled and prunes(config.pruning) and config.pruning.mask is None:
-        _check_pruning(loaded)
-    _check_warm_up(loaded)
-    _check_checkpoints(loaded)
+        _check_pruning(config)
+    _check_warm_up(config)
+    _check_checkpoints(config)
     if config.layout.g_inter != "auto":
-        _check_split_length(loaded, config.layout.g_inter)
+        _check_split_length(config, config.layout.g_inter)
 
 
-def _check_warm_up(loaded: LoadedConfig) -> None:
+def _check_warm_up(config: Config) -> None:
     """ConfigError for a warm-up that ends after the decay.
 
     Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up. What such
     a run has recorded has to be readable, so this is no rule of the section.
     """
-    schedule = loaded.config.schedule
+    schedule = config.schedule
     if schedule.decay_steps != "auto" and schedule.warmup_steps > schedule.decay_steps:
         raise ConfigError(
-            f"{loaded.where('schedule.warmup_steps')}: {schedule.warmup_steps} is above "
+            f"{config.where('schedule.warmup_steps')}: {schedule.warmup_steps} is above "
             f"schedule.decay_steps {schedule.decay_steps}; choose at most {schedule.decay_steps}"
         )
 
 
-def _check_checkpoints(loaded: LoadedConfig) -> None:
+def _check_checkpoints(config: Config) -> None:
     """ConfigError for a best checkpoint where no evaluation is ever made."""
-    config = loaded.config
     if config.checkpoint.keep_best and config.train.eval_steps == 0:
         raise ConfigError(
-            f"{loaded.where('checkpoint.keep_best')}: true, but train.eval_steps 0 never "
+            f"{config.where('checkpoint.keep_best')}: true, but train.eval_steps 0 never "
             "evaluates; set train.eval_steps, or choose false"
         )
 
 
-def _check_model(loaded: LoadedConfig) -> None:
-    model = loaded.config.model
+def _check_model(config: Config) -> None:
+    model = config.model
     if isinstance(model, HfConfig) and "model_type" not in model.hf:
         raise ConfigError(
-            f"{loaded.where('model.hf')}: has no model_type; name a folder of Hugging Face "
+            f"{config.where('model.hf')}: has no model_type; name a folder of Hugging Face "
             "(model.from), or write the settings of a config.json: hf: {model_type: llama, …}"
         )
-    if isinstance(model, HfConfig) and loaded.config.pipeline.compile is True:
+    if isinstance(model, HfConfig) and config.pipeline.compile is True:
         raise ConfigError(
-            f"{loaded.where('pipeline.compile')}: true, but torch.compile does not follow the "
+            f"{config.where('pipeline.compile')}: true, but torch.compile does not follow the "
             "forward of transformers, by which layers get their masks and positions; choose false"
         )
-    length = loaded.config.data.sequence_length
+    length = config.data.sequence_length
     if length != "auto" and length > model.sequence_length:
         raise ConfigError(
-            f"{loaded.where('data.sequence_length')}: {length} is above "
+            f"{config.where('data.sequence_length')}: {length} is above "
             f"model.sequence_length {model.sequence_length}; "
             f"choose at most {model.sequence_length}, or auto"
         )
-    if loaded.config.data.separate_documents and not isinstance(model, HfConfig):
+    if config.data.separate_documents and not isinstance(model, HfConfig):
         raise ConfigError(
-            f"{loaded.where('data.separate_documents')}: true, but tokens of model.name "
+            f"{config.where('data.separate_documents')}: true, but tokens of model.name "
             f"{model.name} see all tokens before them; choose false, or a model of transformers"
         )
 
@@ -101,43 +98,42 @@ def remarks(config: Config, samples: int) -> Iterator[str]:
         )
 
 
-def check_gpu_settings(loaded: LoadedConfig, *, has_gpu: bool) -> None:
+def check_gpu_settings(config: Config, *, has_gpu: bool) -> None:
     """ConfigError for the first setting that needs a GPU, if ranks train without one."""
-    if loaded.config.train.memory_history and not has_gpu:
+    if config.train.memory_history and not has_gpu:
         raise ConfigError(
-            f"{loaded.where('train.memory_history')}: true looks into a GPU, and the ranks train "
+            f"{config.where('train.memory_history')}: true looks into a GPU, and the ranks train "
             "without one; choose false"
         )
-    check_offload(loaded, has_gpu=has_gpu)
+    check_offload(config, has_gpu=has_gpu)
 
 
-def check_offload(loaded: LoadedConfig, *, has_gpu: bool) -> None:
+def check_offload(config: Config, *, has_gpu: bool) -> None:
     """ConfigError if state is to be offloaded from a GPU and there is none."""
-    if loaded.config.samo.offload and not has_gpu:
+    if config.samo.offload and not has_gpu:
         raise ConfigError(
-            f"{loaded.where('samo.offload')}: true takes state off a GPU, and there is none; "
+            f"{config.where('samo.offload')}: true takes state off a GPU, and there is none; "
             "choose false"
         )
 
 
-def _check_pruning(loaded: LoadedConfig) -> None:
-    config = loaded.config
+def _check_pruning(config: Config) -> None:
     pruning, steps = config.pruning, config.train.steps
     if pruning.at_step >= steps:
         raise ConfigError(
-            f"{loaded.where('pruning.at_step')}: {pruning.at_step} is not below "
+            f"{config.where('pruning.at_step')}: {pruning.at_step} is not below "
             f"train.steps {steps}; choose at most {steps - 1}"
         )
     until = "auto" if pruning.method in ONCE else pruning.until_step
     if until != "auto" and not pruning.at_step < until < steps:
         raise ConfigError(
-            f"{loaded.where('pruning.until_step')}: {until} is not between "
+            f"{config.where('pruning.until_step')}: {until} is not between "
             f"pruning.at_step {pruning.at_step} and train.steps {steps}; choose one in between, or "
             "auto"
         )
 
 
-def check_rounds(loaded: LoadedConfig, config: Config) -> None:
+def check_rounds(loaded: Config, config: Config) -> None:
     """ConfigError if steps and intervals leave pruning over time nothing to do.
 
     `config` is that of `loaded` with every `auto` decided.
@@ -146,7 +142,7 @@ def check_rounds(loaded: LoadedConfig, config: Config) -> None:
     begin, until, every = pruning.at_step, pruning.until_step, pruning.interval
     assert until != "auto"
     end = f"pruning.until_step {until}"
-    if loaded.config.pruning.until_step == "auto":
+    if loaded.pruning.until_step == "auto":
         end += f" (auto, by train.steps {config.train.steps})"
     if pruning.method in ("gradual", "iterative") and begin + every > until:
         raise ConfigError(
@@ -163,26 +159,26 @@ def check_rounds(loaded: LoadedConfig, config: Config) -> None:
         )
 
 
-def check_split(loaded: LoadedConfig, g_inter: int, num_layers: int) -> None:
+def check_split(config: Config, g_inter: int, num_layers: int) -> None:
     """ConfigError unless a given split has `g_inter` entries and places every layer."""
-    _check_split_length(loaded, g_inter)
-    split = loaded.config.layout.split
+    _check_split_length(config, g_inter)
+    split = config.layout.split
     if split != "auto" and sum(split) != num_layers:
         raise ConfigError(
-            f"{loaded.where('layout.split')}: {list(split)} places {counted(sum(split), 'layer')} "
+            f"{config.where('layout.split')}: {list(split)} places {counted(sum(split), 'layer')} "
             f"of {num_layers}, embedding and head included; "
             f"choose entries that add up to {num_layers}"
         )
 
 
-def check_batch(loaded: LoadedConfig, grid: Grid) -> None:
+def check_batch(config: Config, grid: Grid) -> None:
     """ConfigError unless every replica gets a microbatch."""
-    batch = loaded.config.batch
+    batch = config.batch
     microbatches = num_microbatches(batch)
     if microbatches < grid.g_data:
         total, size = batch.global_batch_size, batch.microbatch_size
         raise ConfigError(
-            f"{loaded.where('batch.global_batch_size')}: {total} in microbatches of {size} makes "
+            f"{config.where('batch.global_batch_size')}: {total} in microbatches of {size} makes "
             f"{microbatches} for {counted(grid.g_data, 'replica')}; choose "
             f"at least {(grid.g_data - 1) * size + 1}, smaller microbatches "
             f"(batch.microbatch_size), or at most {microbatches} as layout.g_data"
@@ -190,39 +186,39 @@ def check_batch(loaded: LoadedConfig, grid: Grid) -> None:
 
 
 def check_data(
-    loaded: LoadedConfig, *, source: str, words: int | None, vocab_size: int, num_samples: int
+    config: Config, *, source: str, words: int | None, vocab_size: int, num_samples: int
 ) -> None:
     """ConfigError for a vocabulary larger than the model's, DataError for less than one step.
 
     `source` names the data in messages; `words` is the size of the model's vocabulary, if it
     has one; `num_samples` counts the training sequences.
     """
-    batch = loaded.config.batch.global_batch_size
+    batch = config.batch.global_batch_size
     if words is not None and words < vocab_size:
         raise ConfigError(
-            f"{loaded.where('model.vocab_size')}: {words} is below the vocabulary of {source}, "
+            f"{config.where('model.vocab_size')}: {words} is below the vocabulary of {source}, "
             f"{vocab_size}; choose at least {vocab_size}"
         )
     if num_samples < batch:
         raise DataError(
             f"{source}: {counted(num_samples, 'sample')} cannot fill a step of "
-            f"{loaded.where('batch.global_batch_size')} {batch}; take more data, "
+            f"{config.where('batch.global_batch_size')} {batch}; take more data, "
             "a smaller batch or a smaller data.sequence_length"
         )
 
 
-def _check_split_length(loaded: LoadedConfig, g_inter: int) -> None:
-    split = loaded.config.layout.split
+def _check_split_length(config: Config, g_inter: int) -> None:
+    split = config.layout.split
     if split != "auto" and len(split) != g_inter:
         raise ConfigError(
-            f"{loaded.where('layout.split')}: {list(split)} is for "
+            f"{config.where('layout.split')}: {list(split)} is for "
             f"{counted(len(split), 'stage')}, g_inter is {g_inter}; "
             f"choose {g_inter} entries, or auto"
         )
 
 
 def check_divides_ranks(
-    loaded: LoadedConfig, key: str, count: int, ranks: int, choices: Iterable[int]
+    config: Config, key: str, count: int, ranks: int, choices: Iterable[int]
 ) -> None:
     """ConfigError unless `count`, the value of `key`, divides the ranks; `choices` would."""
     if ranks % count:
@@ -231,6 +227,6 @@ def check_divides_ranks(
         if ranks == 1:
             start += f" (mpirun -n {more} before the same command)"
         raise ConfigError(
-            f"{loaded.where(key)}: {count} does not divide the {counted(ranks, 'rank')}; "
+            f"{config.where(key)}: {count} does not divide the {counted(ranks, 'rank')}; "
             f"start {start} or choose {one_of(choices, near=count)}"
         )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from axsparse.config.load import LoadedConfig
-from axsparse.config.schema import sample_length, token_sources
+from axsparse.config.schema import Config, sample_length, token_sources
 from axsparse.data.blend import Blend
 from axsparse.data.dataset import Dataset, Datasets, TokenDataset
 from axsparse.data.in_place import InPlace, in_place
@@ -14,15 +13,14 @@ from axsparse.data.token_file import token_datasets
 from axsparse.runtime.errors import ConfigError
 
 
-def open_datasets(loaded: LoadedConfig) -> Datasets:
+def open_datasets(config: Config) -> Datasets:
     """The training and validation data of `data.source`.
 
     Raises ConfigError, DataError or MissingInputError if the data cannot be opened.
     """
-    config = loaded.config
     data = config.data
     if data.source == "tokens":
-        return _token_datasets(loaded)
+        return _token_datasets(config)
     assert data.source == "stdlib", f"nobody opens {data.source}"
     length, separate = sample_length(config), data.separate_documents
     return Datasets(
@@ -31,17 +29,17 @@ def open_datasets(loaded: LoadedConfig) -> Datasets:
     )
 
 
-def _token_datasets(loaded: LoadedConfig) -> Datasets:
+def _token_datasets(config: Config) -> Datasets:
     """The tokens of `data.path`, or of all that `data.blend` names.
 
     The validation data are those of `data.validation`, else the validation parts of all sources.
     """
-    data, asks = loaded.config.data, loaded.config.train.eval_steps != 0
+    data, asks = config.data, config.train.eval_steps != 0
     where = "data.blend" if data.blend else "data.path"
     # The validation parts that `data.validation` replaces are not opened.
     validates = asks and data.validation is None
     weights = dict(token_sources(data))
-    opened = [_tokens_at(loaded, Path(path), where, validate=validates) for path in weights]
+    opened = [_tokens_at(config, Path(path), where, validate=validates) for path in weights]
     training: Dataset = opened[0][0]
     held_out = [held for _, held in opened if held is not None]
     if data.blend:
@@ -50,10 +48,10 @@ def _token_datasets(loaded: LoadedConfig) -> Datasets:
         return Datasets(training)
     if data.validation is not None:
         at = Path(data.validation)
-        return Datasets(training, _tokens_at(loaded, at, "data.validation", validate=False)[0])
+        return Datasets(training, _tokens_at(config, at, "data.validation", validate=False)[0])
     if not held_out:
         raise ConfigError(
-            f"{loaded.where(where)}: {', '.join(weights)} has no validation part, which "
+            f"{config.where(where)}: {', '.join(weights)} has no validation part, which "
             "train.eval_steps asks for; prepare it with --validation or --validation-fraction, "
             "name other tokens in data.validation, or set train.eval_steps=0"
         )
@@ -63,15 +61,15 @@ def _token_datasets(loaded: LoadedConfig) -> Datasets:
 
 
 def _tokens_at(
-    loaded: LoadedConfig, path: Path, where: str, *, validate: bool
+    config: Config, path: Path, where: str, *, validate: bool
 ) -> tuple[TokenDataset, TokenDataset | None]:
     """The training and the validation tokens at a path; the latter are None unless `validate`, and
     if there are none."""
-    length, separate = sample_length(loaded.config), loaded.config.data.separate_documents
+    length, separate = sample_length(config), config.data.separate_documents
     found = in_place(path, where)
     if found is None:
         return token_datasets(path, length, validate=validate, separate=separate, where=where)
-    vocabulary = loaded.config.model.vocab_size
+    vocabulary = config.model.vocab_size
 
     def dataset(ids: InPlace, name: str) -> TokenDataset:
         separator = ids.begins() if separate else None

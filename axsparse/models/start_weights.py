@@ -98,30 +98,30 @@ class TorchFile:
         _refuse_unsafe_torch(path)
         try:
             try:
-                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                config = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # The file is older, or damaged.
-                loaded = torch.load(path, map_location="cpu", weights_only=True)
+                config = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as reason:
             raise DataError(
                 f"{path}: torch cannot read it as weights ({type(reason).__name__}: "
                 f"{str(reason).splitlines()[0] if str(reason) else 'no reason given'}); save a "
                 "state dict: torch.save(model.state_dict(), path)"
             ) from reason
-        if not isinstance(loaded, Mapping) or not all(
-            isinstance(name, str) and isinstance(value, Tensor) for name, value in loaded.items()
+        if not isinstance(config, Mapping) or not all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in config.items()
         ):
             raise DataError(
                 f"{path}: holds other things than tensors by name; save a state dict: "
                 "torch.save(model.state_dict(), path)"
             )
-        for name, value in loaded.items():
+        for name, value in config.items():
             if value.is_nested or value.layout != torch.strided or value.is_meta:
                 kind = "meta" if value.is_meta else "nested" if value.is_nested else "sparse"
                 raise DataError(
                     f"{path}: {name!r} is a {kind} tensor; save dense tensors with their values"
                 )
-        self._tensors: Mapping[str, Tensor] = loaded
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
+        self._tensors: Mapping[str, Tensor] = config
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in config.items()}
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name].detach()

@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.observe.metrics import EvalRecord, MaskRecord, Record, StepRecord, values
 from axsparse.runtime.errors import ConfigError, writing
@@ -181,13 +180,13 @@ def wandb(project: str, run_dir: Path, config: Config) -> Iterator[Write]:
     run.finish()
 
 
-def refuse_missing_packages(loaded: LoadedConfig) -> None:
+def refuse_missing_packages(config: Config) -> None:
     """ConfigError for a sink whose package is not installed."""
-    observe = loaded.config.observe
+    observe = config.observe
     for key, is_wanted in (("tensorboard", observe.tensorboard), ("wandb", observe.wandb)):
         if is_wanted and find_spec(key) is None:
             raise ConfigError(
-                f"{loaded.where(f'observe.{key}')}: {is_wanted}, but the package {key} is not "
+                f"{config.where(f'observe.{key}')}: {is_wanted}, but the package {key} is not "
                 f"installed; pip install 'axsparse[{key}]', or leave it out"
             )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config, num_microbatches
 from axsparse.config.validate import (
     check_divides_ranks,
@@ -60,7 +59,7 @@ class Choice:
 
 
 def chosen_layout(
-    loaded: LoadedConfig,
+    config: Config,
     subject: SurveyedModel,
     cluster: Cluster | None,
     ranks: int,
@@ -71,7 +70,6 @@ def chosen_layout(
     Returns None, so that `resolve_grid` decides, if the configuration gives g_inter, g_data or a
     split, or if no number of stages leaves each replica a microbatch. ConfigError if nothing fits.
     """
-    config = loaded.config
     layout = config.layout
     members, all_ranks = layout.g_tensor, ranks
     if ranks % members:
@@ -92,7 +90,7 @@ def chosen_layout(
     found = fewest_stages(question, budget)
     if isinstance(found, Rejection):
         raise ConfigError(
-            f"{loaded.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
+            f"{config.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
             f"that fits {format_bytes(budget.nbytes)} a rank, of which the process itself takes "
             f"{format_bytes(budget.overhead)}; with {found.g_inter}, {found.reason}; take more "
             "ranks, prune more, recompute activations (pipeline.checkpoint_activations), or set "
@@ -126,38 +124,38 @@ def fewest_stages(question: LayoutQuestion, budget: MemoryBudget) -> Choice | Re
     return smaller
 
 
-def resolve_grid(loaded: LoadedConfig, ranks: int, num_layers: int) -> Grid:
+def resolve_grid(config: Config, ranks: int, num_layers: int) -> Grid:
     """The grid of `ranks` ranks for a model of `num_layers` layers, embedding and head included.
 
     ConfigError if the layout of the configuration does not use every rank, or cannot give each
     stage a layer and each layer a stage.
     """
-    g_inter, g_data = loaded.config.layout.g_inter, loaded.config.layout.g_data
-    g_tensor, all_ranks = loaded.config.layout.g_tensor, ranks
+    g_inter, g_data = config.layout.g_inter, config.layout.g_data
+    g_tensor, all_ranks = config.layout.g_tensor, ranks
     of_tensor = [each for each in divisors(ranks) if each & (each - 1) == 0]
-    check_divides_ranks(loaded, "layout.g_tensor", g_tensor, ranks, of_tensor)
+    check_divides_ranks(config, "layout.g_tensor", g_tensor, ranks, of_tensor)
     ranks //= g_tensor
     stages = [divisor for divisor in divisors(ranks) if divisor <= num_layers]
     if g_inter != "auto":
         if g_inter > num_layers:
             raise ConfigError(
-                f"{loaded.where('layout.g_inter')}: {g_inter} stages for "
+                f"{config.where('layout.g_inter')}: {g_inter} stages for "
                 f"{counted(num_layers, 'layer')}; choose at most {num_layers}"
             )
         if g_data == "auto":
-            check_divides_ranks(loaded, "layout.g_inter", g_inter, ranks, stages)
+            check_divides_ranks(config, "layout.g_inter", g_inter, ranks, stages)
             g_data = ranks // g_inter
     elif g_data != "auto":
         replicas = [ranks // count for count in stages]
-        check_divides_ranks(loaded, "layout.g_data", g_data, ranks, replicas)
+        check_divides_ranks(config, "layout.g_data", g_data, ranks, replicas)
         g_inter = ranks // g_data
         if g_inter > num_layers:
             raise ConfigError(
-                f"{loaded.where('layout.g_data')}: {g_data} leaves {g_inter} stages for "
+                f"{config.where('layout.g_data')}: {g_data} leaves {g_inter} stages for "
                 f"{counted(num_layers, 'layer')}; choose {one_of(replicas, near=g_data)}"
             )
     else:
-        split = loaded.config.layout.split
+        split = config.layout.split
         g_inter = 1 if split == "auto" else len(split)
         g_data = ranks // g_inter
 
@@ -168,7 +166,7 @@ def resolve_grid(loaded: LoadedConfig, ranks: int, num_layers: int) -> Grid:
             f"start {counted(g_inter * g_data * g_tensor, 'rank')} or set layout.g_inter to "
             f"{one_of(stages, near=g_inter)} and layout.g_data to auto"
         )
-    check_split(loaded, g_inter, num_layers)
+    check_split(config, g_inter, num_layers)
     return Grid(g_inter, g_data, g_tensor)
 
 
@@ -198,7 +196,7 @@ def cluster_of(config: Config) -> Cluster | None:
 
 
 def balanced(
-    loaded: LoadedConfig,
+    loaded: Config,
     config: Config,
     grid: Grid,
     subject: SurveyedModel,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey
 from axsparse.models.tensor_shard import TensorShard
@@ -20,7 +20,7 @@ from axsparse.tensor_parallel.plan import check_plan, shards_of
 class Cutting:
     """A model that can be sharded, as a configuration asks for it."""
 
-    loaded: LoadedConfig
+    config: Config
     model: Model
     survey: Survey
     """That of the full model."""
@@ -34,8 +34,8 @@ class Cutting:
         """
         if members == 1:
             return {}
-        fuses = self.loaded.config.pipeline.compile is True
-        where = self.loaded.where("layout.g_tensor")
+        fuses = self.config.pipeline.compile is True
+        where = self.config.where("layout.g_tensor")
         check_plan(self.model.layers, self.model.name, where, fuses=fuses)
         found: dict[str, TensorShard] = {}
         for layer, info in zip(self.model.layers, self.survey.layers, strict=True):
@@ -52,7 +52,7 @@ class Cutting:
             found = self.survey
             if self.shards(members):
                 last = Grid(1, 1, members).place(members - 1)
-                dtype = DTYPES[self.loaded.config.precision]
+                dtype = DTYPES[self.config.precision]
                 found = survey_of_member(self.model, self.survey, last, dtype)
             self._surveys[members] = found
         return self._surveys[members]

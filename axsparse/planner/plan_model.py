@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config, check_offload, check_split, counted
 from axsparse.models.layer import Model
@@ -44,7 +43,7 @@ MICROBATCH = "batch.microbatch_size"
 class Subject:
     """A configured model that has been surveyed, ready to be planned."""
 
-    loaded: LoadedConfig
+    config: Config
     survey: Survey
     targets: Targets | None
     on_host: bool
@@ -58,7 +57,7 @@ class Subject:
 
     def workload(self, method: Method) -> SurveyedModel:
         """What is trained; ConfigError for `samo` if nothing is pruned."""
-        config, name = self.loaded.config, self.loaded.name
+        config, name = self.config, self.config.name
         is_pruned = method == "samo" or (method == "start" and starts_pruned(config, self.targets))
         model = SurveyedModel(
             config,
@@ -75,14 +74,14 @@ class Subject:
             return model
         if self.targets is None:
             raise ConfigError(
-                f"{self.loaded.where('pruning.sparsity')}: nothing is pruned, so that there is no "
+                f"{self.config.where('pruning.sparsity')}: nothing is pruned, so that there is no "
                 "SAMO to compare with; set it above 0 (and samo.enabled to true)"
             )
         return replace(model, kept=self.targets.kept())
 
     def room(self, cluster: Cluster) -> float:
         """Bytes that a rank may take, its overhead included."""
-        limit = self.loaded.config.layout.memory_per_rank
+        limit = self.config.layout.memory_per_rank
         budget = memory_budget(
             cluster.memory_bytes,
             cluster.overhead_bytes,
@@ -94,8 +93,8 @@ class Subject:
     def batch(self, gpus: int) -> int:
         """Samples of a step: those of the configuration; where nobody has set them, one for each
         device at least."""
-        batch = self.loaded.config.batch.global_batch_size
-        return batch if BATCH in self.loaded.origins else max(batch, gpus)
+        batch = self.config.batch.global_batch_size
+        return batch if BATCH in self.config.origins else max(batch, gpus)
 
     def plan(
         self,
@@ -123,7 +122,7 @@ class Subject:
             return replace(
                 found,
                 method=_name(question),
-                taken=tried._changes(self.loaded.config),
+                taken=tried._changes(self.config),
                 recomputes=tried._recomputes,
                 baselines=tried._baselines(question, best.layout, best.loads),
             )
@@ -143,23 +142,23 @@ class Subject:
 
     @property
     def _recomputes(self) -> bool:
-        return self.loaded.config.pipeline.checkpoint_activations > 0
+        return self.config.pipeline.checkpoint_activations > 0
 
     def _tried(self, gpus: int) -> Iterator[Subject]:
         """This model with a batch for so many devices; then also with activations recomputed."""
-        config = self.loaded.config
+        config = self.config
         batch = config.batch.model_copy(update={"global_batch_size": self.batch(gpus)})
         config = config.model_copy(update={"batch": batch})
-        yield replace(self, loaded=replace(self.loaded, config=config))
-        if RECOMPUTED in self.loaded.origins or config.pipeline.checkpoint_activations:
+        yield replace(self, config=config)
+        if RECOMPUTED in self.config.origins or config.pipeline.checkpoint_activations:
             return
         pipeline = config.pipeline.model_copy(update={"checkpoint_activations": 1})
         config = config.model_copy(update={"pipeline": pipeline})
-        yield replace(self, loaded=replace(self.loaded, config=config))
+        yield replace(self, config=config)
 
     def _changes(self, before: Config) -> dict[str, object]:
         """The settings that differ from those of before."""
-        config = self.loaded.config
+        config = self.config
         values = {
             BATCH: (before.batch.global_batch_size, config.batch.global_batch_size),
             RECOMPUTED: (
@@ -177,10 +176,10 @@ class Subject:
         microbatch_sizes: Sequence[int] | None,
         members: Sequence[int] | None,
     ) -> LayoutQuestion:
-        config = self.loaded.config
+        config = self.config
         tried = [config.layout.g_tensor] if members is None else members
         stages, room = self._stages(gpus, tried), self.room(cluster)
-        usual = config.batch.microbatch_size if MICROBATCH in self.loaded.origins else None
+        usual = config.batch.microbatch_size if MICROBATCH in self.config.origins else None
         return replace(
             run_question(self.workload(method), cluster, config, gpus, stages, room),
             members=tried,
@@ -197,28 +196,28 @@ class Subject:
 
     def _stages(self, gpus: int, members: Sequence[int]) -> list[int] | None:
         """The numbers of stages that the configuration allows; None: all."""
-        layout = self.loaded.config.layout
+        layout = self.config.layout
         stages = None if layout.split == "auto" else len(layout.split)
         if layout.g_inter != "auto":
             stages = layout.g_inter
         elif layout.g_data != "auto":
             if len(members) > 1:
                 raise ConfigError(
-                    f"{self.loaded.where('layout.g_data')}: {layout.g_data}, and members has "
+                    f"{self.config.where('layout.g_data')}: {layout.g_data}, and members has "
                     f"{len(members)} numbers; give one of the two axes, or one number"
                 )
             each = layout.g_data * members[0]
             if gpus % each:
                 of_members = f" of {counted(members[0], 'member')}" * (members[0] > 1)
                 raise ConfigError(
-                    f"{self.loaded.where('layout.g_data')}: {counted(layout.g_data, 'replica')}"
+                    f"{self.config.where('layout.g_data')}: {counted(layout.g_data, 'replica')}"
                     f"{of_members} do not divide {counted(gpus, 'device')}; choose numbers whose "
                     "product does, or auto"
                 )
             stages = gpus // each
         if stages is None:
             return None
-        check_split(self.loaded, stages, len(self.survey.layers))
+        check_split(self.config, stages, len(self.survey.layers))
         return [stages]
 
 
@@ -228,7 +227,7 @@ def _name(question: LayoutQuestion) -> str:
 
 
 def subject(
-    loaded: LoadedConfig,
+    config: Config,
     cluster: Cluster,
     model: Model | None = None,
     score: Score | None = None,
@@ -239,42 +238,42 @@ def subject(
     that no run could have, for a model whose layers' costs are not known, and for a score that the
     pruning method cannot use.
     """
-    check_config(loaded)
-    loaded, notes = _in_a_precision_of(cluster, loaded)
+    check_config(config)
+    config, notes = _in_a_precision_of(cluster, config)
     if model is None:
-        model = model_without_weights(loaded)
-    surveyed = survey(model, DTYPES[loaded.config.precision])
+        model = model_without_weights(config)
+    surveyed = survey(model, DTYPES[config.precision])
     if not has_costs(surveyed):
         raise ConfigError(
             f"model {model.name}: it has no example, so that nobody knows what its layers compute; "
             "give Model(…, example=…)"
         )
-    targets = what_is_pruned(loaded.config, surveyed)
-    if targets is not None and not starts_pruned(loaded.config, targets):
+    targets = what_is_pruned(config, surveyed)
+    if targets is not None and not starts_pruned(config, targets):
         notes.append(
-            f"{loaded.config.pruning.method} starts dense, and so it has to fit; --compare "
+            f"{config.pruning.method} starts dense, and so it has to fit; --compare "
             "dense,samo shows what the pruned part would need"
         )
-    if loaded.config.samo.shard_optimizer == "auto":
+    if config.samo.shard_optimizer == "auto":
         notes.append(
             "samo.shard_optimizer: auto: where there are several replicas, they share masters and "
             "moments"
         )
-    criterion = None if score is None else configured_criterion(loaded, score)
-    if loaded.config.pruning.method == "custom" and score is None:
+    criterion = None if score is None else configured_criterion(config, score)
+    if config.pruning.method == "custom" and score is None:
         notes.append(
             "custom: a score that takes inputs or gradient needs memory while it draws masks; "
             "ax.plan_for(…, score=…) counts it"
         )
-    check_offload(loaded, has_gpu=cluster.host_bandwidth is not None)
+    check_offload(config, has_gpu=cluster.host_bandwidth is not None)
     if cluster.host_memory_bytes is not None:
         notes.append(
             f"of the host's {gigabytes(cluster.host_memory_bytes)} GB a rank takes up to "
-            f"{gigabytes(copied_bytes(loaded.config))} GB for copies of checkpoints "
+            f"{gigabytes(copied_bytes(config))} GB for copies of checkpoints "
             "(checkpoint.buffer), and messages under way where they go through it"
         )
-    cutting = Cutting(loaded, model, surveyed)
-    return Subject(loaded, surveyed, targets, cluster.is_of_hosts, notes, criterion, cutting)
+    cutting = Cutting(config, model, surveyed)
+    return Subject(config, surveyed, targets, cluster.is_of_hosts, notes, criterion, cutting)
 
 
 # Reason: these are the arguments of the Python API, all but the first three optional.
@@ -304,18 +303,17 @@ def plan_for(
             "leave it out"
         )
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    loaded = made_in_python(config or Config(), model.name)
-    return subject(loaded, described, model, score).plan(method, described, gpus, members=members)
+    named = (config or Config()).named(model.name)
+    return subject(named, described, model, score).plan(method, described, gpus, members=members)
 
 
-def _in_a_precision_of(cluster: Cluster, loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
+def _in_a_precision_of(cluster: Cluster, config: Config) -> tuple[Config, list[str]]:
     """Decide `precision: auto`: bf16, or with a note fp16 or fp32 on devices that have no units
     for it, as training decides on a CPU."""
-    if loaded.config.precision != "auto":
-        return loaded, []
+    if config.precision != "auto":
+        return config, []
     half = {"bf16": cluster.peak_bf16, "fp16": cluster.peak_fp16}
     least = cluster.peak_fp32 or 0.0
     found = next((name for name, peak in half.items() if (peak or 0.0) > least), "fp32")
-    config = loaded.config.model_copy(update={"precision": found})
     note = f"{cluster.name} has no units for bf16: planned as precision={found}"
-    return replace(loaded, config=config), [] if found == "bf16" else [note]
+    return config.decided({"precision": found}), [] if found == "bf16" else [note]

@@ -11,8 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from axsparse.config.load import LoadedConfig
-from axsparse.config.schema import ONCE
+from axsparse.config.schema import ONCE, Config
 from axsparse.pruning.distribution import n_of_m, parse_pattern
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
@@ -165,26 +164,25 @@ def _mask_of_stack(
     return mask
 
 
-def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion:
+def configured_criterion(config: Config, score: Score | None) -> Criterion:
     """The criterion of a configuration's pruning method; `score` is the user's own, if any.
 
     Raises ConfigError if the method needs such a score and has none, or has one already.
     """
-    config = loaded.config
     pruning = config.pruning
     if pruning.method == "custom" and score is None and pruning.mask is None:
         raise ConfigError(
-            f"{loaded.where('pruning.method')}: custom needs a score of your own; give it to build "
+            f"{config.where('pruning.method')}: custom needs a score of your own; give it to build "
             "in Python (score=…), or choose magnitude"
         )
     if score is not None and pruning.method in ONCE and pruning.method != "custom":
         raise ConfigError(
-            f"{loaded.where('pruning.method')}: {pruning.method} has a score already; choose "
+            f"{config.where('pruning.method')}: {pruning.method} has a score already; choose "
             "custom, or a method over time, for the one given to build"
         )
     if score is not None:
         _refuse_other_arguments(score)
-        _refuse_missing_arguments(loaded, score)
+        _refuse_missing_arguments(config, score)
     pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
     if score is not None:
         return Criterion(score, config.seed, pattern)
@@ -192,9 +190,9 @@ def configured_criterion(loaded: LoadedConfig, score: Score | None) -> Criterion
     return Criterion("random" if at_random else "magnitude", config.seed, pattern)
 
 
-def _refuse_missing_arguments(loaded: LoadedConfig, score: Score) -> None:
+def _refuse_missing_arguments(config: Config, score: Score) -> None:
     """ConfigError for a score that takes what the method does not have when it draws masks."""
-    pruning = loaded.config.pruning
+    pruning = config.pruning
     draws_later = pruning.method in ("gradual", "iterative") or (
         pruning.method == "custom" and pruning.at_step > 0
     )
@@ -206,20 +204,20 @@ def _refuse_missing_arguments(loaded: LoadedConfig, score: Score) -> None:
         )
     if takes_gradient and not draws_later:
         raise ConfigError(
-            f"{loaded.where('pruning.method')}: {pruning.method} has no gradients when it draws "
+            f"{config.where('pruning.method')}: {pruning.method} has no gradients when it draws "
             "masks, and the score given to build takes one; choose custom with pruning.at_step "
             "above 0, gradual or iterative"
         )
     if takes_inputs and (pruning.method != "custom" or draws_later):
         at_step = f" at step {pruning.at_step}" if pruning.method == "custom" else ""
         raise ConfigError(
-            f"{loaded.where('pruning.method')}: {pruning.method}{at_step} has no inputs of layers "
+            f"{config.where('pruning.method')}: {pruning.method}{at_step} has no inputs of layers "
             "when it draws masks, and the score given to build takes them; choose custom with "
             "pruning.at_step 0"
         )
     if takes_inputs and pruning.distribution == "global":
         raise ConfigError(
-            f"{loaded.where('pruning.distribution')}: global, but a score that takes inputs draws "
+            f"{config.where('pruning.distribution')}: global, but a score that takes inputs draws "
             "masks tensor by tensor before the first step; choose uniform or erk"
         )
 

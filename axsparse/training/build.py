@@ -13,7 +13,6 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config, check_gpu_settings, counted
 from axsparse.data.batches import Batch, Batches
@@ -99,7 +98,7 @@ def prepare_run(
     job: Job,
     model: Model,
     open_datasets: Callable[[], Datasets],
-    config: Config | LoadedConfig,
+    config: Config,
     *,
     grid: Grid | None = None,
     score: Score | None = None,
@@ -117,19 +116,19 @@ def prepare_run(
     """
     together(job.transport, lambda: _refuse_other_rules(optimizer, learning_rate))
     job.run_dir = None
-    loaded = _check_settings(job, config, model)
+    config = _check_settings(job, config, model)
     if quiet:
         together(job.transport, lambda: _refuse_quiet(resume))
     if overwrite:
-        together(job.transport, lambda: _refuse_overwriting(loaded, resume))
-    placement, loaded = _place(job, loaded)
+        together(job.transport, lambda: _refuse_overwriting(config, resume))
+    placement, config = _place(job, config)
     transport = placement.transport
     open_datasets = cache(open_datasets)
     run_here = None if model.example is not None else placement.backend.device
-    model = with_example(model, loaded, transport, open_datasets)
-    surveyed = _survey(model, loaded.config, transport, run_here)
+    model = with_example(model, config, transport, open_datasets)
+    surveyed = _survey(model, config, transport, run_here)
 
-    existing = RunDir() if quiet else find_run(loaded, transport, resume)
+    existing = RunDir() if quiet else find_run(config, transport, resume)
     existing = replace(existing, overwrites=overwrite)
     inputs = RunInputs(
         model,
@@ -137,17 +136,17 @@ def prepare_run(
         transport,
         grid,
         score,
-        found_budget(loaded.config, transport, placement.memory),
+        found_budget(config, transport, placement.memory),
         None if existing.checkpoint is None else existing.checkpoint.manifest.pruned,
         on_host=placement.gpu is None,
         optimizer=optimizer,
         learning_rate=learning_rate,
     )
-    run = together(transport, lambda: resolve(loaded, inputs))
+    run = together(transport, lambda: resolve(config, inputs))
     loops = _prepare_process(job, run, transport)
 
-    data = open_data(run, loaded, transport, open_datasets, pinned=placement.pins)
-    directory = None if quiet else _open_run_directory(job, run, loaded, data.entry, existing)
+    data = open_data(run, config, transport, open_datasets, pinned=placement.pins)
+    directory = None if quiet else _open_run_directory(job, run, config, data.entry, existing)
     _wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
     layers, options = _build_state(run, placement, data, existing.checkpoint, job.run_dir)
     parts = assemble(run, layers, options, data, placement, job.run_dir)
@@ -181,7 +180,7 @@ def prune_layers(
     job: Job,
     model: Model,
     open_datasets: Callable[[], Datasets],
-    loaded: LoadedConfig,
+    config: Config,
     folder: Path,
 ) -> PrunedLayers:
     """Prune a model at once, and heal it if `pruning.heal` says so, one layer at a time.
@@ -192,16 +191,16 @@ def prune_layers(
     pass through the layers by the side. Raises what `prepare_run` raises, and TrainingError where
     healing diverges.
     """
-    _check_settings(job, loaded, model)
-    placement, loaded = _place(job, loaded)
+    _check_settings(job, config, model)
+    placement, config = _place(job, config)
     transport = placement.transport
-    surveyed = _survey(model, loaded.config, transport)
+    surveyed = _survey(model, config, transport)
     inputs = RunInputs(model, surveyed, transport, on_host=placement.gpu is None)
-    run = together(transport, lambda: resolve(loaded, inputs))
+    run = together(transport, lambda: resolve(config, inputs))
     _prepare_process(job, run, transport)
     if run.on_host:
         keep_freed_blocks()  # A layer takes what the one before has freed: 16 % of healing's time.
-    data = open_data(run, loaded, transport, open_datasets)
+    data = open_data(run, config, transport, open_datasets)
     count, judged = 0, Batch(0, (), 0)
     if data.validation is not None:
         batches, count = run.config.train.eval_steps, data.validation.num_samples
@@ -227,12 +226,12 @@ def prune_layers(
 # -- settings -----------------------------------------------------------------------------
 
 
-def _check_settings(job: Job, config: Config | LoadedConfig, model: Model) -> LoadedConfig:
-    """Check the configuration; returns it and where each value is from."""
-    loaded = config if isinstance(config, LoadedConfig) else made_in_python(config, model.name)
-    together(job.transport, lambda: check_config(loaded))
-    together(job.transport, lambda: refuse_missing_packages(loaded))
-    return loaded
+def _check_settings(job: Job, config: Config, model: Model) -> Config:
+    """Check the configuration; returns it, under the name of the model unless it has one."""
+    config = config.named(model.name)
+    together(job.transport, lambda: check_config(config))
+    together(job.transport, lambda: refuse_missing_packages(config))
+    return config
 
 
 def _refuse_other_rules(optimizer: object, learning_rate: object) -> None:
@@ -259,9 +258,9 @@ def _refuse_quiet(resume: str | None) -> None:
         )
 
 
-def _refuse_overwriting(loaded: LoadedConfig, resume: str | None) -> None:
+def _refuse_overwriting(config: Config, resume: str | None) -> None:
     """ConfigError where there is no run to overwrite, or where it is also to be resumed."""
-    if resume is not None or loaded.config.run_dir == "auto":
+    if resume is not None or config.run_dir == "auto":
         why = "resume goes on with a run" if resume is not None else "run_dir is auto, a new one"
         raise ConfigError(
             f"Trainer: overwrite begins a run_dir anew, and {why}; leave one of them out"
@@ -271,19 +270,19 @@ def _refuse_overwriting(loaded: LoadedConfig, resume: str | None) -> None:
 # -- this process among the others --------------------------------------------------------
 
 
-def _place(job: Job, loaded: LoadedConfig) -> tuple[Placement, LoadedConfig]:
+def _place(job: Job, config: Config) -> tuple[Placement, Config]:
     """This rank's device, with a new transport that only the coming trainer uses, and the
     configuration with a precision for all devices."""
     placement = job.placement
     if not isinstance(placement, Placement):
-        job.placement = placement = bind_rank(job.transport, loaded)
+        job.placement = placement = bind_rank(job.transport, config)
     transport = job.branch()
     has_gpu = placement.gpu is not None
-    together(transport, lambda: check_gpu_settings(loaded, has_gpu=has_gpu))
-    if loaded.config.train.memory_history:
+    together(transport, lambda: check_gpu_settings(config, has_gpu=has_gpu))
+    if config.train.memory_history:
         record_history()
-    loaded, lines = decided_precision(loaded, transport, on_host=not has_gpu)
-    return replace(placement, transport=transport, table=(*placement.table, *lines)), loaded
+    config, lines = decided_precision(config, transport, on_host=not has_gpu)
+    return replace(placement, transport=transport, table=(*placement.table, *lines)), config
 
 
 def _survey(
@@ -359,7 +358,7 @@ def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
 
 
 def _open_run_directory(
-    job: Job, run: RunSpec, loaded: LoadedConfig, data: DataEntry, resumed: RunDir
+    job: Job, run: RunSpec, config: Config, data: DataEntry, resumed: RunDir
 ) -> RunDir:
     """Open the run directory and write what is known at the start; from now on signals save.
 
@@ -372,13 +371,13 @@ def _open_run_directory(
             return []
         refuse_other_model(resumed.checkpoint, run.survey)
         refuse_other_data(resumed.checkpoint, data)
-        return refuse_other_settings(resumed.checkpoint, run.config, loaded)
+        return refuse_other_settings(resumed.checkpoint, run.config, config)
 
     changes = together(transport, fits)
-    opened = open_run_dir(loaded, transport, resumed)
+    opened = open_run_dir(config, transport, resumed)
     together(transport, lambda: opened.begin(run.config) if transport.rank == 0 else None)
     if transport.rank == 0:
-        notes = _with_stages(resumed, run, loaded)
+        notes = _with_stages(resumed, run, config)
         for line in (*notes, *changes):
             print(f"axsparse: {line}", flush=True)
     job.run_dir = opened.path
@@ -386,10 +385,10 @@ def _open_run_directory(
     return opened
 
 
-def _with_stages(resumed: RunDir, run: RunSpec, loaded: LoadedConfig) -> Sequence[str]:
+def _with_stages(resumed: RunDir, run: RunSpec, config: Config) -> Sequence[str]:
     """What is said of a run that goes on, with the number of stages where `auto` takes another one
     than the run was written with."""
-    if resumed.checkpoint is None or loaded.config.layout.g_inter != "auto":
+    if resumed.checkpoint is None or config.layout.g_inter != "auto":
         return resumed.notes
     written = resumed.checkpoint.manifest.config["layout"]["g_inter"]
     now = run.place.grid.g_inter

@@ -34,7 +34,6 @@ from axsparse.config.hf_config import (
     read_json,
     refuse_other_sizes,
 )
-from axsparse.config.load import LoadedConfig
 from axsparse.config.model_config import Family, GptConfig
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
@@ -414,7 +413,7 @@ def _of_hf(
     ConfigError if the parameters, of these shapes, are not those of the model of the configuration;
     `mend` is what the error begins and ends with.
     """
-    model = model_without_weights(LoadedConfig(config, config.model.name, {}))
+    model = model_without_weights(config)
     if shapes != survey(replace(model, example=None)).shapes:
         raise ConfigError(
             f"{mend[0]}, not of the {config.model.name} of its configuration; {mend[1]}"

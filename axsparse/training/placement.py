@@ -7,12 +7,11 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.planner.memory_budget import (
     GPU_OVERHEAD,
@@ -87,13 +86,13 @@ class GpuMemory:
     """Names the GPU, the same for all ranks that share it."""
 
 
-def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
+def bind_rank(transport: Transport, config: Config) -> Placement:
     """Bind this rank to a GPU, if there are any, and choose the transport.
 
     All ranks call this together. Raises ConfigError on all ranks if the setting `transport` asks
     for what these ranks lack, and on a rank that cannot reach the first one.
     """
-    asked, where = loaded.config.transport, loaded.where("transport")
+    asked, where = config.transport, config.where("transport")
     local = transport.local_rank() if isinstance(transport, MpiTransport) else 0
     nccl, host = dist.is_available() and dist.is_nccl_available(), socket.gethostname()
     gpu_here = rank_gpu(transport.rank, host, local, visible_gpus(), nccl=nccl, environ=os.environ)
@@ -124,13 +123,13 @@ def bind_rank(transport: Transport, loaded: LoadedConfig) -> Placement:
 
 
 def decided_precision(
-    loaded: LoadedConfig, transport: Transport, *, on_host: bool
-) -> tuple[LoadedConfig, Sequence[str]]:
+    config: Config, transport: Transport, *, on_host: bool
+) -> tuple[Config, Sequence[str]]:
     """The configuration with `precision: auto` decided, and a line if a CPU lacks the type.
 
     All ranks call this together.
     """
-    asked = loaded.config.precision
+    asked = config.precision
     wanted = "bf16" if asked == "auto" else asked
     has_type = not on_host or cpu_multiplies(DTYPES[wanted])
     is_slow = sum_of(transport, [float(not has_type)]) != [0.0]
@@ -144,8 +143,7 @@ def decided_precision(
             "matrices 3 to 20 times as slowly as in fp32, in more memory than is planned; choose "
             "auto"
         ]
-    config = loaded.config.model_copy(update={"precision": wanted})
-    return replace(loaded, config=config), lines
+    return config.decided({"precision": wanted}), lines
 
 
 def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, GpuMemory]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.model_config import GptConfig
 from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
@@ -206,13 +205,13 @@ class RunSpec:
         return next(number for number, stage in enumerate(self.stages) if layer in stage)
 
 
-def resolve(loaded: LoadedConfig, inputs: RunInputs) -> RunSpec:
+def resolve(loaded: Config, inputs: RunInputs) -> RunSpec:
     """Decide every `auto` of a configuration that `check_config` lets pass.
 
     The result is the same on every rank but for its place. docs/reference/auto.md lists who
     decides what. ConfigError for what this transport, number of ranks or model cannot run.
     """
-    config, survey = loaded.config, inputs.survey
+    config, survey = loaded, inputs.survey
     check_transport(loaded, inputs.transport, on_host=inputs.on_host)
     targets = what_is_pruned(config, survey)
     draws = targets is not None and targets.mask_file is None
@@ -271,9 +270,9 @@ def _subject(
 ) -> SurveyedModel:
     """What the planner is asked about; `kept` as `RunSpec.kept_at_start`."""
     return SurveyedModel(
-        cutting.loaded.config,
+        cutting.config,
         inputs.survey,
-        cutting.loaded.name,
+        cutting.config.name,
         kept,
         optimizer,
         on_host=inputs.on_host,
@@ -285,21 +284,21 @@ def _subject(
 
 
 def _layout(
-    loaded: LoadedConfig, inputs: RunInputs, subject: SurveyedModel, cluster: Cluster | None
+    config: Config, inputs: RunInputs, subject: SurveyedModel, cluster: Cluster | None
 ) -> tuple[Grid, Choice | None]:
     """Stages and replicas, and why the planner chose them; None where it did not choose."""
     ranks, num_layers = inputs.transport.size, len(inputs.survey.layers)
     grid, choice = inputs.grid, None
     if grid is not None:
         check_grid(grid, ranks, num_layers)
-        check_split(loaded, grid.g_inter, num_layers)
+        check_split(config, grid.g_inter, num_layers)
     else:
-        choice = chosen_layout(loaded, subject, cluster, ranks, inputs.budget)
+        choice = chosen_layout(config, subject, cluster, ranks, inputs.budget)
         if choice is not None:
             chosen = {"layout.g_inter": choice.row.layout.grid.g_inter}
-            loaded = replace(loaded, config=_with(loaded.config, chosen))
-        grid = resolve_grid(loaded, ranks, num_layers)
-    check_batch(loaded, grid)
+            config = _with(config, chosen)
+        grid = resolve_grid(config, ranks, num_layers)
+    check_batch(config, grid)
     return grid, choice
 
 
@@ -362,7 +361,7 @@ def _sharded(run: RunSpec, cutting: Cutting) -> RunSpec:
 
 
 def _stages(
-    loaded: LoadedConfig,
+    config: Config,
     run: RunSpec,
     inputs: RunInputs,
     member: SurveyedModel,
@@ -373,12 +372,12 @@ def _stages(
     Memory limits a split where the user gives a limit, or where the number of stages was chosen by
     it; stages that the user has chosen are tried all the same.
     """
-    split, grid = loaded.config.layout.split, run.place.grid
+    split, grid = config.layout.split, run.place.grid
     if split != "auto":
         return split_by_hand(split)
     is_limited = choice is not None or run.config.layout.memory_per_rank != "auto"
     budget = inputs.budget if is_limited else UNLIMITED
-    return balanced(loaded, run.config, grid, member, budget)
+    return balanced(config, run.config, grid, member, budget)
 
 
 def _shards(run: RunSpec, kept: Mapping[str, int]) -> bool:

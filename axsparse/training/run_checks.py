@@ -8,7 +8,6 @@ import socket
 from collections import Counter
 from collections.abc import Mapping
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.messages import shorten
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
@@ -22,40 +21,40 @@ from axsparse.runtime.provenance import versions
 from axsparse.training.checkpoint.verification import flat
 
 
-def check_transport(loaded: LoadedConfig, transport: Transport, *, on_host: bool) -> None:
+def check_transport(config: Config, transport: Transport, *, on_host: bool) -> None:
     """ConfigError for a way to communicate that these ranks cannot take."""
-    setting = loaded.config.transport
+    setting = config.transport
     # One process that has loaded MPI needs it as little as one that has not.
     if setting == "local" and transport.size > 1:
         raise ConfigError(
-            f"{loaded.where('transport')}: local is for one process, but {transport.size} ranks "
+            f"{config.where('transport')}: local is for one process, but {transport.size} ranks "
             "are running; choose auto or mpi"
         )
     if setting not in ("auto", "local") and transport.name == "local":
         raise ConfigError(
-            f"{loaded.where('transport')}: no MPI library was found; load the site's MPI module, "
+            f"{config.where('transport')}: no MPI library was found; load the site's MPI module, "
             "install axsparse[mpich], or choose auto"
         )
     # One rank on a GPU has nobody to talk to and keeps MPI's transport.
     if setting == "nccl" and transport.name.startswith("mpi") and on_host:
         raise ConfigError(
-            f"{loaded.where('transport')}: nccl is for ranks that compute on GPUs, and these "
+            f"{config.where('transport')}: nccl is for ranks that compute on GPUs, and these "
             "compute on CPUs; choose auto or mpi"
         )
 
 
-def check_weights_are_loaded(loaded: LoadedConfig, model: Model, targets: Targets) -> None:
+def check_weights_are_loaded(config: Config, model: Model, targets: Targets) -> None:
     """ConfigError unless all that is pruned starts at loaded weights, as some methods need."""
-    start, method = model.start, loaded.config.pruning.method
+    start, method = model.start, config.pruning.method
     if start is None:
         raise ConfigError(
-            f"{loaded.where('pruning.method')}: {method} looks at loaded weights, and none are "
+            f"{config.where('pruning.method')}: {method} looks at loaded weights, and none are "
             "loaded; set model.from or model.weights"
         )
     anew = [name for name in targets.shapes if isinstance(start, FromFile) and name in start.new]
     if anew:
         raise ConfigError(
-            f"{loaded.where('pruning.method')}: {method} looks at loaded weights, and {anew[0]} "
+            f"{config.where('pruning.method')}: {method} looks at loaded weights, and {anew[0]} "
             "begins anew; name it in pruning.exclude, or choose another method"
         )
 

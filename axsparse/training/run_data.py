@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import Config
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, whole_number
 from axsparse.data.dataset import Datasets, length_of
@@ -57,7 +57,7 @@ class Data:
 
 def open_data(
     run: RunSpec,
-    loaded: LoadedConfig,
+    config: Config,
     transport: Transport,
     open_datasets: Callable[[], Datasets],
     *,
@@ -71,7 +71,7 @@ def open_data(
     data, and what `check_data` raises.
     """
     reads = run.place.is_first or run.place.is_last
-    separate = loaded.config.data.separate_documents
+    separate = config.data.separate_documents
     datasets = together(transport, lambda: _open(open_datasets, separate) if reads else None)
     read_here = None if datasets is None else _facts_of(datasets)
     together(transport, lambda: _refuse_other_data(transport, read_here))
@@ -80,7 +80,7 @@ def open_data(
     together(
         transport,
         lambda: check_data(
-            loaded,
+            config,
             source=facts["name"],
             words=run.model.vocab_size,
             vocab_size=facts["vocab_size"],
@@ -113,7 +113,7 @@ def open_data(
 
 def with_example(
     model: Model,
-    loaded: LoadedConfig,
+    config: Config,
     transport: Transport,
     open_datasets: Callable[[], Datasets],
 ) -> Model:
@@ -124,7 +124,7 @@ def with_example(
     """
     if model.example is not None:
         return model
-    size, separate = loaded.config.batch.microbatch_size, loaded.config.data.separate_documents
+    size, separate = config.batch.microbatch_size, config.data.separate_documents
 
     def first_inputs() -> tuple[Tensor, ...]:
         if transport.rank:
@@ -138,7 +138,7 @@ def with_example(
                 microbatch_size=size,
                 replica=0,
                 g_data=1,
-                seed=loaded.config.seed,
+                seed=config.seed,
                 vocab_size=model.vocab_size,
             )
             return batches.first(size)[0].inputs

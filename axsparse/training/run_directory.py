@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from axsparse.config.load import LoadedConfig, to_yaml
+from axsparse.config.load import to_yaml
 from axsparse.config.schema import Config
 from axsparse.observe.trace_file import TRACES
 from axsparse.pruning.mask_file import MASK_FILE
@@ -90,7 +90,7 @@ class RunDir:
             rewind_metrics(metrics, self.progress)
 
 
-def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> RunDir:
+def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir:
     """Find the run that `resume` means, lock its directory on rank 0, and choose its checkpoint.
 
     `resume` is None for a new run, `AUTO`, or the path of a checkpoint or of a run. Of a run the
@@ -102,7 +102,7 @@ def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> 
     def find() -> str:
         if transport.rank != 0:
             return ""
-        path, named = _locate(loaded, resume)
+        path, named = _locate(config, resume)
         if path is not None:
             locks.append(RunLock(path))
         if named is not None:
@@ -127,7 +127,7 @@ def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> 
             lock.release()
         raise
     if checkpoint is not None:
-        all_steps = loaded.config.train.steps
+        all_steps = config.train.steps
         left = "" if checkpoint.step < all_steps else f"; train.steps {all_steps} asks for no more"
         notes = [*notes, f"goes on from {checkpoint.path}, after step {checkpoint.step}{left}"]
     elif path is not None:
@@ -138,7 +138,7 @@ def find_run(loaded: LoadedConfig, transport: Transport, resume: str | None) -> 
     return RunDir(there, checkpoint, tuple(notes), locks[0] if locks else None)
 
 
-def open_run_dir(loaded: LoadedConfig, transport: Transport, run: RunDir) -> RunDir:
+def open_run_dir(config: Config, transport: Transport, run: RunDir) -> RunDir:
     """The directory of the run that was found, or a new one, which rank 0 makes and locks.
 
     Nothing in a directory that exists is changed, unless the run overwrites it. All ranks call this
@@ -148,7 +148,7 @@ def open_run_dir(loaded: LoadedConfig, transport: Transport, run: RunDir) -> Run
         return run
 
     def make() -> tuple[Path, RunLock] | None:
-        return make_run_dir(loaded, overwrite=run.overwrites) if transport.rank == 0 else None
+        return make_run_dir(config, overwrite=run.overwrites) if transport.rank == 0 else None
 
     made = together(transport, make)
     path = Path(text_of_first(transport, "" if made is None else str(made[0])))
@@ -158,7 +158,7 @@ def open_run_dir(loaded: LoadedConfig, transport: Transport, run: RunDir) -> Run
 # -- a new directory ------------------------------------------------------------------------
 
 
-def make_run_dir(loaded: LoadedConfig, *, overwrite: bool = False) -> tuple[Path, RunLock]:
+def make_run_dir(config: Config, *, overwrite: bool = False) -> tuple[Path, RunLock]:
     """Make the directory of a new run, and lock it.
 
     With `overwrite`, what another run has recorded and saved there is removed.
@@ -169,10 +169,10 @@ def make_run_dir(loaded: LoadedConfig, *, overwrite: bool = False) -> tuple[Path
 
     OutputError if the directory holds or is used by another run, or cannot be written.
     """
-    setting, where = loaded.config.run_dir, loaded.where("run_dir")
+    setting, where = config.run_dir, config.where("run_dir")
     if setting != "auto":
         return Path(setting), _claim(Path(setting), where, overwrite=overwrite)
-    for path, following in itertools.pairwise(automatic_run_dirs(loaded.name)):
+    for path, following in itertools.pairwise(automatic_run_dirs(config.name)):
         if not (following / METRICS_FILE).exists():
             with contextlib.suppress(_TakenError, InUseError):
                 return path, _claim(path, where)
@@ -278,7 +278,7 @@ def settings_in(text: str) -> dict[str, str]:
 # -- a directory that exists ----------------------------------------------------------------
 
 
-def _locate(loaded: LoadedConfig, resume: str | None) -> tuple[Path | None, Path | None]:
+def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | None]:
     """The run directory, None if a new one is wanted, and the checkpoint that `resume` names.
 
     The checkpoint is None if `resume` names a run, or none at all. A checkpoint that is not in
@@ -287,7 +287,7 @@ def _locate(loaded: LoadedConfig, resume: str | None) -> tuple[Path | None, Path
     if resume is None:
         return None, None
     if resume == AUTO:
-        return last_run(loaded.config.run_dir, loaded.name), None
+        return last_run(config.run_dir, config.name), None
     named = Path(resume)
     if (named / METRICS_FILE).is_file() or (named / CHECKPOINTS).is_dir():
         if not steps_in(named):
@@ -298,7 +298,7 @@ def _locate(loaded: LoadedConfig, resume: str | None) -> tuple[Path | None, Path
             f"--resume {named}: no such folder; name a run, one of its {CHECKPOINTS}/step-<n>, or "
             "auto"
         )
-    setting = loaded.config.run_dir
+    setting = config.run_dir
     run = named.resolve().parent.parent
     is_own = named.resolve().parent.name == CHECKPOINTS and (run / METRICS_FILE).is_file()
     if is_own and (setting == "auto" or Path(setting).resolve() == run):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, cast
 
-from axsparse.config.load import LoadedConfig, load_settings
+from axsparse.config.load import load_settings
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset, Datasets
 from axsparse.data.sources import open_datasets
@@ -68,7 +68,7 @@ class RunSources:
 
     model: Model
     open_datasets: Callable[[], Datasets]
-    loaded: LoadedConfig
+    config: Config
 
 
 def run_sources(
@@ -92,16 +92,16 @@ def run_sources(
             "ax.Model, ax.hf(folder), or leave it out for that of the settings"
         )
     of_data = data.settings if isinstance(data, Tokens) else {}
-    loaded = load_settings(config, of_model, of_data, settings)
-    made = model if isinstance(model, Model) else named_model(loaded)
-    loaded = replace(loaded, name=loaded.name or made.name)
-    return RunSources(made, _opener(data, loaded), loaded)
+    whole = load_settings(config, of_model, of_data, settings)
+    made = model if isinstance(model, Model) else named_model(whole)
+    whole = whole.named(made.name)
+    return RunSources(made, _opener(data, whole), whole)
 
 
-def _opener(data: DataSource, loaded: LoadedConfig) -> Callable[[], Datasets]:
+def _opener(data: DataSource, config: Config) -> Callable[[], Datasets]:
     """A function that opens the data."""
     if data is None or isinstance(data, Tokens):
-        return partial(open_datasets, loaded)
+        return partial(open_datasets, config)
     if isinstance(data, FunctionType | partial | MethodType):
         return data
     if isinstance(data, tuple):

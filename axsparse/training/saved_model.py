@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axsparse.config.load import LoadedConfig
-from axsparse.config.schema import sample_length
+from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import Dataset, Datasets
@@ -46,7 +45,7 @@ class SavedModel:
     """A model with the weights of a checkpoint, on the CPU and in evaluation mode."""
 
     checkpoint: Checkpoint
-    loaded: LoadedConfig
+    config: Config
     """The configuration of the run."""
     model: Model
     modules: list[nn.Module]
@@ -63,9 +62,8 @@ def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: 
     not describe, and what `checkpoint_of` and `Weights` raise.
     """
     weights = Weights(checkpoint_of(run, step), trained=trained)
-    config = weights.config()
-    loaded = LoadedConfig(config, run.name, {})
-    model = model_without_weights(loaded)
+    config = weights.config().with_origins(run.name, {})
+    model = model_without_weights(config)
     surveyed = survey(replace(model, example=None))
     shapes = {name: entry.shape for name, entry in weights.parameters.items()}
     if shapes != surveyed.shapes:
@@ -77,7 +75,7 @@ def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: 
     modules = filled_modules(model, surveyed.ties, weights.tensors())
     for module in modules.values():
         module.requires_grad_(requires_grad=False)
-    return SavedModel(weights.checkpoint, loaded, model, list(modules.values()))
+    return SavedModel(weights.checkpoint, config, model, list(modules.values()))
 
 
 # -- evaluation ---------------------------------------------------------------------------
@@ -97,7 +95,7 @@ def evaluate_saved(
 
     Raises ConfigError if there are no validation data, DataError if the data are not the run's.
     """
-    config, model = saved.loaded.config, saved.model
+    config, model = saved.config, saved.model
     validation = _validation_data(saved, datasets)
     torch.set_num_threads(config.train.threads)
     transport = LocalTransport(LocalWorld[object](1), 0)
@@ -150,7 +148,7 @@ def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
     if validation is None:
         raise ConfigError(f"evaluate: {training.name} has no validation data; nothing to do")
     check_data(
-        saved.loaded,
+        saved.config,
         source=training.name,
         words=saved.model.vocab_size,
         vocab_size=training.vocab_size or 0,
@@ -181,7 +179,7 @@ def continuation(
     The prompt has at least one token. The model sees no more of the text than the last tokens
     that fit into one sample of its training. Equal arguments give equal tokens.
     """
-    window = sample_length(saved.loaded.config)
+    window = sample_length(saved.config)
     generator = torch.Generator().manual_seed(sampling.seed)
     text = list(prompt)
     for _ in range(tokens):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Notice, Verdict
@@ -110,7 +109,7 @@ class Trainer:
             settings["learning_rate"], learning_rate = learning_rate, None
         given = together(job.transport, lambda: run_sources(model, data, config, settings))
         prepared = prepare_run(
-            *(job, given.model, given.open_datasets, given.loaded),
+            *(job, given.model, given.open_datasets, given.config),
             score=score,
             optimizer=optimizer,
             learning_rate=learning_rate,
@@ -675,7 +674,7 @@ def build(
     job: Job,
     model: Model,
     open_datasets: Callable[[], Datasets],
-    config: Config | LoadedConfig,
+    config: Config,
     **how: Any,
 ) -> Trainer:
     """A trainer on a rank of a job that is connected already; `how` is that of `prepare_run`."""

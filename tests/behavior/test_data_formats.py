@@ -15,7 +15,8 @@ from support.preparing import run
 from support.resuming import Ran, ran
 from support.runs import train_in_process
 
-from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.load import configure
+from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
@@ -89,8 +90,8 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def loaded_of(*settings: str) -> LoadedConfig:
-    return load_config(None, [*SETTINGS, *settings])
+def loaded_of(*settings: str) -> Config:
+    return configure(None, [*SETTINGS, *settings])
 
 
 def losses(settings: tuple[str, ...], layout: tuple[int, int] = (1, 1)) -> list[float]:
@@ -98,7 +99,7 @@ def losses(settings: tuple[str, ...], layout: tuple[int, int] = (1, 1)) -> list[
     loaded = loaded_of(*settings)
     data = open_datasets(loaded).training
     model = named_model(loaded)
-    ranks = train_in_process(*layout, model, loaded.config, data)
+    ranks = train_in_process(*layout, model, loaded, data)
     return ranks[0][1].losses
 
 
@@ -163,9 +164,7 @@ def test_a_blend_goes_on_where_it_was_and_a_changed_source_is_refused(
     def go(name: str, layout: tuple[int, int], **options: Any) -> Ran:
         data: Any = open_datasets(loaded)
         model = lambda _: named_model(loaded)  # noqa: E731
-        return ran(
-            layout, loaded.config, tmp_path / name, model=model, data=data.training, **options
-        )
+        return ran(layout, loaded, tmp_path / name, model=model, data=data.training, **options)
 
     whole = go("whole", (1, 1))
     go("cut", (2, 1), stop_after=2)

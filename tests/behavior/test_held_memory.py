@@ -16,7 +16,6 @@ from support.runs import tiny_config
 from support.sums import Sums
 from torch import Tensor, nn
 
-from axsparse.config.load import made_in_python
 from axsparse.config.model_config import GptConfig
 from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.gpt import gpt
@@ -141,7 +140,7 @@ def planned(surveyed: Survey, name: str, stage: int, every: int) -> tuple[Schedu
     cut = CUTS[name][1]
     sections = {"checkpoint_activations": every}
     config = tiny_config(pipeline=sections, layout={"split": [cut, len(surveyed.layers) - cut]})
-    cutting = Cutting(made_in_python(config, name), CUTS[name][0], surveyed)
+    cutting = Cutting(config.named(name), CUTS[name][0], surveyed)
     subject = SurveyedModel(config, surveyed, name, {}, ADAMW, cutting=cutting)
     loads = subject.of_member(members_of(name)).stages(2, 1, microbatches=MICROBATCHES)
     assert loads is not None

@@ -20,7 +20,7 @@ from support.warm_python import warm_folder, warm_python
 import axsparse as ax
 from axsparse.cli.commands import all_parsers
 from axsparse.config.json_schema import FIELDS, SECTIONS
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 
 NOT_RUN = {
     "CONTRIBUTING.md": 1,
@@ -116,7 +116,7 @@ def test_settings_in_yaml_are_settings(tmp_path: Path) -> None:
     for number, block in enumerate(block for block in ALL if block.language == "yaml"):
         if yaml.safe_load(block.code).keys() <= {*SECTIONS, *FIELDS}:
             (tmp_path / f"{number}.yaml").write_text(block.code)
-            load_config(str(tmp_path / f"{number}.yaml"))
+            configure(str(tmp_path / f"{number}.yaml"))
 
 
 def test_python_compiles_and_names_what_there_is() -> None:

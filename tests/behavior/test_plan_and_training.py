@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from support.exhaustive import by_default
 
-from axsparse.config.load import LoadedConfig, bundled_configs, load_config
+from axsparse.config.load import bundled_configs, configure
+from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.cluster import Cluster, load_cluster
@@ -43,7 +44,7 @@ def cluster_of(memory: float, *, on_host: bool) -> Cluster:
     return replace(load_cluster("dgx-h100"), memory_bytes=memory, overhead_bytes=GPU_OVERHEAD)
 
 
-def planned(loaded: LoadedConfig, cluster: Cluster) -> tuple[int | None, dict[str, object]]:
+def planned(loaded: Config, cluster: Cluster) -> tuple[int | None, dict[str, object]]:
     """The stages that a plan recommends on all ranks, and the settings that it adds."""
     try:
         found = subject(loaded, cluster).plan("start", cluster, RANKS)
@@ -54,14 +55,14 @@ def planned(loaded: LoadedConfig, cluster: Cluster) -> tuple[int | None, dict[st
     return grid.g_inter, dict(found.taken)
 
 
-def trained(loaded: LoadedConfig, memory: float, *, on_host: bool) -> int | None:
+def trained(loaded: Config, memory: float, *, on_host: bool) -> int | None:
     """The stages that a training takes."""
     overhead = HOST_OVERHEAD if on_host else GPU_OVERHEAD
     model = model_without_weights(loaded)
     world: LocalWorld[None] = LocalWorld(RANKS)
     inputs = RunInputs(
         model,
-        survey(model, DTYPES[loaded.config.precision]),
+        survey(model, DTYPES[loaded.precision]),
         LocalTransport(world, 0),
         budget=memory_budget(memory, overhead, on_host=on_host),
         on_host=on_host,
@@ -78,10 +79,10 @@ def test_a_plan_and_a_training_take_the_same_stages(
 ) -> None:
     memory, on_host = MACHINES[machine]
     precision = ("precision=bf16",)
-    loaded = load_config(name, (*SMALL, *precision))
+    loaded = configure(name, (*SMALL, *precision))
 
     stages, added = planned(loaded, cluster_of(memory, on_host=on_host))
     options = tuple(f"{key}={value}" for key, value in added.items())
 
-    with_options = load_config(name, (*SMALL, *precision, *options))
+    with_options = configure(name, (*SMALL, *precision, *options))
     assert trained(with_options, memory, on_host=on_host) == stages

@@ -14,7 +14,7 @@ from published.run_file import TABLES, RunRow
 from published.run_step import run_costs
 from support.planner_cases import SUMMIT, formula, schedule
 
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout import Layout
@@ -118,10 +118,10 @@ def test_the_page_has_the_scoreboard_as_it_is_printed() -> None:
 
 
 def test_a_survey_and_the_formulas_of_published_runs_predict_alike() -> None:
-    loaded = load_config("gpt3_2.7b", ["model.num_layers=4"])
+    loaded = configure("gpt3_2.7b", ["model.num_layers=4"])
     asked = subject(loaded, selene()).workload("dense")
     [load] = asked.stages(1, 1) or []
-    sizes = loaded.config.model
+    sizes = loaded.model
     row = run(
         model={field: getattr(sizes, field) for field in SMALL},
         samples=1,

@@ -9,7 +9,7 @@ import pytest
 from support.commands import Axsparse, assert_one_line
 
 from axsparse.config.json_schema import editor_schema
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.runtime.errors import EXIT_CONFIG
 
 
@@ -54,9 +54,9 @@ def test_what_it_prints_is_a_configuration_again(
     _, screen, _ = axsparse("config", "show", *(w for pair in overrides for w in ("--set", pair)))
     (tmp_path / "again.yaml").write_text(screen)
 
-    again = load_config(str(tmp_path / "again.yaml")).config
+    again = configure(str(tmp_path / "again.yaml"))
 
-    assert again == load_config(None, overrides).config
+    assert again == configure(None, overrides)
     assert again.run_dir == text
 
 

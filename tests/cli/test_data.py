@@ -17,7 +17,7 @@ from support.commands import Axsparse, assert_one_line
 from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.cli.data import parser
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.runtime.errors import ConfigError
 
 TEXT = "The cat sat on the mat, and the dog did not.\n"
@@ -69,7 +69,7 @@ def test_a_folder_is_prepared_and_trained_on_by_two_ranks(tmp_path: Path, prepar
 
 def test_tokens_have_to_be_named() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, ["data.source=tokens"])
+        configure(None, ["data.source=tokens"])
 
     assert str(caught.value) == (
         "data.path (default): data.source tokens needs the folder that `axsparse data prepare` "
@@ -151,7 +151,7 @@ def test_bundled_configs_say_how_their_data_are_prepared(name: str) -> None:
 
     arguments = parser().parse_args(shlex.split(command)[3:])
 
-    config = load_config(name).config
+    config = configure(name)
     assert str(arguments.out) == config.data.path
     assert config.data.source == "tokens"
     assert 0 <= config.model.vocab_size - arguments.train_bpe < 128

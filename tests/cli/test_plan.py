@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.commands import Axsparse, assert_one_line
 
-from axsparse.config.load import load_config, packaged_folder
+from axsparse.config.load import configure, packaged_folder
 from axsparse.config.model_config import HfConfig, of_family
 from axsparse.observe.trace_file import read
 from axsparse.planner.cluster import load_cluster
@@ -128,7 +128,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def llama_settings() -> dict[str, Any]:
-    return of_family(load_config("llama3_8b.yaml").config.model, HfConfig).hf
+    return of_family(configure("llama3_8b.yaml").model, HfConfig).hf
 
 
 def test_a_folder_is_planned_like_the_bundled_configuration_of_its_model(

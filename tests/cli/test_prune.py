@@ -8,7 +8,7 @@ import pytest
 from support.mask_files import small_mask_file
 
 from axsparse.cli.prune import lines
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.runtime.errors import ConfigError
 
 SMALL = ["model.num_layers=1", "model.hidden_size=8", "model.num_heads=2", "model.vocab_size=16"]
@@ -17,7 +17,7 @@ SMALL = ["model.num_layers=1", "model.hidden_size=8", "model.num_heads=2", "mode
 def test_a_dry_run_names_every_tensor_and_why_it_is_dense() -> None:
     settings = [*SMALL, "pruning.exclude=['*.proj.weight']", "pruning.layers=['*.fc1.weight=0.5']"]
 
-    said = list(lines(load_config(None, settings)))
+    said = list(lines(configure(None, settings)))
 
     assert said[:6] == [
         "pruned by magnitude:",
@@ -33,7 +33,7 @@ def test_a_dry_run_names_every_tensor_and_why_it_is_dense() -> None:
 
 
 def test_dense_tensors_that_repeat_from_block_to_block_share_a_line() -> None:
-    said = list(lines(load_config(None, [*SMALL, "model.num_layers=12"])))
+    said = list(lines(configure(None, [*SMALL, "model.num_layers=12"])))
 
     begin = next(i for i, line in enumerate(said) if line.endswith(" entries: vectors"))
     assert said[begin + 1 :] == [
@@ -49,11 +49,11 @@ def test_dense_tensors_that_repeat_from_block_to_block_share_a_line() -> None:
 
 
 def test_a_run_that_prunes_nothing_says_so() -> None:
-    [said] = lines(load_config(None, [*SMALL, "samo.enabled=false"]))
+    [said] = lines(configure(None, [*SMALL, "samo.enabled=false"]))
 
     assert said.startswith("nothing is pruned")
 
 
 def test_masks_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which is no trained matrix of this model"):
-        list(lines(load_config(None, [*SMALL, f"pruning.mask={small_mask_file(tmp_path)}"])))
+        list(lines(configure(None, [*SMALL, f"pruning.mask={small_mask_file(tmp_path)}"])))

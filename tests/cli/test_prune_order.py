@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from support.hf import write_llama
 
 from axsparse.cli.prune_order import ORDER, Heal, PruneOrder
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.runtime.errors import ConfigError, OutputError
 from axsparse.runtime.files.run_lock import InUseError
 
@@ -27,7 +27,7 @@ def order_of(
 
 def settled(order: PruneOrder, *settings: str) -> None:
     order.work.mkdir(exist_ok=True)
-    order.settle(load_config("quickstart.yaml", ["pruning.sparsity=0.5", *settings]).config)
+    order.settle(configure("quickstart.yaml", ["pruning.sparsity=0.5", *settings]))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_samples_are_shorter_than_the_longest_unless_it_is_said(
     heal: Heal, longest: int, given: str, expected: list[str]
 ) -> None:
     settings = [f"model.sequence_length={longest}", f"data.sequence_length={given}"]
-    config = load_config("quickstart.yaml", settings).config
+    config = configure("quickstart.yaml", settings)
 
     assert order_of(Path(), heal=heal).implied(config)[1:] == expected
     assert order_of(Path(), heal=heal, config="own.yaml").implied(config) == expected
@@ -53,7 +53,7 @@ def test_samples_are_shorter_than_the_longest_unless_it_is_said(
 
 def test_as_many_are_judged_as_calibrate_unless_a_configuration_says_it() -> None:
     settings = ["pruning.calibration_samples=9", "batch.global_batch_size=4"]
-    config = load_config("quickstart.yaml", settings).config
+    config = configure("quickstart.yaml", settings)
 
     assert order_of(Path()).implied(config)[0] == "train.eval_steps=3"
 
@@ -63,7 +63,7 @@ def test_paths_are_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     order = replace(order_of(Path()), source=Path("it's: a #1"), out=Path("[null] é"))
     write_llama(order.source)
 
-    config = load_config("prune_llama.yaml", order.overrides()).config
+    config = configure("prune_llama.yaml", order.overrides())
 
     assert config.run_dir == "[null] é.run/run"
     assert config.data.path == "[null] é.run/tokens"

@@ -8,7 +8,7 @@ import pytest
 
 from axsparse.cli.prune_order import PruneOrder
 from axsparse.cli.prune_page import Facts, page, write_page
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.runtime.errors import OutputError
 
 
@@ -19,8 +19,8 @@ def test_the_page_says_what_gains_and_what_does_not() -> None:
     blocks = {"block7": (0.5, 0.25), "block8": (3.0, 2.5)}
     facts = Facts(2.0, 2.5, 1000, 400, 8000, 9_000_000, 10**9, 7, 2.2, blocks)
 
-    said = page(order, load_config(None), facts, {"tokens": 61.0})
-    patterned = page(order, load_config(None, ["pruning.pattern=2:4"]), facts, {})
+    said = page(order, configure(None), facts, {"tokens": 61.0})
+    patterned = page(order, configure(None, ["pruning.pattern=2:4"]), facts, {})
 
     assert "60.0 % of the entries are zero (by magnitude), trained on." in said
     assert "| 7 validation samples | dense | pruned | this folder |" in said

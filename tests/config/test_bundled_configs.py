@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.exhaustive import by_default
 
-from axsparse.config.load import bundled_configs, load_config
+from axsparse.config.load import bundled_configs, configure
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config
@@ -40,7 +40,7 @@ every_gpt3 = pytest.mark.parametrize("name", GPT3)
 
 
 def config_of(name: str) -> Config:
-    return load_config(f"{name}.yaml").config
+    return configure(f"{name}.yaml")
 
 
 def test_these_are_all() -> None:
@@ -57,8 +57,8 @@ def test_these_are_all() -> None:
 def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
     name: str, ranks: int
 ) -> None:
-    loaded = load_config(name)
-    model = loaded.config.model
+    loaded = configure(name)
+    model = loaded.model
     layers = model.num_layers + 2 if isinstance(model, GptConfig) else 28 + 3
 
     check_config(loaded)
@@ -85,8 +85,8 @@ def test_models_have_the_published_shapes_and_numbers_of_parameters(name: str) -
 def test_llamas_are_the_published_ones_and_trained_on_with_their_masks(
     transformers: Any, name: str, parameters: int
 ) -> None:
-    loaded = load_config(name)
-    config = loaded.config
+    loaded = configure(name)
+    config = loaded
 
     assert survey(replace(named_model(loaded), example=None)).num_params == parameters
     assert config.model.name == "hf"
@@ -99,9 +99,9 @@ def test_prune_llama_is_for_any_folder_and_for_no_model_without_one(
     transformers: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"model\.hf .*has no model_type; name a folder"):
-        check_config(load_config("prune_llama"))
+        check_config(configure("prune_llama"))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
 
-    config = load_config("prune_llama", [f"model.from={tmp_path}"]).config
+    config = configure("prune_llama", [f"model.from={tmp_path}"])
 
     assert (config.model.name, config.pruning.method) == ("hf", "magnitude")

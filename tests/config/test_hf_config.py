@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.commands import cases_in
 
-from axsparse.config.load import load_config, to_yaml
+from axsparse.config.load import configure, to_yaml
 from axsparse.config.model_config import GptConfig, HfConfig
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Any:
 
 
 def model_from(folder: Path, *overrides: str) -> Any:
-    return load_config(None, [f"model.from={folder}", *overrides]).config.model
+    return configure(None, [f"model.from={folder}", *overrides]).model
 
 
 def refusal(folder: Path, *overrides: str, kind: type[Exception] = ConfigError) -> str:
@@ -59,10 +59,10 @@ def test_settings_and_sizes_come_from_the_folder(folder: Any) -> None:
     assert isinstance(model, HfConfig)
     assert model.hf == LLAMA_2
     assert (model.sequence_length, model.vocab_size) == (4096, 32000)
-    inline = load_config(None, ["model.name=hf", "model.hf={model_type: qwen3, vocab_size: 9}"])
-    assert isinstance(inline.config.model, HfConfig)
-    assert inline.config.model.hf == {"model_type": "qwen3", "vocab_size": 9}
-    assert (inline.config.model.sequence_length, inline.config.model.vocab_size) == (32768, 9)
+    inline = configure(None, ["model.name=hf", "model.hf={model_type: qwen3, vocab_size: 9}"])
+    assert isinstance(inline.model, HfConfig)
+    assert inline.model.hf == {"model_type": "qwen3", "vocab_size": 9}
+    assert (inline.model.sequence_length, inline.model.vocab_size) == (32768, 9)
 
 
 def test_a_gpt2_folder_is_a_gpt_unless_it_is_asked_for(folder: Any) -> None:
@@ -80,12 +80,12 @@ def test_a_gpt2_folder_is_a_gpt_unless_it_is_asked_for(folder: Any) -> None:
 def test_what_a_run_writes_down_names_folder_and_sizes_and_is_read_again(
     folder: Any, tmp_path: Path
 ) -> None:
-    config = load_config(None, [f"model.from={folder(LLAMA_2)}", "data.sequence_length=8"]).config
+    config = configure(None, [f"model.from={folder(LLAMA_2)}", "data.sequence_length=8"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
 
     assert f"from: {tmp_path}\n" in to_yaml(config)
     assert "    rms_norm_eps: 1.0e-05\n" in to_yaml(config)
-    assert load_config(str(tmp_path / "config.yaml")).config == config
+    assert configure(str(tmp_path / "config.yaml")) == config
 
 
 def test_what_is_given_beside_the_folder_has_to_agree(folder: Any) -> None:
@@ -136,13 +136,13 @@ def test_broken_folders_are_told_in_one_line(folder: Any, tmp_path: Path) -> Non
 def test_settings_of_a_file_may_be_nested_and_have_each_name_once(tmp_path: Path) -> None:
     text = "model:\n  name: hf\n  hf: {model_type: llama, layers: [{a: 1}, null], %s}\n"
     (tmp_path / "run.yaml").write_text(text % "b: 1")
-    model = load_config(str(tmp_path / "run.yaml")).config.model
+    model = configure(str(tmp_path / "run.yaml")).model
     assert isinstance(model, HfConfig)
     assert model.hf == {"model_type": "llama", "layers": [{"a": 1}, None], "b": 1}
 
     (tmp_path / "run.yaml").write_text(text % "b: 1, b: 2")
     with pytest.raises(ConfigError, match=r"model\.hf \(run\.yaml:3\): has keys that are no names"):
-        load_config(str(tmp_path / "run.yaml"))
+        configure(str(tmp_path / "run.yaml"))
 
 
 def test_without_transformers_the_extra_is_named(

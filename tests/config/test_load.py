@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.config import load
-from axsparse.config.load import (
-    LoadedConfig,
-    bundled_configs,
-    configure,
-    load_config,
-    made_in_python,
-    to_yaml,
-)
+from axsparse.config.load import bundled_configs, configure, to_yaml
 from axsparse.config.schema import Config
 from axsparse.runtime.errors import AxsparseError, MissingInputError
 
@@ -53,18 +46,18 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_a_file_everything_is_default() -> None:
-    assert load_config(None) == LoadedConfig(Config(), "default", {})
+    assert configure(None) == Config()
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n", "null\n"])
 def test_an_empty_file_is_all_defaults(write: Write, text: str) -> None:
-    assert load_config(write(text)) == LoadedConfig(Config(), "run", {})
+    assert configure(write(text)) == Config()
 
 
 def test_keys_know_where_they_were_set(write: Write) -> None:
     file = write("seed: 7\n\nbatch:\n  # small\n  microbatch_size: 4\n  global_batch_size: 48\n")
 
-    loaded = load_config(file, ["batch.global_batch_size=96"])
+    loaded = configure(file, ["batch.global_batch_size=96"])
 
     assert loaded.where("seed") == "seed (run.yaml:1)"
     assert loaded.where("batch.microbatch_size") == "batch.microbatch_size (run.yaml:5)"
@@ -74,9 +67,9 @@ def test_keys_know_where_they_were_set(write: Write) -> None:
 
 
 def test_later_overrides_win_over_earlier_ones_and_over_the_file(write: Write) -> None:
-    loaded = load_config(write("seed: 1\ntrain: {steps: 5}\n"), ["seed=2", " seed = 3 "])
+    loaded = configure(write("seed: 1\ntrain: {steps: 5}\n"), ["seed=2", " seed = 3 "])
 
-    assert (loaded.config.seed, loaded.config.train.steps) == (3, 5)
+    assert (loaded.seed, loaded.train.steps) == (3, 5)
 
 
 @pytest.mark.parametrize(
@@ -86,22 +79,22 @@ def test_later_overrides_win_over_earlier_ones_and_over_the_file(write: Write) -
 def test_floats_are_those_of_yaml_1_2(write: Write, text: str, value: float) -> None:
     file = write(f"optimizer: {{learning_rate: {text}}}\n")
 
-    assert load_config(file).config.optimizer.learning_rate == value
+    assert configure(file).optimizer.learning_rate == value
     overrides = [f"optimizer.learning_rate={text}"]
-    assert load_config(None, overrides).config.optimizer.learning_rate == value
+    assert configure(None, overrides).optimizer.learning_rate == value
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("yes", "yes"), ("1_000", "1_000"), ("1:30", "1:30"), ("'12'", "12")]
 )
 def test_what_only_yaml_1_1_takes_for_a_value_is_text(text: str, value: str) -> None:
-    assert load_config(None, [f"run_dir={text}"]).config.run_dir == value
+    assert configure(None, [f"run_dir={text}"]).run_dir == value
 
 
 def test_lists_anchors_and_a_byte_order_mark_are_read(write: Write) -> None:
     file = write("\ufeffseed: &n 3\ntrain: {steps: *n}\nlayout:\n  split:\n  - 4\n  - *n\n")
 
-    config = load_config(file).config
+    config = configure(file)
 
     assert (config.train.steps, config.layout.split) == (3, (4, 3))
 
@@ -111,9 +104,9 @@ def test_lists_anchors_and_a_byte_order_mark_are_read(write: Write) -> None:
 
 @pytest.mark.parametrize("source", ["gpt3_2.7b", "gpt3_2.7b.yaml"])
 def test_a_bundled_config_is_found_by_name(bundled: Path, source: str) -> None:
-    loaded = load_config(source)
+    loaded = configure(source)
 
-    assert (loaded.name, loaded.config.seed) == ("gpt3_2.7b", 2)
+    assert (loaded.name, loaded.seed) == ("gpt3_2.7b", 2)
     assert bundled_configs() == ["gpt3_2.7b", "quickstart"]
 
 
@@ -122,15 +115,15 @@ def test_an_installed_package_reads_its_own_folder_only(bundled: Path, tmp_path:
     folder.mkdir(parents=True)
     (folder / "quickstart.yaml").write_text("seed: 9\n", encoding="utf-8")
 
-    assert load_config("quickstart").config.seed == 9
+    assert configure("quickstart").seed == 9
     assert bundled_configs() == ["quickstart"]
 
 
 def test_a_file_of_the_same_name_goes_before_a_bundled_config(bundled: Path) -> None:
     Path("quickstart.yaml").write_text("seed: 5\n", encoding="utf-8")
 
-    assert load_config("quickstart.yaml").config.seed == 5
-    assert load_config("quickstart").config.seed == 1
+    assert configure("quickstart.yaml").seed == 5
+    assert configure("quickstart").seed == 1
 
 
 def test_without_bundled_configs_a_missing_file_is_just_missing(
@@ -141,7 +134,7 @@ def test_without_bundled_configs_a_missing_file_is_just_missing(
     with pytest.raises(
         MissingInputError, match="config 'none': no such file; name an existing file"
     ):
-        load_config("none")
+        configure("none")
 
 
 # --- broken YAML -------------------------------------------------------------------------
@@ -174,7 +167,7 @@ def test_any_text_is_read_or_refused_in_one_line(
 
 def _lines_of_refusal(source: str | None, overrides: list[str]) -> int:
     try:
-        to_yaml(load_config(source, overrides).config)
+        to_yaml(configure(source, overrides))
     except AxsparseError as error:
         return len(str(error).splitlines())
     return 0
@@ -187,7 +180,7 @@ def test_a_configuration_made_in_python_is_as_strict_as_a_file() -> None:
 
 
 def test_keys_that_were_given_in_python_are_no_defaults() -> None:
-    loaded = made_in_python(configure({"seed": 5, "batch": {"global_batch_size": 64}}), "mine")
+    loaded = configure({"seed": 5, "batch": {"global_batch_size": 64}}).named("mine")
 
     assert loaded.where("seed") == "seed (configure)"
     assert loaded.where("batch.global_batch_size") == "batch.global_batch_size (configure)"
@@ -201,8 +194,8 @@ def test_a_script_takes_a_file_and_overrides_as_the_command_does(tmp_path: Path)
 
     config = configure(path, ["train.steps=9", "precision=fp32"])
 
-    loaded = made_in_python(config.model_copy(update={"seed": 5}), "model")
-    assert (loaded.config.seed, loaded.config.train.steps, loaded.name) == (5, 9, "mine")
+    loaded = config.model_copy(update={"seed": 5}).named("model")
+    assert (loaded.seed, loaded.train.steps, loaded.name) == (5, 9, "mine")
     assert loaded.where("seed") == "seed (configure)"
     assert loaded.where("train.steps") == "train.steps (--set)"
     assert loaded.where("precision") == "precision (--set)"
@@ -213,7 +206,7 @@ def test_overrides_win_over_dictionaries_as_they_do_over_a_file() -> None:
     given = {"seed": 3, "train": {"steps": 7, "eval_steps": 0}}
     config = configure(given, ["train.steps=9", "precision=fp32"])
 
-    loaded = made_in_python(config, "mine")
+    loaded = config.named("mine")
     assert (config.seed, config.train.steps, config.train.eval_steps) == (3, 9, 0)
     assert (config.precision, loaded.name) == ("fp32", "mine")
     assert loaded.where("train.steps") == "train.steps (--set)"

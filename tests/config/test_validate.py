@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.config.validate import (
     check_batch,
     check_config,
@@ -37,11 +37,11 @@ from axsparse.runtime.grid import Grid
     ],
 )
 def test_consistent_settings_pass(overrides: tuple[str, ...]) -> None:
-    check_config(load_config(None, overrides))
+    check_config(configure(None, overrides))
 
 
 def test_a_model_is_written_without_the_fields_of_others() -> None:
-    config = load_config(None, ["model.name=hf", "model.hf={model_type: llama}"]).config
+    config = configure(None, ["model.name=hf", "model.hf={model_type: llama}"])
 
     assert config.model_dump()["model"] == {
         "name": "hf",
@@ -61,15 +61,15 @@ def test_a_model_is_written_without_the_fields_of_others() -> None:
     ("grid", "size"), [(Grid(1, 1), 48), (Grid(2, 7), 5), (Grid(1, 48), 1), (Grid(1, 1), 100)]
 )
 def test_a_batch_of_a_microbatch_for_each_replica_passes(grid: Grid, size: int) -> None:
-    check_batch(load_config(None, [f"batch.microbatch_size={size}"]), grid)
+    check_batch(configure(None, [f"batch.microbatch_size={size}"]), grid)
 
 
 # --- check_data --------------------------------------------------------------------------
 
 
 def test_data_that_just_fits_passes() -> None:
-    check_data(load_config(None), source="stdlib", words=256, vocab_size=256, num_samples=48)
-    check_data(load_config(None), source="stdlib", words=None, vocab_size=999, num_samples=48)
+    check_data(configure(None), source="stdlib", words=256, vocab_size=256, num_samples=48)
+    check_data(configure(None), source="stdlib", words=None, vocab_size=999, num_samples=48)
 
 
 # --- remarks -----------------------------------------------------------------------------
@@ -78,11 +78,11 @@ def test_data_that_just_fits_passes() -> None:
 def test_what_may_not_be_meant_is_remarked() -> None:
     settings = ["schedule.warmup_steps=50", "train.steps=20", "batch.global_batch_size=48"]
 
-    assert [*remarks(load_config(None, settings).config, 68)] == [
+    assert [*remarks(configure(None, settings), 68)] == [
         "note: the warm-up of 50 steps is longer than the run, so that the learning rate does not "
         "reach its peak (schedule.warmup_steps)",
         "note: 20 steps of 48 samples go 14.1 times over the data, which has 68 (train.steps, "
         "batch.global_batch_size)",
     ]
-    usual = load_config(None, ["train.steps=2000", "schedule.warmup_steps=20"]).config
+    usual = configure(None, ["train.steps=2000", "schedule.warmup_steps=20"])
     assert [*remarks(usual, 480)] == []

@@ -13,7 +13,7 @@ import pytest
 from support.formats import write_megatron, write_saved, write_table
 from support.preparing import run
 
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.data.in_place import InPlace, Joined, in_place
 from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
@@ -80,7 +80,7 @@ def test_a_data_set_of_splits_has_training_and_validation(tmp_path: Path) -> Non
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
     settings = [f"data.path={tmp_path / 'd'}", "data.source=tokens", "model.sequence_length=3"]
 
-    data: Any = open_datasets(load_config(None, settings))
+    data: Any = open_datasets(configure(None, settings))
 
     assert data.validation is not None
     assert (data.training.name, data.validation.name) == (
@@ -283,10 +283,10 @@ def test_ids_beyond_the_vocabulary_name_sample_and_value(tmp_path: Path) -> None
         *("model.sequence_length=4", "data.source=tokens", f"data.path={path}", "precision=fp32"),
         *("batch.global_batch_size=14", "train.peak_flops=1e12", "train.steps=1"),
     ]
-    loaded = load_config(None, settings)
+    loaded = configure(None, settings)
     data: Any = open_datasets(loaded).training
 
     with pytest.raises(
         AxsparseError, match=r"data \(tokens c\): sample 12, position 2: 4294967295"
     ):
-        train_in_process(1, 1, named_model(loaded), loaded.config, data)
+        train_in_process(1, 1, named_model(loaded), loaded, data)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import axsparse as ax
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.data.dataset import TokenDataset
 from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
@@ -17,7 +17,7 @@ def test_files_are_told_apart_for_a_model_that_separates_them() -> None:
     tiny = "model_type: llama, hidden_size: 8, num_attention_heads: 1, num_hidden_layers: 1"
     asked = ["model.name=hf", f"model.hf={{{tiny}, vocab_size: 256, max_position_embeddings: 64}}"]
     for settings, inputs in (([*asked, "data.separate_documents=true"], 2), (asked, 1)):
-        loaded = load_config(None, settings)
+        loaded = configure(None, settings)
         datasets, example = open_datasets(loaded), named_model(loaded).example
         assert example is not None
         assert len(example(1)) == inputs

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import axsparse as ax
 from axsparse.config import load, validate
-from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.data import batches, documents, preparation, token_file
 from axsparse.data.batches import Batches
@@ -67,9 +67,9 @@ def write(name: str, contents: str | bytes) -> str:
     return name
 
 
-def read_config(text: str | bytes, *overrides: str) -> LoadedConfig:
+def read_config(text: str | bytes, *overrides: str) -> Config:
     """The configuration of a file `run.yaml`."""
-    return load_config(write("run.yaml", text), overrides)
+    return configure(write("run.yaml", text), overrides)
 
 
 def cluster_of(text: str) -> object:
@@ -181,7 +181,7 @@ def resolved(ranks: int = 1, grid: Grid | None = None, **sections: Any) -> RunSp
     model = tiny_gpt(config)
     transport: Transport = LocalTransport(LocalWorld(ranks), 0)
     surveyed = survey.survey(model, DTYPES[config.precision])
-    loaded = LoadedConfig(config, "test", {})
+    loaded = config.with_origins("test", {})
     return resolve(loaded, RunInputs(model, surveyed, transport, grid))
 
 

@@ -21,7 +21,7 @@ import pytest
 from errors import programs
 
 from axsparse.__main__ import main
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.config.validate import check_config
 from axsparse.runtime.errors import AxsparseError
 
@@ -70,7 +70,7 @@ def ended(source: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -
     kind, _, rest = source[0].partition(" ")
     try:
         if kind == "$":
-            check_config(load_config(None, rest.split(" | ")))
+            check_config(configure(None, rest.split(" | ")))
         elif kind == "!":
             capsys.readouterr()
             main(shlex.split(rest))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vgg19 import vgg, vgg19
 from wideresnet101 import wide_resnet, wide_resnet101_2
 
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.config.validate import check_batch, check_config
 from axsparse.data.torch_dataset import from_torch
 from axsparse.models.layer import Model
@@ -129,8 +129,8 @@ def test_names_shapes_parameters_and_flops_are_those_published(
 def test_they_are_trained_with_the_published_settings(
     name: str, layers: int, rate: float, decay: float, steps: int, fall: int
 ) -> None:
-    loaded = load_config(str(VISION / f"{name}.yaml"))
-    config = loaded.config
+    loaded = configure(str(VISION / f"{name}.yaml"))
+    config = loaded
     optimizer, schedule = config.optimizer, config.schedule
 
     assert (optimizer.name, optimizer.momentum, optimizer.nesterov) == ("sgd", 0.9, False)

@@ -33,7 +33,6 @@ from support.runs import mlp, tiny_config, vector_data
 from support.warm_client import SESSION
 from torch import Tensor
 
-from axsparse.config.load import LoadedConfig
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.runtime.files import safetensors
@@ -194,7 +193,7 @@ def main(job: Job) -> None:
         job,
         mlp(),
         lambda: Datasets(vector_data()),
-        LoadedConfig(config, "broken", {"run_dir": "--run-dir"}),
+        config.with_origins("broken", {"run_dir": "--run-dir"}),
         grid=Grid(g_inter, g_data),
         resume=resume[0] if resume else None,
     )

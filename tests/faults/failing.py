@@ -33,7 +33,6 @@ import torch
 from support.runs import mlp, summed_loss, tiny_config, vector_data
 from torch import Tensor, nn
 
-from axsparse.config.load import LoadedConfig
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Verdict
@@ -172,7 +171,7 @@ def main(job: Job) -> None:
         job,
         fragile(mlp(), fault),
         lambda: Datasets(vector_data()),
-        LoadedConfig(config, "failing", {}),
+        config.with_origins("failing", {}),
         grid=Grid(g_inter, g_data),
     )
     trainer.train(on_step)

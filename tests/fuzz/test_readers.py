@@ -39,7 +39,7 @@ from support.runs import mlp, tiny_config, vector_data
 import axsparse
 from axsparse.cli import checkpoint as checkpoint_command
 from axsparse.config.json_schema import FIELDS
-from axsparse.config.load import load_config, to_yaml
+from axsparse.config.load import configure, to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.data.token_file import TokenizerRecord
@@ -54,7 +54,7 @@ from axsparse.training.export import export
 INPUTS = int(os.environ.get("AXSPARSE_FUZZ", "600"))
 PACKAGE = Path(axsparse.__file__).parent
 SEEDS = st.randoms(use_true_random=True)
-DEFAULTS = load_config(None)
+DEFAULTS = configure(None)
 
 
 def inputs(share: float) -> Callable[[Any], Any]:
@@ -177,7 +177,7 @@ def test_checkpoints(checkpoint: Restored, tmp_path: Path, counted: list[int], r
         verify(found)
         with contextlib.suppress(OutputError):
             export(folder, "torch", folder.parent / "out.safetensors", force=True)
-        refuse_other_settings(found, DEFAULTS.config, DEFAULTS)
+        refuse_other_settings(found, DEFAULTS, DEFAULTS)
 
     read_or_refused(read, folder.parent)
     assert outside.read_bytes() == b"not yours"
@@ -307,7 +307,7 @@ def test_configurations(tmp_path: Path, counted: list[int], rng: Random) -> None
     path.write_bytes(yaml_bytes(rng, rng.choice(CONFIGS)))
 
     def read() -> None:
-        loaded = load_config(str(path))
+        loaded = configure(str(path))
         check_config(loaded)
 
     read_or_refused(read, tmp_path)
@@ -322,7 +322,7 @@ def test_overrides(tmp_path: Path, counted: list[int], rng: Random) -> None:
     override = rng.choice([f"{key}={value}", f"{key}{value}", f"{value}={key}"])
 
     def read() -> None:
-        loaded = load_config(None, [override])
+        loaded = configure(None, [override])
         check_config(loaded)
 
     read_or_refused(read, tmp_path)

@@ -21,7 +21,6 @@ from support.mpirun import TESTS, Finished, run_alone, run_mpirun
 from support.runs import tiny_config, tiny_gpt, token_data
 from torch import Tensor
 
-from axsparse.config.load import LoadedConfig
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.runtime.grid import Grid
@@ -77,7 +76,7 @@ def train(job: Job, case: Case) -> Outcome:
         job,
         tiny_gpt(config),
         lambda: datasets,
-        LoadedConfig(config, "tiny", {}),
+        config.with_origins("tiny", {}),
         grid=Grid(*case["layout"]),
         quiet=quiet,
         resume=case["resume"],

@@ -35,7 +35,6 @@ from support.runs import (
 from torch import Tensor, nn
 
 import axsparse as ax
-from axsparse.config.load import made_in_python
 from axsparse.models.layer import Layer, Model
 from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import FromFile, fingerprint, open_weights, start_from
@@ -455,7 +454,7 @@ def test_new_tensors_are_named_where_a_configuration_starts(
             "train": {"peak_flops": 1e9},
         }
     )
-    loaded = made_in_python(second, "small")
+    loaded = second.named("small")
     data = token_data(samples=48)
     datasets = ax.Datasets(data, data)
 

@@ -141,7 +141,7 @@ LOOKS = """
 import sys
 from dataclasses import replace
 from torch import nn
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.models.layer import Layer, Model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.models.survey import survey
@@ -153,7 +153,7 @@ class Drawn(nn.Embedding):
         nn.init.kaiming_normal_(self.weight)
         self.weight.data.normal_()
 
-survey(replace(named_model(load_config(None)), example=None))
+survey(replace(named_model(configure(None)), example=None))
 survey(Model([Layer("a", Drawn)], loss=lambda output, target: output.sum()))
 print("torch._dynamo" in sys.modules)
 """

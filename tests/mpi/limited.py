@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import axsparse.training.build
-from axsparse.config.load import LoadedConfig, load_config
+from axsparse.config.load import configure
 from axsparse.config.model_config import GptConfig, of_family
+from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets, TokenDataset
 from axsparse.models.layer import Layer, Model
 from axsparse.models.losses import summed_cross_entropy
@@ -66,7 +67,7 @@ def example(samples: int) -> tuple[Tensor]:
     return (torch.zeros(samples, 3072, device="meta"),)
 
 
-def subject(loaded: LoadedConfig, *, is_wide: bool) -> tuple[Model, Dataset]:
+def subject(loaded: Config, *, is_wide: bool) -> tuple[Model, Dataset]:
     """A model, and a few samples that fit it."""
     if is_wide:
         sizes = {"embed": (3072, 1024), "wide": (1024, 25_088), "narrow": (25_088, 4096)}
@@ -76,7 +77,7 @@ def subject(loaded: LoadedConfig, *, is_wide: bool) -> tuple[Model, Dataset]:
         head = Layer("head", partial(nn.Linear, 4096, 1000), kind="head", init=drawn)
         data = ArrayDataset(torch.zeros(16, 3072), torch.arange(16) % 10)
         return Model([*layers, head], summed_cross_entropy, example=example), data
-    model = of_family(loaded.config.model, GptConfig)
+    model = of_family(loaded.model, GptConfig)
     length = model.sequence_length
     tokens = np.arange(40 * length + 1, dtype=np.uint16) % model.vocab_size
     return named_model(loaded), TokenDataset("counting", "0", model.vocab_size, tokens, length)
@@ -84,7 +85,7 @@ def subject(loaded: LoadedConfig, *, is_wide: bool) -> tuple[Model, Dataset]:
 
 def steps(job: Job, overrides: list[str], number: int) -> None:
     """So many of them."""
-    loaded = load_config(None, [setting for setting in overrides if setting != WIDE])
+    loaded = configure(None, [setting for setting in overrides if setting != WIDE])
     model, data = subject(loaded, is_wide=WIDE in overrides)
     trainer = build(job, model, lambda: Datasets(data, None), loaded, quiet=True)
     for _ in range(number):

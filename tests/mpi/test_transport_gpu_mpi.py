@@ -32,7 +32,6 @@ from support.runs import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from axsparse.config.load import LoadedConfig
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu import nccl
@@ -176,7 +175,7 @@ def test_contents_go_the_way_that_is_asked_for_or_that_there_is(
     monkeypatch.setattr(nccl, "NcclConnections", lambda meeting, *_: meeting)
     config = tiny_config(transport=asked, layout={"g_inter": 1})
 
-    placement = placing.bind_rank(MpiTransport(MPI.COMM_WORLD), LoadedConfig(config, "test", {}))
+    placement = placing.bind_rank(MpiTransport(MPI.COMM_WORLD), config.with_origins("test", {}))
 
     assert placement.backend == backend
     assert placement.memory is memory

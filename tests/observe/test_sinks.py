@@ -16,7 +16,6 @@ from support.pages import STEP_RECORD
 from support.resuming import ran
 from support.runs import mlp, tiny_config, vector_data
 
-from axsparse.config.load import made_in_python
 from axsparse.observe import sinks
 from axsparse.observe.metrics import EvalRecord, Record, values
 from axsparse.observe.sinks import (
@@ -202,7 +201,7 @@ def test_a_missing_package_is_told_before_anything_begins(
     config = tiny_config(observe=observe)
 
     with pytest.raises(ConfigError, match=message):
-        refuse_missing_packages(made_in_python(config, "tiny"))
+        refuse_missing_packages(config.named("tiny"))
     with pytest.raises(ConfigError, match="is not installed"):
         ran((1, 1), config, tmp_path / "run", model=lambda _: mlp(), data=vector_data())
     assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.planner_cases import cluster
 from support.runs import tiny_config, tiny_gpt
 
-from axsparse.config.load import load_config
+from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.models.survey import survey
 from axsparse.planner.auto_layout import Choice, fewest_stages, resolve_grid
@@ -101,12 +101,12 @@ def test_a_limit_has_to_hold_the_copies_of_checkpoints_as_well() -> None:
 def test_the_layout_follows_from_ranks_and_settings(
     ranks: int, num_layers: int, overrides: tuple[str, ...], grid: Grid
 ) -> None:
-    assert resolve_grid(load_config(None, overrides), ranks, num_layers) == grid
+    assert resolve_grid(configure(None, overrides), ranks, num_layers) == grid
 
 
 @given(ranks=st.integers(1, 64), num_layers=st.integers(1, 64))
 def test_auto_always_arranges_all_ranks(ranks: int, num_layers: int) -> None:
-    grid = resolve_grid(load_config(None), ranks, num_layers)
+    grid = resolve_grid(configure(None), ranks, num_layers)
 
     assert grid.size == ranks
     assert grid.g_inter <= num_layers

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from support.runs import tiny_config, tiny_gpt
 
-from axsparse.config.load import LoadedConfig
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_model import subject
@@ -18,7 +17,7 @@ MACHINE = load_cluster("a100-pod")
 def planned(gpus: int, **sections: Any) -> tuple[Plan, int]:
     """The plan of a small GPT, and the number of its parameters."""
     config = tiny_config(**sections)
-    asked = subject(LoadedConfig(config, "tiny", {}), MACHINE, tiny_gpt(config))
+    asked = subject(config.with_origins("tiny", {}), MACHINE, tiny_gpt(config))
     return asked.plan("start", MACHINE, gpus), asked.survey.num_params
 
 

@@ -12,7 +12,7 @@ from support.runs import mlp, tiny_config, tiny_gpt
 from torch import Tensor
 
 import axsparse
-from axsparse.config.load import LoadedConfig, load_config, made_in_python
+from axsparse.config.load import configure
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_model import Subject, subject
@@ -30,7 +30,7 @@ def example(samples: int) -> tuple[Tensor, ...]:
 
 def asked(origins: dict[str, str] | None = None, **sections: Any) -> Subject:
     config = tiny_config(**sections)
-    return subject(LoadedConfig(config, "tiny", origins or {}), MACHINE, tiny_gpt(config))
+    return subject(config.with_origins("tiny", origins or {}), MACHINE, tiny_gpt(config))
 
 
 def planned(gpus: int = 4, method: Any = "start", **sections: Any) -> Plan:
@@ -65,9 +65,9 @@ def test_members_are_those_of_the_configuration_unless_it_is_said_how_many() -> 
 def test_members_on_gpus_and_those_that_training_refuses_are_planned_only_if_asked_for() -> None:
     gpus = cluster(peak_bf16=1e12)
     config = tiny_config()
-    on_gpus = subject(LoadedConfig(config, "tiny", {}), gpus, tiny_gpt(config))
+    on_gpus = subject(config.with_origins("tiny", {}), gpus, tiny_gpt(config))
     layers = mlp()
-    images = subject(LoadedConfig(config, "mlp", {}), MACHINE, replace(layers, example=example))
+    images = subject(config.with_origins("mlp", {}), MACHINE, replace(layers, example=example))
 
     for each in (on_gpus, images):
         assert {number for _, number, _ in members(each.plan("start", gpus, 4))} == {1}
@@ -170,7 +170,7 @@ def test_activations_are_recomputed_only_where_nothing_fits_without_and_nobody_s
 
 def test_a_batch_that_nobody_gives_has_a_sample_for_each_device() -> None:
     free, given = asked(), asked({"batch.global_batch_size": "--set"})
-    batch = free.loaded.config.batch.global_batch_size
+    batch = free.config.batch.global_batch_size
 
     assert (free.batch(1), free.batch(1000), given.batch(1000)) == (batch, 1000, batch)
 
@@ -185,7 +185,7 @@ def test_a_precision_left_to_auto_is_one_that_the_devices_have(
     devices = cluster(host_memory_bytes=None, **peaks)
     config = tiny_config(precision="auto")
 
-    found = subject(LoadedConfig(config, "tiny", {}), devices, tiny_gpt(config))
+    found = subject(config.with_origins("tiny", {}), devices, tiny_gpt(config))
 
     assert found.workload("start").precision == taken
     notes = [f"summit has no units for bf16: planned as precision={taken}"] if lacking else []
@@ -195,7 +195,7 @@ def test_a_precision_left_to_auto_is_one_that_the_devices_have(
 def test_a_precision_that_is_asked_for_is_not_exchanged() -> None:
     volta = cluster(peak_bf16=None, host_memory_bytes=None)
     config = tiny_config(precision="bf16")
-    kept = subject(LoadedConfig(config, "tiny", {}), volta, tiny_gpt(config))
+    kept = subject(config.with_origins("tiny", {}), volta, tiny_gpt(config))
     with pytest.raises(ConfigError, match="have no peak_bf16"):
         kept.plan("start", volta, 2)
 
@@ -205,7 +205,7 @@ def test_on_gpus_copies_of_checkpoints_are_the_hosts_and_it_is_said() -> None:
     config = tiny_config(**saves)
     gpus = cluster(peak_bf16=1e12, host_memory_bytes=64e9)
 
-    there = subject(LoadedConfig(config, "tiny", {}), gpus, tiny_gpt(config))
+    there = subject(config.with_origins("tiny", {}), gpus, tiny_gpt(config))
     assert there.notes == [
         "of the host's 64.0 GB a rank takes up to 2.0 GB for copies of checkpoints "
         "(checkpoint.buffer), and messages under way where they go through it"
@@ -219,7 +219,7 @@ def test_offloaded_state_is_not_in_the_memory_of_a_gpu() -> None:
     rows = []
     for offload in (False, True):
         config = tiny_config(precision="bf16", samo={"offload": offload})
-        found = subject(LoadedConfig(config, "tiny", {}), gpus, tiny_gpt(config)).plan(
+        found = subject(config.with_origins("tiny", {}), gpus, tiny_gpt(config)).plan(
             "start", gpus, 1
         )
         rows.append(found.rows[0].memory[0])
@@ -257,7 +257,7 @@ def test_state_of_llama_3_8b_is_the_sum_over_its_tensors() -> None:
     others = 2 * words * h + (2 * 32 + 1) * h
 
     for sparsity, gigabytes in ((0.9, 41.4), (0.5, 80.5), (0.0, 128.5)):
-        loaded = load_config(
+        loaded = configure(
             "llama3_8b.yaml", [f"pruning.sparsity={sparsity}", "data.sequence_length=16"]
         )
         found = subject(loaded, load_cluster("h200-node")).workload("start")
@@ -293,7 +293,7 @@ def test_a_plan_counts_what_a_score_takes_that_it_is_given(
 
 
 def test_a_plan_of_a_score_that_nobody_knows_says_so() -> None:
-    asked = made_in_python(tiny_config(pruning={"method": "custom"}), "tiny")
+    asked = tiny_config(pruning={"method": "custom"}).named("tiny")
 
     notes = subject(asked, load_cluster("laptop")).notes
 

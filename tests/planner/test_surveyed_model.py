@@ -13,7 +13,6 @@ from support.planner_cases import KEPT, SURVEY, cluster, layer, surveyed
 from support.runs import VOCABULARY, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
 
-from axsparse.config.load import made_in_python
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.survey import Survey, survey
@@ -224,7 +223,7 @@ def gpt_of(members: int, **sections: Any) -> tuple[StageLoad, StageLoad]:
     )
     model = tiny_gpt(asked)
     info = survey(model, DTYPES[asked.precision])
-    cutting = Cutting(made_in_python(asked, "tiny"), model, info)
+    cutting = Cutting(asked.named("tiny"), model, info)
     subject = SurveyedModel(asked, info, "tiny", {}, ADAMW, cutting=cutting)
     loads = [each.stages(1, 1) for each in (subject, subject.of_member(members))]
     assert loads[0] is not None and loads[1] is not None
@@ -269,7 +268,7 @@ def test_shards_keep_equal_parts_of_a_pruned_tensor() -> None:
     model = tiny_gpt(asked)
     info = survey(model, DTYPES[asked.precision])
     kept = {"block0.fc1.weight": 1001, "block0.fc2.weight": 1002}
-    cutting = Cutting(made_in_python(asked, "tiny"), model, info)
+    cutting = Cutting(asked.named("tiny"), model, info)
     subject = SurveyedModel(asked, info, "tiny", kept, ADAMW, cutting=cutting)
 
     found = subject.of_member(2)
@@ -352,7 +351,7 @@ def test_drawing_masks_takes_what_torchs_allocator_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = config(method, precision, width=width, **others)
-    model = named_model(made_in_python(asked, "tiny"))
+    model = named_model(asked)
     # As with weights of a file, nothing is drawn: a layer with an `init` is built without memory.
     layers = [replace(layer, init=never) for layer in model.layers]
     model = replace(model, start=RandomStart(model), layers=layers)
@@ -381,7 +380,7 @@ def test_the_stage_of_the_last_pruned_layer_builds_those_behind_it() -> None:
     asked = asked.model_copy(
         update={"layout": asked.layout.model_copy(update={"split": (1, 1, 1, 2)})}
     )
-    info = survey(named_model(made_in_python(asked, "tiny")), torch.bfloat16)
+    info = survey(named_model(asked), torch.bfloat16)
     assert [layer.kind for layer in info.layers[1:3]] == ["block", "block"]
     kept = kept_at_start(asked, what_is_pruned(asked, info))
 
@@ -396,7 +395,7 @@ def test_more_samples_take_more_and_another_method_nothing() -> None:
     peaks = []
     for method, samples in (("wanda", 24), ("wanda", 240), ("magnitude", 24)):
         asked = config(method, "bf16", samples)
-        info = survey(named_model(made_in_python(asked, "tiny")), torch.bfloat16)
+        info = survey(named_model(asked), torch.bfloat16)
         kept = kept_at_start(asked, what_is_pruned(asked, info))
         subject = SurveyedModel(asked, info, "tiny", kept, ADAMW)
         for stages in (1, 2):
@@ -432,7 +431,7 @@ def test_scoring_by_gradients_takes_what_is_planned(
             "pruning": asked.pruning.model_copy(update={"at_step": 1}),
         }
     )
-    model = named_model(made_in_python(asked, "tiny"))
+    model = named_model(asked)
     info = survey(model, DTYPES[asked.precision])
     loads = SurveyedModel(asked, info, "tiny", {}, ADAMW, sees_gradients=score is not None).stages(
         1, 1

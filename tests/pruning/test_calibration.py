@@ -25,7 +25,6 @@ from support.sparsegpt import published
 from torch import Tensor, nn
 
 import axsparse as ax
-from axsparse.config.load import made_in_python
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model
@@ -125,7 +124,7 @@ def test_masks_are_those_of_the_published_method_in_every_layout(
 ) -> None:
     weights = write_llama(tmp_path, signed)
     config = llama_config(tmp_path, pattern=pattern)
-    model = named_model(made_in_python(config, "llama"))
+    model = named_model(config)
     modules = dense_modules(small_llama(), weights)
     del modules["lm_head"]
 
@@ -240,7 +239,7 @@ def test_sparsegpt_changes_the_kept_weights_alike_in_every_layout(
             )
         }
     )
-    model = named_model(made_in_python(config, "llama"))
+    model = named_model(config)
 
     found = []
     for g_inter in (1, 3, 4):
@@ -368,7 +367,7 @@ def test_each_expert_is_pruned_by_the_tokens_that_were_routed_to_it(
 ) -> None:
     theirs = saved_experts(transformers, kind, tmp_path)
     config = tiny_config(model=model_of(theirs, tmp_path), **settings(method=method, sparsity=0.5))
-    model = named_model(made_in_python(config, kind))
+    model = named_model(config)
 
     found = kept_of(*layout, model, config)
     with torch.no_grad():
@@ -390,7 +389,7 @@ def test_experts_that_no_token_met_are_said_once(
     config = tiny_config(
         model=model_of(theirs, tmp_path / "start"), **settings(sparsity=0.5)
     ).model_copy(update={"run_dir": str(tmp_path / "run")})
-    loaded = made_in_python(config, "gpt_oss")
+    loaded = config.named("gpt_oss")
     datasets = ax.Datasets(token_data(), None)
 
     build(job_alone(), named_model(loaded), lambda: datasets, loaded).close()
@@ -407,7 +406,7 @@ def test_it_says_how_far_it_is_and_what_the_pruning_costs(
 ) -> None:
     write_llama(tmp_path / "start", signed)
     config = llama_config(tmp_path / "start").model_copy(update={"run_dir": str(tmp_path / "run")})
-    loaded = made_in_python(config, "llama")
+    loaded = config.named("llama")
     datasets = ax.Datasets(token_data(), None)
 
     build(job_alone(), named_model(loaded), lambda: datasets, loaded).close()

@@ -11,7 +11,6 @@ from support.hf import SMALL_LLAMA, write_llama
 from support.runs import summed_loss, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor, nn
 
-from axsparse.config.load import made_in_python
 from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
 from axsparse.models.survey import survey
@@ -43,7 +42,7 @@ def config_of(folder: Path, **pruning: Any) -> Config:
 
 
 def model_of(config: Config) -> Model:
-    return named_model(made_in_python(config, "llama"))
+    return named_model(config)
 
 
 @pytest.fixture

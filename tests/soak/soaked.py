@@ -18,7 +18,6 @@ from typing import Any
 from support.cases import merged
 from support.runs import mlp, tiny_config, vector_data
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Verdict
@@ -113,7 +112,7 @@ def _train(job: Job, status: Status, words: Sequence[str]) -> None:
         job,
         mlp(),
         lambda: Datasets(vector_data()),
-        LoadedConfig(config, "soaked", {"run_dir": "--run-dir"}),
+        config.with_origins("soaked", {"run_dir": "--run-dir"}),
         grid=Grid(g_inter, g_data),
         resume="auto",
     )

@@ -14,7 +14,7 @@ from support.images import write_safetensors
 from support.runs import VOCABULARY, token_data, train_in_process
 from torch import Tensor, nn
 
-from axsparse.config.load import configure, made_in_python
+from axsparse.config.load import configure
 from axsparse.config.model_config import HfConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
@@ -118,7 +118,7 @@ def config_from(path: Path, **sections: Any) -> Config:
 
 
 def ours_from(path: Path, **sections: Any) -> Model:
-    return named_model(made_in_python(config_from(path, **sections), "tiny"))
+    return named_model(config_from(path, **sections))
 
 
 def our_logits(model: Model, config: Config, tokens: Tensor, g_inter: int = 1) -> Tensor:

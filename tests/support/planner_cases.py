@@ -10,7 +10,7 @@ from published.gpt_formula import GptFormula
 from support.cases import merged
 from support.runs import tiny_config, tiny_gpt
 
-from axsparse.config.load import load_config, made_in_python
+from axsparse.config.load import configure
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import num_microbatches
 from axsparse.models.layer import Model
@@ -40,7 +40,7 @@ def cluster(**constants: Any) -> Cluster:
 
 def formula(config: str, density: float = 1.0) -> GptFormula:
     """A bundled GPT as formulas."""
-    model = of_family(load_config(config).config.model, GptConfig)
+    model = of_family(configure(config).model, GptConfig)
     return GptFormula(
         name=config,
         layers=model.num_layers,
@@ -128,7 +128,7 @@ def of_three_axes(
     config = tiny_config(model={"num_heads": 4}, samo={"enabled": False})
     model = tiny_gpt(config)
     info = survey(model)
-    cutting = Cutting(made_in_python(config, "tiny"), model, info)
+    cutting = Cutting(config.named("tiny"), model, info)
     subject = SurveyedModel(config, info, "tiny", {}, ADAMW, cutting=cutting)
     machine = cluster(**{"peak_fp32": 1e9, "overhead_bytes": 0.0, "gpus_per_node": 8} | constants)
     return plan(

@@ -14,7 +14,6 @@ import torch
 from support.runs import tiny_gpt, token_data
 from torch import Tensor
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset, Datasets
 from axsparse.data_parallel.agreement import Verdict
@@ -71,7 +70,7 @@ def ran(
     world: LocalWorld[None] = LocalWorld(Grid(*layout).size, seed=order)
     found, failures = Ran(), list[AxsparseError]()
     config = config.model_copy(update={"run_dir": str(run_dir)})
-    source = LoadedConfig(config, "tiny", {"run_dir": "--run-dir"})
+    source = config.with_origins("tiny", {"run_dir": "--run-dir"})
     datasets = Datasets(data or token_data(), validation)
 
     def body(rank: int) -> None:

@@ -29,7 +29,6 @@ from support.runs import (
 from torch import Tensor, nn
 
 import axsparse as ax
-from axsparse.config.load import made_in_python
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
@@ -411,7 +410,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
         optimizer={"learning_rate": 1e-30, "weight_decay": 0.0},
         pruning={"sparsity": 0.0},
     )
-    ran((2, 1), config, tmp_path / "run", model=lambda c: named_model(made_in_python(c, "llama")))
+    ran((2, 1), config, tmp_path / "run", model=lambda c: named_model(c))
 
     assert export(newest(tmp_path / "run"), "hf", out).notes == []
 
@@ -448,7 +447,7 @@ def test_tokens_that_are_gone_leave_a_folder_without_tokenizer_which_is_told(
 def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:
     write_llama(tmp_path / "start")
     config = config_of(model={**SMALL_LLAMA, "from": f"{tmp_path}/start"})
-    ran((1, 1), config, tmp_path / "run", model=lambda c: named_model(made_in_python(c, "llama")))
+    ran((1, 1), config, tmp_path / "run", model=lambda c: named_model(c))
     settings = tmp_path / "start" / "config.json"
     changed = json.loads(settings.read_text()) | {"rms_norm_eps": 0.5}
     settings.write_text(json.dumps(changed))

@@ -9,7 +9,7 @@ import torch
 from support.late_device import LateDevice
 from support.runs import on_ranks, tiny_config
 
-from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu.rank_gpus import Gpu
@@ -19,8 +19,8 @@ from axsparse.samo.backend import HOST, Backend
 from axsparse.training import placement as placing
 
 
-def loaded(wanted: str = "auto") -> LoadedConfig:
-    return LoadedConfig(tiny_config(transport=wanted), "test", {})
+def loaded(wanted: str = "auto") -> Config:
+    return tiny_config(transport=wanted).with_origins("test", {})
 
 
 def test_without_a_gpu_a_rank_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,22 +70,22 @@ def test_without_a_precision_cpus_that_lack_bf16_train_in_fp32_and_a_line_says_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(placing, "cpu_multiplies", lambda dtype: dtype not in lacking)
-    given = LoadedConfig(tiny_config(precision=asked), "test", {})
+    given = tiny_config(precision=asked).with_origins("test", {})
     transport = LocalTransport(LocalWorld(1), 0)
 
     found, lines = placing.decided_precision(given, transport, on_host=on_host)
 
-    assert found.config.precision == decided
+    assert found.precision == decided
     assert [line[: len(said)] for line in lines] == [said] * bool(said)
 
 
 def test_all_ranks_train_in_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = iter([True, False])  # with and without bf16
     monkeypatch.setattr(placing, "cpu_multiplies", lambda dtype: next(hosts))
-    given = LoadedConfig(tiny_config(precision="auto"), "test", {})
+    given = tiny_config(precision="auto").with_origins("test", {})
 
     def body(transport: Transport) -> str:
-        return placing.decided_precision(given, transport, on_host=True)[0].config.precision
+        return placing.decided_precision(given, transport, on_host=True)[0].precision
 
     assert on_ranks(2, body) == ["fp32", "fp32"]
 

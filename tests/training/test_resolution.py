@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.runs import tiny_config, tiny_gpt
 
-from axsparse.config.load import LoadedConfig, load_config, to_yaml
+from axsparse.config.load import configure, to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.models.survey import survey
@@ -37,7 +37,7 @@ def transport(ranks: int = 1, name: str = "local") -> Transport:
 def decided(config: Config, on: Transport, grid: Grid | None = None, **inputs: Any) -> RunSpec:
     model = tiny_gpt(config)
     surveyed = survey(model, DTYPES[config.precision])
-    return resolve(LoadedConfig(config, "test", {}), RunInputs(model, surveyed, on, grid, **inputs))
+    return resolve(config.with_origins("test", {}), RunInputs(model, surveyed, on, grid, **inputs))
 
 
 def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> RunSpec:
@@ -124,10 +124,10 @@ def test_a_run_s_own_settings_can_be_read_and_run_again(
     config = resolved(tiny_config(**sections), ranks).config
     (tmp_path / "config.yaml").write_text(to_yaml(config))
 
-    loaded = load_config(str(tmp_path / "config.yaml"))
+    loaded = configure(str(tmp_path / "config.yaml"))
     check_config(loaded)
 
-    assert decided(loaded.config, transport(ranks)).config == config
+    assert decided(loaded, transport(ranks)).config == config
 
 
 def test_what_mpi_ranks_cannot_talk_by_is_refused_but_a_single_one_on_a_gpu_may_ask_for_nccl() -> (

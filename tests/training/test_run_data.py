@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.runs import on_ranks, tiny_config, tiny_gpt, token_data
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.blend import Blend
 from axsparse.data.dataset import ArrayDataset, Datasets, TokenDataset
@@ -35,7 +34,7 @@ def opened(
 
     def body(transport: Transport) -> Data | AxsparseError:
         model = tiny_gpt(config)
-        loaded = LoadedConfig(config, "quick", {})
+        loaded = config.with_origins("quick", {})
         inputs = RunInputs(model, survey(model), transport, Grid(g_inter, g_data))
         run = resolve(loaded, inputs)
         try:

@@ -17,7 +17,7 @@ import pytest
 from support.resuming import ran, records_of, settings
 from support.runs import on_ranks, tiny_config
 
-from axsparse.config.load import LoadedConfig
+from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -37,16 +37,16 @@ from axsparse.training.run_directory import (
 )
 
 
-def loaded(run_dir: Path | str = "auto", steps: int = 9) -> LoadedConfig:
+def loaded(run_dir: Path | str = "auto", steps: int = 9) -> Config:
     config = tiny_config(run_dir=str(run_dir), train={"steps": steps})
-    return LoadedConfig(config, "quick", {} if run_dir == "auto" else {"run_dir": "--run-dir"})
+    return config.with_origins("quick", {} if run_dir == "auto" else {"run_dir": "--run-dir"})
 
 
-def opened_here(transport: Transport, source: LoadedConfig, resume: str | None) -> RunDir:
+def opened_here(transport: Transport, source: Config, resume: str | None) -> RunDir:
     return open_run_dir(source, transport, find_run(source, transport, resume))
 
 
-def opened(source: LoadedConfig, resume: str | None = "auto") -> RunDir:
+def opened(source: Config, resume: str | None = "auto") -> RunDir:
     """By one rank, which lets go of the directory at once."""
     (found,) = on_ranks(1, lambda transport: opened_here(transport, source, resume))
     assert found.lock is not None
@@ -80,7 +80,7 @@ def test_rank_0_makes_the_directory_and_all_ranks_know_it(
     monkeypatch.chdir(tmp_path)
     makers = []
 
-    def make(wanted: LoadedConfig, **how: bool) -> tuple[Path, RunLock]:
+    def make(wanted: Config, **how: bool) -> tuple[Path, RunLock]:
         makers.append(wanted.name)
         return make_run_dir(wanted, **how)
 

@@ -21,7 +21,7 @@ DATA = vector_data()
 
 
 def config_of(config: Any, **settings: Any) -> Config:
-    return run_sources(MODEL, DATA, config, settings).loaded.config
+    return run_sources(MODEL, DATA, config, settings).config
 
 
 def test_settings_come_over_those_of_a_file_a_dictionary_or_a_configuration(tmp_path: Path) -> None:
@@ -39,14 +39,14 @@ def test_settings_come_over_those_of_a_file_a_dictionary_or_a_configuration(tmp_
 def test_a_run_has_the_name_of_its_file_or_of_its_model(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("seed: 3\n")
 
-    assert run_sources(MODEL, DATA, tmp_path / "mine.yaml", {"seed": 1}).loaded.name == "mine"
-    assert run_sources(MODEL, DATA, ax.configure({}), {}).loaded.name == MODEL.name
+    assert run_sources(MODEL, DATA, tmp_path / "mine.yaml", {"seed": 1}).config.name == "mine"
+    assert run_sources(MODEL, DATA, ax.configure({}), {}).config.name == MODEL.name
 
 
 def test_a_setting_knows_where_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("seed: 3\n")
 
-    loaded = run_sources(MODEL, DATA, ax.configure(tmp_path / "mine.yaml"), {"sparsity": 0}).loaded
+    loaded = run_sources(MODEL, DATA, ax.configure(tmp_path / "mine.yaml"), {"sparsity": 0}).config
 
     assert loaded.where("seed") == "seed (mine.yaml:1)"
     assert loaded.where("pruning.sparsity") == "pruning.sparsity (Trainer)"
@@ -108,7 +108,7 @@ def test_tokens_and_folders_of_hugging_face_are_settings(tmp_path: Path) -> None
         {},
     )
 
-    data = sources.loaded.config.data
+    data = sources.config.data
     assert (data.source, data.path, data.validation) == ("tokens", "texts", "others")
     assert sources.model.name == "hf" or "llama" in sources.model.name
     assert sources.model.start is not None

@@ -9,7 +9,6 @@ from support.hf import SMALL_LLAMA
 from support.resuming import ran
 from support.runs import job_alone, mlp, tiny_config, tiny_gpt, token_data, vector_data
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Model
@@ -23,7 +22,7 @@ TRAIN = {"steps": 3, "eval_every": 3, "eval_steps": "all"}
 
 
 def named(config: Config) -> Model:
-    return named_model(LoadedConfig(config, "tiny", {}))
+    return named_model(config.with_origins("tiny", {}))
 
 
 def reported(

@@ -21,7 +21,6 @@ from support.runs import FEW_MICROBATCHES, mlp, tiny_config, token_data, vector_
 
 import axsparse as ax
 from axsparse.cli import checkpoint
-from axsparse.config.load import LoadedConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.runtime.errors import ConfigError, MissingInputError
@@ -108,7 +107,7 @@ def train_heard(
     data = Datasets(vector_data(), vector_data())
 
     def body(rank: int) -> None:
-        job, loaded = Job(LocalTransport(world, rank)), LoadedConfig(config, "tiny", {})
+        job, loaded = Job(LocalTransport(world, rank)), config.with_origins("tiny", {})
         trainer = build(job, mlp(), lambda: data, loaded)
         trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_saved)
 
@@ -154,7 +153,7 @@ def test_a_callback_of_evaluations_that_never_are_is_warned_of(
     world.run(
         lambda rank: build(
             Job(LocalTransport(world, rank)),
-            *(mlp(), lambda: data, LoadedConfig(config, "tiny", {})),
+            *(mlp(), lambda: data, config.with_origins("tiny", {})),
         ).train(on_evaluation=lambda step, _: heard.append(step))
     )
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from axsparse.config.load import LoadedConfig, made_in_python
 from axsparse.config.model_config import GptConfig, HfConfig, of_family
 from axsparse.config.schema import Config, sample_length
 from axsparse.models.layer import Model
@@ -24,24 +22,19 @@ _BUILDERS: dict[str, Callable[[Config], Model]] = {
 }
 
 
-def model_without_weights(loaded: LoadedConfig) -> Model:
+def model_without_weights(config: Config) -> Model:
     """The model of a configuration at start values of its own, whatever file that names."""
-    bare = loaded.config.model.model_copy(update={"weights": None, "from_": None, "new": ()})
-    return named_model(replace(loaded, config=loaded.config.model_copy(update={"model": bare})))
+    bare = config.model.model_copy(update={"weights": None, "from_": None, "new": ()})
+    return named_model(config.model_copy(update={"model": bare}))
 
 
-def named_model(configuration: Config | LoadedConfig) -> Model:
+def named_model(config: Config) -> Model:
     """The model of a configuration; it starts at the values of `model.weights` or `model.from`.
-
-    `configuration` is what `configure` returns.
 
     Raises ConfigError if its settings differ from those of the weights; MissingInputError or
     DataError if the file of weights cannot be read or does not fit.
     """
-    loaded = configuration
-    if isinstance(loaded, Config):
-        loaded = made_in_python(loaded, loaded.model.name)
-    config, settings = loaded.config, loaded.config.model
+    settings = config.model
     model = _BUILDERS[settings.name](config)
     path = settings.weights or settings.from_
     if path is None or isinstance(settings, HfConfig):  # that has read its weights itself

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import xxhash
 
-from axsparse.config.load import LoadedConfig
 from axsparse.config.messages import shorten
 from axsparse.config.schema import ONCE, Config
 from axsparse.models.survey import Survey
@@ -276,9 +275,7 @@ def refuse_other_data(checkpoint: Checkpoint, data: DataEntry) -> None:
             )
 
 
-def refuse_other_settings(
-    checkpoint: Checkpoint, config: Config, loaded: LoadedConfig
-) -> list[str]:
+def refuse_other_settings(checkpoint: Checkpoint, config: Config, loaded: Config) -> list[str]:
     """A line for each setting that has changed and that the user should know of.
 
     ConfigError for the first changed setting that must not change.

@@ -27,7 +27,7 @@ from support.runs import VOCABULARY, tiny_config, token_data, train_in_process
 from torch import Tensor
 
 from axsparse.config.hf_config import config_json
-from axsparse.config.load import load_config, made_in_python
+from axsparse.config.load import configure
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.models.start_weights import open_weights
 from axsparse.models.survey import survey
@@ -168,7 +168,7 @@ def test_a_model_that_began_at_no_folder_is_loaded_too_and_generates(
     make(transformers, "gpt 2", tmp_path / "start")
     settings = config_from(tmp_path / "start").model.model_dump()
     config = config_from(tmp_path, model={**settings, "from": None}, train={"steps": 1})
-    model = named_model(made_in_python(config, "tiny"))
+    model = named_model(config)
     train_and_save((1, 1), model, config, tmp_path / "ours", trained=True)
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
@@ -320,9 +320,9 @@ def test_files_of_our_own_names_are_read_whatever_lies_beside(tmp_path: Path) ->
 def test_a_folder_says_what_the_model_is(tmp_path: Path) -> None:
     ours = saved(tmp_path, GPT.model_copy(update={"tie_embeddings": False}))
 
-    loaded = load_config(None, [f"model.from={tmp_path}", "data.sequence_length=8"])
+    loaded = configure(None, [f"model.from={tmp_path}", "data.sequence_length=8"])
 
-    assert loaded.config.model.name == "gpt"
+    assert loaded.model.name == "gpt"
     model = named_model(loaded)
     assert model.ties == []
     assert model.start is not None

@@ -37,7 +37,7 @@ from support.runs import VOCABULARY, assert_bitwise, tiny_config, token_data, tr
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from axsparse.config.load import configure, made_in_python
+from axsparse.config.load import configure
 from axsparse.config.schema import PipelineConfig, PruningConfig
 from axsparse.data.dataset import TokenDataset
 from axsparse.models.layer import Model, as_tuple
@@ -155,7 +155,7 @@ def test_a_family_computes_trains_and_writes_as_transformers_does(
 ) -> None:
     theirs = make(transformers, family, tmp_path / "start")
     config = settings_of(tmp_path / "start", family)
-    model, data = named_model(made_in_python(config, "tiny")), token_data()
+    model, data = named_model(config), token_data()
 
     assert torch.equal(our_logits(model, config, tokens()), hf_logits(theirs))
     [(_, reference)] = train_in_process(1, 1, model, config, data)
@@ -192,7 +192,7 @@ def test_a_family_computes_trains_and_writes_as_transformers_does(
     for name in masters.keys() & state.keys():  # A file has no buffers that are computed.
         assert torch.equal(state[name], masters[name]), name
     again = settings_of(tmp_path / "ours", family)
-    logits = our_logits(named_model(made_in_python(again, "tiny")), again, tokens())
+    logits = our_logits(named_model(again), again, tokens())
     assert torch.equal(logits, hf_logits(out.eval()))
     saved = open_saved_model(tmp_path / "ours-run", None, trained=False)
     written = list(continuation(saved, tokens()[0, :4].tolist(), 6, -1, Sampling()))
@@ -230,7 +230,7 @@ def test_routers_are_balanced_as_by_transformers_in_every_pipeline(
 ) -> None:
     theirs = make(transformers, family, tmp_path, **BALANCED)
     config = settings_of(tmp_path, family)
-    model, data = named_model(made_in_python(config, "tiny")), token_data()
+    model, data = named_model(config), token_data()
 
     # One microbatch of 64 tokens, by which a mean and a sum have the same bits.
     text = torch.randint(VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(5))
@@ -282,7 +282,7 @@ def test_exact_sums_of_experts_are_alike_in_every_layout(
     config = settings_of(
         tmp_path, family, pruning={"sparsity": 0.5}, samo={"gradient": "exact", "enabled": True}
     )
-    model, data = named_model(made_in_python(config, "tiny")), token_data()
+    model, data = named_model(config), token_data()
 
     [(trainer, reference)] = train_in_process(1, 1, model, config, data)
 
@@ -328,7 +328,7 @@ def test_a_document_among_others_is_read_as_if_it_were_alone(
 ) -> None:
     theirs = make(transformers, family, tmp_path)
     config = settings_of(tmp_path, family, data={"sequence_length": 16, "separate_documents": True})
-    model = named_model(made_in_python(config, "tiny"))
+    model = named_model(config)
     modules = filled_modules(model, survey(model).ties, tensors_of(model))
     (samples, starts), _ = separated_data().read(np.arange(6))
 
@@ -355,7 +355,7 @@ def test_a_document_among_others_is_read_as_if_it_were_alone(
 def test_routers_stay_dense_and_experts_are_pruned(transformers: Any, tmp_path: Path) -> None:
     make(transformers, "mixtral", tmp_path)
     config = settings_of(tmp_path, "mixtral", samo={"enabled": True}, pruning={"sparsity": 0.5})
-    targets = what_is_pruned(config, survey(named_model(made_in_python(config, "tiny"))))
+    targets = what_is_pruned(config, survey(named_model(config)))
 
     assert targets is not None
     assert "model.layers.0.mlp.experts.down_proj" in targets.shapes
@@ -423,7 +423,7 @@ def test_models_that_do_not_tell_documents_apart_are_refused(
         make(transformers, family, tmp_path / family)
         config = settings_of(tmp_path / family, family, data={"separate_documents": True})
         with pytest.raises(ConfigError, match=r"^data\.separate_documents: true, but the model's"):
-            named_model(made_in_python(config, "tiny"))
+            named_model(config)
 
 
 # -- start values and costs -----------------------------------------------------------------
@@ -508,9 +508,9 @@ def test_a_stage_reads_its_own_tensors_one_at_a_time(
         return whole(file, name)
 
     monkeypatch.setattr(SafetensorsFile, "read", note)
-    named_model(made_in_python(config, "tiny"))
+    named_model(config)
     assert read == []  # Names and shapes are enough.
-    train_in_process(2, 1, named_model(made_in_python(config, "tiny")), config, token_data())
+    train_in_process(2, 1, named_model(config), config, token_data())
 
     assert sorted(read) == sorted(survey(small_llama()).shapes)
 
@@ -524,7 +524,7 @@ def other_model(transformers: Any, kind: str, **settings: Any) -> Callable[[], o
     config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind](**sizes)
     hf = config.to_dict()
     asked = configure({"model": {"name": "hf", "hf": hf, "sequence_length": 24}})
-    return lambda: named_model(made_in_python(asked, "tiny"))
+    return lambda: named_model(asked)
 
 
 @pytest.mark.parametrize(
@@ -602,7 +602,7 @@ def test_hostile_folders_are_refused_in_one_line_and_nothing_runs(
     config = config_from(tmp_path / "folder")
 
     def start() -> None:
-        model = named_model(made_in_python(config, "tiny"))
+        model = named_model(config)
         train_in_process(1, 1, model, config, token_data())
 
     assert refusal(start, AxsparseError, tmp_path) == line
@@ -619,7 +619,7 @@ def test_settings_beside_weights_have_to_be_those_of_the_model(tmp_path: Path) -
         }
     )
 
-    said = refusal(lambda: named_model(made_in_python(config, "tiny")), ConfigError, tmp_path)
+    said = refusal(lambda: named_model(config), ConfigError, tmp_path)
 
     assert said == (
         "model.hf: rms_norm_eps 0.5, but PLACE/config.json has 1e-05; leave it out, or name "
