@@ -218,6 +218,13 @@ class Subject:
         if stages is None:
             return None
         check_split(self.config, stages, len(self.survey.layers))
+        needed = stages * min(members)
+        if needed > gpus:
+            key = "layout.g_inter" if layout.split == "auto" else "layout.split"
+            raise ConfigError(
+                f"{self.config.where(key)}: {counted(stages, 'stage')} for "
+                f"{counted(gpus, 'device')}; plan for {needed} or more, or set {key} to auto"
+            )
         return [stages]
 
 

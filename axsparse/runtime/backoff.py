@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
+from axsparse.runtime import cgroups
+
 OWN_CORE = (*[0.0] * 20, *[50e-6] * 20, 200e-6)
 """Seconds of the pauses in a row of a rank that has a core of its own; the last one is repeated."""
 SHARED_CORE = (50e-6, 100e-6, 200e-6, 500e-6)
@@ -53,13 +54,13 @@ class CoreShare:
     """How many cores the processes of its container may keep busy; None for any number."""
 
 
-def own_share(cgroup: Path = CGROUP) -> CoreShare:
+def own_share(cgroup: Path = cgroups.CGROUP, own: Path = cgroups.OWN) -> CoreShare:
     """The share of this process."""
     if hasattr(os, "sched_getaffinity"):
         cores = frozenset(os.sched_getaffinity(0))
     else:  # macOS binds no process to cores
         cores = frozenset(range(os.cpu_count() or 1))
-    return CoreShare(cores, min(_quotas(cgroup), default=None))
+    return CoreShare(cores, min(_quotas(cgroup, own), default=None))
 
 
 def share_cores(ranks: Sequence[CoreShare]) -> bool:
@@ -72,15 +73,16 @@ def share_cores(ranks: Sequence[CoreShare]) -> bool:
     return len(ranks) > min([len(cores), *quotas])
 
 
-def _quotas(cgroup: Path) -> Iterator[float]:
-    """The limits that the container sets, in versions 2 and 1 of cgroups."""
-    for text in (
-        _text(cgroup / "cpu.max"),
-        _text(cgroup / "cpu/cpu.cfs_quota_us") + " " + _text(cgroup / "cpu/cpu.cfs_period_us"),
-    ):
-        quota, _, period = text.strip().partition(" ")
-        if quota.isdigit() and period.isdigit() and int(period):
-            yield int(quota) / int(period)
+def _quotas(cgroup: Path, own: Path) -> Iterator[float]:
+    """The limits of the control groups, in versions 2 and 1."""
+    for folder in cgroups.folders("cpu", cgroup, own):
+        for text in (
+            _text(folder / "cpu.max"),
+            _text(folder / "cpu.cfs_quota_us") + " " + _text(folder / "cpu.cfs_period_us"),
+        ):
+            quota, _, period = text.strip().partition(" ")
+            if quota.isdigit() and period.isdigit() and int(period):
+                yield int(quota) / int(period)
 
 
 def _text(file: Path) -> str:

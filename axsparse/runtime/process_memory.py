@@ -7,13 +7,15 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
 
-CGROUP = Path("/sys/fs/cgroup")
-LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Files with the limit of a container's own cgroup, in versions 2 and 1."""
+from axsparse.runtime import cgroups
+
+LIMITS = ("memory.max", "memory.limit_in_bytes")
+"""Files with the limit of a control group, in versions 2 and 1."""
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 """The numbers of the settings in glibc's malloc.h."""
 VARIABLES = {
@@ -83,16 +85,17 @@ def _set_malloc(setting: int, value: int) -> bool:
         return False
 
 
-def host_memory_bytes(cgroup: Path = CGROUP) -> int:
-    """Bytes of memory of this machine, or what a container may have of it."""
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits(cgroup)])
+def host_memory_bytes(cgroup: Path = cgroups.CGROUP, own: Path = cgroups.OWN) -> int:
+    """Bytes of memory of this machine, or what a container or a job may have of it."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([whole, *_limits(cgroup, own)])
 
 
-def _limits(cgroup: Path) -> Iterator[int]:
-    """The limits that the container sets, in bytes."""
-    for name in LIMITS:
+def _limits(cgroup: Path, own: Path) -> Iterator[int]:
+    """The limits of the control groups, in bytes."""
+    for folder, name in product(cgroups.folders("memory", cgroup, own), LIMITS):
         try:
-            text = (cgroup / name).read_text()
+            text = (folder / name).read_text()
         except OSError:
             continue
         if text.strip().isdigit():

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import Axsparse
+from support.commands import axsparse as axsparse
 from support.exhaustive import by_default
+from support.memory_group import memory_group
+from support.mpirun import run_mpirun
 
 from axsparse.config.load import bundled_configs, configure
 from axsparse.config.schema import Config
@@ -86,3 +92,47 @@ def test_a_plan_and_a_training_take_the_same_stages(
 
     with_options = configure(name, (*SMALL, *precision, *options))
     assert trained(with_options, memory, on_host=on_host) == stages
+
+
+WIDE = [
+    *("--config", "quickstart.yaml", "--set", "layout.g_inter=auto", "--set", "precision=fp32"),
+    *("--set", "model.hidden_size=512", "--set", "model.sequence_length=32"),
+    *("--set", "batch.global_batch_size=4", "--set", "batch.microbatch_size=1"),
+    *("--set", "samo.enabled=false", "--set", "samo.shard_optimizer=false"),
+    *("--set", "train.eval_steps=0", "--set", "checkpoint.every=0"),
+]
+"""19 million dense parameters, of 16 bytes each: in 0.62 GB a rank two stages fit and one does
+not."""
+LIMIT = 0.62
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limit"),
+    by_default(
+        [(2, "memory_per_rank"), (2, "a control group")],
+        [(ranks, limit) for ranks in (2, 4) for limit in ("memory_per_rank", "a control group")],
+    ),
+)
+def test_a_limit_that_forbids_one_stage_makes_two(
+    ranks: int, limit: str, axsparse: Axsparse, tmp_path: Path
+) -> None:
+    planned = axsparse(
+        *("plan", *WIDE, "--cluster", "laptop"),
+        *("--gpus", str(ranks), "--memory", str(LIMIT), "--microbatch-size", "1"),
+    )[1]
+    command = ["-m", "axsparse.train", *WIDE, "--steps", "1", "--run-dir", str(tmp_path / "run")]
+    if limit == "memory_per_rank":
+        option = ("--set", f"layout.memory_per_rank={LIMIT}")
+        job = run_mpirun(ranks, [*command, *option], cwd=tmp_path)
+    else:
+        # A rank takes the memory of its overhead, and 80 % of the rest of its share.
+        share = HOST_OVERHEAD + (LIMIT * 1e9 - HOST_OVERHEAD) / 0.8
+        with memory_group(round(ranks * share)) as within:
+            [launcher, *words] = [*within, sys.executable]
+            job = run_mpirun(ranks, [*words, *command], cwd=tmp_path, python=launcher)
+
+    assert job.returncode == 0, str(job)
+    expected = f"2 stages × {ranks // 2} replica"
+    assert planned.startswith(f"fits: {expected}"), planned
+    assert f"= {expected}" in job.stdout
+    assert "2 stages (the fewest that fit: 0.6 of 0.6 GB a rank; with 1, stage 0 " in job.stdout

@@ -101,3 +101,26 @@ def test_a_container_has_what_its_cgroup_leaves(tmp_path: Path) -> None:
     assert host_memory_bytes(tmp_path) == 1_000_000
     (tmp_path / "memory.max").write_text("500000\n")
     assert host_memory_bytes(tmp_path) == 500_000
+
+
+@pytest.mark.parametrize(
+    ("own", "limited", "expected"),
+    [
+        ("0::/job/step/task", "job/step/memory.max", 400_000),
+        ("0::/job", "job/step/memory.max", None),
+        ("0::/../job", "job/memory.max", None),
+        ("4:memory:/job\n0::/", "memory/job/memory.limit_in_bytes", 400_000),
+        ("4:cpu,memory:/a:b", "memory/a:b/memory.limit_in_bytes", 400_000),
+        ("5:cpuset:/job", "memory/job/memory.limit_in_bytes", None),
+    ],
+)
+def test_a_job_has_what_its_own_groups_leave(
+    own: str, limited: str, expected: int | None, tmp_path: Path
+) -> None:
+    """Schedulers and systemd set limits on groups below the root."""
+    listed, file = tmp_path / "own", tmp_path / limited
+    listed.write_text(f"{own}\n")
+    file.parent.mkdir(parents=True)
+    file.write_text("400000\n")
+
+    assert host_memory_bytes(tmp_path, listed) == (expected or host_memory_bytes(tmp_path))
