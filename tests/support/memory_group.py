@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -46,10 +46,9 @@ def _own_group() -> Path:
 def _removed(folder: Path) -> None:
     """Remove the group as soon as the system has noted that its processes have ended."""
     for _ in range(500):
-        try:
+        with suppress(OSError):
             folder.rmdir()
-        except OSError:
-            time.sleep(0.02)
-        else:
+        if not folder.exists():
             return
-    folder.rmdir()
+        time.sleep(0.02)
+    raise AssertionError(f"{folder} still has processes")
