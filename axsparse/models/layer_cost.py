@@ -277,12 +277,14 @@ class Tracer:
         )
         return counter.get_total_flops() / self._samples, activations
 
-    def loss_sums(self, loss: Callable[..., Tensor], targets: Tensor) -> LayerSums:
-        """What ranks sum in the loss of the last outputs."""
+    def loss_sums(self, loss: Callable[..., Tensor]) -> LayerSums:
+        """What ranks sum in the loss of the last outputs, the first of which has a row for each
+        target."""
         assert self._counter is not None, "layers are sharded"
         self._counter.begin()
         with preserved_rng():
-            total = loss(*self._flow, targets.to("meta"))
+            targets = torch.empty(self._flow[0].shape[:-1], dtype=torch.int64, device="meta")
+            total = loss(*self._flow, targets)
         forward = self._counter.summed()
         self._backward("loss", [total])
         return NO_SUMS._replace(forward=forward, backward=self._counter.summed() - forward)

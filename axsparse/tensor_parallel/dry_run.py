@@ -109,10 +109,10 @@ def survey_of_member(model: Model, full: Survey, place: Place, dtype: torch.dtyp
     loss = sharded_loss(model, group)
     if loss is None or tracer is None or example is None:
         return surveyed
-    # Its targets are words, as the inputs are.
     words = max(p.shape[0] for p in layers[-1].parameters if "#" in p.name)
-    logits = partial(_logits, example[0].numel() // samples * words)
-    sums = tracer.loss_sums(loss, example[0])
+    [(hidden, _), *_] = tracer.shapes
+    logits = partial(_logits, hidden[:-1].numel() // samples * words)
+    sums = tracer.loss_sums(loss)
     return replace(surveyed, loss_sums=sums, loss_logits=logits)
 
 
