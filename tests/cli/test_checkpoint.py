@@ -118,27 +118,6 @@ def test_prune_never_removes_the_newest_whole_one(run: Path, axsparse: Axsparse)
     assert saved_steps(run / "checkpoints") == [4, 3, 2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["prune", "RUN"], 78, "one of the arguments --keep-last --after is required"),
-        (["prune", "RUN", "--keep-last", "1", "--after", "1"], 78, "not allowed with argument"),
-        (["prune", "RUN", "--keep-last", "0"], 78, "'0' is no whole number from 1 to 10000000"),
-        (["prune", "RUN", "--after", "0"], 78, "--after: 0 would leave no whole checkpoint; choo"),
-        (["prune", "RUN/checkpoints", "--after", "1"], 66, "is no run with checkpoints/; name one"),
-        (["verify", "RUN/gone"], 66, "neither a checkpoint nor a run that has one; name one"),
-        (["show", "RUN/checkpoints/step-7"], 66, "manifest.json cannot be read"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_in_one_line(
-    arguments: list[str], code: int, words: str, run: Path, axsparse: Axsparse
-) -> None:
-    said = axsparse("checkpoint", *(text.replace("RUN", str(run)) for text in arguments))
-
-    assert_one_line(said, code, words)
-    assert saved_steps(run / "checkpoints") == [4, 3, 2, 1]
-
-
 def test_a_run_in_use_is_left_alone(run: Path, axsparse: Axsparse) -> None:
     lock = RunLock(run)
 

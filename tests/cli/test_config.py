@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from support.commands import Axsparse, assert_one_line
+from support.commands import Axsparse
 
 from axsparse.config.json_schema import editor_schema
 from axsparse.config.load import configure
-from axsparse.runtime.errors import EXIT_CONFIG
 
 
 def origins(screen: str) -> dict[str, str]:
@@ -65,16 +64,3 @@ def test_the_schema_is_json(axsparse: Axsparse) -> None:
 
     assert code == 0
     assert json.loads(screen) == editor_schema()
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["show", "--ranks", "no"], "argument --ranks: 'no' is no whole number from 1 to"),
-        (["show", "--set", "layout.g_inter=4", "--ranks", "3"], "layout.g_inter (--set): 4 does n"),
-        (["show", "--set", "trian.steps=1"], "trian.steps (--set): unknown key; did you mean"),
-        (["schema", "all"], "unrecognized arguments: all; see --help"),
-    ],
-)
-def test_mistakes_are_one_line(words: list[str], line: str, axsparse: Axsparse) -> None:
-    assert_one_line(axsparse("config", *words), EXIT_CONFIG, f"axsparse: error: {line}")

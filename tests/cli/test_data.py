@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.commands import Axsparse, assert_one_line
+from support.commands import Axsparse
 from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.cli.data import parser
@@ -91,29 +91,6 @@ def test_the_screen_says_what_was_done(
     monkeypatch.setenv("AXSPARSE_PROGRESS", "bar")
     options = ("--out", "o", "--validation-fraction", "0", "--workers", "1")
     assert " 2/2  MB  " in axsparse("data", "prepare", "a", *options)[1]
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        ("a", 78, "the following arguments are required: --out"),
-        ("a --out o", 78, "one of the arguments --validation --validation-fraction"),
-        ("a --out o --validation-fraction 1", 78, "'1' is no fraction of at least 0"),
-        ("a --out o --validation-fraction x", 78, "'x' is no fraction of at least"),
-        ("a --out o --workers 0", 78, "'0' is no whole number from 1 to"),
-        ("a --out o --validation-fraction 0", 66, "input: a is neither a file nor"),
-    ],
-)
-def test_a_mistake_is_told_in_one_line(
-    axsparse: Axsparse,
-    words: str,
-    code: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert_one_line(axsparse("data", "prepare", *words.split()), code, message)
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from support.runs import tiny_config
 from axsparse.cli.evaluate import EVERY_SECONDS, _progress
 from axsparse.data.preparation import Request
 from axsparse.data.token_file import token_datasets
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING
+from axsparse.runtime.errors import EXIT_DATA, EXIT_MISSING
 
 LENGTH = 25
 """No multiple of the tokens of a line, so that each sample begins elsewhere in it."""
@@ -98,24 +98,6 @@ def test_it_evaluates_to_what_the_run_reported(recited: Path, axsparse: Axsparse
     assert code == 0
     assert f"step 80: validation loss {said['eval_loss']:.6g}  perplexity " in screen
     assert f"{said['perplexity']:.6g}  (" in screen
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("generate nowhere --prompt x --tokens 0", "argument --tokens: '0' is no whole number"),
-        ("generate nowhere --prompt x --top-k few", "argument --top-k: 'few' is no whole number"),
-        ("generate nowhere --prompt x --temperature 0", "--temperature: 0.0 is not above 0"),
-        ("generate nowhere --prompt x --temperature nan", "--temperature: nan is not above 0"),
-        ("generate nowhere --prompt x --seed 1", "--seed: nothing is drawn; add --top-k"),
-        ("generate nowhere --prompt x --top-k 2 --seed -1", "argument --seed: '-1' is no whole"),
-        ("generate nowhere --prompt \udcff", "--prompt: is not UTF-8"),
-        ("evaluate nowhere --batches 0", "argument --batches: '0' is no whole number from 1"),
-        ("evaluate nowhere --batches ²", "is no whole number"),
-    ],
-)
-def test_mistakes_are_one_line(axsparse: Axsparse, words: str, text: str) -> None:
-    assert_one_line(axsparse(*words.split(" ")), EXIT_CONFIG, text)
 
 
 def test_a_long_evaluation_says_every_few_seconds_how_far_it_is(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from support.commands import Axsparse, assert_one_line
+from support.commands import Axsparse
 from support.mask_files import small_mask_file, some_masks
 
 
@@ -28,17 +27,3 @@ def test_a_file_or_the_run_that_holds_it_is_shown_as_a_table(
         f"total                                   54  {sum(kept):4}  {total}",
     ]
     assert axsparse("mask", str(tmp_path)) == (code, screen, errors)
-
-
-def test_a_mistake_is_told_in_one_line(
-    tmp_path: Path, axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "short").write_bytes(b"short")
-
-    for file, code, message in (
-        (".", 66, "mask file 'mask.safetensors': cannot be read (No such file or directory); name"),
-        ("none", 66, "mask file 'none': cannot be read (No such file or directory); name"),
-        ("short", 65, "short: no safetensors file, or cut short; get it anew"),
-    ):
-        assert_one_line(axsparse("mask", file), code, message)

@@ -188,26 +188,6 @@ def test_a_gpt2_folder_needs_no_transformers_and_others_say_that_they_do(
     )
 
 
-def test_other_folders_and_names_are_refused_in_one_line(
-    axsparse: Axsparse, tmp_path: Path
-) -> None:
-    encoder = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(encoder))
-    (tmp_path / "empty").mkdir()
-
-    for words, code, text in (
-        ([tmp_path], EXIT_CONFIG, '"BertForMaskedLM" has another head than a language model'),
-        ([tmp_path / "empty"], EXIT_MISSING, "empty' has no config.json; name a folder that has"),
-        (["no/where"], EXIT_MISSING, "; or name a folder with the config.json of a model"),
-        (
-            ["gpt3_xl.yaml", "--config", "quickstart.yaml"],
-            EXIT_CONFIG,
-            "--config: 'quickstart.yaml', but 'gpt3_xl.yaml' is planned; leave one of them out",
-        ),
-    ):
-        assert_one_line(axsparse("plan", *words, "--gpus", "4"), code, text)
-
-
 def test_somebody_who_waits_at_a_terminal_is_told_so(
     plan: Axsparse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,43 +232,6 @@ def test_only_the_microbatches_that_were_asked_for_are_tried(
     assert {row["microbatch_size"] for row in told["rows"]} == {3, 5}
     reasons = {row["reason"] for row in told["rejected"]}
     assert "microbatches of 60 make too few of a batch of 48" in reasons
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (["--gpus", "many"], "argument --gpus: 'many' is no whole number from 1 to"),
-        (["--gpus", "0"], "argument --gpus: '0' is no whole number"),
-        (["--gpus", "2", "--microbatch-size", "-1"], "argument --microbatch-size: '-1' is no"),
-        (["--gpus", "2", "--members", "two"], "argument --members: 'two' is no whole number"),
-        (["--gpus", "2", "--compare", "best"], "argument --compare: 'best' is not of dense,samo"),
-        (["--gpus", "2", "--cluster", "nowhere"], "cluster 'nowhere': no such file and no bundled"),
-        (
-            ["--gpus", "2", "--memory", "40GB"],
-            "argument --memory: '40GB' is no number of gigabytes",
-        ),
-        (
-            ["--gpus", "2", "--memory", "0"],
-            "argument --memory: '0' is no number of gigabytes above",
-        ),
-        (
-            ["--gpus", "2", "--sparsity", "1"],
-            "argument --sparsity: '1' is no number from 0 to below",
-        ),
-        (
-            ["--gpus", "2", "--html", "/nowhere/plan.html"],
-            "--html /nowhere/plan.html: cannot be written (No such file or directory); "
-            "choose another place",
-        ),
-        ([], "the following arguments are required: --gpus"),
-        (["--print-cluster", "sumit"], "cluster 'sumit': no such file and no bundled cluster of "),
-    ],
-)
-def test_mistakes_are_one_line(plan: Axsparse, args: list[str], text: str) -> None:
-    code, _, errors = plan(*args)
-
-    assert code != 0
-    assert_one_line((code, "", errors), code, text)
 
 
 def test_in_a_study_what_does_not_fit_is_said_above_what_does(plan: Axsparse) -> None:

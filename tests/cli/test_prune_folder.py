@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import Axsparse, assert_one_line
 from support.commands import axsparse as axsparse
 from support.hf import write_folder
 from support.mpirun import run_alone, run_mpirun
@@ -19,7 +18,7 @@ from support.runs import job_alone
 from axsparse.cli import prune_folder
 from axsparse.cli.prune_order import PruneOrder
 from axsparse.models.start_weights import open_weights
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING, OutputError
+from axsparse.runtime.errors import EXIT_CONFIG, OutputError
 
 FEW = (
     *("--from", "model", "--data", "texts", "--validation", "held"),
@@ -172,36 +171,3 @@ def test_the_work_is_held_while_it_is_done(tmp_path: Path, monkeypatch: pytest.M
 
     with pytest.raises(OutputError, match=r"out\.run: is in use by"):
         prune_folder.prune_folder(job_alone(), order)
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "text"),
-    [
-        ([], EXIT_CONFIG, "prune: --from is left out; name it, or add --dry-run"),
-        (["--from", "model", "--data", "texts"], EXIT_CONFIG, "prune: --out is left out"),
-        (
-            ["--from", "model", "--data", "texts", "--out", "out", "--steps", "3"],
-            EXIT_CONFIG,
-            "--steps: --heal blocks makes no step; choose --heal train",
-        ),
-        (
-            [*["--from", "model", "--data", "texts", "--out", "out", "--set", "run_dir=x"]],
-            EXIT_CONFIG,
-            "--set: run_dir is what --from and --out say; leave it out",
-        ),
-        (
-            ["--from", "nowhere", "--data", "texts", "--out", "out"],
-            EXIT_MISSING,
-            "model.from: 'nowhere' has no config.json; name a Hugging Face folder",
-        ),
-        (
-            ["--from", "[no]: where #1", "--data", "texts", "--out", "out"],
-            EXIT_MISSING,
-            "model.from: '[no]: where #1' has no config.json",
-        ),
-    ],
-)
-def test_what_is_left_out_or_missing_is_said_in_a_line(
-    words: list[str], code: int, text: str, axsparse: Axsparse
-) -> None:
-    assert_one_line(axsparse("prune", *words), code, text)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from support import planner_cases, preparing, runs
 from support.runs import (
     mlp,
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import axsparse as ax
+from axsparse.__main__ import main
 from axsparse.config import load, validate
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
@@ -34,21 +36,35 @@ from axsparse.data.batches import Batches
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets
 from axsparse.models import layer_cost, survey
 from axsparse.models.layer import Layer, Model
+from axsparse.models.start_weights import open_weights
+from axsparse.observe import run_records, trace_file
 from axsparse.planner import auto_layout, cluster, plan_model
-from axsparse.pruning import criteria, targets
+from axsparse.pruning import criteria, mask_file, targets
 from axsparse.runtime.communication import Transport
+from axsparse.runtime.files import safetensors
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.precision import DTYPES
-from axsparse.training import resolution
+from axsparse.training import resolution, run_sources
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 from axsparse.training.trainer import build
 
 MODULES = (
     *(planner_cases, preparing, runs, load, validate, batches, documents, preparation, token_file),
-    *(layer_cost, survey, auto_layout, cluster, plan_model, criteria, targets, resolution),
+    *(
+        layer_cost,
+        survey,
+        auto_layout,
+        cluster,
+        plan_model,
+        criteria,
+        targets,
+        resolution,
+        run_sources,
+    ),
+    *(mask_file, safetensors, run_sources),
 )
 
 
@@ -57,7 +73,7 @@ def names() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for module in MODULES:
         found |= {name: value for name, value in vars(module).items() if name[0] != "_"}
-    return found | globals() | {"ax": ax, "np": np, "torch": torch, "F": F, "json": json}
+    return found | globals() | {"trace_file": trace_file, "run_records": run_records, "os": os}
 
 
 def write(name: str, contents: str | bytes) -> str:
@@ -65,6 +81,11 @@ def write(name: str, contents: str | bytes) -> str:
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(name).write_bytes(contents.encode() if isinstance(contents, str) else contents)
     return name
+
+
+def command(words: str) -> None:
+    """A command of axsparse."""
+    main(shlex.split(words))
 
 
 def read_config(text: str | bytes, *overrides: str) -> Config:
@@ -296,3 +317,33 @@ def found_targets(**pruning: Any) -> object:
 
 
 HEAD = Layer("out", partial(nn.Linear, 16, 5), kind="head", init=random_init)
+
+
+# -- files ------------------------------------------------------------------------------------
+
+EMPTY = '{"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}'
+
+
+def index(file: object) -> object:
+    """Weights of an index that places a tensor in a file."""
+    text = json.dumps({"weight_map": {"a": file}})
+    return open_weights(Path(write("model.safetensors.index.json", text)))
+
+
+def header(text: str) -> object:
+    """A safetensors file of this header, in which EMPTY stands for a tensor without entries."""
+    content = text.replace("EMPTY", EMPTY).encode("latin-1")
+    length = len(content).to_bytes(8, "little")
+    return safetensors.SafetensorsFile(Path(write("x.safetensors", length + content)))
+
+
+def masks_of(text: str) -> object:
+    """The masks of a file with these metadata."""
+    safetensors.write_safetensors(Path("m"), {}, iter([]), {"masks": text})
+    return mask_file.open_masks(Path("m"))
+
+
+def record(line: bytes) -> object:
+    """The records of a run whose second line is this one."""
+    first = b'{"step": 1, "loss": 2.0}\n'
+    return run_records.read_records(Path(write("metrics.jsonl", first + line + b"\n" + first)))

@@ -2,7 +2,7 @@
 
     $ pruning.sparsity=1.0 | seed=2          settings of `--set`
     >>> ax.configure({"sed": 1})             a program, with the names of `programs.py`
-    ! plan nothing.yaml --gpus 2             a command of axsparse
+    ! plan nothing.yaml --gpus 2             a command of axsparse; RUN is a run of four steps
     78 configure: …                          the exit code and the line; … stands for any text
     fix: sed => seed                         after which that line is gone
 
@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from errors import programs
+from support.resuming import ran
+from support.runs import tiny_config
 
 from axsparse.__main__ import main
 from axsparse.config.load import configure
@@ -85,11 +88,20 @@ def ended(source: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -
     else:
         return ""
     assert "\n" not in said, said
-    return said.replace(str(folder), "HERE")
+    said = said.replace(str(folder), "HERE")
+    return said.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def agrees(said: str, line: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, line.split("…"))), said) is not None
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of two steps."""
+    path = tmp_path_factory.mktemp("saved") / "RUN"
+    ran((1, 1), tiny_config(train={"steps": 4}, checkpoint={"every": 2}), path)
+    return path
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.table.stem} {row.source[-1]}"[:99])
@@ -101,6 +113,8 @@ def test_a_mistake_ends_with_its_code_and_its_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if "RUN" in row.source[0]:
+        shutil.copytree(request.getfixturevalue("saved"), "RUN")
 
     said = ended(row.source, tmp_path, capsys)
 

@@ -188,16 +188,6 @@ def test_heads_that_share_keys_and_values_count_as_many_flops_as_others() -> Non
     assert flops == 4 * 64 * 64 * 2 * (16 + 16)
 
 
-def test_a_layer_that_does_not_run_there_is_named() -> None:
-    class Peeks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * float(x.sum())
-
-    said = r"layer a: on the meta device, where its cost is found, \w+: .*leave Model.example out"
-    with pytest.raises(ConfigError, match=said):
-        run(Peeks(), 6)
-
-
 def model(*, example: bool, flops: float | None = None) -> Model:
     layers = [
         Layer("a", lambda: nn.Linear(6, 6), flops=flops),

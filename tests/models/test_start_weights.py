@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +39,7 @@ from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import FromFile, fingerprint, open_weights, start_from
 from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import AxsparseError, ConfigError, DataError
 from axsparse.training.trainer import build
 
 STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
@@ -261,16 +260,6 @@ def begun(path: Path) -> None:
         model.start.read(name)
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "w.safetensors")
-    index = tmp_path / "all.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "w.safetensors"}}))
-
-    for path in (tmp_path / "w.safetensors", index):
-        with pytest.raises(MissingInputError, match=r"cannot be .* \(not a regular file\); "):
-            open_weights(path)
-
-
 def test_buffers_of_other_numbers_are_refused(tmp_path: Path) -> None:
     plain = small_wide_resnet()
     state = {**random_tensors(plain), "stem.bn1.running_mean": torch.zeros(4, dtype=torch.int8)}
@@ -299,20 +288,6 @@ def test_what_is_not_trained_may_be_infinite(tmp_path: Path) -> None:
         read = start.read(name)
         assert read is not None
         assert torch.equal(read, tensor)
-
-
-@pytest.mark.parametrize("kind", ["a module", "text"])
-def test_what_torch_does_not_take_for_weights_is_not_read(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "w.pt"
-    if kind == "text":
-        path.write_text("not weights at all")
-    else:
-        torch.save(torch.nn.Linear(2, 2), path)
-
-    with pytest.raises(
-        DataError, match=r"torch cannot read it as weights \(UnpicklingError: .*\); save a state"
-    ):
-        open_weights(path)
 
 
 def test_a_torch_that_may_run_code_of_a_file_does_not_open_one(

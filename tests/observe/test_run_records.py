@@ -8,7 +8,6 @@ import pytest
 from support.pages import step_line
 
 from axsparse.observe.run_records import number, read_records
-from axsparse.runtime.errors import DataError, MissingInputError
 
 EVALUATION = '{"step": 2, "eval_loss": 2.0, "perplexity": 7.39, "top1": 0.5}\n'
 
@@ -53,40 +52,3 @@ def test_what_is_no_finite_number_is_none(tmp_path: Path) -> None:
 
     assert number(step, "loss") is number(step, "model_state_bytes") is None
     assert number(step, "learning_rate") is None
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "nonsense",
-        "[1]",
-        '{"loss": 1}',
-        '{"step": "1", "loss": 1}',
-        '{"step": null, "loss": 1}',
-        "[" * 100_000,
-        '{"step": 1, "loss": ' + "9" * 5000 + "}",
-        b"\xff\xfe",
-    ],
-)
-def test_a_damaged_line_is_named(tmp_path: Path, line: str | bytes) -> None:
-    raw = line if isinstance(line, bytes) else line.encode()
-
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: is no record of a run") as error:
-        records_of(tmp_path, step_line(1).encode() + raw + b"\n" + step_line(2).encode())
-
-    assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 400
-
-
-@pytest.mark.parametrize("text", ["", "\n", '{"step": 1, "lo'])
-def test_without_a_record_it_says_to_wait(tmp_path: Path, text: str) -> None:
-    with pytest.raises(MissingInputError, match="has no record yet; wait for the first step"):
-        records_of(tmp_path, text)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MissingInputError) as caught:
-        read_records(tmp_path / "metrics.jsonl")
-
-    path = tmp_path / "metrics.jsonl"
-    reason = "No such file or directory"
-    assert str(caught.value) == f"{path}: cannot be read ({reason}); name the directory of a run"

@@ -13,13 +13,12 @@ from axsparse.observe.phases import Phases
 from axsparse.observe.trace_file import (
     Span,
     TraceRecorder,
-    from_json,
     join,
     part,
     read,
     write,
 )
-from axsparse.runtime.errors import DataError, MissingInputError, OutputError
+from axsparse.runtime.errors import MissingInputError, OutputError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -56,22 +55,6 @@ def test_a_trace_is_what_chrome_opens(tmp_path: Path) -> None:
     assert whole["otherData"]["source"] == "test"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"traceEvents": [{"ph": "X"}]}',
-        '{"traceEvents": [{"ph": "X", "name": "lunch", "cat": "lunch", "pid": 0, "tid": 0, '
-        '"ts": 0, "dur": 1, "args": {"step": 1}}]}',
-    ],
-)
-def test_what_is_no_trace_is_refused(text: str) -> None:
-    with pytest.raises(DataError, match=r"here: no trace of axsparse \(.*; give one that"):
-        from_json(text, "here")
-
-
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         MissingInputError, match=r"trace .*none.json: cannot be read \(.*name the file of a trace"
@@ -103,12 +86,6 @@ def test_a_part_that_rank_0_cannot_see_is_named_and_the_others_stay(tmp_path: Pa
     with pytest.raises(OutputError, match=r"other: rank 0 cannot read .*where all hosts see it"):
         join(tmp_path / "joined.json", [tmp_path / "own", tmp_path / "other"], "test")
     assert (tmp_path / "own").exists()
-
-
-def test_bytes_that_are_no_text_are_no_trace(tmp_path: Path) -> None:
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(DataError, match="no trace of axsparse"):
-        read(tmp_path / "bytes")
 
 
 # -- steps of all ranks -----------------------------------------------------------------

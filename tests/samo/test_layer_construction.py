@@ -14,7 +14,6 @@ from support.runs import matrices, random_init, tiny_config, tiny_gpt
 from torch import Tensor, nn
 
 from axsparse.models.layer import InitFunction, Layer, Model
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_construction import build_layers as build_layers_with
@@ -138,18 +137,6 @@ def test_what_is_frozen_gets_its_start_value_and_is_never_pruned(init: InitFunct
     assert built.state.frozen == (weight,)
 
 
-@pytest.mark.parametrize(
-    ("init", "given"),
-    [
-        (lambda name, shape, generator: torch.zeros(3, 3), r"\(3, 3\) for weight"),
-        (lambda name, shape, generator: None, "NoneType for weight"),
-    ],
-)
-def test_an_init_of_another_shape_is_refused(init: InitFunction, given: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^layer a: its init gave {given}; return a tensor of"):
-        build_layers_with([Layer("a", lambda: nn.Linear(6, 8), init=init)], {}, options())
-
-
 def test_a_parameter_registered_twice_in_a_layer_is_one_parameter() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -196,34 +183,7 @@ def test_the_second_use_on_another_stage_starts_and_is_pruned_as_the_first() -> 
     assert torch.equal(one.index.positions(), other.index.positions())
 
 
-def test_uses_of_other_shapes_are_no_tie() -> None:
-    layers = [tied_layers()[0], Layer("b", lambda: nn.Linear(5, 6), init=random_init)]
-
-    with pytest.raises(
-        ConfigError,
-        match=r"^tie a.weight = b.weight: shapes \(6, 4\) and \(6, 5\) differ; a tie joins two "
-        r"uses of one weight$",
-    ):
-        build_layers(layers, {"b.weight": "a.weight"}, options())
-
-
 # -- buffers --------------------------------------------------------------------------------
-
-
-def test_a_buffer_that_the_meta_device_left_empty_is_refused() -> None:
-    class Table(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 4)
-            self.register_buffer("table", torch.ones(4))
-
-    layer = Layer("norm", Table, init=random_init)
-
-    with pytest.raises(
-        ConfigError,
-        match=r"^layer norm: buffer 'table' has no contents, because a layer with `init` is "
-        r"built on the meta device; leave `init` out or compute it in forward$",
-    ):
-        build_layers([layer], {}, options())
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -9,11 +9,9 @@ import pytest
 import torch
 from support.hf import write_llama
 from support.runs import mlp, vector_data
-from torch import nn
 
 import axsparse as ax
 from axsparse.config.schema import Config
-from axsparse.runtime.errors import AxsparseError, ConfigError
 from axsparse.training.run_sources import run_sources
 
 MODEL = mlp()
@@ -51,41 +49,6 @@ def test_a_setting_knows_where_it_was_given(tmp_path: Path) -> None:
     assert loaded.where("seed") == "seed (mine.yaml:1)"
     assert loaded.where("pruning.sparsity") == "pruning.sparsity (Trainer)"
     assert loaded.where("precision") == "precision (default)"
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (
-            {"sparsityy": 0.5},
-            r"^sparsityy \(Trainer\): unknown key; did you mean pruning.sparsi",
-        ),
-        (
-            {"method": "wanda", "every": 3, "name": "gpt"},
-            r"^name \(Trainer\): model.name and optimizer.name end so; write config=\{",
-        ),
-        ({"sparsity": "half"}, r"^pruning.sparsity \(Trainer\): 'half' should be a valid number"),
-    ],
-)
-def test_settings_that_are_none_are_refused_in_one_line(settings: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        config_of(None, **settings)
-
-
-@pytest.mark.parametrize(
-    ("model", "data", "config", "said"),
-    [
-        (nn.Linear(2, 2), DATA, None, r"^Trainer: model is Linear; give ax.from_sequential\(mod"),
-        (MODEL, (DATA,), None, r"^Trainer: data are 1 data sets; give \(train, validation\)"),
-        (MODEL, DATA, 3, "^Trainer: config is int; give a path, a dict such as"),
-        ("gptt", DATA, None, r"^model.name \(Trainer\): 'gptt'"),
-    ],
-)
-def test_what_has_none_of_the_forms_is_refused(
-    model: Any, data: Any, config: Any, said: str
-) -> None:
-    with pytest.raises(AxsparseError, match=said):
-        run_sources(model, data, config, {})
 
 
 @pytest.mark.parametrize(
