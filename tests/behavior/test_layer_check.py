@@ -291,9 +291,10 @@ def test_the_packages_own_decoder_is_checked_on_request_only() -> None:
         True,
         False,
     ]
-    train_in_process(
-        *(2, 1, own, tiny_config(train={"steps": 1, "check_layers": True})), token_data()
-    )
+    for ranks in (1, 2):  # of which two share the words that the head hands to the loss
+        sections: dict[str, Any] = {"train": {"steps": 1, "check_layers": True}}
+        config = tiny_config(**sections, layout={"g_tensor": ranks})
+        train_in_process(2, 1, own, config, token_data(), g_tensor=ranks)
 
 
 # -- what never does ----------------------------------------------------------------------
