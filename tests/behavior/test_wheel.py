@@ -82,7 +82,7 @@ def test_it_is_the_wheel_that_runs(installed: Path, tmp_path: Path) -> None:
 def test_it_trains_resumes_and_reports_far_from_the_checkout(
     installed: Path, tmp_path: Path
 ) -> None:
-    train = ("train", "--config", "quickstart.yaml", *SMALL)
+    train = ("train", "--config", "quickstart.yaml", *SMALL, "--set", "layout.g_inter=1")
 
     assert "step 2/2" in axsparse(installed, tmp_path, *train)
     more = axsparse(installed, tmp_path, *train, "--set", "train.steps=3", "--resume", "auto")
