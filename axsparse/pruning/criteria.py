@@ -172,13 +172,13 @@ def configured_criterion(config: Config, score: Score | None) -> Criterion:
     pruning = config.pruning
     if pruning.method == "custom" and score is None and pruning.mask is None:
         raise ConfigError(
-            f"{config.where('pruning.method')}: custom needs a score of your own; give it to build "
-            "in Python (score=…), or choose magnitude"
+            f"{config.where('pruning.method')}: custom needs a score of your own; give it to "
+            "Trainer in Python (score=…), or choose magnitude"
         )
     if score is not None and pruning.method in ONCE and pruning.method != "custom":
         raise ConfigError(
             f"{config.where('pruning.method')}: {pruning.method} has a score already; choose "
-            "custom, or a method over time, for the one given to build"
+            "custom, or a method over time, for the one given to Trainer"
         )
     if score is not None:
         _refuse_other_arguments(score)
@@ -205,14 +205,14 @@ def _refuse_missing_arguments(config: Config, score: Score) -> None:
     if takes_gradient and not draws_later:
         raise ConfigError(
             f"{config.where('pruning.method')}: {pruning.method} has no gradients when it draws "
-            "masks, and the score given to build takes one; choose custom with pruning.at_step "
+            "masks, and the score given to Trainer takes one; choose custom with pruning.at_step "
             "above 0, gradual or iterative"
         )
     if takes_inputs and (pruning.method != "custom" or draws_later):
         at_step = f" at step {pruning.at_step}" if pruning.method == "custom" else ""
         raise ConfigError(
             f"{config.where('pruning.method')}: {pruning.method}{at_step} has no inputs of layers "
-            "when it draws masks, and the score given to build takes them; choose custom with "
+            "when it draws masks, and the score given to Trainer takes them; choose custom with "
             "pruning.at_step 0"
         )
     if takes_inputs and pruning.distribution == "global":

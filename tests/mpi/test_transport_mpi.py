@@ -24,11 +24,11 @@ def communicators(transport: MpiTransport) -> list[MPI.Comm]:
 
 
 def test_a_trainer_that_is_gone_gives_its_communicators_back() -> None:
-    model, config, data = mlp(), tiny_config(train={"steps": 1}), Datasets(vector_data(), None)
+    model, config, data = mlp(), tiny_config(train={"steps": 2}), Datasets(vector_data(), None)
 
     def trainer(job: Job) -> Trainer:
         built = build(job, model, lambda: data, config, grid=Grid(SIZE, 1), quiet=True)
-        built.train()
+        built.step()
         return built
 
     with on_mpi() as transport:
@@ -37,9 +37,12 @@ def test_a_trainer_that_is_gone_gives_its_communicators_back() -> None:
         branches = [t.parts.transport for t in (first, second)]
         found = [communicators(b) for b in branches if isinstance(b, MpiTransport)]
         assert [len(comms) >= 6 for comms in found] == [True, True]
+        first.close()
         del first
         third = trainer(job)
         assert all(comm == MPI.COMM_NULL for comm in found[0])
         # Two at once are as good as two one after the other.
         assert second.step().loss == third.step().loss
+        second.close()
+        third.close()
     assert all(comm == MPI.COMM_NULL for comm in found[1])
