@@ -4,7 +4,7 @@
     >>> ax.configure({"sed": 1})             a program, with the names of `programs.py`
     ! plan nothing.yaml --gpus 2             a command of axsparse; RUN is a run of four steps
     78 configure: …                          the exit code and the line; … stands for any text
-    fix: sed => seed                         after which that line is gone
+    fix: sed => seed                         after which there is no mistake
 
 `pytest tests/errors --update-errors` writes the lines that have changed into the tables, whose
 diff is then to be read.
@@ -47,6 +47,10 @@ class Row:
     @property
     def line(self) -> str:
         return self.text.split("\n")[len(self.source)]
+
+    @property
+    def is_renamed(self) -> bool:
+        return "\nfix: " not in self.text
 
     @property
     def fix(self) -> tuple[str, str] | None:
@@ -129,4 +133,6 @@ def test_a_mistake_ends_with_its_code_and_its_line(
         old, new = row.fix
         assert any(old in line for line in row.source), f"{old!r} is not in the row"
         mended = [line.replace(old, new) for line in row.source]
-        assert not agrees(ended(mended, tmp_path, capsys), row.line)
+        left = ended(mended, tmp_path, capsys)
+        # A key that was meant may want another value.
+        assert not agrees(left, row.line) if row.is_renamed else left == ""
