@@ -22,6 +22,7 @@ from axsparse.config.section import (
     BrokenRule,
     Few,
     FromList,
+    PathText,
     Rate,
     Section,
     Width,
@@ -35,11 +36,11 @@ class Family(Section):
 
     name: str
     """A built-in model; models of your own come through the Python API."""
-    weights: str | None = None
+    weights: PathText | None = None
     """A file of initial weights, safetensors or torch, or a Hugging Face folder of `config.json`
     and safetensors. It names tensors as this model does, or as Hugging Face. null initializes at
     random."""
-    from_: str | None = Field(default=None, alias="from")
+    from_: PathText | None = Field(default=None, alias="from")
     """A Hugging Face folder of `config.json` and safetensors that the model is: family, sizes and
     weights come from there. Sizes that are given all the same have to agree. null: no folder."""
 

@@ -24,6 +24,7 @@ from axsparse.config.section import (
     Fraction,
     FromList,
     Natural,
+    PathText,
     Rate,
     Section,
 )
@@ -40,15 +41,15 @@ class DataConfig(Section):
     source: Literal["stdlib", "tokens"] = "stdlib"
     """`stdlib`: the bytes of the source files of Python's own standard library. `tokens`: token
     ids at `path`."""
-    path: str | None = None
+    path: PathText | None = None
     """tokens: a folder that `axsparse data prepare` wrote, or ids
     that are read where they lie: Megatron's PATH.bin and PATH.idx, a folder that save_to_disk of
     `datasets` wrote, or an .arrow file, with a column `input_ids`."""
-    blend: Annotated[tuple[str, ...], FromList] = ()
+    blend: Annotated[tuple[PathText, ...], FromList] = ()
     """tokens: in place of `path`, several of them, each with a weight, as in
     `[data/web=0.7, data/code=0.3]`. Of every 10,000 samples of training each source gives its
     share, in a shuffled order; each has epochs of its own."""
-    validation: str | None = None
+    validation: PathText | None = None
     """tokens: what evaluations read, a path as `path` is, whose training part is taken. null: the
     validation part of `path`, or all of those of `blend`."""
     sequence_length: Count | Auto = "auto"
@@ -128,7 +129,7 @@ class LayoutConfig(Section):
     host. `auto`: all of a GPU, or 80 % of what the host or its cgroup has for each of its ranks.
     Python, torch and MPI take 0.4 GB of it on a host; a plan leaves 3 GB of a GPU to CUDA and
     NCCL."""
-    cluster: str | None = None
+    cluster: PathText | None = None
     """A cluster file (`benchmarks/calibrate.py` measures one), or the name of a bundled one: its
     constants predict the time of a step. null predicts memory only."""
 
@@ -255,7 +256,7 @@ class PruningConfig(Section):
     """The learning rate of a pruned tensor is divided by its final density to this power: 1 as in
     SMET (arXiv 2606.00888), 0 divides nothing. Those that `optimizer.learning_rates` names have
     theirs."""
-    mask: str | None = None
+    mask: PathText | None = None
     """A mask file, or a run that has found a mask: what is kept from the start, under any layout.
     It replaces method and sparsities of this section."""
 
@@ -604,7 +605,7 @@ class Config(Section):
     has a GPU of its own, else MPI if there is a library."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
     """Seed of initial weights, masks, dropout and the order of the data."""
-    run_dir: str = "auto"
+    run_dir: PathText = "auto"
     """Where the run writes; `auto` is `runs/<config name>`, numbered if that exists."""
 
     @property

@@ -4,12 +4,13 @@ rule between the settings of one section is told.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from math import isqrt
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 Auto = Literal["auto"]
@@ -26,6 +27,23 @@ Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """Turns the lists of YAML into the tuples of a frozen configuration."""
 
+
+_VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{)")
+"""Matches what is left of a variable that is not set."""
+
+
+def _expanded(text: str) -> str:
+    """A path with `~` and variables in their place, as a shell has them."""
+    path = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111 - Path would change the text
+    if not path:
+        raise PydanticCustomError("path", "Input should be a path, and not empty")
+    if path.startswith("~") or _VARIABLE.search(path) is not None:
+        raise PydanticCustomError("path", "Input should be a path of known users and variables")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_expanded)]
+"""A path of the user's, in which `~` and `$VARIABLE` are expanded."""
 
 NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """Matches NUL and surrogates."""

@@ -109,7 +109,7 @@ def reading(what: str, mend: str) -> Iterator[None]:
 def _why(reason: OSError | ValueError) -> str | None:
     """Why a file cannot be used; raises a ValueError that is about something else."""
     if isinstance(reason, OSError):
-        return reason.strerror
+        return reason.strerror or str(reason)
     if isinstance(reason, UnicodeEncodeError) or "embedded null" in str(reason):
         return "its name has characters that no file name can have"
     raise reason

@@ -20,9 +20,9 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.atomic import new_path
+from axsparse.runtime.files.run_folder import MARK_FILE, RunMark, foreign_files, is_marked, last_run
 from axsparse.runtime.files.run_folder import METRICS_FILE as METRICS_FILE
 from axsparse.runtime.files.run_folder import automatic_run_dirs as automatic_run_dirs
-from axsparse.runtime.files.run_folder import last_run
 from axsparse.runtime.files.run_lock import OTHER_RUN_DIR, InUseError, RunLock
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, step_of
@@ -131,6 +131,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         left = "" if checkpoint.step < all_steps else f"; train.steps {all_steps} asks for no more"
         notes = [*notes, f"goes on from {checkpoint.path}, after step {checkpoint.step}{left}"]
     elif path is not None:
+        together(transport, lambda: _refuse_lost(Path(path)))
         notes = [*notes, f"{path} has no checkpoint; starts from the beginning"]
     elif resume is not None:
         notes = [*notes, "there is no run to go on with; starts from the beginning"]
@@ -163,9 +164,9 @@ def make_run_dir(config: Config, *, overwrite: bool = False) -> tuple[Path, RunL
 
     With `overwrite`, what another run has recorded and saved there is removed.
 
-    A directory whose metrics.jsonl is empty is free: the run that made it ended before its first
-    step. Under `run_dir: auto` that holds for the last directory of the name only, since a later
-    `--resume auto` means the last one.
+    A directory is free if it has none of the files that a run writes, or those of a run that ended
+    before its first step. Under `run_dir: auto` that holds for the last directory of the name only,
+    since a later `--resume auto` means the last one.
 
     OutputError if the directory holds or is used by another run, or cannot be written.
     """
@@ -173,7 +174,7 @@ def make_run_dir(config: Config, *, overwrite: bool = False) -> tuple[Path, RunL
     if setting != "auto":
         return Path(setting), _claim(Path(setting), where, overwrite=overwrite)
     for path, following in itertools.pairwise(automatic_run_dirs(config.name)):
-        if not (following / METRICS_FILE).exists():
+        if not is_marked(following):
             with contextlib.suppress(_TakenError, InUseError):
                 return path, _claim(path, where)
     raise AssertionError("the names of run directories do not end")
@@ -196,10 +197,12 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
             raise OutputError(
                 f"{where}: {path} is not a directory; choose another --run-dir"
             ) from reason
+        has_mark = _is_run(path, where)
         if overwrite or not _holds_run(path):  # otherwise not even a lock file is left there
             lock = RunLock(path)
-            if overwrite:
+            if overwrite and has_mark:
                 _clear(path)
+            RunMark.of(path)
             if _take(path, lock):
                 return lock
             lock.release()
@@ -208,6 +211,19 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
         "another --run-dir (in Python run_dir=), or go on with that run by --resume auto "
         '(in Python resume="auto", or overwrite=True to begin it anew)'
     )
+
+
+def _is_run(path: Path, where: str) -> bool:
+    """Whether a directory is marked; OutputError if it is not, and has files that a run would
+    replace."""
+    try:
+        return is_marked(path)
+    except ConfigError as reason:
+        raise OutputError(
+            f"{where}: {path} has {' and '.join(foreign_files(path))} that no run of axsparse "
+            "has marked as its own, and a run replaces nothing that it has not written; choose "
+            "another --run-dir"
+        ) from reason
 
 
 def _clear(path: Path) -> None:
@@ -289,7 +305,7 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
     if resume == AUTO:
         return last_run(config.run_dir, config.name), None
     named = Path(resume)
-    if (named / METRICS_FILE).is_file() or (named / CHECKPOINTS).is_dir():
+    if is_marked(named):
         if not steps_in(named):
             raise MissingInputError(f"--resume {named}: has no checkpoint; name another run")
         return named, None
@@ -300,10 +316,19 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
         )
     setting = config.run_dir
     run = named.resolve().parent.parent
-    is_own = named.resolve().parent.name == CHECKPOINTS and (run / METRICS_FILE).is_file()
+    is_own = named.resolve().parent.name == CHECKPOINTS and (run / MARK_FILE).is_file()
     if is_own and (setting == "auto" or Path(setting).resolve() == run):
         return (run if setting == "auto" else Path(setting)), named
     return None, named
+
+
+def _refuse_lost(run_dir: Path) -> None:
+    """MissingInputError if a run has saved checkpoints and has none any more."""
+    if RunMark.of(run_dir).has_saved:
+        raise MissingInputError(
+            f"{run_dir} has saved checkpoints, and {run_dir / CHECKPOINTS} has none; mount or "
+            "restore them, or start anew in another --run-dir"
+        )
 
 
 def _refuse_older(run_dir: Path, named: Path) -> None:

@@ -26,7 +26,9 @@ from axsparse.runtime.errors import (
     MissingInputError,
     OutputError,
 )
+from axsparse.runtime.files.run_folder import RunMark
 from axsparse.runtime.files.run_lock import RunLock
+from axsparse.training.checkpoint import checkpoint_folder
 from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.run_directory import (
     RunDir,
@@ -94,6 +96,7 @@ def test_rank_0_makes_the_directory_and_all_ranks_know_it(
 
 
 def test_all_ranks_hear_that_the_directory_cannot_be_made(tmp_path: Path) -> None:
+    RunMark.of(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{}")
 
     def body(transport: Transport) -> str:
@@ -113,7 +116,7 @@ def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_pat
     found.begin(tiny_config())
 
     assert sorted(path.name for path in found.path.iterdir()) == [
-        *("checkpoints", "config.yaml", "metrics.jsonl", "run.lock")
+        *("checkpoints", "config.yaml", "metrics.jsonl", "run.json", "run.lock")
     ]
     assert f"run_dir: {tmp_path / 'new'}" in (found.path / "config.yaml").read_text()
     (found.path / "checkpoints").rmdir()
@@ -138,11 +141,24 @@ def test_runs_are_named_after_their_configuration_and_numbered(
 def records_and_checkpoints(path: Path) -> None:
     (path / "checkpoints" / "step-2").mkdir(parents=True)
     (path / "metrics.jsonl").touch()
+    RunMark.of(path)
 
 
 def records(path: Path) -> None:
     path.mkdir()
     (path / "metrics.jsonl").write_text("{}")
+    RunMark.of(path)
+
+
+def of_the_user(*names: str) -> Callable[[Path], None]:
+    """Puts files into a directory that no run has marked."""
+
+    def prepare(path: Path) -> None:
+        for name in names:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text("of the user")
+
+    return prepare
 
 
 @pytest.mark.parametrize(
@@ -163,6 +179,21 @@ def records(path: Path) -> None:
                 'Python resume="auto", or overwrite=True to begin it anew)',
             )
             for prepare in (records, records_and_checkpoints)
+        ),
+        *(
+            (
+                of_the_user(*names),
+                "",
+                "{path} has "
+                + said
+                + " that no run of axsparse has marked as its own, and a run replaces nothing that "
+                "it has not written; choose another --run-dir",
+            )
+            for names, said in (
+                (("config.yaml",), "config.yaml"),
+                (("checkpoints/step-1/model.pt",), "checkpoints"),
+                (("metrics.jsonl", "traces/a"), "metrics.jsonl and traces"),
+            )
         ),
     ],
 )
@@ -193,7 +224,7 @@ def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(tmp_pa
     path, lock = make_run_dir(loaded(tmp_path), overwrite=True)
 
     left = {one.name for one in path.iterdir()}
-    assert left == {"metrics.jsonl", "notes.txt", "run.lock"}
+    assert left == {"metrics.jsonl", "notes.txt", "run.json", "run.lock"}
     lock.release()
 
 
@@ -253,6 +284,7 @@ def test_of_two_jobs_that_find_a_directory_free_one_gets_it(
 def test_a_job_that_comes_and_ends_between_look_and_lock_keeps_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    RunMark.of(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
 
     def lock(path: Path) -> RunLock:
@@ -287,6 +319,10 @@ def test_without_locks_an_empty_record_may_be_that_of_a_run_under_way(
 
 def test_auto_starts_where_there_is_nothing_yet_and_says_so(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(run / "checkpoints")
+    (run / "run.json").unlink()
+    (run / "config.yaml").unlink()
+    (run / "metrics.jsonl").unlink()
+    RunMark.of(run)  # it ended before it saved anything
 
     new, begun = opened(loaded(tmp_path / "new")), opened(loaded(run))
 
@@ -294,6 +330,63 @@ def test_auto_starts_where_there_is_nothing_yet_and_says_so(run: Path, tmp_path:
     assert new.path == tmp_path / "new"
     assert new.notes == ("there is no run to go on with; starts from the beginning",)
     assert begun.notes == (f"{run} has no checkpoint; starts from the beginning",)
+
+
+@pytest.mark.parametrize("resume", ["auto", "the run"])
+@pytest.mark.parametrize(
+    ("lost", "error", "said"),
+    [
+        (("run.json",), ConfigError, "has metrics.jsonl and config.yaml and checkpoints, but no"),
+        (("run.json", "metrics.jsonl", "config.yaml"), ConfigError, "has checkpoints, but no run"),
+        (("checkpoints",), MissingInputError, "has (saved checkpoints|no checkpoint)"),
+    ],
+)
+def test_a_run_of_which_a_part_is_missing_is_neither_begun_anew_nor_changed(
+    lost: tuple[str, ...], error: type[Exception], said: str, resume: str, run: Path
+) -> None:
+    for name in lost:
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.lock"}
+
+    with pytest.raises(error, match=said):
+        opened(loaded(run), "auto" if resume == "auto" else str(run))
+    if "run.json" in lost:
+        with pytest.raises(OutputError, match="that no run of axsparse has marked as its own"):
+            opened(loaded(run), None)
+
+    after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.lock"}
+    assert after == before
+
+
+def test_checkpoints_on_another_disk_are_read_by_their_links_and_never_deleted(
+    run: Path, tmp_path: Path
+) -> None:
+    for step in (2, 4, 5):
+        there = tmp_path / f"disk-{step}"
+        checkpoint(run, step).rename(there)
+        checkpoint(run, step).symlink_to(there)
+
+    found = opened(loaded(run))
+
+    assert found.checkpoint is not None and found.checkpoint.step == 5
+    checkpoint_folder.remove(checkpoint(run, 4))
+    assert not os.path.lexists(checkpoint(run, 4)) and (tmp_path / "disk-4").is_dir()
+
+
+def test_a_directory_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    mark = RunMark.of(run)
+    mark.check()
+
+    run.rename(tmp_path / "elsewhere")
+    with pytest.raises(OutputError, match="run is not the directory of this run any more"):
+        mark.check()
+    run.mkdir()
+    RunMark.of(run)
+    with pytest.raises(OutputError, match="moved, removed or replaced"):
+        mark.check()
 
 
 @pytest.mark.parametrize(("steps", "more"), [(9, ""), (5, "; train.steps 5 asks for no more")])
@@ -314,6 +407,7 @@ def test_auto_without_a_directory_means_the_last_run_of_the_name(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "quick").mkdir(parents=True)
     (tmp_path / "runs" / "quick" / "metrics.jsonl").write_text("")
+    RunMark.of(tmp_path / "runs" / "quick")
     run.rename(tmp_path / "runs" / "quick-2")
 
     found = opened(loaded())
@@ -387,7 +481,8 @@ def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path, tmp_
 def test_what_cannot_be_gone_on_with_is_refused(
     resume: str, kind: type[AxsparseError], words: str, run: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    RunMark.of(tmp_path / "empty")
 
     with pytest.raises(kind, match=words):
         opened(loaded(), str(tmp_path / resume))

@@ -1,13 +1,30 @@
-"""Which folder is a run's, by the settings of the run."""
+"""Which folder is a run's, by the settings of the run and by the mark in the folder.
+
+A run marks its directory before it writes anything else there. It starts only in a directory that
+has none of a run's files, continues only in one that is marked, and removes nothing without the
+mark.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from axsparse.runtime.errors import ConfigError, OutputError, writing
+from axsparse.runtime.files.atomic import write_new
+
+MARK_FILE = "run.json"
+"""The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was}."""
 METRICS_FILE = "metrics.jsonl"
-"""The file that each run directory has."""
+"""The records of a run."""
+RUN_FILES = (MARK_FILE, METRICS_FILE, "config.yaml", "checkpoints", "traces")
+"""What a run writes into its directory, beside its lock."""
+_KEY = "axsparse run"
 
 
 def automatic_run_dirs(name: str) -> Iterator[Path]:
@@ -18,12 +35,83 @@ def automatic_run_dirs(name: str) -> Iterator[Path]:
 
 def last_run(setting: str, name: str) -> Path | None:
     """The run that `run_dir` (the setting) means, or under `auto` the last run of the
-    configuration's name; None without any."""
+    configuration's name; None where no run has begun.
+
+    ConfigError for a directory that has files of a run and no mark.
+    """
     if setting != "auto":
-        return Path(setting) if (Path(setting) / METRICS_FILE).is_file() else None
+        return Path(setting) if is_marked(Path(setting)) else None
     last = None
     for path in automatic_run_dirs(name):
-        if not (path / METRICS_FILE).is_file():
+        if not is_marked(path):
             break
         last = path
     return last
+
+
+def is_marked(path: Path) -> bool:
+    """Whether a directory is a run's; ConfigError if it has files of a run, but no mark."""
+    if _read(path) is not None:
+        return True
+    found = foreign_files(path)
+    if found:
+        raise ConfigError(
+            f"{path} has {' and '.join(found)}, but no {MARK_FILE}, the mark of a run: what is "
+            "there may not be a run's, or not all of it; copy the whole directory, or choose "
+            "another --run-dir (--resume CHECKPOINT continues from a checkpoint there)"
+        )
+    return False
+
+
+def foreign_files(path: Path) -> list[str]:
+    """The files in an unmarked directory that a run would write or replace."""
+    return [name for name in RUN_FILES if os.path.lexists(path / name)]
+
+
+class RunMark:
+    """The mark of a run directory."""
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        self._path, self._content = path, content
+
+    @staticmethod
+    def of(path: Path) -> RunMark:
+        """The mark that is in a directory, or a new one."""
+        content = _read(path)
+        if content is None:
+            content = {_KEY: uuid.uuid4().hex, "saved": False}
+            write_new(path / MARK_FILE, json.dumps(content).encode())
+        return RunMark(path, content)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether the run has saved a checkpoint."""
+        return bool(self._content.get("saved"))
+
+    def check(self) -> None:
+        """OutputError if the directory was moved, removed or replaced since the run began."""
+        found = _read(self._path)
+        if found is None or found.get(_KEY) != self._content.get(_KEY):
+            raise OutputError(
+                f"{self._path} is not the directory of this run any more: it was moved, removed or "
+                "replaced while the run trained, and nothing can be saved there; put it back, or "
+                "start again with --resume auto where it is now"
+            )
+
+    def note_saved(self) -> None:
+        """Note that a checkpoint was saved. OutputError if that cannot be written."""
+        if not self.has_saved:
+            self._content["saved"] = True
+            with writing(f"{self._path / MARK_FILE}:", "choose another --run-dir"):
+                partial = self._path / f".{MARK_FILE}.partial"
+                partial.write_text(json.dumps(self._content), encoding="utf-8")
+                partial.replace(self._path / MARK_FILE)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The contents of a directory's mark; None without one."""
+    try:
+        content = json.loads((path / MARK_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and _KEY in content else None

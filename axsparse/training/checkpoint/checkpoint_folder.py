@@ -54,9 +54,10 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """The folders in a folder, without links; none if it does not exist or is a file."""
+    """The folders in a folder, also those on other disks that links in it point to; none if it
+    does not exist or is a file."""
     try:
-        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+        return [path for path in folder.iterdir() if path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -68,7 +69,7 @@ def begin(folder: Path, step: int) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in unfinished(folder):
-        shutil.rmtree(path)
+        _delete(path)
     partial = unfinished_path_of(folder, step)
     partial.mkdir()
     return partial
@@ -94,7 +95,15 @@ def remove(path: Path) -> None:
     gone = path.with_name(path.name + REMOVED)
     path.rename(gone)
     sync_folder(path.parent)
-    shutil.rmtree(gone)
+    _delete(gone)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or a link to one, but not what the link points to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def outdated(

