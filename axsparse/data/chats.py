@@ -18,10 +18,14 @@ from axsparse.runtime.errors import ConfigError
 MARKS = re.compile(r"\{%-?\s*generation\b")
 """Begins, in a template, what the assistant says."""
 ASSISTANT = "assistant"
+ROLES = {"human": "user", "gpt": ASSISTANT}
+"""ShareGPT's names of the roles that have others in templates."""
 TOOLS, KWARGS = "tools", "chat_template_kwargs"
 """Columns beside the messages, which `apply_chat_template` gets."""
+TEMPLATE = "chat_template"
+"""The variable by which a record names one of several templates."""
 WHY = 200
-"""Letters of why a template refuses a chat that are told."""
+"""Letters of why a template rejects a chat that are told."""
 
 Messages = Sequence[dict[str, Any]]
 
@@ -34,6 +38,8 @@ class Chat(NamedTuple):
     """A list of schemas, or its JSON."""
     kwargs: Any = None
     """Variables of the template, by name, or their JSON."""
+    prompt: int | None = None
+    """Number of messages that are the prompt, where the loss counts all that follows a prompt."""
 
     def arguments(self) -> dict[str, Any]:
         """The arguments beside the messages; ValueError if they are none."""
@@ -43,7 +49,26 @@ class Chat(NamedTuple):
         )
         if not isinstance(tools, list | None) or not isinstance(kwargs, dict | None):
             raise ValueError(f"{TOOLS} are a list, {KWARGS} a mapping")
-        return {**(kwargs or {}), **({TOOLS: tools} if tools else {})}
+        return {TOOLS: tools, **(kwargs or {})}
+
+
+def chatml(messages: Messages) -> list[dict[str, Any]]:
+    """Messages with `role` and `content`, also where they have ShareGPT's `from` and `value`."""
+    found = []
+    for message in messages:
+        renamed = {
+            {"from": "role", "value": "content"}.get(key, key): message[key] for key in message
+        }
+        if "from" in message:
+            renamed["role"] = ROLES.get(message["from"], message["from"])
+        found.append(renamed)
+    return found
+
+
+def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
+    """The number of leading ids that two sequences share."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((at for at, (id_, other) in pairs if id_ != other), min(len(ids), len(others)))
 
 
 class Encoded(NamedTuple):
@@ -74,6 +99,7 @@ class ChatTemplate:
                 f"--tokenizer: {folder} has no tokenizer that transformers reads "
                 f"({' '.join(str(reason).split())}); name a folder that save_pretrained wrote"
             ) from None
+        self._folder = folder
         self._tokenizer.model_max_length = sys.maxsize  # Samples are cut later: no warning here.
         templates = self._tokenizer.chat_template
         if not templates:
@@ -85,17 +111,55 @@ class ChatTemplate:
         self.digest = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
     def encode(self, chat: Chat) -> Encoded | str:
-        """The tokens of a chat; why not, if the template refuses it, or has no marks and writes
-        earlier messages otherwise once later ones follow."""
+        """The tokens of a chat, or why it cannot be used.
+
+        ConfigError if a template of the folder is no Jinja, or none of several is the default.
+        """
+        # A dependency of transformers' chats.
+        from jinja2 import TemplateError, TemplateSyntaxError
+
         try:
             arguments = chat.arguments()
-            # Of several templates that is one for tools, or the default.
-            template = self._tokenizer.get_chat_template(None, arguments.get(TOOLS))
+        except ValueError as reason:
+            return f"{TOOLS} or {KWARGS} that cannot be read ({reason})"[:WHY]
+        named = arguments.get(TEMPLATE)
+        try:
+            asked = named if isinstance(named, str) else None
+            template = self._tokenizer.get_chat_template(asked, arguments[TOOLS])
+        except ValueError:
+            names = ", ".join(sorted(self._tokenizer.chat_template))
+            raise ConfigError(
+                f"--tokenizer: {self._folder} has the chat templates {names}, and no default; call "
+                f"one of them default, or name one as {TEMPLATE} in {KWARGS} of each record"
+            ) from None
+        try:
+            if chat.prompt is not None:
+                return self._by_prompt(chat.messages, chat.prompt, arguments)
             if MARKS.search(template):
                 return self._by_marks(chat.messages, arguments)
             return self._by_turns(chat.messages, arguments)
         except Exception as reason:  # Templates raise what they like about a chat, as do filters.
-            return f"{type(reason).__name__}: {' '.join(str(reason).split())}"[:WHY]
+            why = " ".join(str(reason).split())[:WHY]
+            if isinstance(reason, TemplateSyntaxError) and named is None:
+                raise ConfigError(
+                    f"--tokenizer: the chat template of {self._folder} is no Jinja (line "
+                    f"{reason.lineno}: {why}); mend it"
+                ) from None
+            if type(reason) is TemplateError:  # by raise_exception
+                return f"a chat that the template rejects ({why})"
+            return f"a chat that the template fails on ({type(reason).__name__}: {why})"
+
+    def _by_prompt(self, messages: Messages, prompt: int, arguments: dict[str, Any]) -> Encoded:
+        """What follows the prompt and the words that ask for an answer counts; the completion
+        begins at the first token that differs from those of the prompt alone, as in TRL."""
+        before, whole = (
+            self._tokenizer.apply_chat_template(
+                some, **arguments, return_dict=True, add_generation_prompt=asks
+            )["input_ids"]
+            for some, asks in ((messages[:prompt], True), (messages, False))
+        )
+        begin = common_prefix(before, whole)
+        return Encoded(whole, [at >= begin for at in range(len(whole))])
 
     def _by_marks(self, messages: Messages, arguments: dict[str, Any]) -> Encoded:
         """What stands between `{% generation %}` and `{% endgeneration %}` counts."""
@@ -121,8 +185,9 @@ class ChatTemplate:
                 after = text(messages[: number + 1])
                 if not (after.startswith(before) and whole.startswith(after)):
                     return (
-                        f"it writes message {number + 1} otherwise when others follow, or with the "
-                        "words that ask for it, and marks no answers by {% generation %}"
+                        f"a chat that the template rewrites (message {number + 1} is another when "
+                        "others follow, or with the words that ask for it, and no {% generation %} "
+                        "marks answers)"
                     )
                 turns.append((len(before), len(after)))
         encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)

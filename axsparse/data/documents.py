@@ -22,10 +22,10 @@ from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeGuard, cast
 
 from axsparse.data.arrow import LABELS, MASKS, PADDING, columns_of, rows_of
-from axsparse.data.chats import KWARGS, TOOLS, Chat
+from axsparse.data.chats import KWARGS, TOOLS, Chat, chatml
 from axsparse.data.in_place import megatron
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.targets import IGNORED
@@ -61,8 +61,9 @@ class Reading:
     `regex:PATTERN`: a document begins at each line in which the pattern is found."""
     jsonl_field: str = "text"
     """How JSONL files and tables are divided: each record, or row, is a document, and this is the
-    key of its text, its token ids, or the messages of a chat. Without it, `messages` or `input_ids`
-    are taken. Beside token ids, `labels` are -100, and `completion_mask` and `assistant_masks` 0,
+    key of its text, its token ids, or the messages of a chat. Without it, `messages`,
+    `conversations` or `input_ids` are taken, or `prompt` and `completion`. Beside token ids,
+    `labels` are -100, and `completion_mask` and `assistant_masks` 0,
     for tokens that are no targets, and `attention_mask` is 0 for padding. Beside messages, `tools`
     and `chat_template_kwargs` go to the template."""
     max_line: int = 16_000_000
@@ -87,6 +88,17 @@ class Reading:
 # -- formats --------------------------------------------------------------------------------
 
 
+class Completion(NamedTuple):
+    """A text that continues another; the loss counts it alone."""
+
+    prompt: str
+    completion: str
+
+
+Content = list[int] | Chat | Completion
+"""A document that is no text: token ids, of which -1 - id is no target, a chat, or a completion."""
+
+
 class Stretch(NamedTuple):
     """A document as a format's reader finds it, or a part of a long one."""
 
@@ -99,9 +111,8 @@ class Stretch(NamedTuple):
     line."""
     problem: str | None = None
     """Why the document cannot be used."""
-    content: list[int] | Chat | None = None
-    """Of a document that is no text, its token ids, or a chat. -1 - id stands for
-    a token that is no target."""
+    content: Content | None = None
+    """Of a document that is no text, what it is instead."""
 
 
 Reader = Callable[[BinaryIO, Reading], Iterator[Stretch]]
@@ -142,10 +153,10 @@ def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> It
     """The rows of a file of Arrow or Parquet: each is a document."""
     contents = (reading.jsonl_field, *OTHER_FIELDS)
     names = columns_of(file, parquet=parquet)
-    if not {*names} & {*contents}:
+    if not ({*names} & {*contents} or {*PAIR} <= {*names}):
         yield Stretch(1, "", problem=_missing(names, reading.jsonl_field))
         return
-    columns = [name for name in names if name in (*contents, *BESIDE)]
+    columns = [name for name in names if name in (*contents, *PAIR, *BESIDE)]
     for number, row in enumerate(rows_of(file, columns, parquet=parquet), 1):
         yield _document(number, row, reading.jsonl_field)
 
@@ -163,8 +174,12 @@ def read_index(file: BinaryIO, _: Reading) -> Iterator[Stretch]:
         yield Stretch(number, "", problem=None if ids else "empty", content=ids)
 
 
-OTHER_FIELDS = ("messages", "input_ids")
+OTHER_FIELDS = ("messages", "conversations", "input_ids")
 """Keys of documents that are no text, for records without the key of a text."""
+PAIR = ("prompt", "completion")
+"""Keys of two texts, or of messages, for records without these."""
+INSTRUCTION = {"instruction", "output"}
+"""Keys of records that are rejected with a suggestion: prompts of instruction and input differ."""
 BESIDE = (LABELS, PADDING, *MASKS, TOOLS, KWARGS)
 """Columns that are read beside those of documents."""
 READERS: dict[str, Reader] = {
@@ -247,28 +262,62 @@ def _document(number: int, record: object, field: str) -> Stretch:
     record = record if isinstance(record, dict) else {}
     values = [record.get(key) for key in (field, *OTHER_FIELDS)]
     value = next((value for value in values if value is not None), None)
-    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
-        chat = Chat(value, record.get(TOOLS), record.get(KWARGS))
+    if value is None and all(record.get(key) is not None for key in PAIR):
+        return _completion(number, record)
+    if _are_messages(value):
+        chat = Chat(chatml(value), record.get(TOOLS), record.get(KWARGS))
         return Stretch(number, "", problem=None if value else "empty", content=chat)
     if isinstance(value, list) and all(isinstance(one, int) for one in value):
         return _ids(number, value, record)
     if not isinstance(value, str | bytes) or values[0] is None:  # A chat or ids are no text.
         return Stretch(number, "", problem=_missing(record, field))
+    text = _text(value)
+    if text is None:
+        return Stretch(number, "", problem="not UTF-8")
+    return Stretch(number, text, problem=None if text.strip() else "empty")
+
+
+def _text(value: str | bytes) -> str | None:
+    """A text of a record; None if it is not UTF-8."""
     try:
         # JSON can express a lone surrogate such as "\ud800"; texts of tables are bytes.
-        value = value.decode() if isinstance(value, bytes) else value
-        value.encode()
+        text = value.decode() if isinstance(value, bytes) else value
+        text.encode()
     except UnicodeError:
-        return Stretch(number, "", problem="not UTF-8")
-    return Stretch(number, value, problem=None if value.strip() else "empty")
+        return None
+    return text
+
+
+def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def _completion(number: int, record: dict[str, Any]) -> Stretch:
+    """The document of a prompt and its completion: two texts, or the messages of both."""
+    prompt, completion = (record[key] for key in PAIR)
+    content: Content
+    if _are_messages(prompt) and _are_messages(completion):
+        messages = chatml([*prompt, *completion])
+        content = Chat(messages, record.get(TOOLS), record.get(KWARGS), len(prompt))
+    elif isinstance(prompt, str | bytes) and isinstance(completion, str | bytes):
+        texts = [text for text in (_text(prompt), _text(completion)) if text is not None]
+        if len(texts) != len(PAIR):
+            return Stretch(number, "", problem="not UTF-8")
+        content = Completion(*texts)
+    else:
+        what = f"{' and '.join(PAIR)} that are neither two texts nor two lists of messages"
+        return Stretch(number, "", problem=what)
+    return Stretch(number, "", problem=None if completion else "empty", content=content)
 
 
 def _missing(found: Iterable[str], field: str) -> str:
     """The problem of a record that has none of the fields that are read."""
-    wanted = ", ".join(dict.fromkeys((field, *OTHER_FIELDS)))
+    wanted = ", ".join(dict.fromkeys((field, *OTHER_FIELDS, " with ".join(PAIR))))
     names = sorted(found)
     some = f"{', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"[:WHY]
-    return f"missing field (it has {some or 'none'}, and {wanted} are read)"
+    mend = "; write instruction and input as prompt, output as completion"
+    mend = mend if {*names} >= INSTRUCTION else ""
+    return f"missing field (it has {some or 'none'}, and {wanted} are read{mend})"
 
 
 def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Stretch:
@@ -393,9 +442,8 @@ class Piece(NamedTuple):
     """Whether the document is held out for validation."""
     read: int
     """Bytes of the file that have been read so far."""
-    content: list[int] | Chat | None = None
-    """Of a document that is no text, its token ids, or a chat. -1 - id stands for
-    a token that is no target."""
+    content: Content | None = None
+    """Of a document that is no text, what it is instead."""
 
 
 def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Piece]:
@@ -435,7 +483,7 @@ def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Pie
         yield Piece(f"{source.name}, {unit} 1", "", True, "empty", held_out, read)
 
 
-def first_contents(sources: Sequence[Source], reading: Reading) -> Iterator[list[int] | Chat]:
+def first_contents(sources: Sequence[Source], reading: Reading) -> Iterator[Content]:
     """What the first documents of files have that is no text."""
     for source in sources:
         if any(suffix in READERS for suffix in PurePath(source.path).suffixes[-2:]):
@@ -444,9 +492,9 @@ def first_contents(sources: Sequence[Source], reading: Reading) -> Iterator[list
                     yield piece.content
 
 
-def has_marks(content: list[int] | Chat | None) -> bool:
+def has_marks(content: Content | None) -> bool:
     """Whether a document has tokens that are no targets, or may have some."""
-    return isinstance(content, Chat) or (content is not None and any(id_ < 0 for id_ in content))
+    return any(id_ < 0 for id_ in content) if isinstance(content, list) else content is not None
 
 
 def _stretches(raw: BinaryIO, source: Source, reading: Reading) -> Iterator[Stretch]:

@@ -23,9 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from axsparse.data.chats import Chat, ChatTemplate
+from axsparse.data.chats import Chat, ChatTemplate, common_prefix
 from axsparse.data.documents import (
     STRETCH,
+    Completion,
+    Content,
     Piece,
     Reading,
     Source,
@@ -84,6 +86,8 @@ SHOWN = 10
 BEGINNING = 24
 """Number of tokens that are shown as text."""
 MEGABYTE = 1_000_000
+LATE = "a chat, a prompt or labels, and none among the first documents"
+"""Why a document cannot be used that has tokens that are no targets, where files have no marks."""
 
 Settings = dict[str, str | int | float | bool]
 
@@ -500,9 +504,11 @@ class _Encoder:
             if piece.content is None or piece.problem is not None:
                 yield ids, piece.problem
             elif has_marks(piece.content) and not self.mark:
-                yield self._nothing, "a chat or labels, and none among the first documents"
+                yield self._nothing, LATE
             elif isinstance(piece.content, Chat):
                 yield self._chat(piece.content)
+            elif isinstance(piece.content, Completion):
+                yield self._completion(piece.content)
             else:
                 yield self._ids(np.array(piece.content))
 
@@ -514,12 +520,13 @@ class _Encoder:
         """The ids after the last piece of a document: a text's own last tokens and the separator,
         unless they or the given ids end with it; no target, where others are none."""
         separator = self._tokenizer.separator
-        if piece.content is None:
-            last = self._tokenizer.last.tolist()
-            return np.array(last if last[-1:] == [separator] else [*last, separator], self.dtype)
-        if ids.size and int(ids[-1]) & ~self.mark == separator:
-            return self._nothing
-        return np.array([separator | (self.mark if has_marks(piece.content) else 0)], self.dtype)
+        is_text = piece.content is None or isinstance(piece.content, Completion)
+        last = self._tokenizer.last.tolist() if is_text else []
+        before = last or [int(ids[-1]) & ~self.mark] if ids.size else last
+        if before[-1:] != [separator]:
+            is_target = is_text or not has_marks(piece.content)
+            last.append(separator if is_target else separator | self.mark)
+        return np.array(last, self.dtype)
 
     @property
     def _nothing(self) -> Tokens:
@@ -537,13 +544,23 @@ class _Encoder:
 
     def _chat(self, chat: Chat) -> tuple[Tokens, str | None]:
         if self._template is None:
-            return self._nothing, "a chat or labels, and none among the first documents"
+            return self._nothing, LATE
         encoded = self._template.encode(chat)
         if isinstance(encoded, str):
-            return self._nothing, f"a chat that the template refuses ({encoded})"
+            return self._nothing, encoded
         ids, counts = np.array(encoded.ids, np.int64), np.array(encoded.counts, np.bool_)
         if not counts.any():
             return self._nothing, "a chat without words of the assistant"
+        return self._ids(np.where(counts, ids, -1 - ids))
+
+    def _completion(self, content: Completion) -> tuple[Tokens, str | None]:
+        """The ids of prompt and completion in one text; the completion begins at the first that
+        differs from those of the prompt alone, as in TRL."""
+        texts = [content.prompt, content.prompt + content.completion]
+        prompt, whole = self._tokenizer.encode_batch(texts)
+        begin = common_prefix(prompt.tolist(), whole.tolist())
+        ids = np.concatenate([self._tokenizer.first, whole]).astype(np.int64)
+        counts = np.arange(ids.size) >= self._tokenizer.first.size + begin
         return self._ids(np.where(counts, ids, -1 - ids))
 
 
@@ -630,12 +647,19 @@ def _batches(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, 
     for piece in pieces:
         batch.append(piece)
         # Many empty documents, such as unusable ones, fill a batch as well.
-        size += 1 + len(piece[0].text) + len(piece[0].content or ())
+        size += 1 + len(piece[0].text) + _size(piece[0].content)
         if size >= BATCH:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _size(content: Content | None) -> int:
+    """About how many ids or characters a document has that is no text."""
+    if content is None or isinstance(content, list):
+        return len(content or ())
+    return len(str(content))
 
 
 def _refuse_empty(progress: Progress, request: Request) -> None:

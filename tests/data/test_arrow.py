@@ -94,7 +94,8 @@ def test_a_table_without_the_column_is_named(tmp_path: Path) -> None:
     assert [(p.place, p.problem) for p in pieces_of(path, "words")] == [
         (
             f"{path}, row 1",
-            "missing field (it has other, text, and words, messages, input_ids are read)",
+            "missing field (it has other, text, and words, messages, conversations, input_ids, "
+            "prompt with completion are read)",
         )
     ]
 

@@ -1,4 +1,4 @@
-"""Chats and labels: which tokens the loss counts, beside what TRL counts (trl_masks.json)."""
+"""Chats, prompts and labels: the tokens that the loss counts, beside TRL's (trl_masks.json)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.preparing import run
 from axsparse.config.schema import DataConfig
 from axsparse.data.chats import Chat, ChatTemplate
 from axsparse.data.documents import FIRST, Reading
-from axsparse.data.preparation import Request
+from axsparse.data.preparation import LATE, Request
 from axsparse.data.run_tokenizer import byte_tokenizer, exported_tokenizer, run_tokenizer
 from axsparse.data.token_file import read_sidecar, token_datasets
 from axsparse.runtime.errors import ConfigError, DataError, OutputError
@@ -134,9 +134,9 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
 
     sidecar, _ = run(Request((source,), tmp_path / "out", tokenizer=given))
 
-    refused, labels = "a chat that the template refuses", "labels that do not fit the ids"
-    no = f"{refused} (TemplateError: no)"
-    other = f"{refused} (UndefinedError: 'dict object' has no attribute 'content')"
+    chat, labels = "a chat that the template", "labels that do not fit the ids"
+    no = f"{chat} rejects (no)"
+    other = f"{chat} fails on (UndefinedError: 'dict object' has no attribute 'content')"
     wordless = "a chat without words of the assistant"
     assert sidecar.train.documents == 2
     assert [text.partition("chats.jsonl, ")[2] for text in sidecar.sources.examples] == [
@@ -149,7 +149,61 @@ def test_a_template_that_rewrites_earlier_turns_needs_marks(tmp_path: Path) -> N
     template = ChatTemplate(folder_of("forgets", tmp_path))
 
     assert not isinstance(template.encode(Chat(list(CHATS[0]))), str)
-    assert "marks no answers by {% generation %}" in str(template.encode(Chat(list(CHATS[1]))))
+    assert "no {% generation %} marks answers" in str(template.encode(Chat(list(CHATS[1]))))
+
+
+RECORDS: dict[str, list[dict[str, Any]]] = TRL["records"]
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_table], ids=["jsonl", "parquet"])
+@pytest.mark.parametrize(("records", "kind"), [key.split() for key in TRL["made"]])
+def test_a_record_has_the_ids_and_the_targets_that_trl_gives_it(
+    records: str, kind: str, write: Any, tmp_path: Path
+) -> None:
+    name = "records.jsonl" if write is write_jsonl else "records.parquet"
+    folder = folder_of("none" if kind == "bos" else kind, tmp_path)
+    if kind == "bos":
+        begin_by(folder, "<|im_start|> $A")
+    source = write(tmp_path / name, RECORDS[records])
+    sidecar, _ = run(Request((source,), tmp_path / "out", tokenizer=folder / "tokenizer.json"))
+
+    data = token_datasets(tmp_path / "out", sidecar.train.tokens - 1, validate=False)[0]
+
+    # Chats are followed by the separator 0, which is no target; texts end with it, in TRL as well.
+    after = [] if records == "texts" else [0]
+    rows = TRL["made"][f"{records} {kind}"]
+    ids = [id_ for row in rows for id_ in (*row["ids"], *after)]
+    counts = [c == "1" for row in rows for c in (*row["counts"], *("0" for _ in after))]
+    (inputs,), targets = data.read(np.array([0]))
+    assert inputs[0].tolist() == ids[:-1]
+    expected = [id_ if so else -100 for id_, so in zip(ids, counts, strict=True)]
+    assert targets[0].tolist() == expected[1:]
+
+
+def test_a_completion_begins_where_its_ids_differ_from_those_of_the_prompt(tmp_path: Path) -> None:
+    """As TRL says where a token reaches from the prompt into the completion."""
+    library = pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")
+    words = {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}
+    own = library.Tokenizer(library.models.BPE(words, [("a", "b")]))
+    own.add_special_tokens(["<|endoftext|>"])
+    own.save(str(tmp_path / "tokenizer.json"))
+    source = write_jsonl(tmp_path / "one.jsonl", [{"prompt": "ba", "completion": "ba"}])
+
+    run(Request((source,), tmp_path / "out", tokenizer=tmp_path / "tokenizer.json"))
+
+    ids = np.fromfile(tmp_path / "out" / "train.tokens", np.uint8)
+    assert ids.tolist() == [2 | 128, 3, 1, 0]
+
+
+def begin_by(folder: Path, single: str) -> None:
+    """Let a folder's tokenizer put its own tokens around a text."""
+    library = pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")
+    own = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens = [("<|im_start|>", 256), ("<|endoftext|>", 0)]
+    own.post_processor = library.processors.TemplateProcessing(
+        single=single, special_tokens=[token for token in tokens if token[0] in single]
+    )
+    own.save(str(folder / "tokenizer.json"))
 
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "d", "parameters": {}}}
@@ -181,7 +235,10 @@ def test_tools_and_variables_of_a_record_go_to_the_template_that_transformers_ta
         {"tools": [TOOL]},
         {"tools": [TOOL, TOOL], "chat_template_kwargs": {"mood": "calm"}},
         {"chat_template_kwargs": {"mood": "calm"}},
+        {"tools": [], "chat_template_kwargs": {"mood": "calm"}},
     ]
+    if named:
+        beside.append({"tools": [TOOL], "chat_template_kwargs": {"chat_template": "default"}})
 
     found = set()
     for columns in beside:
@@ -197,18 +254,43 @@ def test_tools_and_variables_of_a_record_go_to_the_template_that_transformers_ta
         )
         assert encoded.ids == theirs["input_ids"]
         found.add(tuple(encoded.ids))
-    assert len(found) == (3 if named else 4)  # the default template knows no mood
+    # The default template knows no mood; that for tools is taken for an empty list of them too.
+    assert len(found) == 4
 
 
 @pytest.mark.parametrize(
-    ("template", "why"),
+    ("template", "error", "why"),
     [
-        ("{% for m in messages %}", "TemplateSyntaxError: Unexpected end of template"),
-        ("{{ raise_exception('two users in a row') }}", "TemplateError: two users in a row"),
-        ("{{ messages[0].talk.x }}", "UndefinedError: "),
+        (
+            "\n{% for m in messages %}",
+            ConfigError,
+            "--tokenizer: the chat template of FOLDER is no Jinja (line 2: Unexpected end of templ",
+        ),
+        (
+            "{{ messages | shout }}",
+            ConfigError,
+            "--tokenizer: the chat template of FOLDER is no Jinja (line 1: No filter named 'shout'",
+        ),
+        (
+            [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "x"}],
+            ConfigError,
+            "--tokenizer: FOLDER has the chat templates rag, tool_use, and no default; call one of",
+        ),
+        (
+            "{{ raise_exception('two users in a row') }}",
+            DataError,
+            "line 1: a chat that the template rejects (two users in a row)",
+        ),
+        (
+            "{{ messages[0].talk.x }}",
+            DataError,
+            "line 1: a chat that the template fails on (UndefinedError: 'dict object' has no",
+        ),
     ],
 )
-def test_a_template_that_fails_says_why(template: str, why: str, tmp_path: Path) -> None:
+def test_a_template_that_fails_says_why(
+    template: Any, error: type[Exception], why: str, tmp_path: Path
+) -> None:
     folder = folder_of("plain", tmp_path)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(
@@ -216,10 +298,18 @@ def test_a_template_that_fails_says_why(template: str, why: str, tmp_path: Path)
     )
     source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
 
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(error) as caught:
         run(Request((source,), tmp_path / "out", tokenizer=folder / "tokenizer.json"))
 
-    assert f"a chat that the template refuses ({why}" in str(caught.value)
+    assert why.replace("FOLDER", str(folder)) in str(caught.value)
+
+
+def test_tools_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    template = ChatTemplate(folder_of("plain", tmp_path))
+
+    for tools in ("[", {"name": "add"}):
+        found = str(template.encode(Chat([*CHATS[0]], tools)))
+        assert found.startswith("tools or chat_template_kwargs that cannot be read (")
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -228,13 +318,7 @@ def test_texts_and_prompts_have_the_ids_that_transformers_gives_them(
 ) -> None:
     """Special tokens are themselves, and BOS begins a text, also one that is cut."""
     folder = folder_of("plain", tmp_path)
-    library = pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")
-    own = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokens = [("<|im_start|>", 256), ("<|endoftext|>", 0)]
-    own.post_processor = library.processors.TemplateProcessing(
-        single=f"<|im_start|> $A{' <|endoftext|>' if ends else ''}", special_tokens=tokens
-    )
-    own.save(str(folder / "tokenizer.json"))
+    begin_by(folder, f"<|im_start|> $A{' <|endoftext|>' if ends else ''}")
     from transformers import AutoTokenizer
 
     judge = AutoTokenizer.from_pretrained(str(folder))
@@ -283,7 +367,7 @@ def test_a_chat_after_many_texts_is_left_out(tmp_path: Path) -> None:
 
     sidecar, _ = run(Request((tmp_path / "mixed.jsonl",), tmp_path / "out"))
 
-    assert sidecar.sources.left_out == {"a chat or labels, and none among the first documents": 2}
+    assert sidecar.sources.left_out == {LATE: 2}
     assert (sidecar.marked, sidecar.dtype) == (False, "uint8")
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from axsparse.data import documents as module
 from axsparse.data.chats import Chat
 from axsparse.data.documents import (
+    Completion,
     Piece,
     Reading,
     Source,
@@ -185,8 +186,8 @@ def test_a_record_without_a_text_may_have_token_ids_or_messages() -> None:
 
 def test_a_record_that_has_no_document_says_what_it_has() -> None:
     lines = [
-        b'{"id": 3, "conversations": [{"from": "human", "value": "x"}]}',
-        b'{"prompt": "x", "completion": "y"}',
+        b'{"prompt": "x", "chosen": "y"}',
+        b'{"instruction": "x", "input": "", "output": "y"}',
         b'{"text": null}',
         b"[]",
     ]
@@ -194,9 +195,46 @@ def test_a_record_that_has_no_document_says_what_it_has() -> None:
     found = read_json_lines(io.BytesIO(b"\n".join(lines)), Reading())
 
     assert [s.problem for s in found] == [
-        f"missing field (it has {names}, and text, messages, input_ids are read)"
-        for names in ("conversations, id", "completion, prompt", "text", "none")
+        f"missing field (it has {names}, and text, messages, conversations, input_ids, prompt with "
+        f"completion are read{mend})"
+        for names, mend in (
+            ("chosen, prompt", ""),
+            (
+                "input, instruction, output",
+                "; write instruction and input as prompt, output as completion",
+            ),
+            ("text", ""),
+            ("none", ""),
+        )
     ]
+
+
+TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+OLDER = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "content"),
+    [
+        ({"conversations": OLDER, "id": 3}, Chat(TURNS)),
+        ({"messages": OLDER, "tools": []}, Chat(TURNS, [])),
+        ({"conversations": [{"from": "tool", "value": "x"}]}, Chat([{**TURNS[0], "role": "tool"}])),
+        ({"prompt": "x", "completion": "y"}, Completion("x", "y")),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, Chat(TURNS, prompt=1)),
+        ({"prompt": OLDER[:1], "completion": OLDER[1:]}, Chat(TURNS, prompt=1)),
+        ({"prompt": "p", "messages": TURNS}, Chat(TURNS)),
+        ({"prompt": "x", "completion": ""}, "empty"),
+        ({"prompt": "x", "completion": TURNS}, "prompt and completion that are neither two texts"),
+        ({"prompt": "\ud800", "completion": "x"}, "not UTF-8"),
+    ],
+)
+def test_a_record_means_what_trl_means_by_it(record: dict[str, object], content: object) -> None:
+    (found,) = read_json_lines(io.BytesIO(json.dumps(record).encode()), Reading())
+
+    if isinstance(content, str):
+        assert str(found.problem).startswith(content)
+    else:
+        assert (found.content, found.problem) == (content, None)
 
 
 @pytest.mark.parametrize(
