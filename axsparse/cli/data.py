@@ -29,7 +29,8 @@ EPILOG = """\
 how text is read:
   Files named *.jsonl or *.ndjson hold a record a line, *.parquet and *.arrow a row each, all
   others are text; .gz, .bz2 or .xz after the name says that a file is compressed. A record has a
-  text, the messages of a chat, or input_ids (and labels). *.idx is Megatron's. Documents that
+  text, the messages of a chat, input_ids (and labels, or masks), or a prompt and its completion,
+  which alone is learnt. *.idx is Megatron's. Documents that
   cannot be used (not UTF-8, empty, a huge line, malformed JSON, a missing field) are left
   out, counted and named; they end nothing. A separator follows each document.
 
@@ -138,7 +139,7 @@ def _add_reading(add: Callable[..., object]) -> None:
         metavar="NAME",
         default=Reading.jsonl_field,
         help="key of the text, chat or ids in a record or row (default %(default)s; without it, "
-        "messages or input_ids)",
+        "messages, conversations, input_ids, or prompt with completion)",
     )
     add(
         "--split-documents",

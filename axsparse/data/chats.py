@@ -107,8 +107,15 @@ class ChatTemplate:
                 f"--tokenizer: {folder} has no chat template, which chats need; name the folder of "
                 "a model for chats, or put its chat_template.jinja there"
             )
-        told = templates if isinstance(templates, str) else json.dumps(templates, sort_keys=True)
-        self.digest = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        told = json.dumps(templates, sort_keys=True).encode() + self.tokenizer_json
+        self.digest = hashlib.blake2b(told, digest_size=16).hexdigest()
+
+    @property
+    def tokenizer_json(self) -> bytes:
+        """The folder's tokenizer.json with the special tokens that its settings add, as
+        transformers reads both: texts and prompts beside chats have their ids."""
+        text: str = self._tokenizer.backend_tokenizer.to_str(pretty=True)
+        return text.encode()
 
     def encode(self, chat: Chat) -> Encoded | str:
         """The tokens of a chat, or why it cannot be used.

@@ -384,7 +384,9 @@ class _Run:
         request, path = self._request, self._folder / TOKENIZER
         if request.train_bpe is None and request.tokenizer is None:
             return ByteTokenizer()
-        if request.tokenizer is not None:
+        if self.template is not None:
+            _write_file(path, self.template.tokenizer_json)
+        elif request.tokenizer is not None:
             _write_file(path, request.tokenizer.read_bytes())
         elif request.train_bpe is not None and not path.exists():
             sample = format_bytes(min(self.size, request.bpe_sample_bytes))
@@ -395,19 +397,20 @@ class _Run:
             digest=digest_of(path),
             library=library_version(),
         )
-        # Errors then name the file that the user gave, and not its copy.
-        return Subwords(request.tokenizer or path, record, request.separator)
+        return Subwords(path, record, request.separator, given=request.tokenizer)
 
     def _sample(self) -> Iterator[str]:
         """A share of the training documents, spread evenly, to learn a vocabulary from."""
         share = self._request.bpe_sample_bytes / max(1, self.size)
         seen = given = 0
         for piece, _ in self._pieces():
-            if piece.problem is None and piece.content is None and not piece.validation:
+            content = piece.content
+            text = "".join(content) if isinstance(content, Completion) else piece.text
+            if text and piece.problem is None and not piece.validation:
                 if given <= share * seen:
-                    yield piece.text
-                    given += len(piece.text)
-                seen += len(piece.text)
+                    yield text
+                    given += len(text)
+                seen += len(text)
 
     def _pieces(self) -> Iterator[tuple[Piece, int]]:
         """The pieces of all documents, and how many bytes of all files were read up to each."""

@@ -90,10 +90,13 @@ class Subwords:
     text are themselves, and the file's own tokens begin and end it.
     """
 
-    def __init__(self, path: Path, record: TokenizerRecord, separator: str) -> None:
-        """DataError if the file holds no tokenizer, ConfigError if it has no token `separator`."""
+    def __init__(
+        self, path: Path, record: TokenizerRecord, separator: str, given: Path | None = None
+    ) -> None:
+        """DataError if the file holds no tokenizer, ConfigError if it has no token `separator`;
+        they name `given`, the file of the user that `path` is made from."""
         library = import_tokenizers()
-        self._path = path
+        self._path = given or path
         with self._refusing("holds no tokenizer"):
             self._tokenizer = library.Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
@@ -101,8 +104,8 @@ class Subwords:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if separator not in vocabulary:
             raise ConfigError(
-                f"--separator: {path} has no token {separator!r} to put between documents; name "
-                f"one that it has{_suggested(self._tokenizer)}"
+                f"--separator: {self._path} has no token {separator!r} to put between documents; "
+                f"name one that it has{_suggested(self._tokenizer)}"
             )
         self.record = record
         self.separator = vocabulary[separator]

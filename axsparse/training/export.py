@@ -76,6 +76,8 @@ COMPANIONS = (
 )
 """Files of a Hugging Face folder that training does not change: its tokenizer's files, and the
 settings of how it generates."""
+TEMPLATES = "additional_chat_templates"
+"""The folder beside them of chat templates with names, NAME.jinja."""
 _FOLDER_FILES = {WHOLE_FILE, CONFIG_FILE}
 Value = Callable[[], Tensor]
 """Reads a tensor."""
@@ -221,7 +223,11 @@ def _write(
         if files is not None:
             unfinished.mkdir()
             for name, content in files.items():
+                (unfinished / name).parent.mkdir(exist_ok=True)
                 write_new(unfinished / name, content)
+            for folder in unfinished.iterdir():
+                if folder.is_dir():
+                    sync_folder(folder)
             file = unfinished / WHOLE_FILE
         write_safetensors(file, headers, values, {_STEP: str(step)})
         if is_folder:
@@ -382,7 +388,7 @@ def is_export(folder: Path) -> bool:
         return False
     if inside <= _FOLDER_FILES:
         return True
-    if not inside <= {*_FOLDER_FILES, *COMPANIONS}:
+    if not inside <= {*_FOLDER_FILES, *COMPANIONS, TEMPLATES}:
         return False
     try:
         return _STEP in SafetensorsFile(folder / WHOLE_FILE).metadata
@@ -454,6 +460,9 @@ def hf_files(
         theirs = read_json(source / CONFIG_FILE)
         settings = {key: value for key, value in theirs.items() if key != TORCH_DTYPE}
         companions = [name for name in COMPANIONS if (source / name).is_file()]
+        companions += [
+            f"{TEMPLATES}/{one.name}" for one in sorted((source / TEMPLATES).glob("*.jinja"))
+        ]
         files = {name: (source / name).read_bytes() for name in companions}
         return {**files, CONFIG_FILE: _json({**settings, "dtype": named})}, []
     texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}

@@ -195,6 +195,38 @@ def test_a_completion_begins_where_its_ids_differ_from_those_of_the_prompt(tmp_p
     assert ids.tolist() == [2 | 128, 3, 1, 0]
 
 
+def test_special_tokens_of_the_settings_are_themselves_in_chats_and_in_prompts(
+    tmp_path: Path,
+) -> None:
+    """Words of the vocabulary that tokenizer_config.json alone calls tokens, as transformers."""
+    folder = folder_of("plain", tmp_path)
+    own = json.loads((folder / "tokenizer.json").read_text())
+    own["added_tokens"] = [one for one in own["added_tokens"] if one["id"] != 257]
+    (folder / "tokenizer.json").write_text(json.dumps(own))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
+    from transformers import AutoTokenizer
+
+    run(Request((source,), tmp_path / "out", tokenizer=folder / "tokenizer.json"))
+
+    tokenizer, _ = run_tokenizer(DataConfig(source="tokens", path=str(tmp_path / "out")))
+    text = "<|im_start|>user\nHi<|im_end|>\n<|pad|>"
+    theirs: Any = AutoTokenizer.from_pretrained(str(folder))
+    assert tokenizer.encode(text).tolist() == theirs(text)["input_ids"]
+    assert tokenizer.vocab_size == len(theirs) == 259
+
+
+def test_a_vocabulary_is_learnt_from_prompts_and_completions(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "better", "completion": " than"}] * 9)
+
+    sidecar, _ = run(Request((source,), tmp_path / "out", train_bpe=260))
+
+    assert sidecar.vocab_size == 260
+
+
 def begin_by(folder: Path, single: str) -> None:
     """Let a folder's tokenizer put its own tokens around a text."""
     library = pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")

@@ -404,6 +404,8 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
     start, out = tmp_path / "start", tmp_path / "out"
     weights = write_llama(start)
     (start / "tokenizer.json").write_text("words")
+    (start / "additional_chat_templates").mkdir()
+    (start / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     (start / "README.md").write_text("not ours to carry")
     config = config_of(
         model={**SMALL_LLAMA, "from": str(start)},
@@ -417,7 +419,10 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
     def written() -> list[str]:
         return sorted(path.name for path in out.iterdir())
 
-    assert written() == ["config.json", "model.safetensors", "tokenizer.json"]
+    templates = "additional_chat_templates"
+    there = [templates, "config.json", "model.safetensors", "tokenizer.json"]
+    assert written() == there
+    assert (out / templates / "tool_use.jinja").read_text() == "{{ tools }}"
     assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
     assert_equal_tensors(
         tensors_of(out / "model.safetensors"),
