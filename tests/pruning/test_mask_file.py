@@ -50,14 +50,14 @@ def drawn(path: Path, config: Config, g_inter: int, g_data: int) -> list[Trainer
 
     def note(trainer: Trainer) -> None:
         trainers[trainer.parts.place.rank] = trainer
-        close = trainer.close
+        release = trainer._release
 
-        def save_and_close() -> None:
+        def save_and_release() -> None:
             if trainer.steps_done == config.train.steps:
                 trainer.save_mask(path)
-            close()
+            release()
 
-        trainer.close = save_and_close  # type: ignore[method-assign]  # the last moment of a run
+        trainer._release = save_and_release  # type: ignore[method-assign]  # the last moment of a run
 
     train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data(), before=note)
     return [trainers[rank] for rank in range(g_inter * g_data)]
