@@ -88,7 +88,7 @@ def calibrate(transport: Transport, loaded: Config, name: str, steps: int) -> Cl
     compute_of_other = _profile(loaded, steps, other).compute
     # Compiled layers cannot be split.
     weight = 0.0
-    if not loaded.pipeline.compile:
+    if loaded.pipeline.compile is not True:
         weight = _profile(loaded, steps, size, is_split=True).weight
     precision = profile.trainer.config.precision
     assert precision != "auto", "the run has decided"
@@ -147,7 +147,7 @@ def _profile(loaded: Config, steps: int, size: int, *, is_split: bool = False) -
             **{"g_inter": 1, "g_data": 1, "split": "auto", "memory_per_rank": "auto"},
             "g_tensor": 1,
         },
-        "pipeline": {"schedule": "message-driven", "split_backward": is_split, "held": "auto"},
+        "pipeline": {"schedule": "message-driven", "split_backward": is_split},
     }
     sections: dict[str, object] = {
         section: getattr(loaded, section).model_copy(update=values)
@@ -165,7 +165,7 @@ def _profile(loaded: Config, steps: int, size: int, *, is_split: bool = False) -
     for _ in range(steps):
         phases.start_spans()
         phases.begin_step()
-        trainer.step()
+        trainer._train_step()  # `step` would end its own phases, and keep their seconds
         seconds = phases.end_step()
         compute.append(seconds["compute"])
         compress.append(seconds["compress"])

@@ -4,6 +4,7 @@ otherwise ends it by name, and nothing else does."""
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -589,8 +590,8 @@ def test_a_check_of_more_than_a_second_says_how_long_it_took(
         model = given(lambda: Doing(slow))
         config = tiny_config(**BATCH)
         ran((1, 1, 1), config, tmp_path / str(seconds), model=lambda _: model, data=vector_data())
-        return "compared 3 of 3 layers with plain torch in 6.0 s (train.check_layers)" in (
-            capsys.readouterr().out
-        )
+        said = capsys.readouterr().out
+        line = r"^compared 3 of 3 layers with plain torch in [4-8]\.0 s \(train\.check_layers\)$"
+        return re.search(line, said, re.MULTILINE) is not None
 
-    assert told(2.0) and not told(0.25)
+    assert told(2.0) and not told(0.2)

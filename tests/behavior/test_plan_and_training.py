@@ -51,14 +51,15 @@ def cluster_of(memory: float, *, on_host: bool) -> Cluster:
 
 
 def planned(loaded: Config, cluster: Cluster) -> tuple[int | None, dict[str, object]]:
-    """The stages that a plan recommends on all ranks, and the settings that it adds."""
+    """The stages that a plan recommends on all ranks, and the settings that its command adds: the
+    microbatch size too, where the configuration leaves it to a default."""
     try:
         found = subject(loaded, cluster).plan("start", cluster, RANKS)
     except ConfigError:
         return None, {}
-    grid = found.recommended.layout.grid
-    assert grid.size == RANKS
-    return grid.g_inter, dict(found.taken)
+    layout = found.recommended.layout
+    assert layout.grid.size == RANKS
+    return layout.grid.g_inter, {**found.taken, "batch.microbatch_size": layout.microbatch_size}
 
 
 def trained(loaded: Config, memory: float, *, on_host: bool) -> int | None:

@@ -14,6 +14,7 @@ from support.runs import matrices, random_init, tiny_config, tiny_gpt
 from torch import Tensor, nn
 
 from axsparse.models.layer import InitFunction, Layer, Model
+from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_construction import build_layers as build_layers_with
@@ -168,6 +169,18 @@ def test_both_uses_of_a_weight_on_one_stage_share_one_storage(half: bool) -> Non
     assert other.parameter is not one.parameter
     assert other.index is one.index
     assert second.state.owned == []
+
+
+def test_uses_of_one_weight_that_differ_in_shape_are_refused() -> None:
+    layers = tied_layers()
+    wide = replace(layers[1], build=lambda: nn.Linear(4, 7, bias=False))
+
+    with pytest.raises(
+        ConfigError,
+        match=r"^tie a\.weight = b\.weight: shapes \(6, 4\) and \(7, 4\) differ; a tie joins two "
+        "uses of one weight$",
+    ):
+        build_layers([layers[0], wide], {"b.weight": "a.weight"}, options())
 
 
 def test_the_second_use_on_another_stage_starts_and_is_pruned_as_the_first() -> None:
