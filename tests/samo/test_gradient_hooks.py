@@ -302,3 +302,63 @@ def test_a_sum_that_autograd_makes_elsewhere_is_taken_in() -> None:
     forward(built, 1).backward()
 
     assert_sums(built[0], first, second)
+
+
+# -- the vectors of a layer on a GPU, added together ------------------------------------------
+
+
+class Vectors(nn.Module):
+    """x · a + b, whose backward reaches b first; without a where `scales` is False."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(WIDTH))
+        self.b = nn.Parameter(torch.empty(WIDTH))
+        self.scales = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.a if self.scales else x) + self.b
+
+
+def no_kernel(kernel: str, blocks: int, *arguments: object) -> None:
+    raise AssertionError(f"{kernel}: vectors that wait for each other take none")
+
+
+def vectors_in_bf16(on_ready: Callable[[LayerState], None]) -> tuple[Vectors, GradientCollector]:
+    spec = Layer("layer", Vectors, init=random_init)
+    backend = Backend(torch.device("cpu"), no_kernel)
+    options = StateOptions(torch.bfloat16, torch.float32, (), 1, None, backend=backend)
+    built = build_layers([spec], {}, options)
+    assert isinstance(built[0].module, Vectors)
+    return built[0].module, collector(built, on_ready)
+
+
+@pytest.mark.parametrize("has_both", [(1, 1, 1), (1, 1, 0), (1, 0, 1), (0,)])
+@pytest.mark.parametrize("says_so", [False, True])
+def test_vectors_that_wait_for_each_other_are_in_the_sums_before_a_layer_is_reported(
+    has_both: tuple[int, ...], says_so: bool
+) -> None:
+    """`has_both` says of each microbatch whether both vectors have a gradient."""
+    reported: list[dict[str, Tensor]] = []
+
+    def note(state: LayerState) -> None:
+        reported.append({t.name: state.sums_of(t).clone() for t in state.tensors})
+
+    module, collecting = vectors_in_bf16(note)
+    x = torch.randn(3, WIDTH, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    of_a, of_b = torch.zeros(WIDTH), torch.zeros(WIDTH)
+    collecting.begin()
+    for number, module.scales in enumerate(map(bool, has_both)):
+        collecting.microbatch(is_last=number == len(has_both) - 1)
+        (module(x) * (number + 1)).sum().backward()
+        of_a += (x * (number + 1)).sum(0).float() * module.scales
+        of_b += 3.0 * (number + 1)
+    if says_so and not module.scales:
+        collecting.complete(module.a)  # as what takes gradients out of a backward does
+        assert len(reported) == 1
+
+    assert collecting.finish() == ([] if any(has_both) else ["layer.a"])
+    [sums] = reported
+    assert torch.equal(sums["layer.b"], of_b)
+    if any(has_both):
+        assert torch.equal(sums["layer.a"], of_a)
