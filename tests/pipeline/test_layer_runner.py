@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 import torch
 from support.cuda_on_cpu import compiler
-from support.runs import mlp, tiny_config, train_in_process, vector_data
+from support.runs import (
+    mlp,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
 from torch import Tensor, nn
 
+from axsparse.models import losses
 from axsparse.pipeline.layer_runner import LayerRunner
 
 FUSED_TOLERANCE = 1e-5
@@ -108,3 +116,21 @@ def test_more_kinds_of_layers_than_torch_compiles_of_one_function_are_all_fused(
                 runner.evaluate((torch.ones(rows, width),), ("step", 0))
 
     assert len(graphs) == 4 * 14
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiles", [False, "loss"])
+def test_the_loss_alone_may_be_fused(compiles: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused: list[object] = []
+
+    def note(function: Any, **_: object) -> Any:
+        fused.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", note)
+    monkeypatch.setattr(losses, "_is_on_host", lambda hidden: False)
+    config = tiny_config(pipeline={"compile": compiles}, train={"steps": 1})
+
+    train_in_process(1, 1, tiny_gpt(config), config, token_data())
+
+    assert fused == ([losses._whole_cross_entropy] if compiles else [])

@@ -37,6 +37,7 @@ from axsparse.training.run_directory import (
     open_run_dir,
     rewind_metrics,
 )
+from axsparse.training.trainer import Trainer
 
 
 def loaded(run_dir: Path | str = "auto", steps: int = 9) -> Config:
@@ -387,6 +388,31 @@ def test_a_directory_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> No
     RunMark.of(run)
     with pytest.raises(OutputError, match="moved, removed or replaced"):
         mark.check()
+
+
+def test_a_run_whose_directory_was_moved_ends_at_its_next_checkpoint(tmp_path: Path) -> None:
+    run, there = tmp_path / "run", tmp_path / "elsewhere"
+    config = tiny_config(train={"steps": 4}, checkpoint={"every": 2})
+
+    def move(trainer: Trainer) -> None:
+        saver = trainer._saver
+        assert saver is not None
+        start = saver.start
+
+        def moved_before_the_last(progress: Progress) -> None:
+            if progress.step == 4:
+                saver.finish()  # the checkpoint before
+                run.rename(there)
+            start(progress)
+
+        saver.start = moved_before_the_last  # type: ignore[method-assign]
+
+    with pytest.raises(OutputError, match="run is not the directory of this run any more"):
+        ran((1, 1), config, run, look=move)
+
+    assert not run.exists()
+    found = opened(loaded(there))
+    assert found.checkpoint is not None and found.checkpoint.step == 2
 
 
 @pytest.mark.parametrize(("steps", "more"), [(9, ""), (5, "; train.steps 5 asks for no more")])
