@@ -41,18 +41,18 @@ ONE_STAGE = "layout.g_inter=1"
 TWO_STAGES = "layout.g_inter=2"
 
 
-def given(settings: Sequence[str], config: str = "quickstart.yaml") -> list[str]:
+def given(settings: Sequence[str]) -> list[str]:
     """Words of a command line."""
-    return ["--config", config, *(word for one in settings for word in ("--set", one))]
+    return ["--config", "quickstart.yaml", *(word for one in settings for word in ("--set", one))]
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training of the quickstart, or of another configuration."""
+    """A training of the quickstart."""
 
     settings: tuple[str, ...] = ()
     ranks: int = 1
-    config: str = "quickstart.yaml"
+    stages: int = 1
     on_gpu: tuple[str, ...] = ()
     """Settings that only a GPU knows."""
 
@@ -62,12 +62,12 @@ TRAININGS = {
     "fp32": Training(("precision=fp32",)),
     "fp16": Training(("precision=fp16",)),
     "dense": Training(("samo.enabled=false",)),
-    "stages and replicas": Training((TWO_STAGES,), 4),
-    "1F1B": Training((TWO_STAGES, "pipeline.schedule=1f1b"), 2),
-    "split backwards": Training((TWO_STAGES, "pipeline.split_backward=true"), 2),
-    "members": Training((ONE_STAGE, "layout.g_tensor=2"), 2),
-    "sharded": Training((ONE_STAGE, "samo.shard_optimizer=true"), 2),
-    "exact gradients": Training((ONE_STAGE, "samo.gradient=exact"), 2),
+    "stages and replicas": Training(ranks=4, stages=2),
+    "1F1B": Training(("pipeline.schedule=1f1b",), 2, 2),
+    "split backwards": Training(("pipeline.split_backward=true",), 2, 2),
+    "members": Training(("layout.g_tensor=2",), 2),
+    "sharded": Training(("samo.shard_optimizer=true",), 2),
+    "exact gradients": Training(("samo.gradient=exact",), 2),
     "offloaded": Training(on_gpu=("samo.offload=true",)),
     "masks": Training(("samo.index=mask",)),
     "sparse products": Training(("samo.sparse_products=true", "pruning.sparsity=0.95")),
@@ -97,7 +97,10 @@ PRUNINGS = {
 }
 BEHIND = {
     # Commands that read what the first training has left, and a word of what they say.
-    "resume": (("train", *given((*SHORT, *SMALL, "train.steps=8")), "--resume", "RUN"), "8/8"),
+    "resume": (
+        ("train", *given((*SHORT, *SMALL, ONE_STAGE, "train.steps=8")), "--resume", "RUN"),
+        "8/8",
+    ),
     "generate": (("generate", "RUN", "--prompt", "def ", "--tokens", "20"), ""),
     "evaluate": (("evaluate", "RUN"), "loss"),
     "export": (("export", "RUN", "--to", "hf", "--out", "exported"), "exported"),
@@ -147,12 +150,10 @@ class Jobs:
 
     def _train(self, name: str, folder: Path, environment: dict[str, str]) -> Finished:
         training = TRAININGS[name]
-        small = SMALL if training.config == "quickstart.yaml" else ()
-        settings = [*SHORT, *small, *training.settings, f"run_dir={folder / 'run'}"]
+        settings = [*SHORT, *SMALL, f"layout.g_inter={training.stages}", *training.settings]
         settings += () if environment == ON_CPU else training.on_gpu
-        done = run(
-            ["train", *given(settings, training.config)], training.ranks, folder, environment
-        )
+        own = given([*settings, f"run_dir={folder / 'run'}"])
+        done = run(["train", *own], training.ranks, folder, environment)
         if name != "as it is" or done.returncode != 0:
             return done
         for behind, (more, _) in BEHIND.items():
