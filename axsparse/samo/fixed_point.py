@@ -118,17 +118,17 @@ class Fit(IntEnum):
 class Units:
     """The units of all tensors, on every rank the same, from step to step."""
 
-    def __init__(self, microbatches: int) -> None:
-        """`microbatches` is the number of a step, of all replicas together."""
+    def __init__(self, microbatches: int, exponents: dict[str, int]) -> None:
+        """`microbatches` is the number of a step, of all replicas together; `exponents`, which is
+        changed from step to step, has by name of tensor the base-2 logarithm of its unit; those of
+        a tied weight's two uses are one."""
         self._room = 62 - math.ceil(math.log2(PARTS * microbatches))
         """Bits that an entry of one microbatch may have."""
         self._jump = self._room - LEAST_BITS
         """By how many bits a unit changes for the next pass: what was too large is not coarse then,
         and what was coarse is not too large."""
         assert self._jump > 0, "so many microbatches leave no room"
-        self.exponents: dict[str, int] = {}
-        """By name of tensor, the base-2 logarithm of its unit; those of a tied weight's two uses
-        are one. A checkpoint has them."""
+        self._exponents = exponents
 
     @property
     def limit(self) -> float:
@@ -137,7 +137,7 @@ class Units:
 
     def unit(self, name: str) -> float:
         """The unit of a tensor's gradient in the coming step, loss scale included."""
-        return 2.0 ** self.exponents.get(name, FIRST_LARGEST - self._room)
+        return 2.0 ** self._exponents.get(name, FIRST_LARGEST - self._room)
 
     def fit(self, largest: float) -> Fit | None:
         """How the largest entry, in units, fits; None if it is zero."""
@@ -157,12 +157,12 @@ class Units:
         again: dict[str, int] = {}
         smaller: dict[str, int] = {}
         for name, fit in fits.items():
-            now = self.exponents.get(name, FIRST_LARGEST - self._room)
+            now = self._exponents.get(name, FIRST_LARGEST - self._room)
             if fit is Fit.TOO_LARGE:
                 again[name] = now + self._jump
             elif fit is Fit.COARSE:
                 again[name] = now - self._jump
             elif fit is Fit.ROOMY:
                 smaller[name] = now - 1
-        self.exponents.update(again or smaller)
+        self._exponents.update(again or smaller)
         return not again

@@ -48,7 +48,7 @@ from axsparse.samo.state_bytes import StateBytes
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.modules import Sharding
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, CheckpointMasks, load_layers
-from axsparse.training.checkpoint.manifest import DataEntry, Progress
+from axsparse.training.checkpoint.manifest import DataEntry
 from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.checkpoint.verification import (
     MEANS,
@@ -61,6 +61,7 @@ from axsparse.training.checkpoint.verification import (
 )
 from axsparse.training.parts import Parts, assemble
 from axsparse.training.placement import Placement, bind_rank, decided_precision, found_budget
+from axsparse.training.progress import Progress
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 from axsparse.training.run_checks import facts_of, refuse_odd_rank
 from axsparse.training.run_data import Data, open_data, with_example
@@ -81,14 +82,14 @@ class PreparedRun:
     """All that a trainer takes over on one rank."""
 
     parts: Parts
+    progress: Progress
+    """That of the checkpoint that the run goes on from, if it does."""
     saver: Saver | None = None
     """None saves nothing."""
     stop: StopRequest | None = None
     """Whether this rank was told to stop; None lets no signal end training."""
     watchdog: Watchdog | None = None
     """None lets a hang last for ever."""
-    progress: Progress | None = None
-    """Where the resumed run stood; None for a new one."""
 
 
 # Reason: these are the arguments of the Python API, all but the first four optional.
@@ -595,13 +596,17 @@ def _load(checkpoint: Checkpoint, parts: Parts) -> None:
 
 def _prepared(job: Job, parts: Parts, directory: RunDir | None) -> PreparedRun:
     """With a run directory, a run also has a saver and a watchdog."""
+    config = parts.run.config
     if directory is None:
-        return PreparedRun(parts)
+        return PreparedRun(parts, Progress.at_start(config))
+    progress = directory.progress or Progress.at_start(config)
+    if not config.checkpoint.keep_best:
+        progress.best = None
     watchdog = open_watchdog(
-        parts.run.config.watchdog,
+        config.watchdog,
         directory.path,
         place=parts.place,
         activity=parts.activity,
         transport=parts.transport,
     )
-    return PreparedRun(parts, Saver(directory, parts), job.stop, watchdog, directory.progress)
+    return PreparedRun(parts, progress, Saver(directory, parts), job.stop, watchdog)

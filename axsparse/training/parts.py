@@ -34,14 +34,13 @@ from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import StageTie, Use
 from axsparse.samo.offload import Offload
-from axsparse.samo.optim.gradient_norm import LossScale
 from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.lockstep import Lockstep, MeetingLink
 from axsparse.tensor_parallel.modules import Sharding, sharded_loss, sharded_products
 from axsparse.training.placement import Placement
-from axsparse.training.resolution import RunSpec, loss_scale
+from axsparse.training.resolution import RunSpec
 from axsparse.training.run_data import Data
 from axsparse.training.run_recorder import make_recorder
 
@@ -67,7 +66,6 @@ class Parts:
     offload: Offload | None
     """Brings masters and moments from the host for their update; None if they stay on the
     device."""
-    loss_scale: LossScale
     live: LiveMasks | None
     """What is pruned of this rank's layers; None where nothing ever is."""
     masking: Masking | None
@@ -151,7 +149,6 @@ def assemble(
         statistics=_statistics(run, layers, options),
         replicas=options.replicas,
         offload=None if gpu is None else Offload(gpu, states, backoff),
-        loss_scale=loss_scale(config),
         live=live,
         masking=masking,
         phases=phases,

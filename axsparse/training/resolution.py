@@ -53,7 +53,6 @@ from axsparse.pruning.targets import (
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.grid import Grid, Place
 from axsparse.samo.layer_state import StateTypes
-from axsparse.samo.optim.gradient_norm import LossScale
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.state_bytes import master_kind, stage_bytes
@@ -392,19 +391,6 @@ def _shards(run: RunSpec, kept: Mapping[str, int]) -> bool:
     unsharded = replace(run, config=_with(run.config, {"samo.shard_optimizer": False}))
     layers = [run.layers_of(stage) for stage in range(len(run.stages))]
     return any(run.state_bytes(s, kept) < unsharded.state_bytes(s, kept) for s in layers)
-
-
-def loss_scale(config: Config) -> LossScale:
-    """The loss scale of a run's first step."""
-    settings = config.loss_scale
-    if config.precision != "fp16":
-        return LossScale.none(settings.patience)
-    return LossScale(
-        scale=2.0 ** math.floor(math.log2(settings.initial)),
-        floor=2.0 ** math.floor(math.log2(settings.floor)),
-        growth_interval=settings.growth_interval,
-        patience=settings.patience,
-    )
 
 
 def _gradient(config: Config, grid: Grid) -> str:

@@ -26,7 +26,6 @@ from axsparse.runtime.files.run_folder import automatic_run_dirs as automatic_ru
 from axsparse.runtime.files.run_lock import OTHER_RUN_DIR, InUseError, RunLock
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, step_of
-from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.checkpoint.verification import (
     Checkpoint,
     flat,
@@ -35,6 +34,7 @@ from axsparse.training.checkpoint.verification import (
     steps_in,
     verify_together,
 )
+from axsparse.training.progress import Progress
 
 AUTO = "auto"
 """The value of `resume` that means the newest whole checkpoint of the run, if there is one."""
@@ -75,8 +75,10 @@ class RunDir:
         """
         if self.checkpoint is None:
             return None
-        progress = self.checkpoint.manifest.progress
-        return progress if self.found else progress.model_copy(update={"best": None})
+        progress = self.checkpoint.manifest.progress.copied()
+        if not self.found:
+            progress.best = None
+        return progress
 
     def begin(self, config: Config) -> None:
         """Write the configuration, and remove the records of later steps than the run resumes at.

@@ -1,30 +1,20 @@
 """One training step: microbatches in, weights out. `Step.train_step` is the step on one screen.
 
-Behind it are the counters of a run (`Position`), the checks that replicas have the same weights and
-masks, and the steps that update nothing: why, how often, and when that ends the run.
-
-A step is skipped if its loss or a gradient is not finite, or if its loss is a number that is too
-large to believe, a spike. All ranks receive the same verdict and judge alike, so that an error
-about skipped steps is raised on all ranks.
-
-A step spikes if its mean loss L exceeds the median M of the last `window` good steps by more
-than ln(ratio), that is if exp(L) > ratio · exp(M). A difference in nats means the same at a
-loss of 10 and at one of 0.1; a ratio of losses would miss spikes at first and see too many at
-the end. The median is hardly moved by a single bad step.
+Behind it are the checks that replicas have the same weights and masks, and the steps that update
+nothing: why, and when that ends the run. All ranks receive the same verdict and judge alike, so
+that an error about skipped steps is raised on all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from axsparse.config.schema import Config, SpikesConfig, num_microbatches
+from axsparse.config.schema import num_microbatches
 from axsparse.data.batches import Batch
 from axsparse.data.prefetch import Prefetcher
 from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Report, Verdict
@@ -38,13 +28,13 @@ from axsparse.samo.backend import to_host
 from axsparse.samo.fixed_point import Fit, Units
 from axsparse.samo.masks import bits_digest, masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
-from axsparse.samo.optim.optimizer import Hyper, LearningRate, learning_rate, own_learning_rate
+from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
-from axsparse.training.checkpoint.manifest import FirstBad, Progress, SpikeHistory
 from axsparse.training.layer_check import check_layers, is_checked
 from axsparse.training.parts import Parts
+from axsparse.training.progress import FirstBad, Progress, Spike
 
 MOST_NAMED = 4
 """A warning names at most this many parameters or buffers."""
@@ -53,16 +43,15 @@ MOST_NAMED = 4
 class Step:
     """Runs training steps, one after the other, on the parts of one rank."""
 
-    def __init__(self, parts: Parts) -> None:
-        """All ranks call this together; TrainingError if replicas have other weights or masks than
-        replica 0."""
+    def __init__(self, parts: Parts, progress: Progress) -> None:
+        """The steps count in `progress`. All ranks call this together; TrainingError if replicas
+        have other weights or masks than replica 0."""
         config = parts.run.config
-        self.position = Position(config, parts.run.learning_rate)
-        """Where in its schedule the run stands."""
-        self.skips = SkippedSteps(parts)
+        self.skips = SkippedSteps(parts, progress)
         """The steps that updated nothing."""
         self._config = config
         self._parts = parts
+        self._progress = progress
         self._parameters = [
             (f"{layer.spec.name}.{name}", parameter, parameter.requires_grad)
             for layer in parts.layers
@@ -71,8 +60,11 @@ class Step:
         self._units: Units | None = None
         """The units of exact sums; None where gradients are summed as numbers."""
         if config.samo.gradient == "exact":
-            self._units = Units(num_microbatches(config.batch))
-        self._checks_layers = is_checked(parts.run.model, config.train.check_layers)
+            self._units = Units(num_microbatches(config.batch), progress.exponents)
+        checks = config.train.check_layers
+        self._checks_layers = (
+            checks is True if progress.step else is_checked(parts.run.model, checks)
+        )
         """Whether the coming step compares the layers with plain torch first."""
         self._named: dict[str, set[str]] = {}
         self._buffers_are_compared = parts.place.grid.g_data == 1
@@ -92,7 +84,7 @@ class Step:
         or once replicas are found to have other weights.
         """
         self.check_layers()
-        step = self.position.steps_done + 1
+        step = self._progress.step + 1
         verdict = self._gradients(self._next_batch(), notice)
         refuse_drifted_weights(verdict, step, self._parts.place.grid)
         spike = self.skips.spike_of(step, verdict)
@@ -104,7 +96,7 @@ class Step:
             self._parts.statistics.undo()
         self._warn_of_own_buffers()
         self.skips.record(step, verdict, spike)
-        self.position.steps_done = step
+        self._progress.end_step()
         return replace(verdict, spike=spike is not None)
 
     @torch.inference_mode(mode=False)
@@ -149,9 +141,9 @@ class Step:
         with self._parts.phases("data"):
             if self._prefetcher is None:
                 self._prefetcher = Prefetcher(
-                    self._parts.data.training.training, self.position.steps_done
+                    self._parts.data.training.training, self._progress.step
                 )
-            return self._prefetcher.get(self.position.steps_done)
+            return self._prefetcher.get(self._progress.step)
 
     def _begin_step(self) -> None:
         """Open a step, whose first gradient of each parameter overwrites that of the last step."""
@@ -185,12 +177,12 @@ class Step:
         losses = parts.engine.train(
             batch,
             self._count_targets(batch),
-            parts.loss_scale.scale,
+            self._progress.loss_scale,
             parts.statistics.before_forward,
             lambda is_last: parts.collector.microbatch(is_last=is_last),
         )
         self._name_once(
-            f"warning: {parts.place}: its microbatches of step {self.position.steps_done + 1} gave "
+            f"warning: {parts.place}: its microbatches of step {self._progress.step + 1} gave "
             "no gradient to {}; it counts as zero (freeze what no sample ever uses)",
             parts.collector.finish(),
         )
@@ -208,7 +200,7 @@ class Step:
     @property
     def _compares_replicas(self) -> bool:
         """Whether the present step is one of those that compare replicas."""
-        every, step = self._config.train.compare_replicas_every, self.position.steps_done + 1
+        every, step = self._config.train.compare_replicas_every, self._progress.step + 1
         return bool(every) and step % every == 0
 
     def _digest(self) -> int:
@@ -238,7 +230,7 @@ class Step:
         with parts.phases("collective"):
             is_finite = all(map(math.isfinite, ends))
             report = Report(each, partials, notice(), is_finite, digest, fits)
-            return self._agreement.reach(report, parts.loss_scale.scale)
+            return self._agreement.reach(report, self._progress.loss_scale)
 
     def _fits(self, largest: Mapping[TensorState, float]) -> dict[str, Fit]:
         """How exact sums fit their units, from the largest entry of each tensor; both uses of a
@@ -255,10 +247,11 @@ class Step:
     def _clip_and_update(self, verdict: Verdict) -> None:
         """Clip by the global norm, step the optimizer on kept entries, write the dense weights."""
         parts, settings = self._parts, self._config.optimizer
-        self.position.updates += 1
+        progress = self._progress
+        progress.updates += 1
         hyper = Hyper(
-            step=self.position.updates,
-            learning_rate=self.position.learning_rate,
+            step=progress.updates,
+            learning_rate=self.learning_rate(settings.learning_rate),
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
@@ -269,11 +262,11 @@ class Step:
                 [layer.state for layer in parts.layers],
                 parts.run.optimizer,
                 hyper,
-                factor / parts.loss_scale.scale,
+                factor / progress.loss_scale,
                 own={
                     name: replace(
                         hyper,
-                        learning_rate=self.position.rate_of(group.peak),
+                        learning_rate=self.learning_rate(group.peak),
                         weight_decay=group.weight_decay,
                     )
                     for name, group in parts.run.groups.items()
@@ -296,51 +289,17 @@ class Step:
             self._parts.statistics.undo()
             if verdict.finite:
                 return
-            self.skips.rescale(self.position.steps_done + 1, verdict)
+            self.skips.rescale(self._progress.step + 1, verdict)
 
     def follow_masks(self, change: Change) -> None:
         """Adapt counters and the agreement; all ranks call this together after masks changed."""
-        self.position.follow_masks(rewound=change.rewound, changed=change.changed)
+        self._progress.follow_masks(change)
         if change.changed:
             self._agreement = self._make_agreement()
-            self.skips.spikes.forget()
 
-    def progress(self, *, evaluated: bool, masked: bool) -> Progress:
-        """Where training stands, for a checkpoint between two steps.
-
-        `evaluated` says that the evaluation after the last step is done, `masked` that the masks
-        have been changed for the coming step.
-        """
-        return Progress(
-            step=self.position.steps_done,
-            evaluated=evaluated,
-            masked=masked,
-            loss_scale=self._parts.loss_scale.scale,
-            spikes=self.skips.spikes.history(),
-            exponents={} if self._units is None else dict(self._units.exponents),
-            **{name: getattr(owner, name) for name, owner in self._counters().items()},
-        )
-
-    def restore(self, progress: Progress) -> None:
-        """Go on from where a checkpoint stood; called before the first step."""
-        self.position.steps_done = progress.step
-        self._checks_layers = self._config.train.check_layers is True
-        self._parts.loss_scale.scale = progress.loss_scale
-        self.skips.spikes.restore(progress.spikes)
-        if self._units is not None:
-            self._units.exponents.update(progress.exponents)
-        for name, owner in self._counters().items():
-            setattr(owner, name, getattr(progress, name))
-
-    def _counters(self) -> dict[str, object]:
-        """By the name under which a checkpoint keeps a counter, the object that has this
-        attribute."""
-        position, skips, scale = self.position, self.skips, self._parts.loss_scale
-        return {
-            **dict.fromkeys(("updates", "schedule_start", "masks_changed"), position),
-            **dict.fromkeys(("not_finite", "spiked", "last_good", "first_bad"), skips),
-            **dict.fromkeys(("good_steps", "skipped_at_floor"), scale),
-        }
+    def learning_rate(self, peak: float) -> float:
+        """The learning rate of the coming step for parameters with this peak."""
+        return self._progress.learning_rate(self._config, self._parts.run.learning_rate, peak)
 
     def close(self) -> None:
         """End the thread that reads ahead; safe to call twice."""
@@ -366,7 +325,7 @@ class Step:
             parts.replicas.exchange(Op.ALL_REDUCE, count)
         if not count:
             raise DataError(
-                f"data: none of the samples of step {self.position.steps_done + 1} has a target "
+                f"data: none of the samples of step {self._progress.step + 1} has a target "
                 "that counts; raise batch.global_batch_size, or leave such samples out"
             )
         return count.item()
@@ -416,61 +375,6 @@ class Step:
         if new and self._parts.place.replica == 0:
             more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
             write_line(text.format(f"{', '.join(new[:MOST_NAMED])}{more}"))
-
-
-class Position:
-    """The counters of a run, between two steps; the same on all ranks."""
-
-    def __init__(self, config: Config, learning_rate: LearningRate | None = None) -> None:
-        """`config` has every `auto` resolved; `learning_rate` is a schedule of the user's own."""
-        self.steps_done = 0
-        """Steps since the run began, skipped ones included."""
-        self.updates = 0
-        """Steps that updated the weights since the last rewinding."""
-        self.schedule_start = 0
-        """The value of `steps_done` at the last rewinding, where the learning rate began anew."""
-        self.masks_changed: int | None = None
-        """The value of `steps_done` at the last change of masks; None before the first."""
-        self._config = config
-        self._own_rate = learning_rate
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the coming step."""
-        return self.rate_of(self._config.optimizer.learning_rate)
-
-    def rate_of(self, peak: float) -> float:
-        """The learning rate of the coming step for parameters with this peak.
-
-        After a rewinding the schedule begins anew, and its descent ends where it would have
-        ended without the rewinding. After a change of masks the rate rises linearly to the
-        schedule's over `pruning.rewarm_steps` steps. A function of the user's own stands for all of
-        the schedule; for a parameter with another peak, the rate that it gives is scaled in
-        proportion to the peak.
-        """
-        schedule = self._config.schedule
-        assert schedule.decay_steps != "auto", "the configuration is resolved"
-        rewarming = 1.0
-        if self.masks_changed is not None and self._config.pruning.rewarm_steps:
-            since = self.steps_done - self.masks_changed + 1
-            rewarming = min(1.0, since / self._config.pruning.rewarm_steps)
-        step = self.steps_done - self.schedule_start
-        if self._own_rate is not None:
-            usual = self._config.optimizer.learning_rate
-            return rewarming * own_learning_rate(self._own_rate, step) * (peak / usual)
-        return rewarming * learning_rate(
-            step,
-            schedule,
-            peak=peak,
-            decay_steps=max(schedule.decay_steps - self.schedule_start, schedule.warmup_steps, 1),
-        )
-
-    def follow_masks(self, *, rewound: bool, changed: bool) -> None:
-        """Take note that the masks before the coming step were rewound or changed."""
-        if rewound:
-            self.updates, self.schedule_start = 0, self.steps_done
-        if changed:
-            self.masks_changed = self.steps_done
 
 
 UNEQUAL_WEIGHTS = (
@@ -546,81 +450,25 @@ def refuse_drifted_weights(verdict: Verdict, step: int, grid: Grid) -> None:
 # -- steps that update nothing ------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Spike:
-    """A step whose loss is too large."""
-
-    step: int
-    """The number of the step, from 1."""
-    loss: float
-    usual: float
-    """The median loss of the good steps before it."""
-
-    def __str__(self) -> str:
-        return f"spike: the loss is {self.loss:.4g}, the usual one {self.usual:.4g}"
-
-
-class SpikeRule:
-    """Judges each loss by the losses before it, alike on every rank."""
-
-    def __init__(self, settings: SpikesConfig) -> None:
-        self.in_a_row = 0
-        """Number of spikes since the last good step."""
-        self._settings = settings
-        self._losses: deque[float] = deque(maxlen=settings.window)
-
-    def judge(self, step: int, loss: float) -> Spike | None:
-        """The spike that a finite loss is; None if the loss is good, which is then remembered."""
-        if self._settings.rule == "none":
-            return None
-        if len(self._losses) == self._settings.window:
-            usual = median(self._losses)
-            if loss - usual > math.log(self._settings.ratio):
-                self.in_a_row += 1
-                return Spike(step, loss, usual)
-        self._losses.append(loss)
-        self.in_a_row = 0
-        return None
-
-    def forget(self) -> None:
-        """Forget the losses so far, since they say nothing about a network with other masks."""
-        self._losses.clear()
-
-    def history(self) -> SpikeHistory:
-        """The state of the rule, which `restore` reads."""
-        return SpikeHistory(losses=tuple(self._losses), in_a_row=self.in_a_row)
-
-    def restore(self, history: SpikeHistory) -> None:
-        """Continue with the history of a checkpoint."""
-        self._losses.extend(history.losses)
-        self.in_a_row = history.in_a_row
-
-
 LONGEST_REASON = 1000
 """Letters of a reason that a checkpoint keeps."""
 
 
 class SkippedSteps:
-    """Counts skipped steps and gives up once there are too many in a row."""
+    """Counts the skipped steps, and gives up once there are too many in a row."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.not_finite = 0
-        """Steps that were skipped because loss or gradients were not finite."""
-        self.spiked = 0
-        """Steps that were skipped because the loss spiked."""
+    def __init__(self, parts: Parts, progress: Progress) -> None:
         self.reason: str | None = None
         """Why the last step updated nothing; None if it did update."""
-        self.last_good = 0
-        """The last step that updated the weights; 0 before the first."""
-        self.first_bad: FirstBad | None = None
-        """The first of the steps in a row that were skipped at the smallest loss scale."""
-        self._settings = parts.run.config.spikes
-        self.spikes = SpikeRule(self._settings)
+        self._config = parts.run.config
         self._parts = parts
+        self._progress = progress
 
     def spike_of(self, step: int, verdict: Verdict) -> Spike | None:
         """The spike of step number `step`; None if its loss is usual or not finite."""
-        return self.spikes.judge(step, verdict.loss) if verdict.finite else None
+        if not verdict.finite:
+            return None
+        return self._progress.spikes.judge(self._config.spikes, step, verdict.loss)
 
     def record(self, step: int, verdict: Verdict, spike: Spike | None) -> None:
         """Take note of step number `step`, and let the loss scale follow it.
@@ -632,9 +480,9 @@ class SkippedSteps:
             self._record_spike(spike)
             return
         if verdict.finite:
-            self.last_good = step
+            self._progress.last_good = step
         else:
-            self.not_finite += 1
+            self._progress.not_finite += 1
             self.reason = self._culprit(verdict)
         self.rescale(step, verdict)
 
@@ -643,31 +491,33 @@ class SkippedSteps:
 
         TrainingError on all ranks once the smallest scale has failed too often.
         """
-        scale = self._parts.loss_scale
-        scale.update(finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss))
-        if scale.skipped_at_floor == 0:
-            self.first_bad = None
-        elif self.first_bad is None:
-            self.first_bad = FirstBad(step=step, what=self._culprit(verdict))
-        if not scale.exhausted:
+        progress, patience = self._progress, self._config.loss_scale.patience
+        progress.rescale(
+            self._config, finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss)
+        )
+        if progress.skipped_at_floor == 0:
+            progress.first_bad = None
+        elif progress.first_bad is None:
+            progress.first_bad = FirstBad(step=step, what=self._culprit(verdict))
+        if progress.skipped_at_floor < patience:
             return
-        first = self.first_bad
+        first = progress.first_bad
         assert first is not None, "patience is 1 or more"
         raise self._given_up(
-            f"step {first.step}: {first.what}, and no step could update for {scale.patience} in a "
+            f"step {first.step}: {first.what}, and no step could update for {patience} in a "
             f"row, up to step {step} (loss_scale.patience)"
         )
 
     def _record_spike(self, spike: Spike) -> None:
         """Count a step that is skipped for a spike; TrainingError after too many in a row."""
-        patience = self._settings.patience
-        if self.spikes.in_a_row >= patience:
+        patience = self._config.spikes.patience
+        if self._progress.spikes.in_a_row >= patience:
             raise self._given_up(
                 f"step {spike.step}: {spike}, and {patience} steps in a row were skipped for that "
                 "(spikes.patience)"
             )
         self.reason = str(spike)
-        self.spiked += 1
+        self._progress.spiked += 1
 
     def _given_up(self, why: str) -> TrainingError:
         """The error of a run whose steps do not update any more.
@@ -677,7 +527,7 @@ class SkippedSteps:
         """
         mend, run = "lower optimizer.learning_rate, or look at the data", self._parts.run_dir
         steps = [] if run is None else saved_steps(run / CHECKPOINTS)
-        before = next((step for step in steps if step < self.last_good), None)
+        before = next((step for step in steps if step < self._progress.last_good), None)
         if before is not None:
             mend += (
                 f"; weights were good up to step {before}: axsparse checkpoint prune {run} --after "
@@ -706,12 +556,3 @@ class SkippedSteps:
         where = str(grid.place(bad[0])) if bad else f"stage {stage}, summed"
         text = f"{where}: the gradient of {verdict.culprit} is not finite"
         return "".join(letter if letter.isprintable() else "?" for letter in text)[:LONGEST_REASON]
-
-    def summary(self) -> list[str]:
-        """What the end of a run says of its skipped steps; empty if there were none."""
-        said = []
-        if self.not_finite:
-            said.append(f"{self.not_finite} skipped with numbers that were not finite")
-        if self.spiked:
-            said.append(f"{self.spiked} skipped for a spike of the loss")
-        return said

@@ -1,7 +1,6 @@
 """The training loop: steps, and between them evaluations, masks, checkpoints and records.
 
-`Trainer` comes first; behind it are the callbacks of the user, the choice of the best evaluation,
-and what a run says at its end.
+`Trainer` comes first; behind it are the callbacks of the user, and what a run says at its end.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from axsparse.samo.optim.optimizer import LearningRate, Optimizer
 from axsparse.samo.state_bytes import StateBytes
 from axsparse.training.build import PreparedRun, prepare_run
 from axsparse.training.checkpoint.checkpoint_folder import path_of
-from axsparse.training.checkpoint.manifest import BestEntry, Progress
 from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.evaluation import Evaluation, evaluate
 from axsparse.training.export import save_folder
 from axsparse.training.live_weights import LiveWeights
 from axsparse.training.parts import Parts
+from axsparse.training.progress import Progress
 from axsparse.training.run_sources import DataSource, ModelSource, run_sources
 from axsparse.training.step import Step
 
@@ -122,12 +121,11 @@ class Trainer:
     def _take_over(self, job: Job, prepared: PreparedRun) -> None:
         """Begin where a run that is prepared stands."""
         self.parts = parts = prepared.parts
-        self.config = config = parts.run.config
+        self.config = parts.run.config
         self.last_evaluation: Evaluation | None = None
         self._job = job
-        self._step = Step(parts)
-        self._evaluated_at: int | None = None
-        self._masked_at: int | None = None
+        self.progress = prepared.progress
+        self._step = Step(parts, self.progress)
         self._saver = prepared.saver
         self._stop = prepared.stop
         self._watchdog = prepared.watchdog
@@ -141,12 +139,7 @@ class Trainer:
         """Whether the loop has given a step's number, and the step has not been done."""
         self._callbacks: dict[str, Callable[[int, Any], object] | None] = {}
         self._live_weights = LiveWeights(parts)
-        if prepared.progress is not None:
-            self._step.restore(prepared.progress)
-            self._evaluated_at = prepared.progress.step if prepared.progress.evaluated else None
-            self._masked_at = prepared.progress.step if prepared.progress.masked else None
         self._tracing = make_tracing(parts, self.steps_done)
-        self._best = BestEvaluation(config, prepared.progress)
 
     @property
     def rank(self) -> int:
@@ -161,7 +154,7 @@ class Trainer:
     @property
     def steps_done(self) -> int:
         """Steps since the run began, including those before it was resumed."""
-        return self._step.position.steps_done
+        return self.progress.step
 
     @property
     def _is_over(self) -> bool:
@@ -171,7 +164,7 @@ class Trainer:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the coming step."""
-        return self._step.position.learning_rate
+        return self._step.learning_rate(self.config.optimizer.learning_rate)
 
     # -- the loop -----------------------------------------------------------------------
 
@@ -302,7 +295,7 @@ class Trainer:
                 self._saver.finish()
                 self._tell_of_checkpoints()
             refuse_bad_end(self.steps_done, self.last_evaluation, parts.masking)
-            for line in last_lines(self._progress(), self._step.skips.summary(), self._saver):
+            for line in last_lines(self.progress, self._saver):
                 parts.recorder.say(line)
         self._release()
 
@@ -329,7 +322,7 @@ class Trainer:
         recorder.flush()
         if self.steps_done not in (0, saver.last_step):
             self.parts.activity.at("checkpoint", self.steps_done)
-            saver.start(self._progress())
+            saver.start(self.progress)
         saver.finish()
         self._tell_of_checkpoints()
         if self.steps_done:
@@ -375,24 +368,24 @@ class Trainer:
             self._heed_signal()
         is_over = self._is_over
         stops = self._is_stopped and not is_over
-        if not is_over and self._masked_at != self.steps_done:
+        if not is_over and not self.progress.masked:
             self._change_masks()
         saver = self._saver
         is_due = saver is not None and (
             saver.due(self.steps_done, is_last=is_over)
-            or (self._best.is_at(self.steps_done) and saver.last_step != self.steps_done)
+            or (self.progress.is_best and saver.last_step != self.steps_done)
         )
         if saver is not None and (stops or is_due):
             self.parts.recorder.flush()
             self.parts.activity.at("checkpoint", self.steps_done)
-            saver.start(self._progress())
+            saver.start(self.progress)
         if stops:
             self._end_stopped()
         return not is_over
 
     def _evaluation_is_due(self) -> bool:
         settings, step = self.config.train, self.steps_done
-        if step == self._evaluated_at:
+        if self.progress.evaluated:
             return False
         if step == 0:
             return settings.eval_first
@@ -431,7 +424,7 @@ class Trainer:
         """
         if self._saver is None:
             raise ConfigError("save: a quiet trainer has no run directory; make it without quiet")
-        self._saver.start(self._progress())
+        self._saver.start(self.progress)
         self._saver.finish()
         return path_of(self._saver.folder, self.steps_done)
 
@@ -519,12 +512,11 @@ class Trainer:
             self._tracing.begin(self.steps_done + 1)
         parts.phases.begin_step()
         rate, before = self.learning_rate, self._bytes_sent()
-        scale = parts.loss_scale.scale
+        scale = self.progress.loss_scale
         verdict = self._train_step()
         gradient_bytes, p2p_bytes = (
             after - start for after, start in zip(self._bytes_sent(), before, strict=True)
         )
-        skips = self._step.skips
         figures = StepFigures(
             step=self.steps_done,
             loss=verdict.loss,
@@ -532,8 +524,8 @@ class Trainer:
             grad_norm=verdict.grad_norm,
             loss_scale=scale,
             weights_digest=verdict.digest,
-            skip_reason=skips.reason,
-            skipped_steps=skips.not_finite + skips.spiked,
+            skip_reason=self._step.skips.reason,
+            skipped_steps=self.progress.not_finite + self.progress.spiked,
         )
         maxima = {
             "model_state_bytes": self.state_bytes().total,
@@ -592,9 +584,10 @@ class Trainer:
 
     def _recorded_evaluation(self) -> None:
         evaluation = self.evaluate()
-        self._evaluated_at = self.steps_done
+        self.progress.evaluated = True
         if evaluation is not None:
-            self._best.look(self.steps_done, evaluation.loss)
+            if self.config.checkpoint.keep_best:
+                self.progress.look(evaluation.loss)
             part = evaluation.samples < evaluation.available
             said = f"{evaluation.samples} of {evaluation.available} samples" if part else ""
             self.parts.recorder.evaluation(
@@ -604,20 +597,17 @@ class Trainer:
 
     def _change_masks(self) -> None:
         """Let the pruning method change the masks, and adapt all that depends on them."""
-        self._masked_at = self.steps_done
+        self.progress.masked = True
         masking = self.parts.masking
         if masking is None:
             return
         before = self.state_bytes().total
         self.parts.activity.at("masks", self.steps_done)
-        position = self._step.position
-        now = Moment(position.steps_done, position.updates, self._step.score_gradients)
+        now = Moment(self.steps_done, self.progress.updates, self._step.score_gradients)
         change = masking.before_step(now)
         if change is None:
             return
         self._step.follow_masks(change)
-        if change.changed:
-            self._best.forget()
         transport, sizes = self.parts.transport, [before, self.state_bytes().total]
         rows = sum_by_owner(transport.world, transport.backoff, sizes)
         old, new = (int(max(column)) for column in zip(*rows, strict=True))
@@ -633,13 +623,6 @@ class Trainer:
         of_members = 0 if members is None else members.bytes_sent
         others = self.parts.link.bytes_sent + sync.tie_bytes_sent + of_members
         return sync.gradient_bytes_sent, others
-
-    def _progress(self) -> Progress:
-        progress = self._step.progress(
-            evaluated=self._evaluated_at == self.steps_done,
-            masked=self._masked_at == self.steps_done,
-        )
-        return progress.model_copy(update={"best": self._best.entry})
 
     def _heed_signal(self) -> None:
         """Learn on all ranks, outside of a step, whether any of them was told to stop.
@@ -699,37 +682,6 @@ def _refuse_no_functions(callbacks: Mapping[str, object]) -> None:
             raise ConfigError(f"train: {name} is {kind}; give a function, or leave it out")
 
 
-class BestEvaluation:
-    """Remembers the evaluation of lowest loss whose checkpoint is kept, alike on all ranks.
-
-    A checkpoint holds the masks that are drawn after the evaluation of its step, and an evaluation
-    from before the network lost entries counts no more, since a dense network would stay the best
-    for ever.
-    """
-
-    def __init__(self, config: Config, progress: Progress | None) -> None:
-        """`progress` is that of the checkpoint that the run goes on from."""
-        self._keeps = config.checkpoint.keep_best
-        self.entry: BestEntry | None = None
-        """The best evaluation; None before the first, and if none is looked for."""
-        if progress is not None and self._keeps:
-            self.entry = progress.best
-
-    def look(self, step: int, loss: float) -> None:
-        """Take note of the evaluation after `step` steps; among equal losses the first is best."""
-        is_lower = self.entry is None or loss < self.entry.loss
-        if self._keeps and step > 0 and math.isfinite(loss) and is_lower:
-            self.entry = BestEntry(step=step, loss=loss)
-
-    def forget(self) -> None:
-        """Take note that masks have changed."""
-        self.entry = None
-
-    def is_at(self, step: int) -> bool:
-        """Whether the evaluation after `step` steps is the best one."""
-        return self.entry is not None and self.entry.step == step
-
-
 def refuse_bad_end(steps_done: int, last: Evaluation | None, masking: Masking | None) -> None:
     """TrainingError on all ranks if the result of the training cannot be used."""
     if last is not None and not math.isfinite(last.loss):
@@ -743,10 +695,15 @@ def refuse_bad_end(steps_done: int, last: Evaluation | None, masking: Masking | 
         raise everywhere(TrainingError(f"step {steps_done}: {masking.unfinished}"))
 
 
-def last_lines(progress: Progress, skipped: list[str], saver: Saver | None) -> Iterator[str]:
+def last_lines(progress: Progress, saver: Saver | None) -> Iterator[str]:
     """How many steps were skipped, if any were, and where the result is."""
-    if skipped:
-        yield f"of {progress.step} steps: {', '.join(skipped)}"
+    skipped = {
+        "with numbers that were not finite": progress.not_finite,
+        "for a spike of the loss": progress.spiked,
+    }
+    if any(skipped.values()):
+        said = (f"{count} skipped {why}" for why, count in skipped.items() if count)
+        yield f"of {progress.step} steps: {', '.join(said)}"
     if saver is None:
         return
     run = saver.folder.parent

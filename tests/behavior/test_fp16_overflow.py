@@ -128,7 +128,7 @@ def test_an_overflow_on_any_one_rank_is_skipped_by_all_and_replicas_never_differ
         def note(gradient: Tensor) -> None:
             step = trainer.steps_done
             if step not in seen[rank].scales:
-                seen[rank].scales[step] = trainer.parts.loss_scale.scale
+                seen[rank].scales[step] = trainer.progress.loss_scale
                 seen[rank].states[step] = digest(states)
 
         states[0].owned[0].parameter.register_hook(note)
@@ -173,7 +173,7 @@ def test_an_overflow_at_a_pruned_position_changes_nothing(
     for (trainer, trace), (_, expected) in zip(ranks, reference, strict=True):
         assert trace.finite == [True] * 6
         assert_bitwise(trace, expected)
-        assert trainer.parts.loss_scale.scale == config.loss_scale.initial
+        assert trainer.progress.loss_scale == config.loss_scale.initial
 
 
 def test_overflows_at_the_floor_end_the_run_and_name_rank_and_parameter() -> None:

@@ -201,9 +201,9 @@ def test_a_scale_that_overflows_is_lowered_until_steps_update_and_then_grows() -
 
     assert not trace.finite[0]
     assert trace.finite[-1]
-    assert trainer.parts.loss_scale.scale < 2.0**21
+    assert trainer.progress.loss_scale < 2.0**21
     assert fine.finite == [True] * 8
-    assert other.parts.loss_scale.scale == 65536.0 * 2**4
+    assert other.progress.loss_scale == 65536.0 * 2**4
 
 
 def test_dense_training_keeps_no_index_and_every_encoding_its_own_bytes() -> None:

@@ -102,7 +102,7 @@ def train(job: Job, case: Case) -> Outcome:
         found["finite"].append(verdict.finite)
 
     trainer.train(note)
-    found["scale"] = trainer.parts.loss_scale.scale
+    found["scale"] = trainer.progress.loss_scale
     if trainer.last_evaluation is not None:
         found["validation_loss"] = trainer.last_evaluation.loss
     for layer in trainer.parts.layers:

@@ -115,7 +115,7 @@ def test_the_largest_entry_tells_what_is_not_finite(value: float) -> None:
 
 def test_no_sum_of_entries_that_fit_overflows() -> None:
     microbatches = 24
-    limit = Units(microbatches).limit
+    limit = Units(microbatches, {}).limit
 
     assert 8 * microbatches * int(limit) < 2**63
 
@@ -130,7 +130,7 @@ def passes(units: Units, largest: float) -> int:
 
 
 def test_a_unit_falls_slowly_to_where_the_margin_is_left() -> None:
-    units = Units(1)
+    units = Units(1, {})
     assert units.unit(NAME) * units.limit == 2.0**FIRST_LARGEST
 
     assert [passes(units, 0.7) for _ in range(30)] == [1] * 30
@@ -142,7 +142,7 @@ def test_a_unit_falls_slowly_to_where_the_margin_is_left() -> None:
 def test_a_step_of_any_size_is_computed_until_it_fits_and_the_next_one_once(
     exponent: int, microbatches: int
 ) -> None:
-    units = Units(microbatches)
+    units = Units(microbatches, {})
     passes(units, 1e-3)
 
     assert passes(units, 2.0**exponent) <= 1 + 150 // units._jump
@@ -153,7 +153,7 @@ def test_a_step_of_any_size_is_computed_until_it_fits_and_the_next_one_once(
 
 
 def test_units_of_other_tensors_stay_where_one_does_not_fit() -> None:
-    units = Units(1)
+    units = Units(1, {})
     before = units.unit(OTHER)
 
     assert not units.follow({NAME: Fit.TOO_LARGE, OTHER: Fit.ROOMY})
@@ -163,7 +163,7 @@ def test_units_of_other_tensors_stay_where_one_does_not_fit() -> None:
 
 
 def test_a_gradient_of_zeros_keeps_its_unit() -> None:
-    units = Units(4)
+    units = Units(4, {})
     before = units.unit(NAME)
 
     assert units.fit(0.0) is None

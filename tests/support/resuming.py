@@ -26,9 +26,9 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.checkpoint.manifest import Progress
 from axsparse.training.export import export
 from axsparse.training.placement import Placement
+from axsparse.training.progress import Progress
 from axsparse.training.trainer import Trainer, build
 
 Layout = tuple[int, int]
@@ -86,7 +86,7 @@ def ran(
         def note(step: int, verdict: Verdict) -> None:
             found.losses[step] = verdict.loss
             found.norms[step] = verdict.grad_norm
-            found.scales[step] = trainer.parts.loss_scale.scale
+            found.scales[step] = trainer.progress.loss_scale
             # One rank hears of it while a step is under way; all stop after that step.
             if stop_after is not None and step == stop_after - 1 and rank == world.size - 1:
                 job.stop.hear(signal.SIGUSR1)
@@ -122,7 +122,7 @@ def hear_in_step(trainer: Trainer, job: Job) -> None:
 
 def note_state(found: Ran, trainer: Trainer) -> None:
     """Add the state of one rank to that of the others."""
-    found.progress = trainer._progress()
+    found.progress = trainer.progress
     for layer in trainer.parts.layers:
         state = layer.state
         for name, tensor in state.by_full_name.items():

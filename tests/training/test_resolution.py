@@ -24,7 +24,7 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.precision import DTYPES
 from axsparse.training import resolution
-from axsparse.training.resolution import RunInputs, RunSpec, loss_scale, resolve
+from axsparse.training.resolution import RunInputs, RunSpec, resolve
 
 
 def transport(ranks: int = 1, name: str = "local") -> Transport:
@@ -144,16 +144,6 @@ def test_what_mpi_ranks_cannot_talk_by_is_refused_but_a_single_one_on_a_gpu_may_
     assert decided(local, one).config.transport == "local"
     with pytest.raises(ConfigError, match="local is for one process, but 2 ranks are running"):
         decided(local, two)
-
-
-def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:
-    settings = {"initial": 1000.0, "floor": 3.0, "patience": 7}
-
-    half = loss_scale(tiny_config(precision="fp16", loss_scale=settings))
-    other = loss_scale(tiny_config(precision="bf16", loss_scale=settings))
-
-    assert (half.scale, half.floor, half.patience) == (512.0, 2.0, 7)
-    assert (other.scale, other.floor, other.patience) == (1.0, 1.0, 7)
 
 
 def budget_of(gigabytes: float | str) -> MemoryBudget:

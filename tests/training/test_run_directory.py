@@ -29,7 +29,7 @@ from axsparse.runtime.errors import (
 from axsparse.runtime.files.run_folder import RunMark
 from axsparse.runtime.files.run_lock import RunLock
 from axsparse.training.checkpoint import checkpoint_folder
-from axsparse.training.checkpoint.manifest import Progress
+from axsparse.training.progress import Progress
 from axsparse.training.run_directory import (
     RunDir,
     find_run,

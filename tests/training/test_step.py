@@ -1,9 +1,9 @@
-"""Losses that jump: what counts as a spike, and a run that skips it."""
+"""Steps that update nothing: runs whose losses jump, and where they end."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,84 +11,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.resuming import Layout, Ran, ran, records_of, same_state
 from support.runs import FEW_MICROBATCHES, mlp, tiny_config, vector_data
 from torch import Tensor
 
 from axsparse.cli import checkpoint
-from axsparse.config.schema import Config, SpikesConfig
+from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.data.order import samples_of_step
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Model
 from axsparse.runtime.errors import TrainingError
 from axsparse.training.checkpoint.manifest import read_manifest
-from axsparse.training.step import Spike, SpikeRule
 from axsparse.training.trainer import Trainer
-
-# -- the rule -------------------------------------------------------------------------------
-
-
-def rule(history: Sequence[float] = (), **changes: Any) -> SpikeRule:
-    """A rule that skips, with a window of four, after some good losses."""
-    made = SpikeRule(SpikesConfig(**{"rule": "skip", "window": 4, **changes}))
-    for loss in history:
-        assert made.judge(1, loss) is None
-    return made
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    level=st.floats(-5, 12), ratio=st.floats(1.01, 50), beyond=st.sampled_from([-0.01, 0.01, 3.0])
-)
-def test_a_spike_is_a_perplexity_so_many_times_the_usual_one(
-    level: float, ratio: float, beyond: float
-) -> None:
-    judge = rule([level] * 4, ratio=ratio).judge
-
-    spike = judge(7, level + math.log(ratio) + beyond)
-
-    assert (spike is not None) == (beyond > 0)
-
-
-def test_the_usual_loss_is_the_median_of_the_last_good_steps() -> None:
-    watching = rule([9.0, 9.0, 3.0, 1.0, 2.5, 1.5])
-
-    assert watching.judge(7, 3.0) == Spike(7, 3.0, 2.0)
-
-
-def test_a_spike_does_not_become_usual_and_none_is_seen_before_the_window_is_full() -> None:
-    watching = rule([1.0, 1.0, 1.0])
-    assert watching.judge(4, 1.0) is None
-
-    assert all(watching.judge(step, 5.0) is not None for step in range(20))
-    assert watching.in_a_row == 20
-    assert watching.judge(21, 1.0) is None
-    assert watching.in_a_row == 0
-
-
-def test_nothing_is_a_spike_without_a_rule_or_once_the_masks_are_others() -> None:
-    watching = rule([1.0] * 4)
-    watching.forget()
-
-    assert [watching.judge(step, 5.0) for step in range(4)] == [None] * 4
-    assert rule([1.0] * 4, rule="none").judge(5, 100.0) is None
-
-
-def test_a_rule_goes_on_from_its_history() -> None:
-    first = rule([1.0, 2.0, 4.0, 3.0])
-    assert first.judge(9, 8.0) is not None
-    second = rule()
-
-    second.restore(first.history())
-
-    assert second.judge(10, 9.0) == Spike(10, 9.0, 2.5)
-    assert second.in_a_row == 2
-
-
-# -- runs -----------------------------------------------------------------------------------
 
 STEPS, EVERY, SPIKE = 14, 4, 6
 """Steps of a run and between its checkpoints, and the batch that spikes."""
@@ -184,7 +119,7 @@ def test_the_usual_loss_begins_anew_with_new_masks(tmp_path: Path) -> None:
 
     saved = read_manifest(tmp_path / "checkpoints" / f"step-{SPIKE + 1}").progress
     assert saved.masks_changed == SPIKE
-    assert saved.spikes.losses == (records_of(tmp_path, "loss")[SPIKE]["loss"],)
+    assert saved.spikes.losses == [records_of(tmp_path, "loss")[SPIKE]["loss"]]
 
 
 # -- where it ends --------------------------------------------------------------------------

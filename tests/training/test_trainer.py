@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
@@ -28,10 +27,8 @@ from axsparse.runtime.job import Job, _describe
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
-from axsparse.training.checkpoint.manifest import BestEntry
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import (
-    BestEvaluation,
     OnCheckpoint,
     OnEvaluation,
     OnStep,
@@ -331,22 +328,6 @@ def test_what_was_found_before_a_pruning_counts_no_more(tmp_path: Path) -> None:
 
     assert there[3] == [2, 1]  # every second step is saved
     assert there[7] == [6, 4]
-
-
-def test_only_evaluations_that_are_finite_and_of_what_is_saved_count() -> None:
-    best = BestEvaluation(config_of(), None)
-
-    best.look(1, math.nan)
-    best.look(0, 0.1)
-    nothing = best.entry
-    best.look(2, 2.0)
-    first = best.entry
-    best.look(4, 1.0)
-    best.forget()
-
-    assert nothing is None
-    assert first == BestEntry(step=2, loss=2.0)
-    assert best.entry is None
 
 
 def test_pruning_checkpoints_by_hand_leaves_the_best(

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from axsparse.runtime.files.atomic import sync_folder, write_new
-from axsparse.training.checkpoint.manifest import MANIFEST_FILE, Progress
+from axsparse.training.checkpoint.manifest import MANIFEST_FILE
+from axsparse.training.progress import Progress
 
 CHECKPOINTS = "checkpoints"
 """The name of this folder in a run directory."""

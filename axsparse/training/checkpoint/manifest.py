@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from axsparse.pruning.methods.masking import MethodState
 from axsparse.runtime.errors import DataError, reading
+from axsparse.training.progress import Count, Progress
 
 MANIFEST_FILE = "manifest.json"
 FORMAT: Literal[1] = 1
@@ -25,7 +26,6 @@ MAX_BYTES = 256_000_000
 """The largest manifest that is read; a usual one has some 150 bytes for each tensor."""
 _TAIL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n?\Z')
 
-Count = Annotated[int, Field(ge=0, lt=2**53)]
 FileName = Annotated[
     str, Field(pattern=r"\A[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors\z", max_length=200)
 ]
@@ -60,83 +60,6 @@ class LayerEntry(_Strict):
     """The file of what the pruning method needs of this layer; None if it needs nothing."""
     parameters: dict[str, ParameterEntry]
     """By global name; a tied weight is in the layer of its first use only."""
-
-
-class SpikeHistory(_Strict):
-    """The state of the rule for spikes of the loss (`axsparse.training.step`)."""
-
-    losses: Annotated[tuple[float, ...], Field(max_length=10_000)] = ()
-    """The losses of the last good steps, oldest first."""
-    in_a_row: Count = 0
-    """Number of steps skipped since the last good one."""
-
-
-class FirstBad(_Strict):
-    """The first of a row of steps that were skipped because loss or gradient was not finite."""
-
-    step: Count
-    """The number of the step, from 1."""
-    what: Annotated[str, Field(pattern=r"\A[^\p{C}]*\z", max_length=1000)]
-    """The rank and the tensor whose value was first not finite, and its value."""
-
-
-class BestEntry(_Strict):
-    """The evaluation of lowest loss, whose checkpoint is kept (`checkpoint.keep_best`)."""
-
-    step: Count
-    """Steps done before it."""
-    loss: float
-
-
-class Progress(_Strict):
-    """Where training stands, between two steps."""
-
-    step: Count
-    """Number of steps done."""
-    updates: Count
-    """Number of updates of the weights, counted anew when they are rewound to earlier ones."""
-    schedule_start: Count
-    """Steps done when the weights were last rewound and the learning rate began anew."""
-    masks_changed: Count | None
-    """Steps done when the masks last changed; None if they never have."""
-    evaluated: bool
-    """Whether the evaluation that is due after these steps has been done."""
-    masked: bool
-    """Whether the change of masks that is due before the next step has been done."""
-    loss_scale: Annotated[float, Field(gt=0.0, lt=2.0**128)]
-    good_steps: Count
-    skipped_at_floor: Count
-    not_finite: Count = 0
-    """Number of steps skipped because loss or gradient was not finite."""
-    spiked: Count = 0
-    """Number of steps skipped for a spike of the loss."""
-    last_good: Count = 0
-    """The last step that updated the weights; 0 before the first. Its loss was computed with the
-    weights of the step before: weights that were saved before this step are known to train, those
-    that were saved after it are not yet."""
-    exponents: dict[str, Annotated[int, Field(ge=-400, le=400)]] = {}
-    """By parameter, the base-2 logarithm of the unit of its exact sum in the next step
-    (`samo/fixed_point.py`); empty where sums are not exact."""
-    first_bad: FirstBad | None = None
-    spikes: SpikeHistory = SpikeHistory()
-    best: BestEntry | None = None
-
-    @model_validator(mode="after")
-    def _nothing_comes_after_the_last_step(self) -> Progress:
-        """A learning rate that begins in the future, say, would be another run in silence."""
-        counts = {
-            "updates": self.updates,
-            "schedule_start": self.schedule_start,
-            "masks_changed": self.masks_changed or 0,
-            "last_good": self.last_good,
-            # The step that ends a run, and is not done, may be the first bad one.
-            "first_bad.step": 0 if self.first_bad is None else self.first_bad.step - 1,
-            "best.step": 0 if self.best is None else self.best.step,
-        }
-        for name, count in counts.items():
-            if count > self.step:
-                raise ValueError(f"{name} is beyond the {self.step} steps done")
-        return self
 
 
 class DataEntry(_Strict):

@@ -40,11 +40,11 @@ from axsparse.training.checkpoint.manifest import (
     CheckpointManifest,
     FileEntry,
     LayerEntry,
-    Progress,
     manifest_bytes,
 )
 from axsparse.training.checkpoint.verification import is_whole, read_entry
 from axsparse.training.parts import Parts
+from axsparse.training.progress import Progress
 from axsparse.training.run_directory import RunDir
 
 THREAD = "axsparse checkpoint"
@@ -161,7 +161,7 @@ class Saver:
         queue = CopyQueue(self._settings.buffer * 1e9)
         beat = self._parts.activity.beat
         self._pending = _PendingCheckpoint(
-            progress,
+            progress.copied(),
             masking.standing,
             folder,
             {layer.name: layer.entry for layer in dealt},

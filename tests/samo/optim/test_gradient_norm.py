@@ -1,4 +1,4 @@
-"""The global gradient norm, clipping by it, and the loss scale as a state machine."""
+"""The global gradient norm, and clipping by it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from axsparse.samo.index.base import FullIndex
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.gradient_norm import (
-    HIGHEST,
-    LossScale,
     clip_factor,
     global_norm,
     norm_partials,
@@ -127,62 +125,3 @@ def test_gradients_below_the_limit_are_left_alone_and_zero_never_clips() -> None
     assert clip_factor(2.0, 1.0) == pytest.approx(0.5, rel=1e-6)
     assert clip_factor(0.0, 1.0) == 1.0
     assert clip_factor(2e-6, 1e-6) == pytest.approx(1 / 3, rel=1e-6)
-
-
-# -- the loss scale -----------------------------------------------------------------------------
-
-
-def scales(scale: LossScale, verdicts: str) -> list[float]:
-    """The scale after each step of a history such as "++-": good, good, overflow."""
-    trace = []
-    for verdict in verdicts:
-        scale.update(finite=verdict == "+")
-        trace.append(scale.scale)
-    return trace
-
-
-def dynamic(scale: float = 8.0, patience: int = 2) -> LossScale:
-    return LossScale(scale=scale, floor=2.0, growth_interval=3, patience=patience)
-
-
-@pytest.mark.parametrize(
-    ("start", "verdicts", "expected"),
-    [
-        (8.0, "-+++++-+++", [4, 4, 4, 8, 8, 8, 4, 4, 4, 8]),  # three good steps double it
-        (8.0, "++-++-++", [8, 8, 4, 4, 4, 2, 2, 2]),  # an overflow starts their number anew
-        (4.0, "---", [2, 2, 2]),
-        (HIGHEST, "+++", [HIGHEST] * 3),
-    ],
-)
-def test_overflows_halve_the_scale_and_runs_of_good_steps_double_it_between_its_bounds(
-    start: float, verdicts: str, expected: list[float]
-) -> None:
-    assert scales(dynamic(start), verdicts) == expected
-
-
-def test_a_run_is_lost_after_patience_overflows_in_a_row_at_the_floor() -> None:
-    scale = dynamic(scale=4.0)
-    exhausted = []
-    for verdict in "--+---":
-        scale.update(finite=verdict == "+")
-        exhausted.append(scale.exhausted)
-
-    assert exhausted == [False, False, False, False, True, True]
-
-
-def test_without_scaling_the_scale_is_one_for_ever_but_patience_counts() -> None:
-    scale = LossScale.none(patience=2)
-
-    assert scales(scale, "+" * 5000 + "-") == [1.0] * 5001
-    assert not scale.exhausted
-    scale.update(finite=False)
-    assert scale.exhausted
-
-
-def test_a_loss_that_is_not_finite_counts_at_any_scale() -> None:
-    scale = dynamic(scale=64.0)
-    for _ in range(2):
-        scale.update(finite=False, loss_is_finite=False)
-
-    assert scale.exhausted
-    assert scale.scale == 16.0

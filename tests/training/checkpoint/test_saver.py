@@ -25,9 +25,10 @@ from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.training.checkpoint import saver as save
 from axsparse.training.checkpoint.checkpoint_folder import commit, saved_steps, unfinished
 from axsparse.training.checkpoint.layer_files import deal
-from axsparse.training.checkpoint.manifest import FileEntry, Progress
+from axsparse.training.checkpoint.manifest import FileEntry
 from axsparse.training.checkpoint.saver import CopyQueue
 from axsparse.training.checkpoint.verification import is_whole, open_checkpoint, read_entry
+from axsparse.training.progress import Progress
 from axsparse.training.trainer import Trainer
 
 Write = Callable[[Path], object]

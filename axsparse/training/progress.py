@@ -1,0 +1,247 @@
+"""How far a run is: its steps count in `Progress`, and its checkpoints store that object.
+
+A step is skipped if its loss or a gradient is not finite, or if its loss is a number that is too
+large to believe, a spike. A step spikes if its mean loss L exceeds the median M of the last
+`window` good steps by more than ln(ratio), that is if exp(L) > ratio · exp(M). A difference in nats
+means the same at a loss of 10 and at one of 0.1; a ratio of losses would miss spikes at first and
+see too many at the end. The median is hardly moved by a single bad step.
+
+Dynamic loss scaling (Micikevicius et al. 2018) keeps small fp16 gradients from becoming zero. The
+backward starts from the loss scale instead of 1, the update divides by it. A skipped step halves
+the scale; `growth_interval` good steps in a row double it. Powers of two, so that scaling rounds
+nothing. Only kept entries count: a gradient that overflows at a pruned position is dropped by the
+compression before gradients are checked, and affects nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from axsparse.config.schema import Config, SpikesConfig
+from axsparse.pruning.methods.masking import Change
+from axsparse.samo.optim.optimizer import LearningRate, learning_rate, own_learning_rate
+
+FACTOR = 2.0
+HIGHEST = 2.0**24
+"""The loss scale stops growing here: beyond it a loss of 1 overflows long before it underflows."""
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class _Counters(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step whose loss is too large."""
+
+    step: int
+    """The number of the step, from 1."""
+    loss: float
+    usual: float
+    """The median loss of the good steps before it."""
+
+    def __str__(self) -> str:
+        return f"spike: the loss is {self.loss:.4g}, the usual one {self.usual:.4g}"
+
+
+class SpikeHistory(_Counters):
+    """The losses by which the next one is judged, alike on every rank."""
+
+    losses: Annotated[list[float], Field(max_length=10_000)] = []
+    """The losses of the last good steps, oldest first."""
+    in_a_row: Count = 0
+    """Number of spikes since the last good step."""
+
+    def judge(self, settings: SpikesConfig, step: int, loss: float) -> Spike | None:
+        """The spike that a finite loss is; None if the loss is good, which is then remembered."""
+        if settings.rule == "none":
+            return None
+        recent = self.losses[-settings.window :]
+        if len(recent) == settings.window:
+            usual = median(recent)
+            if loss - usual > math.log(settings.ratio):
+                self.in_a_row += 1
+                return Spike(step, loss, usual)
+        self.losses = [*recent, loss][-settings.window :]
+        self.in_a_row = 0
+        return None
+
+
+class FirstBad(_Counters):
+    """The first of a row of steps that were skipped because loss or gradient was not finite."""
+
+    step: Count
+    """The number of the step, from 1."""
+    what: Annotated[str, Field(pattern=r"\A[^\p{C}]*\z", max_length=1000)]
+    """The rank and the tensor whose value was first not finite, and its value."""
+
+
+class BestEntry(_Counters):
+    """The evaluation of lowest loss, whose checkpoint is kept (`checkpoint.keep_best`)."""
+
+    step: Count
+    """Steps done before it."""
+    loss: float
+
+
+class Progress(_Counters):
+    """The counters of a run, the same on all ranks; a checkpoint stores those between two steps."""
+
+    step: Count
+    """Number of steps done, skipped ones included."""
+    updates: Count
+    """Number of updates of the weights, counted anew when they are rewound to earlier ones."""
+    schedule_start: Count
+    """Steps done when the weights were last rewound and the learning rate began anew."""
+    masks_changed: Count | None
+    """Steps done when the masks last changed; None if they never have."""
+    evaluated: bool
+    """Whether the evaluation that is due after these steps has been done."""
+    masked: bool
+    """Whether the change of masks that is due before the next step has been done."""
+    loss_scale: Annotated[float, Field(gt=0.0, lt=2.0**128)]
+    good_steps: Count
+    """Good steps in a row since the loss scale last changed."""
+    skipped_at_floor: Count
+    """Steps since the last good one that were skipped at the smallest scale or for their loss."""
+    not_finite: Count = 0
+    """Number of steps skipped because loss or gradient was not finite."""
+    spiked: Count = 0
+    """Number of steps skipped for a spike of the loss."""
+    last_good: Count = 0
+    """The last step that updated the weights; 0 before the first. Its loss was computed with the
+    weights of the step before: weights that were saved before this step are known to train, those
+    that were saved after it are not yet."""
+    exponents: dict[str, Annotated[int, Field(ge=-400, le=400)]] = {}
+    """By parameter, the base-2 logarithm of the unit of its exact sum in the next step
+    (`samo/fixed_point.py`); empty where sums are not exact."""
+    first_bad: FirstBad | None = None
+    """The first of the steps in a row that were skipped at the smallest loss scale."""
+    spikes: SpikeHistory = Field(default_factory=SpikeHistory)
+    best: BestEntry | None = None
+    """The best evaluation; None before the first, and if none is looked for."""
+
+    @model_validator(mode="after")
+    def _nothing_comes_after_the_last_step(self) -> Progress:
+        """A learning rate that begins in the future, say, would be another run in silence."""
+        counts = {
+            "updates": self.updates,
+            "schedule_start": self.schedule_start,
+            "masks_changed": self.masks_changed or 0,
+            "last_good": self.last_good,
+            # The step that ends a run, and is not done, may be the first bad one.
+            "first_bad.step": 0 if self.first_bad is None else self.first_bad.step - 1,
+            "best.step": 0 if self.best is None else self.best.step,
+        }
+        for name, count in counts.items():
+            if count > self.step:
+                raise ValueError(f"{name} is beyond the {self.step} steps done")
+        return self
+
+    @classmethod
+    def at_start(cls, config: Config) -> Progress:
+        """The progress of a run that has done nothing yet."""
+        return cls(
+            step=0,
+            updates=0,
+            schedule_start=0,
+            masks_changed=None,
+            evaluated=False,
+            masked=False,
+            loss_scale=_scale(config, config.loss_scale.initial),
+            good_steps=0,
+            skipped_at_floor=0,
+        )
+
+    def copied(self) -> Progress:
+        """A copy that the coming steps do not change, checked as one that is read."""
+        return Progress.model_validate(self.model_dump())
+
+    def learning_rate(self, config: Config, own: LearningRate | None, peak: float) -> float:
+        """The learning rate of the coming step for parameters with this peak.
+
+        After a rewinding the schedule begins anew, and its descent ends where it would have
+        ended without the rewinding. After a change of masks the rate rises linearly to the
+        schedule's over `pruning.rewarm_steps` steps. A function of the user's own stands for all of
+        the schedule; for a parameter with another peak, the rate that it gives is scaled in
+        proportion to the peak. `config` has every `auto` resolved.
+        """
+        schedule = config.schedule
+        assert schedule.decay_steps != "auto", "the configuration is resolved"
+        rewarming = 1.0
+        if self.masks_changed is not None and config.pruning.rewarm_steps:
+            since = self.step - self.masks_changed + 1
+            rewarming = min(1.0, since / config.pruning.rewarm_steps)
+        step = self.step - self.schedule_start
+        if own is not None:
+            usual = config.optimizer.learning_rate
+            return rewarming * own_learning_rate(own, step) * (peak / usual)
+        return rewarming * learning_rate(
+            step,
+            schedule,
+            peak=peak,
+            decay_steps=max(schedule.decay_steps - self.schedule_start, schedule.warmup_steps, 1),
+        )
+
+    def end_step(self) -> None:
+        """Count a step; what is due between two steps has not been done after it."""
+        self.step += 1
+        self.evaluated = self.masked = False
+
+    def follow_masks(self, change: Change) -> None:
+        """Take note that the masks before the coming step were rewound or changed."""
+        if change.rewound:
+            self.updates, self.schedule_start = 0, self.step
+        if change.changed:
+            self.masks_changed = self.step
+            # Losses of a network with other masks say nothing about this one.
+            self.spikes.losses.clear()
+            self.best = None
+
+    def rescale(self, config: Config, *, finite: bool, loss_is_finite: bool = True) -> None:
+        """Adapt the loss scale to how a step went: `finite` if all gradients and the loss were.
+
+        A loss that is not finite itself counts as if the scale were at the floor: the scale does
+        not enter the forward, so a lower one does not help.
+        """
+        if finite:
+            self.skipped_at_floor = 0
+            self.good_steps += 1
+            interval = config.loss_scale.growth_interval
+            if config.precision == "fp16" and self.good_steps == interval:
+                self.good_steps = 0
+                self.loss_scale = min(self.loss_scale * FACTOR, HIGHEST)
+            return
+        floor = _scale(config, config.loss_scale.floor)
+        self.good_steps = 0
+        if self.loss_scale <= floor or not loss_is_finite:
+            self.skipped_at_floor += 1
+        self.loss_scale = max(self.loss_scale / FACTOR, floor)
+
+    def look(self, loss: float) -> None:
+        """Take note of the loss of an evaluation here; among equal losses the first is best.
+
+        A checkpoint holds the masks that are drawn after the evaluation of its step, and an
+        evaluation from before the network lost entries counts no more, since a dense network would
+        stay the best for ever.
+        """
+        is_lower = self.best is None or loss < self.best.loss
+        if self.step > 0 and math.isfinite(loss) and is_lower:
+            self.best = BestEntry(step=self.step, loss=loss)
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the evaluation after the last step is the best one."""
+        return self.best is not None and self.best.step == self.step
+
+
+def _scale(config: Config, setting: float) -> float:
+    """A setting of the loss scale as a power of two; 1 for types with the range of fp32."""
+    return 2.0 ** math.floor(math.log2(setting)) if config.precision == "fp16" else 1.0
