@@ -14,7 +14,7 @@ from pathlib import Path
 from axsparse.runtime import cgroups
 
 OWN_CORE = (*[0.0] * 20, *[50e-6] * 20, 200e-6)
-"""Seconds of the pauses in a row of a rank that has a core of its own; the last one is repeated."""
+"""Seconds of successive pauses of a rank that has a core to itself; the last one is repeated."""
 SHARED_CORE = (50e-6, 100e-6, 200e-6, 500e-6)
 """The same pauses where a machine has more ranks than cores."""
 
@@ -22,9 +22,9 @@ SHARED_CORE = (50e-6, 100e-6, 200e-6, 500e-6)
 class SleepingBackoff:
     """A `Backoff` that sleeps, at once and longer if others need the core meanwhile.
 
-    Linux adds 50 µs to a sleep, and a poll takes 15 µs of CPU. A rank that waits with a core of
-    its own takes 6 % of it and learns of a message after 0.2 ms; one that shares its core takes
-    2.5 % and learns of it after 0.35 ms (docs/decisions/041).
+    Linux adds 50 µs to a sleep, and a poll takes 15 µs of CPU. A rank that waits with a core to
+    itself takes 6 % of it and learns of a message after 0.2 ms; one that shares its core takes 2.5
+    % and learns of it after 0.35 ms (docs/decisions/041).
     """
 
     def __init__(self, *, shares_core: bool = False) -> None:
@@ -46,7 +46,7 @@ class SleepingBackoff:
 
 @dataclass(frozen=True)
 class CoreShare:
-    """What one process may use of its machine."""
+    """The cores and CPU quota that one process may use."""
 
     cores: frozenset[int]
     """The numbers of the cores that it may run on."""

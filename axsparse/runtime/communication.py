@@ -41,7 +41,7 @@ class Direction(IntEnum):
 
 
 class Event(Protocol):
-    """Work under way (device work, a send, a receive); `query` tells whether it is complete.
+    """Work under way (device work, a send, a receive); `query` says whether it is complete.
 
     The memory that it works on stays alive and is not written to until it is complete.
     """
@@ -98,8 +98,8 @@ class Link(Protocol):
     def arrivals(self) -> list[Message]:
         """The messages that have arrived completely since the last call; sends make progress too.
 
-        All that had arrived when the call began is among them. Tensors are contiguous leaves in
-        memory of their own, may be read at once, and belong to the caller.
+        Every message that had arrived when the call began is among them. Tensors are contiguous
+        leaves in separate memory, may be read at once, and belong to the caller.
         """
         ...
 
@@ -121,11 +121,10 @@ class Link(Protocol):
 class Op(Enum):
     """Collective operations on a flat buffer, in place.
 
-    `ALL_REDUCE` sums in rank order; half-precision numbers are added in fp32 and rounded once.
-    NCCL alone adds and rounds in an order of its own.
-    `REDUCE_SCATTER` leaves each rank the sum of its own shard; the rest of the buffer
-    is undefined. `ALL_GATHER` fills the buffer from every rank's shard.
-    `BROADCAST` copies rank 0's buffer.
+    `ALL_REDUCE` sums in rank order; half-precision numbers are added in fp32 and rounded once. NCCL
+    alone adds and rounds in an unspecified order. `REDUCE_SCATTER` leaves each rank the sum of its
+    own shard; the rest of the buffer is undefined. `ALL_GATHER` fills the buffer from every rank's
+    shard. `BROADCAST` copies rank 0's buffer.
     """
 
     ALL_REDUCE = "all-reduce"
@@ -136,15 +135,14 @@ class Op(Enum):
 
 @dataclass(frozen=True)
 class Sums:
-    """What a tensor-parallel rank exchanges with the others, such as while one sample passes
-    through a layer."""
+    """Traffic of one tensor-parallel rank with the others, such as of one sample in one layer."""
 
     nbytes: int = 0
-    """Bytes that it sends for a sample."""
+    """Bytes sent for each sample."""
     count: int = 0
-    """How many sums these are, whatever the number of samples."""
+    """Number of sums, independent of the number of samples."""
     fixed: int = 0
-    """Bytes that it sends besides, whatever the number of samples, such as gradients of norms."""
+    """Bytes sent once, independent of the number of samples, such as gradients of norms."""
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(self.nbytes + other.nbytes, self.count + other.count, self.fixed + other.fixed)
@@ -203,8 +201,8 @@ class Collective(Protocol):
 class Backoff(Protocol):
     """How a rank waits: call `reset`, then `pause` between polls; pauses get longer with time.
 
-    This package waits in no other way, so that a transport can use `pause` to do what must go on
-    while its rank waits. One object serves all waits of a rank.
+    This package waits in no other way, so that a transport can use `pause` for work that must
+    continue while its rank waits. One object serves all waits of a rank.
     """
 
     pauses: int
@@ -281,7 +279,7 @@ class Transport(Protocol):
         ...
 
     def abort(self, code: int) -> NoReturn:
-        """End the whole job at once with this exit code, without waiting for other ranks."""
+        """End the job at once with this exit code, without waiting for other ranks."""
         ...
 
     def close(self) -> None:

@@ -26,14 +26,14 @@ from axsparse.runtime.shared_segments import remove_leftovers
 
 
 def cannot_start(reason: Exception) -> NoReturn:
-    """End the whole job, because this rank cannot load something, such as a missing package."""
+    """End the job, because this rank cannot load something, such as a missing package."""
     text = " ".join(str(reason).split())
     where = f"host {socket.gethostname()}: {type(reason).__name__}"
     leave_before_start(f"{where}: {text}", EXIT_INTERNAL)
 
 
 def leave_before_start(message: str, code: int) -> NoReturn:
-    """Print an error and end the whole job with this exit code, before this rank has connected."""
+    """Print an error and end the job with this exit code, before this rank has connected."""
     write_line(f"error: {message}")
     if started_by_launcher():
         wait_until_all_ranks_have_started()
@@ -46,7 +46,7 @@ def leave_before_start(message: str, code: int) -> NoReturn:
 def connect_alone() -> Transport:
     """The transport of this process by itself, without MPI.
 
-    ConfigError if a launcher started other processes beside it.
+    ConfigError if a launcher started several processes.
     """
     from axsparse.runtime.gpu.rank_gpus import bind_early
 
@@ -92,5 +92,5 @@ def _alone() -> Transport:
     from axsparse.runtime.local.local_transport import LocalTransport
     from axsparse.runtime.local.local_world import LocalWorld
 
-    # What a rank by itself waits for is its GPU, which takes no turns.
+    # A rank by itself waits for its GPU only, which takes no turns.
     return LocalTransport(LocalWorld(1), 0, SleepingBackoff())

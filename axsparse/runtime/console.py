@@ -1,4 +1,4 @@
-"""What rank 0 shows: lines, a progress bar if there is a terminal, and the format of figures."""
+"""Output of rank 0: lines, a progress bar if there is a terminal, and the format of figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.launcher import started_by_launcher
 
 Unit = Literal["tokens", "samples"]
-"""What a rate counts."""
+"""The unit of a rate."""
 _ERASE = "\x1b[J"
 _CLEAR = f"\r{_ERASE}"
 _BACK = "\x1b[1A\r"
@@ -36,13 +36,13 @@ class Console:
         bar: bool,
         size: Callable[[], os.terminal_size] = shutil.get_terminal_size,
     ) -> None:
-        """`bar` says whether a bar is kept; `size` gives that of the terminal, which its user may
+        """`bar` says whether a bar is kept; `size` gives the size of the terminal, which may
         change."""
         self._stream = stream
         self._keeps_bar = bar
         self._size = size
         self._shown: tuple[int, int, str] | None = None
-        """The last step, the number of steps, and the text beside the bar."""
+        """The last step, the number of steps, and the text next to the bar."""
         self._lost = False
 
     def line(self, text: str) -> None:
@@ -51,7 +51,7 @@ class Console:
         self._write(f"{_CLEAR if drawn else ''}{text}\n{drawn}")
 
     def progress(self, step: int, steps: int, text: str) -> None:
-        """Draw a bar at `step` of `steps` with a text beside it, where a bar is kept."""
+        """Draw a bar at `step` of `steps` with a text next to it, where a bar is kept."""
         if self._keeps_bar:
             self._shown = step, steps, text
             self._write(_CLEAR + self._drawn())

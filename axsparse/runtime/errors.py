@@ -5,11 +5,11 @@
     ├── DataError                 65  data that does not fit the run
     ├── MissingInputError         66  a named file or folder that is not there
     ├── OutputError               74  a place that cannot be written
-    ├── TrainingError             70  a run that cannot go on (non-finite numbers, say)
-    └── StoppedError              75  a run that was told to stop, and saved what it had
+    ├── TrainingError             70  a run that cannot continue (non-finite numbers, say)
+    └── StoppedError              75  a run that was asked to stop, and has saved its state
 
-Each message is one line: where the value stands, the value, the rule, and what would mend it.
-Internal invariants are asserts, not members of this tree.
+Each message is one line: where the value was set, the value, the rule, and a suggestion. Internal
+invariants are asserts, not members of this tree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AxsparseError(Exception):
     """Whether every rank raises this error at the same point, so that each can exit by itself."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in place of a traceback (a protocol of IPython): one line."""
+        """The line that a notebook shows in place of a traceback (a protocol of IPython)."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -64,13 +64,13 @@ class OutputError(AxsparseError):
 
 
 class TrainingError(AxsparseError):
-    """A run that cannot go on."""
+    """A run that cannot continue."""
 
     exit_code = EXIT_INTERNAL
 
 
 class StoppedError(AxsparseError):
-    """A run that was told to stop and has saved its state; all ranks raise it."""
+    """A run that was asked to stop and has saved its state; all ranks raise it."""
 
     exit_code = EXIT_SAVED
     on_all_ranks = True

@@ -1,8 +1,7 @@
 """Small exchanges between all ranks: texts, sums, and errors that all ranks raise.
 
-Where every rank tells every other something, messages grow with the square of the ranks. So the
-exchanges of every start (`together`, `text_of_first`) only tell how many ranks have failed, or what
-one rank says.
+An all-to-all exchange grows with the square of the ranks. So the exchanges of every start
+(`together`, `text_of_first`) only broadcast how many ranks have failed, or one rank's text.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
     """Do some work on every rank and return its result there.
 
     All ranks call this together. If the work raises an AxsparseError on any rank, all ranks raise
-    that of the first such rank. Any other exception is a defect and leaves its rank alone.
+    the error of the first such rank. Any other exception is a defect and leaves its rank alone.
     """
     result: T | None = None
     failure = ""
@@ -57,7 +56,7 @@ def leave_together(transport: Transport) -> None:
     If another rank does something `together` instead, all ranks raise a ConfigError that names the
     first rank that has ended.
     """
-    # What `together` sums: how many ranks have failed, and how many have ended.
+    # The two numbers that `together` sums: ranks that have failed, ranks that have ended.
     if sum_of(transport, [0.0, 1.0]) == [0.0, transport.size]:
         return
     farewell = (
@@ -98,9 +97,9 @@ def text_of_first(transport: Transport, text: str) -> str:
 def sum_by_owner(
     collective: Collective, backoff: Backoff, values: Sequence[float]
 ) -> list[list[float]]:
-    """Every member's values, in rank order, on all members, without rounding.
+    """The values of every rank of the group, in rank order, on all ranks, without rounding.
 
-    All members call this together, each with as many values.
+    All ranks of the group call this together, each with as many values.
     """
     size, count = collective.size, len(values)
     slots = torch.zeros(size, count, dtype=torch.float64)
@@ -111,7 +110,8 @@ def sum_by_owner(
 
 
 def gather_texts(collective: Collective, backoff: Backoff, text: str) -> list[str]:
-    """Every member's text, in rank order, on all members, which call this together."""
+    """The texts of all ranks of the group, in rank order, on all of them; they call this
+    together."""
     encoded = text.encode(errors="surrogateescape")
     lengths = [int(row[0]) for row in sum_by_owner(collective, backoff, [len(encoded)])]
     bounds = [0]

@@ -1,4 +1,5 @@
-"""The grid of ranks, stages times members times replicas, and each rank's place in it."""
+"""The grid of ranks, pipeline stages times tensor-parallel ranks times replicas, and the
+coordinates of each rank in it."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from axsparse.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class Grid:
-    """`g_inter` pipeline stages times `g_data` replicas of that pipeline; each stage of a replica
-    is computed by `g_tensor` members together.
+    """`g_inter` pipeline stages times `g_data` replicas of that pipeline; `g_tensor`
+    tensor-parallel ranks compute each stage of a replica.
 
-    `rank = (replica * g_inter + stage) * g_tensor + member`: members of a stage, and then
+    `rank = (replica * g_inter + stage) * g_tensor + member`: tensor-parallel ranks, and then
     neighbouring stages, have neighbouring ranks, so that launchers place them on one node.
     """
 
@@ -46,14 +47,14 @@ class Grid:
         return Place(grid=self, rank=rank, stage=stage, replica=replica, member=member)
 
     def rank(self, stage: int, replica: int, member: int = 0) -> int:
-        """The rank of a member of a stage of a replica."""
+        """The rank of a tensor-parallel rank of a stage of a replica."""
         assert 0 <= stage < self.g_inter, f"stage {stage} outside {self.g_inter}"
         assert 0 <= replica < self.g_data, f"replica {replica} outside {self.g_data}"
         assert 0 <= member < self.g_tensor, f"member {member} outside {self.g_tensor}"
         return (replica * self.g_inter + stage) * self.g_tensor + member
 
     def column(self, stage: int, member: int = 0) -> tuple[int, ...]:
-        """The ranks that are the same member of the same stage, in replica order."""
+        """The data-parallel group of one tensor-parallel rank of a stage, in replica order."""
         return tuple(self.rank(stage, replica, member) for replica in range(self.g_data))
 
     def __str__(self) -> str:

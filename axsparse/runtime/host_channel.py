@@ -1,13 +1,13 @@
 """One-way channels between the hosts of neighbouring stages, and how a message travels on them.
 
-A message is a header and the bytes of its tensors. `MpiLink` sends whole messages over channels.
+A message is a header and the bytes of its tensors. `MpiLink` sends entire messages over channels.
 The link of GPUs sends headers over them, and contents too, where these pass through the hosts.
 `runtime/mpi/mpi_link.py` implements the channels.
 
 The header is an int64 array that describes the message without its contents. Its words are the
 microbatch, the number of tensors, and then for each tensor its type's number in `DTYPES` (−1 for
 None), whether its gradient is to come back, the number of its dimensions and their sizes. The
-direction is not in it, since each direction has a channel of its own.
+direction is not in it, since each direction has a separate channel.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Closable(Protocol):
 
 
 class Job:
-    """What one rank knows of its job, of which more is filled in as the run goes on.
+    """The state of the job that one rank knows, filled in as the run proceeds.
 
     If the rank fails, its error message is made from this.
     """
@@ -70,7 +70,7 @@ class Job:
         """The device of this rank and the transport between such devices; None until a
         configuration has been read that chooses them."""
         self.stop = stop or StopRequest()
-        """Whether this rank was told to stop; it listens to signals once a run can be saved."""
+        """Whether this rank was asked to stop; it listens to signals once a run can be saved."""
         self.where = f"rank {transport.rank}"
         """Names this rank in messages; "rank 3 (stage 1, replica 1)" once there is a grid."""
         self.run_dir: Path | None = None
@@ -114,7 +114,7 @@ def own_job() -> Job:
     """The job of this process, which connects to the other ranks when it is first asked for.
 
     From then on an exception that nobody catches ends all ranks with one line, and the process ends
-    as `_leave` does. A session that goes on after an exception, such as a notebook's, is a job of
+    as `_leave` does. A session that continues after an exception, such as a notebook's, is a job of
     one rank, and only gets the exception.
     """
     if not _own:
@@ -166,7 +166,7 @@ def _connected(stop: StopRequest | None) -> Job:
 
 
 def _end(job: Job, failure: BaseException) -> NoReturn:
-    """End this process after an exception; the whole job, unless all ranks have raised it."""
+    """End this process after an exception; end the job, unless all ranks have raised it."""
     job.in_progress.clear()
     if not (isinstance(failure, AxsparseError) and failure.on_all_ranks):
         _last_words(job, failure)
@@ -174,7 +174,7 @@ def _end(job: Job, failure: BaseException) -> NoReturn:
 
 
 def _line_of_all(job: Job, failure: AxsparseError) -> str | None:
-    """What is said of an error that all ranks have raised; None but on rank 0."""
+    """The line about an error that all ranks have raised; None but on rank 0."""
     what = "" if isinstance(failure, StoppedError) else "error: "
     return f"{what}{failure}" if job.transport.rank == 0 else None
 
@@ -222,7 +222,7 @@ def _nowhere() -> TextIO:
 
 
 def _last_words(job: Job, failure: BaseException) -> NoReturn:
-    """Print why this rank fails and end the whole job."""
+    """Print why this rank fails and end the job."""
     code, words = _describe(failure)
     if not isinstance(failure, (AxsparseError, ValidationError, KeyboardInterrupt, SystemExit)):
         words += _keep_traceback(job, failure)

@@ -1,4 +1,4 @@
-"""What launchers such as mpirun and srun tell a process through its environment."""
+"""The environment variables by which launchers such as mpirun and srun describe a process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE")
 """Where launchers say how many ranks they started: Open MPI's mpirun; MPICH's mpirun and srun
 with a PMI; jsrun."""
 SRUN_SIZE = "SLURM_STEP_NUM_TASKS"
-"""Where srun says how many processes it started. If one of `SIZE_VARIABLES` is set beside it, these
-may be the daemons of an mpirun, one a node; SLURM_NTASKS then counts those, too."""
+"""The number of processes that srun started. If one of `SIZE_VARIABLES` is set as well, these may
+be the daemons of an mpirun, one a node; SLURM_NTASKS then counts daemons, too."""
 JOB_SIZE = "AXSPARSE_RANKS"
 """Where a job script of `axsparse submit` says how many ranks it starts."""
 

@@ -53,9 +53,9 @@ def seed_main() -> None:
 
 
 def _seed_torch(seed: int) -> None:
-    """The CPU's generator, and that of the current GPU once CUDA is in use. `torch.manual_seed`
-    would also keep the stack of its caller for each kind of device that might still come, which
-    takes 0.1 to 1 ms for each layer of each microbatch."""
+    """Seed the generators of the CPU and, once CUDA is in use, of the current GPU.
+    `torch.manual_seed` would also keep the stack of its caller for each kind of device that might
+    still come, which takes 0.1 to 1 ms for each layer of each microbatch."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
@@ -67,8 +67,8 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
     them afterwards.
 
     torch's are the CPU's, and the current GPU's once CUDA is in use. If `is_seeded`, the code calls
-    `seed_all` before it draws, so that numpy's numbers need not go on: a copy of its state takes
-    ten times as long as all the rest. The code does not wait for other ranks.
+    `seed_all` before it draws, so that numpy's state is not restored: its copy takes ten times as
+    long as all the rest. The code does not wait for other ranks.
     """
     of_torch, of_python = _torch_state(), random.getstate()
     of_numpy = _NUMPY.get_bit_generator()
@@ -91,8 +91,8 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
 
 @contextmanager
 def kept_rng() -> Iterator[None]:
-    """Let other threads draw from the global generators and replace them, and go on afterwards as
-    if none had: ranks that are threads of one process wait in it for each other."""
+    """Let other threads draw from the global generators and replace them, and continue afterwards
+    as if none had: ranks that are threads of one process wait in it for each other."""
     of_torch, of_python = _torch_state(), random.getstate()
     of_numpy = _NUMPY.get_bit_generator()
     state = of_numpy.state

@@ -1,7 +1,7 @@
 """Files of shared memory that MPI libraries, NCCL and torch leave in /dev/shm when a job is killed.
 
-They take memory of the host until somebody removes them. A job that fails removes those that its
-ranks map, and a job that starts removes those of earlier jobs that nobody uses any more.
+They take memory of the host until somebody removes them. A job that fails removes the segments that
+its ranks map, and a job that starts removes unused segments of earlier jobs.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def remove_leftovers(shared: Path = SHARED, processes: Path = PROCESSES) -> None
 
 
 def remove_own(shared: Path = SHARED, processes: Path = PROCESSES) -> None:
-    """Remove the names of what this process maps, before it ends a job that nobody goes on with.
+    """Remove the names of the segments that this process maps, before it ends a job for good.
 
-    Other ranks of the job keep what they map until they end.
+    Other ranks of the job keep their segments until they end.
     """
     with contextlib.suppress(OSError):
         for line in (processes / "self" / "maps").read_text(errors="replace").splitlines():

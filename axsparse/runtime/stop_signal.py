@@ -1,4 +1,4 @@
-"""How a run is told to stop, by Ctrl-C, SIGUSR1 or SIGTERM; a second signal ends it at once.
+"""Requests to stop a run, by Ctrl-C, SIGUSR1 or SIGTERM; a second signal ends it at once.
 
 A scheduler, a job script and a launcher may each pass on the same signal, so signals that come
 within seconds of the first are taken for the same one. For Ctrl-C that time is short, since
@@ -23,14 +23,14 @@ from axsparse.runtime.process_exit import exit_at_once
 from axsparse.runtime.shared_segments import remove_own
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-"""The signals that tell a run to stop."""
+"""The signals that ask a run to stop."""
 CTRL_C_ECHO_SECONDS = 0.5
 """How long after SIGINT another is taken for the same one: a terminal and a launcher send both
 within milliseconds."""
 
 
 class StopRequest:
-    """Whether this rank was told to stop."""
+    """Whether this rank was asked to stop."""
 
     def __init__(self, leave: Callable[[int], Any] = exit_at_once) -> None:
         """`leave(code)` ends the process at the second signal."""
@@ -103,7 +103,8 @@ class StopRequest:
         self._leave(128 + number)
 
     def _read(self, reader: int) -> None:
-        """Hear every signal that the interpreter writes to the pipe, until the pipe is closed."""
+        """Receive every signal that the interpreter writes to the pipe, until the pipe is
+        closed."""
         while numbers := os.read(reader, 64):
             for number in numbers:
                 self.hear(number)

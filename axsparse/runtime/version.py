@@ -1,4 +1,4 @@
-"""The version of the package, in a place that every room may read."""
+"""The version of the package, in a module that every package may import."""
 
 from __future__ import annotations
 

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 UNFINISHED = ".unfinished-"
-"""Part of the name of a file or folder that is being written; the name ends in a number of its
-own."""
+"""Part of the name of a file or folder that is being written; the name ends in a unique number."""
 
 
 @contextlib.contextmanager
 def new_path(path: Path) -> Iterator[Path]:
-    """A path beside `path`, at which the code within writes a file or a folder.
+    """A path next to `path`, at which the code within writes a file or a folder.
 
     At the end the file or folder gets the name `path` and replaces what had this name; a folder
     that is replaced is moved aside first. If the code within raises, what it has written is

@@ -23,7 +23,7 @@ MARK_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 """The records of a run."""
 RUN_FILES = (MARK_FILE, METRICS_FILE, "config.yaml", "checkpoints", "traces")
-"""What a run writes into its directory, beside its lock."""
+"""The files that a run writes into its directory, apart from its lock."""
 _KEY = "axsparse run"
 
 

@@ -1,4 +1,4 @@
-"""Locks on files, and that of a run directory, which lets one job at a time write to it."""
+"""Locks on files, and the lock of a run directory, which lets one job at a time write to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from axsparse.runtime.errors import OutputError, writing
 
 LOCK_FILE = "run.lock"
 OTHER_RUN_DIR = "choose another --run-dir"
-"""What helps where a run directory cannot be written."""
+"""The suggestion for a run directory that cannot be written."""
 _JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID")
 _HELD = (errno.EACCES, errno.EAGAIN)
 """The errors by which the system says that another process holds a lock."""

@@ -2,14 +2,14 @@
 
 A file has 8 bytes with the length of a JSON header, then the header, which maps each name to a
 type, a shape and a place in the data, and then the data. If there are several files, a JSON index
-beside them says which tensor is in which: {"weight_map": {name: file}}.
+next to them says which tensor is in which: {"weight_map": {name: file}}.
 
-Some of torch's types have no name in the format. `as_stored` gives tensors of such a type as
-others that hold the same bits, and `as_read` turns them back.
+Some of torch's types have no name in the format. `as_stored` gives such tensors as ones of another
+type with the same bits, and `as_read` turns them back.
 
-The library `safetensors` maps a file into memory. What was read would stay resident until the file
-is closed, and a file that becomes shorter meanwhile would end the process by a signal. So files are
-read here, each tensor into memory of its own.
+The library `safetensors` maps a file into memory. Pages once read would stay resident until the
+file is closed, and a file that becomes shorter meanwhile would end the process by a signal. So
+files are read here, each tensor into separate memory.
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ class SafetensorsFile:
             raise DataError(f"{path}: ends before the last of its tensors; get it anew")
         self.shapes = {name: header.shape for name, (header, _) in self._places.items()}
         self.metadata: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
-        """Texts by name that the file has beside its tensors."""
+        """Texts by name that the file has next to its tensors."""
 
     def described(self, name: str) -> TensorHeader:
         """The type and shape of a tensor; KeyError if the file does not have it."""
         return self._places[name][0]
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, which the file has to have."""
+        """A full tensor, which the file has to have."""
         shape = self.shapes[name]
         return self.read_part(name, 0, math.prod(shape)).view(shape)
 
@@ -155,7 +155,7 @@ def _named_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _said(reason: Exception) -> str:
-    """What is wrong with a JSON text, in a few words of one line."""
+    """The error of a JSON text, in a few words of one line."""
     return f"{type(reason).__name__}: {reason}"[:MOST_SAID]
 
 
@@ -190,12 +190,12 @@ class SafetensorsIndex:
         self.shapes = {name: part.shapes[name] for name, part in self._parts.items()}
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, which the index has to have."""
+        """A full tensor, which the index has to have."""
         return self._parts[name].read(name)
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """The file of each tensor; DataError if any is not a safetensors file beside the index."""
+    """The file of each tensor; DataError if any is not a safetensors file next to the index."""
     try:
         text = path.read_bytes()
         places: object = json.loads(text, object_pairs_hook=_named_once)["weight_map"]

@@ -2,10 +2,11 @@
 
 NCCL exchanges and adds in GPU memory. An operation is enqueued at once, behind the compute that
 makes its buffer and behind earlier operations of the same group. The host only asks whether it has
-run, or has compute wait for it (`NcclWork.before_compute`). Every member starts its operations in
-one order (`data_parallel/gradient_sync.py` sees to that), so nothing that becomes ready early on
-one GPU can hold up another. NCCL adds in an order of its own, so its sums equal those of other
-transports only within a tolerance. bf16 and fp16 travel and are added in their own precision.
+run, or has compute wait for it (`NcclWork.before_compute`). Every rank of a group starts its
+operations in one order (`data_parallel/gradient_sync.py` sees to that), so nothing that becomes
+ready early on one GPU can hold up another. NCCL adds in an unspecified order, so its sums equal the
+sums of other transports only within a tolerance. bf16 and fp16 travel and are added in their own
+precision.
 
 Ranks without NCCL copy the part of a buffer that an operation reads to pinned memory, exchange it
 there by the collective of the hosts, and copy the part that it has changed back. Sums have the bits
@@ -40,7 +41,7 @@ class NcclWork:
 
     owner: NcclCollective
     buffer: Tensor | None
-    """None once compute has been told to wait."""
+    """None once the compute stream waits."""
     event: Event | None
     """None if there was nothing to do."""
 
@@ -48,11 +49,11 @@ class NcclWork:
         return self.event is None or self.event.query()
 
     def before_compute(self) -> None:
-        """Have compute wait for the operation, and not the host.
+        """Have the compute stream wait for the operation, and not the host.
 
-        What is enqueued from now on finds the result in the buffer, and may use its memory anew.
-        Compute then waits for other GPUs, so that only operations will do which all members start
-        without waiting for anybody else.
+        Kernels enqueued from now on find the result in the buffer, and may use its memory anew. The
+        compute stream then waits for other GPUs, so use this only for operations that all ranks of
+        the group start without waiting for anybody else.
         """
         if self.event is not None:
             self.owner.hand_over(self.event)

@@ -1,4 +1,4 @@
-"""What the GPU transport needs of a device and of NCCL, as protocols.
+"""The protocols of a device and of NCCL that the GPU transport needs.
 
 `cuda_device.py` has the real `Device`, `Stream` and `Mark`, `nccl.py` the real `Connections`, and
 one class that is a `PeerConnection` and a `Communicator`. `tests/support/standin_device.py` and
@@ -81,7 +81,7 @@ class Device(Protocol):
         ...
 
     def stream(self) -> Stream:
-        """A new stream beside it, for transfers."""
+        """A new stream for transfers, next to the compute stream."""
         ...
 
     def pinned(self, nbytes: int) -> Tensor:
@@ -126,15 +126,16 @@ class PeerConnection(Protocol):
 
 
 class Communicator(Protocol):
-    """A group of ranks whose devices add and exchange in the order of a stream of its own.
+    """A group of ranks whose devices add and exchange on a separate stream, in its order.
 
-    All calls but `close` only enqueue, behind what the stream waits for. Members make the same
-    calls in the same order, on contiguous buffers of equal length and type. What a call returns is
-    complete once it has run; TrainingError if it failed. Of all streams only compute waits for it.
+    All calls but `close` only enqueue, behind the work that the stream waits for. Ranks make the
+    same calls in the same order, on contiguous buffers of equal length and type. The returned event
+    is complete once the operation has run; TrainingError if it failed. Of all streams only compute
+    waits for it.
     """
 
     rank: int
-    """This member's number in the group."""
+    """The number of this rank in the group."""
     size: int
     """The number of members."""
 
@@ -152,8 +153,8 @@ class Communicator(Protocol):
         ...
 
     def reduce_scatter(self, buffer: Tensor, bounds: Sequence[int]) -> Event:
-        """Leave the sum over all members of this member's shard there; the rest of the buffer is
-        undefined. Bounds are those of `Collective.start`."""
+        """Leave the sum over all ranks of this rank's shard there; the rest of the buffer is
+        undefined. `bounds` are as in `Collective.start`."""
         ...
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Event:

@@ -3,12 +3,12 @@
 A message crosses from one stage to the next in two parts. Its *header* travels over a channel
 between the hosts (`runtime/host_channel.py`, over MPI). Its contents travel
 
-- over NCCL: straight from GPU to GPU (`Nccl`). Each direction between two neighbours has a peer
-  connection of its own, so that neither can hold up the other.
+- over NCCL: straight from GPU to GPU (`Nccl`). Each direction between two neighbours has a separate
+  peer connection, so that neither can hold up the other.
 - staged: through pinned memory of both hosts, which a GPU reaches without waiting, and over the
   channel between them (`Staged`).
 
-Work of a GPU is enqueued on *streams*, CUDA's queues, and *events* tell when it is complete.
+Work of a GPU is enqueued on *streams*, CUDA's queues, and *events* say when it is complete.
 `device_protocol.py` describes peer connections, streams and devices. The tests replace these and
 the channels by stand-ins, and run the link without a GPU.
 
@@ -64,14 +64,14 @@ class Nccl:
     """One direction, straight from GPU to GPU; one end sends and the other receives.
 
     A send spins on the device until its receive runs. If it were enqueued before its header has
-    left, it could begin while the host is in a call that waits for the whole device, such as the
-    allocator's last resort or the loading of a kernel. The header would then never go, and both
+    left, it could begin while the host is in a call that waits for all work of the device, such as
+    the allocator's last resort or the loading of a kernel. The header would then never go, and both
     would wait for ever.
     """
 
     sends_in_turn = True
-    """A header goes only once all messages in front of it are through, since the host could not
-    tell when a send behind another begins on the device."""
+    """A header goes only once all messages in front of it are through, since the host could not see
+    when a send behind another begins on the device."""
 
     def __init__(self, connection: PeerConnection) -> None:
         self._connection = connection
@@ -302,7 +302,7 @@ def connect_peers(
     The two ends of a connection wait for each other when they make it. Ranks go through four
     rounds: forward ones that start at even stages, forward ones that start at odd stages, and
     backward ones likewise. Each rank makes at most one a round, so that no rank waits for a chain
-    of others, however many stages there are. `name` tells links of the same ranks apart.
+    of others, however many stages there are. `name` distinguishes links of the same ranks.
     """
     made: dict[tuple[int, int], PeerConnection] = {}
     for direction in Direction:

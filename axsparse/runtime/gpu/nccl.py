@@ -56,8 +56,8 @@ rank; its host name if the variable is not set."""
 
 
 MakeBackend = Callable[[Store, int, int, int], Any]
-"""Makes a process group of torch's from a store of its own, this member's number, the number of
-members, and the most thread blocks that it may occupy."""
+"""Makes a process group of torch's from a separate store, this rank's number in the group, the size
+of the group, and the most thread blocks that it may occupy."""
 
 
 class Rendezvous:
@@ -77,7 +77,7 @@ class Rendezvous:
 
 
 def _open_store(transport: Transport) -> Store:
-    """The store of all ranks, which the first one serves and whose port it tells the others."""
+    """The store of all ranks, which the first one serves and whose port it broadcasts."""
     host = machine_name()
     hosts = set(gather_texts(transport.world, transport.backoff, host))
     if transport.rank == 0:

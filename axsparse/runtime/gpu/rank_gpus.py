@@ -22,9 +22,9 @@ LOCAL_RANKS = (
     "PALS_LOCAL_RANKID",
     "JSM_NAMESPACE_LOCAL_RANK",
 )
-"""Environment variables with the number of a rank among those of its host: of Open MPI, MPICH and
-Intel MPI, srun, Cray, HPE's PALS, IBM's jsrun. The first that is set counts, since srun's may be
-that of a daemon of an mpirun."""
+"""Environment variables with the local rank on its host: of Open MPI, MPICH and Intel MPI, srun,
+Cray, HPE's PALS, IBM's jsrun. The first that is set counts: srun's may be the number of a daemon of
+an mpirun."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The environment variable with the number of queues between host and GPU. Work that shares a
 queue runs in order, and a receive that spins could be in front of the send that it waits for."""
@@ -35,13 +35,13 @@ BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_W
 """Environment variables with which the host waits until its GPU, or NCCL, is done."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """A file with a number that is drawn at every start of a machine and is the same in all of its
-containers; NCCL tells machines apart by it, too."""
+containers; NCCL also identifies machines by it."""
 MOST_CONNECTIONS = "32"
 """The most queues that CUDA has; its default is 8."""
 BUS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 """The properties of a device that say where on the bus it is; torch 2.4 does not have them."""
 GpuTransportName = Literal["nccl", "mpi"]
-"""What carries contents between GPUs; `mpi` is through pinned memory of the hosts."""
+"""How tensors travel between GPUs; `mpi` is through pinned memory of the hosts."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class RankGpu:
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
-    """This rank's number among those of its host, as its launcher says it before MPI starts."""
+    """The local rank on this host, as the launcher says it before MPI starts."""
     for name in LOCAL_RANKS:
         if environ.get(name, "").isdigit():
             return int(environ[name])
@@ -95,7 +95,8 @@ def bind_early(environ: MutableMapping[str, str]) -> None:
 
 
 def machine_name() -> str:
-    """The name of this host, and what tells it from others of that name, such as containers."""
+    """The name of this host, with a part that separates it from others of that name, such as
+    containers."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = BOOT.read_text().strip()
@@ -122,10 +123,10 @@ def rank_gpu(
     nccl: bool,
     environ: Mapping[str, str],
 ) -> RankGpu:
-    """The GPU of a rank whose number among those of its host is `local`.
+    """The GPU of a rank whose local rank on its host is `local`.
 
     Its GPU is `local` modulo the number of visible ones. That is right if each rank sees all GPUs
-    of its host, and also if each sees only its own.
+    of its host, and also if each sees one GPU alone.
     """
     number = local % len(gpus) if gpus else None
     gpu = None if number is None else gpus[number]
@@ -147,9 +148,9 @@ def _hindrance(environ: Mapping[str, str]) -> str | None:
 def choose_gpu_transport(
     asked: str, where: str, rank_gpus: Sequence[RankGpu]
 ) -> GpuTransportName | None:
-    """What carries contents, the same on every rank; None if no rank has a GPU.
+    """The transport between GPUs, the same on every rank; None if no rank has a GPU.
 
-    `asked` is the setting `transport`, and `where` says where it stands. ConfigError if the ranks
+    `asked` is the setting `transport`, and `where` says where it was set. ConfigError if the ranks
     cannot work with it.
     """
     without = next((one for one in rank_gpus if one.gpu is None), None)

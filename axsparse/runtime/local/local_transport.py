@@ -49,7 +49,7 @@ class LocalTransport:
         return LocalCollective(self._local, name, tuple(ranks), self.rank)
 
     def branch(self: Local) -> Local:
-        return self  # a branch would have nothing of its own to close
+        return self  # a branch would have nothing separate to close
 
     def abort(self, code: int) -> NoReturn:
         exit_process(code)
@@ -118,7 +118,7 @@ class LocalLink:
 
 @dataclass
 class _Post:
-    """One member's part in an operation, and its `Work`."""
+    """One rank's part in an operation, and its `Work`."""
 
     op: Op
     buffer: Tensor
@@ -135,9 +135,9 @@ class _Post:
 
 
 class LocalCollective:
-    """A group whose last member to start an operation carries it out for all.
+    """A group whose last rank to start an operation carries it out for all.
 
-    In a world with a seed each member sees the end of an operation after a random number of looks.
+    In a world with a seed each rank sees the end of an operation after a random number of looks.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ def _carry_out(members: list[_Post]) -> None:
     buffers = [member.buffer for member in members]
     first, *others = buffers
     shards = [slice(*pair) for pair in itertools.pairwise(bounds[1:])]
-    # The first buffer gets the whole result, which the others take from it: as many operations
-    # as there are members, where shard by shard for each member would be their square.
+    # The first buffer gets the full result, and the others copy it: N operations for N ranks, where
+    # shard by shard for each rank would be N².
     if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
         store_sum_in_rank_order(buffers, first)
     elif op is Op.ALL_GATHER:

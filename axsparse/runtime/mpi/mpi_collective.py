@@ -38,7 +38,7 @@ class MpiWork:
         requests: Requests,
         second: Callable[[], Requests] | None,
     ) -> None:
-        """`requests` are those of the first phase; `second` begins the second, if any."""
+        """`requests` belong to the first phase; `second` begins the second, if any."""
         self.second = second
         """None once the last phase has begun."""
         self._owner = owner
@@ -183,7 +183,7 @@ class MpiCollective:
         ]
 
     def _native_sum(self, buffer: Tensor) -> Requests:
-        """Have MPI add, in an order of its own."""
+        """Have MPI add, in an unspecified order."""
         values = [buffer.numpy(), MPI.DOUBLE]
         return [self._scattering.Iallreduce(MPI.IN_PLACE, values, op=MPI.SUM)]
 

@@ -3,10 +3,9 @@
 A message is its header and then the bytes of its tensors, all on the channel of its direction.
 Contents are received straight into the tensors that the message is made of.
 
-`MpiChannel` is the only place that knows how a message looks to MPI. Each direction has a
-communicator of its own. On it headers and contents travel under two tags, and MPI keeps the order
-of what has the same sender, communicator and tag. Elements are bytes, since MPI lacks types of
-torch's.
+`MpiChannel` is the only place that knows how a message looks to MPI. Each direction has a separate
+communicator. On it headers and contents travel under two tags, and MPI keeps the order of messages
+with the same sender, communicator and tag. Elements are bytes, since MPI lacks types of torch's.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class MpiLink:
         backoff: Backoff,
         max_call_bytes: int = MAX_CALL_BYTES,
     ) -> None:
-        """All ranks of `comm`, which are those of the grid, call this together.
+        """All ranks of `comm`, which are the ranks of the grid, call this together.
 
         No call of MPI carries more than `max_call_bytes`, the same number on all ranks.
         """
@@ -175,7 +174,7 @@ class MpiChannels:
     """The channels of one link, on two communicators."""
 
     def __init__(self, comm: MPI.Comm) -> None:
-        """All ranks of `comm`, which are those of the grid, call this together."""
+        """All ranks of `comm`, which are the ranks of the grid, call this together."""
         self._comms = {direction: comm.Dup() for direction in Direction}
 
     def channel(self, direction: Direction, source: int, target: int) -> MpiChannel:

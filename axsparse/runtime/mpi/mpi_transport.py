@@ -86,7 +86,7 @@ class MpiTransport:
         return branch
 
     def local_rank(self) -> int:
-        """This rank's number among those of its host; all ranks call this together."""
+        """The local rank on this host; all ranks call this together."""
         from mpi4py import MPI
 
         here = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
