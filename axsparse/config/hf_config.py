@@ -1,7 +1,7 @@
 """Takes family and sizes of a model from a Hugging Face folder (`model.from`), and writes them.
 
-The config.json of GPT-2 becomes the settings of our GPT, and back. That of any other model is kept
-whole, as `model.hf`, and read by transformers.
+The config.json of GPT-2 becomes the settings of our GPT, and back. The config.json of any other
+model is kept unchanged, as `model.hf`, and read by transformers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ HF = "model.hf"
 
 
 def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
-    """The settings, with those of the folder that `model.from` names, if it names one, and with the
-    sizes that `model.hf` says.
+    """The settings, completed from the folder that `model.from` names, if any, and by the sizes in
+    `model.hf`.
 
     Raises ConfigError for a given setting that disagrees with the folder's, MissingInputError if
     the folder cannot be read, DataError if its model is none that transformers knows.
@@ -99,7 +99,8 @@ def refuse_other_sizes(path: Path, theirs: Mapping[str, Any], model: Family) -> 
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, those of transformers by names such as "hf.hidden_size"."""
+    """The settings as one level of keys; transformers' settings have names such as
+    "hf.hidden_size"."""
     inner = {f"hf.{key}": value for key, value in settings.get("hf", {}).items()}
     return {**{key: value for key, value in settings.items() if key != "hf"}, **inner}
 
@@ -177,7 +178,7 @@ def from_gpt2(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_gpt2(path: Path, theirs: Mapping[str, Any]) -> bool:
-    """Whether the settings in a config.json are those of a GPT-2 that our GPT can represent."""
+    """Whether a config.json describes a GPT-2 that our GPT can represent."""
     try:
         return theirs.get("model_type") == "gpt2" and bool(from_gpt2(path, theirs))
     except DataError:
@@ -210,7 +211,7 @@ def to_gpt2(config: GptConfig, dtype: str) -> dict[str, Any]:
 OLDEST = (5, 20)
 """The oldest version of transformers that models are tried with."""
 TORCH_DTYPE = "torch_dtype"
-"""What older files call `dtype`."""
+"""The name of `dtype` in older files."""
 
 
 def config_json(model: Family, dtype: str) -> dict[str, Any]:
@@ -281,9 +282,8 @@ def refuse_other_settings(
 
 
 def refuse_other_heads(path: Path, theirs: Mapping[str, Any]) -> None:
-    """ConfigError if a config.json says that the weights beside it are of a model with another head
-    than a language model's, such as LlamaForSequenceClassification, whose weights nobody would
-    read."""
+    """ConfigError if a config.json says that the weights next to it have another head than a
+    language model's, such as LlamaForSequenceClassification, whose weights nobody would read."""
     architectures = theirs.get("architectures")
     for name in architectures if isinstance(architectures, list) else ():
         if re.search("For(?!CausalLM|ConditionalGeneration)[A-Z]", str(name)):

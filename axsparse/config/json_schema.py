@@ -1,6 +1,5 @@
-"""The JSON schema of configuration files, by which editors check and complete what is typed, and
-that of every key.
-"""
+"""The JSON schema of configuration files, by which editors check and complete them, and the schema
+of every key."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def _fields() -> dict[str, Any]:
 
 
 FIELDS = _fields()
-"""Dotted key -> JSON schema of its values, in the schema's order; those of all models."""
+"""Dotted key -> JSON schema of its values, in the schema's order, with the keys of all models."""
 SECTIONS: dict[str, list[str]] = {}
 """Name -> keys of every section."""
 for _section, _, _leaf in (key.partition(".") for key in FIELDS if "." in key):

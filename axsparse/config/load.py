@@ -35,8 +35,8 @@ def configure(
 ) -> Config:
     """A configuration from a file or dictionaries, and `key=value` overrides, which win.
 
-    A file is found and read as `--config` and `--set` of `axsparse train` do, so that a script
-    with a model of its own can take both; dictionaries are overridden alike:
+    A file is found and read as `--config` and `--set` of `axsparse train` do, so that a script with
+    a custom model can take both; dictionaries are overridden alike:
 
         config = ax.configure("my_run.yaml", ["train.steps=500", "layout.g_inter=4"])
         config = ax.configure({"train": {"steps": 50}}, sys.argv[1:])
@@ -147,8 +147,8 @@ def setting_to_yaml(name: str, value: object) -> str:
 
 
 def packaged_folder(name: str) -> Path:
-    """A folder that comes with the package: within it in an installed wheel, else beside it."""
-    # Beside an installed package, a folder of this name belongs to somebody else.
+    """A folder that comes with the package: inside it in an installed wheel, else next to it."""
+    # Next to an installed package, a folder of this name belongs to somebody else.
     return PACKAGE / name if (PACKAGE / name).is_dir() else PACKAGE.parent / name
 
 

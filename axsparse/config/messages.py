@@ -51,7 +51,7 @@ def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigEr
 
 
 def _said(problems: list[Any]) -> str:
-    """The value and pydantic's texts about it, of which a union has one for each member."""
+    """The value and pydantic's texts about it; a union has one for each of its types."""
     if (rule := _broken_rule(problems[0])) is not None:
         return rule.said
     value, kind = problems[0]["input"], problems[0]["type"]
@@ -68,7 +68,7 @@ def _said(problems: list[Any]) -> str:
 
 
 def _of_another_family(name: str, leaf: str) -> str:
-    """What is said of a key that the named model has not, though another one has it."""
+    """The message for a key that another model has, but not the named one."""
     has = {
         family: section.model_json_schema()["properties"] for family, section in FAMILIES.items()
     }
@@ -94,7 +94,7 @@ def _key_of(problem: Mapping[str, Any]) -> str:
         return f"{top}.{rule.key}"
     if top == "model":
         del rest[:1]  # the family
-    # Behind the key, pydantic also names list entries and members of unions.
+    # After the key, pydantic also names list entries and types of unions.
     dotted = ".".join([top, *rest[:1]])
     return dotted if dotted in FIELDS else top
 
@@ -103,7 +103,7 @@ def unknown_key(key: str, origin: str) -> ConfigError:
     """The error about a key that is not in the schema, with the nearest one that is."""
     key = shorten(key)  # Comparing takes time quadratic in the length.
     section, _, leaf = key.rpartition(".")
-    # Where the section is right, only the rest can tell its keys apart.
+    # Where the section is right, only the rest distinguishes its keys.
     near = [FOREIGN_KEYS[leaf]] if leaf in FOREIGN_KEYS else []
     near += [
         f"{section}.{name}" for name in get_close_matches(leaf, SECTIONS.get(section, ()), n=1)

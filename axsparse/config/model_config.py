@@ -35,7 +35,7 @@ class Family(Section):
     """The settings of all language models."""
 
     name: str
-    """A built-in model; models of your own come through the Python API."""
+    """A built-in model; custom models come through the Python API."""
     weights: PathText | None = None
     """A file of initial weights, safetensors or torch, or a Hugging Face folder of `config.json`
     and safetensors. It names tensors as this model does, or as Hugging Face. null initializes at
@@ -48,7 +48,7 @@ class Family(Section):
     """Names of tensors that begin at random all the same, such as `head.*`: a pretrained body with
     a new head. What the file has in their places is left out; the start of the run names them."""
     sequence_length: Width = 128
-    """Longest sequence, in tokens, that the model is for; those of the data are at most so long."""
+    """Longest sequence of the model, in tokens; the sequences of the data are not longer."""
     vocab_size: Width = 256
     """Rows of the token embedding; at least the vocabulary of the data."""
 
@@ -102,9 +102,8 @@ class HfConfig(Family):
     name: Literal["hf"] = "hf"
     """Any model that the installed transformers knows; it is an extra, `axsparse[hf]`."""
     hf: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
-    """The settings of the model as its `config.json` has them, `model_type` among them. With
-    `model.from` they are those of the folder, and `sequence_length` and `vocab_size` come from
-    them."""
+    """The settings of the model as in its `config.json`, `model_type` among them. With `model.from`
+    they come from the folder, and `sequence_length` and `vocab_size` come from them."""
 
 
 def family_of(given: object) -> str | None:

@@ -1,4 +1,4 @@
-"""Every setting of a run: its type, its default and its meaning. Those of models are in
+"""Every setting of a run: its type, its default and its meaning. Settings of models are in
 `model_config.py`; no other file holds defaults.
 
 A configuration is frozen: what is printed and saved at the start is what ran. The rule for a single
@@ -36,7 +36,7 @@ ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
 
 
 class DataConfig(Section):
-    """What the model is trained on."""
+    """The training and validation data."""
 
     source: Literal["stdlib", "tokens"] = "stdlib"
     """`stdlib`: the bytes of the source files of Python's own standard library. `tokens`: token
@@ -46,18 +46,18 @@ class DataConfig(Section):
     that are read where they lie: Megatron's PATH.bin and PATH.idx, a folder that save_to_disk of
     `datasets` wrote, or an .arrow file, with a column `input_ids`."""
     blend: Annotated[tuple[PathText, ...], FromList] = ()
-    """tokens: in place of `path`, several of them, each with a weight, as in
-    `[data/web=0.7, data/code=0.3]`. Of every 10,000 samples of training each source gives its
-    share, in a shuffled order; each has epochs of its own."""
+    """tokens: in place of `path`, several of them, each with a weight, as in `[data/web=0.7,
+    data/code=0.3]`. Of every 10,000 samples of training each source gives its share, in a shuffled
+    order; each has separate epochs."""
     validation: PathText | None = None
-    """tokens: what evaluations read, a path as `path` is, whose training part is taken. null: the
-    validation part of `path`, or all of those of `blend`."""
+    """tokens: the source of evaluations, a path like `path`, whose training part is taken. null:
+    the validation part of `path`, or all validation parts of `blend`."""
     sequence_length: Count | Auto = "auto"
     """Tokens of one sample; `auto` takes the model's `sequence_length`."""
     separate_documents: bool = False
-    """Texts for a llama: in each document positions begin anew, and tokens see only those of their
-    own document. The first token of a document is still a target, of the separator before it.
-    False: positions and attention run across the ends of documents."""
+    """Texts for a llama: in each document positions begin anew, and tokens attend to their document
+    alone. The first token of a document is still a target, of the separator before it. False:
+    positions and attention run across the ends of documents."""
 
     @model_validator(mode="after")
     def _lies_somewhere(self) -> DataConfig:
@@ -108,7 +108,7 @@ class BatchConfig(Section):
 
 
 def num_microbatches(batch: BatchConfig, replicas: int = 1) -> int:
-    """The microbatches of a step; of several replicas, those of the one that takes most."""
+    """Microbatches per step on the replica that has most."""
     return -(-batch.global_batch_size // (batch.microbatch_size * replicas))
 
 
@@ -149,10 +149,10 @@ class PipelineConfig(Section):
     `split_backward`."""
     split_backward: bool | Auto = "auto"
     """Compute the gradients of weights apart from the backward, while nothing that a neighbour
-    waits for can run: those of as many microbatches wait as are in flight. Linear and convolution
-    layers are split. Changes no bit. `auto` is true where there are several stages, under
-    message-driven, without `compile` and without `checkpoint_activations`, beside whose memory
-    that of what waits is large."""
+    waits for can run: as many microbatches of them are deferred as are in flight. Linear and
+    convolution layers are split. Changes no bit. `auto` is true where there are several stages,
+    under message-driven, without `compile` and without `checkpoint_activations`, whose saved memory
+    the deferred inputs would take again."""
     checkpoint_activations: Natural = 0
     """Recompute the activations of every k-th layer in the backward pass; 0 keeps them all."""
     compile: bool | Literal["loss"] | Auto = "auto"
@@ -247,8 +247,8 @@ class PruningConfig(Section):
     heal_passes: Count = 2
     """heal: how often all calibration samples are seen."""
     heal_batch: Count = 1
-    """heal: microbatches of a step. Replicas share those of a step, whose gradients are added as
-    integers, so that every number of replicas heals to the same bits."""
+    """heal: microbatches of a step. Replicas share them, and their gradients are added as integers,
+    so that every number of replicas heals to the same bits."""
     heal_rate: Annotated[float, Field(gt=0.0)] = 0.02
     """heal: learning rate at first, as a share of the root mean square of a tensor's kept entries;
     it falls to 0 linearly. The layer that is fitted by the loss takes 0.15 of it."""
@@ -406,7 +406,7 @@ class OptimizerConfig(Section):
 
 
 class LossScaleConfig(Section):
-    """What happens when loss or gradients are not finite; the scale itself is for fp16."""
+    """The reaction to a loss or gradients that are not finite; the scale itself is for fp16."""
 
     initial: Annotated[float, Field(ge=1.0, le=1e38)] = 65536.0
     """Loss scale of the first fp16 step; rounded down to a power of two."""
@@ -429,7 +429,7 @@ class LossScaleConfig(Section):
 
 
 class SpikesConfig(Section):
-    """What happens when the loss jumps, though it is a number."""
+    """The reaction to a finite loss that jumps."""
 
     rule: Literal["none", "skip"] = "none"
     """`none`: a spike is a step like any other. `skip`: such a step updates nothing."""
@@ -480,7 +480,7 @@ class TrainConfig(Section):
     check_layers: bool | Auto = "auto"
     """Whether each distinct layer is compared with plain torch before the first step, by its
     outputs and gradients for one microbatch; what differs ends the run. `auto` does so for all
-    models but the package's own decoder, and not in a run that goes on."""
+    models but the package's own decoder, and not in a run that is resumed."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Torch's CPU threads in each rank; fixed, since the numerics depend on them."""
     peak_flops: Annotated[float, Field(gt=0.0)] | Auto = "auto"
@@ -493,14 +493,15 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a run saves in `checkpoints/` of its run directory, to be resumed from."""
+    """The checkpoints that a run saves in `checkpoints/` of its run directory, to be resumed
+    from."""
 
     every: Natural | Auto = 500
     """Steps between two checkpoints; the last step is saved as well. 0 saves only when the run is
-    told to stop (SIGUSR1, SIGTERM). `auto` measures what a save costs, and saves as often as loses
+    asked to stop (SIGUSR1, SIGTERM). `auto` measures what a save costs, and saves as often as loses
     the least time with `mtbf_hours`."""
     mtbf_hours: Annotated[float, Field(gt=0.0, le=1e6)] = 24.0
-    """Mean hours between two failures of the whole job, for `every: auto`: those of one host,
+    """Mean hours between two failures of the job, for `every: auto`: the mean hours of one host,
     divided by the number of hosts."""
     keep_last: Count = 3
     """Newest checkpoints that are kept; incomplete ones do not count. The newest one whose weights
@@ -568,7 +569,7 @@ class Config(Section):
     model: ModelConfig = GptConfig()
     """Which model is trained."""
     data: DataConfig = DataConfig()
-    """What the model is trained on."""
+    """The training and validation data."""
     batch: BatchConfig = BatchConfig()
     """How many sequences a step sees."""
     layout: LayoutConfig = LayoutConfig()
@@ -586,23 +587,23 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """How weights follow gradients."""
     loss_scale: LossScaleConfig = LossScaleConfig()
-    """What happens when loss or gradients are not finite."""
+    """The reaction to a loss or gradients that are not finite."""
     spikes: SpikesConfig = SpikesConfig()
-    """What happens when the loss jumps."""
+    """The reaction to a loss that jumps."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate moves."""
     train: TrainConfig = TrainConfig()
     """How long the run is and what it reports."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What the run saves."""
+    """Checkpoints of the run."""
     watchdog: WatchdogConfig = WatchdogConfig()
     """When the run counts as hung, and a rank as slow."""
     observe: ObserveConfig = ObserveConfig()
     """Where copies of the records go."""
     transport: Literal["auto", "nccl", "mpi", "local"] = "auto"
-    """How ranks communicate: `mpi` (between GPUs by way of pinned host memory), `nccl` for what
-    GPUs send each other, `local` for a single process without MPI. `auto` takes NCCL if each rank
-    has a GPU of its own, else MPI if there is a library."""
+    """How ranks communicate: `mpi` (between GPUs by way of pinned host memory), `nccl` for
+    transfers between GPUs, `local` for a single process without MPI. `auto` takes NCCL if each rank
+    has a separate GPU, else MPI if there is a library."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
     """Seed of initial weights, masks, dropout and the order of the data."""
     run_dir: PathText = "auto"

@@ -1,6 +1,5 @@
-"""The base of all sections of the configuration, the types that several settings share, and how a
-rule between the settings of one section is told.
-"""
+"""The base of all sections of the configuration, the types that several settings share, and the
+errors of rules between the settings of one section."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _check_pruning(config: Config) -> None:
 def check_rounds(loaded: Config, config: Config) -> None:
     """ConfigError if steps and intervals leave pruning over time nothing to do.
 
-    `config` is that of `loaded` with every `auto` decided.
+    `config` is `loaded` with every `auto` decided.
     """
     pruning, where = config.pruning, loaded.where("pruning.interval")
     begin, until, every = pruning.at_step, pruning.until_step, pruning.interval

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from pyarrow import NativeFile, RecordBatch
 
 LABELS = "labels"
-"""The column of targets beside token ids."""
+"""The column of targets next to token ids."""
 MASKS = ("completion_mask", "assistant_masks")
-"""Columns beside token ids: 0 for tokens that are no targets."""
+"""Columns next to token ids: 0 for tokens that are no targets."""
 PADDING = "attention_mask"
-"""The column beside token ids that is 0 for padding, which is no text."""
+"""The column next to token ids that is 0 for padding, which is no text."""
 MAGIC = b"ARROW1"
 """Begins an Arrow file with a table of contents; what `datasets` writes is a stream without one."""
 ROWS = 1024
@@ -34,7 +34,7 @@ def columns_of(file: BinaryIO, *, parquet: bool) -> list[str]:
 
 
 def rows_of(file: BinaryIO, columns: list[str], *, parquet: bool) -> Iterator[dict[str, Any]]:
-    """The rows of a file as Python values, texts as bytes; the memory is that of a row group.
+    """The rows of a file as Python values, texts as bytes, in the memory of one row group.
 
     Raises OSError where the file is damaged.
     """

@@ -52,8 +52,8 @@ class Batch:
 class Batches:
     """Reads the batches of one replica, for any step and in any order of steps.
 
-    Stages that read nothing have no dataset: their batches consist of the same microbatches
-    as those of the stages that read, without tensors.
+    Stages that read nothing have no dataset: their batches consist of the same microbatches as on
+    the stages that read, without tensors.
     """
 
     dataset: Dataset | None
@@ -66,8 +66,8 @@ class Batches:
     g_data: int
     seed: int
     vocab_size: int | None = None
-    """That of the model: tokens are below it, and below that of the dataset. None if the model has
-    none."""
+    """The vocabulary of the model: tokens are below it, and below the dataset's. None if the model
+    has none."""
     shares: tuple[Share, ...] = ()
     """The sources of the training data, if it is a blend."""
     pinned: bool = False
@@ -128,7 +128,7 @@ class Batches:
     def _read(self, step: int, samples: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
         """This replica's part of a global batch.
 
-        The batch is cut into microbatches first, and replicas take whole ones, so that every
+        The batch is cut into microbatches first, and replicas take entire ones, so that every
         microbatch is the same in all layouts.
         """
         self._check_length()
@@ -210,7 +210,7 @@ class Batches:
 def whole_number(count: object, what: str, least: int = 0) -> int:
     """A number of targets, by which losses are divided; DataError for what is no such number."""
     try:
-        whole: int = int(count)  # type: ignore[call-overload]  # what it refuses is told
+        whole: int = int(count)  # type: ignore[call-overload]  # the error says what it rejects
         if whole == count and whole >= least:
             return whole
     except (TypeError, ValueError, OverflowError):
@@ -234,8 +234,8 @@ def _pair(
 
 
 def _odd(read: object, size: int) -> tuple[str, str]:
-    """What a dataset has read if no layer can take it, and what to give instead; both are empty if
-    layers can take it."""
+    """The kind of a value that no layer can take, and a suggestion; both are empty if layers can
+    take it."""
     if not isinstance(read, Tensor):
         return type(read).__name__, "tensors, samples first"
     kinds = {

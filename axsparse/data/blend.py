@@ -18,10 +18,10 @@ from axsparse.runtime.errors import DataError
 class Blend:
     """Data sets that training reads in proportion to their weights: a `Dataset`.
 
-    `weights` are those of the data sets, in the same order; only their ratios matter, in steps of a
+    `weights` has one for each data set, in the same order; only their ratios matter, in steps of a
     ten-thousandth. Of every 10,000 samples that training reads, each data set gives its share, in
     an order that follows from the seed; each begins anew once all of its samples have been read
-    (an epoch of its own). An evaluation reads every sample of every data set once.
+    (its epoch). An evaluation reads every sample of every data set once.
 
     All data sets read as many inputs and targets, of the same shapes. Raises DataError for weights
     that are not above zero, or too small for one sample in 10,000.
@@ -51,7 +51,8 @@ class Blend:
         lengths = [length_of(dataset, dataset.name) for dataset in datasets]
         self.datasets = tuple(datasets)
         self.shares = tuple(map(Share, lengths, places))
-        """What training needs to know of the data sets to choose the samples of a step."""
+        """The length and place of each data set, by which training chooses the samples of a
+        step."""
         self._ends = np.cumsum(lengths)
         percents = (
             f"{name} {count / BLOCK:.2%}" for name, count in zip(names, places, strict=True)
@@ -65,7 +66,7 @@ class Blend:
         self.vocab_size = max(vocabularies) if all(vocabularies) else None
         counts = {dataset.targets_per_sample for dataset in datasets}
         self.targets_per_sample = counts.pop() if len(counts) == 1 else None
-        # Of what tells documents apart, it matters here only whether all data sets have it.
+        # It matters here only whether all data sets say where documents begin.
         separators = [getattr(dataset, "separator", None) for dataset in datasets]
         self.separator = None if any(one is None for one in separators) else separators[0]
 

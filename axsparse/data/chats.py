@@ -21,11 +21,11 @@ ASSISTANT = "assistant"
 ROLES = {"human": "user", "gpt": ASSISTANT}
 """ShareGPT's names of the roles that have others in templates."""
 TOOLS, KWARGS = "tools", "chat_template_kwargs"
-"""Columns beside the messages, which `apply_chat_template` gets."""
+"""Columns next to the messages, which `apply_chat_template` gets."""
 TEMPLATE = "chat_template"
 """The variable by which a record names one of several templates."""
 WHY = 200
-"""Letters of why a template rejects a chat that are told."""
+"""The length to which a template's reason to reject a chat is cut, in letters."""
 
 Messages = Sequence[dict[str, Any]]
 
@@ -42,7 +42,7 @@ class Chat(NamedTuple):
     """Number of messages that are the prompt, where the loss counts all that follows a prompt."""
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments beside the messages; ValueError if they are none."""
+        """The arguments next to the messages; ValueError if they are none."""
         tools, kwargs = (
             json.loads(given) if isinstance(given, str | bytes) else given
             for given in (self.tools, self.kwargs)
@@ -113,7 +113,7 @@ class ChatTemplate:
     @property
     def tokenizer_json(self) -> bytes:
         """The folder's tokenizer.json with the special tokens that its settings add, as
-        transformers reads both: texts and prompts beside chats have their ids."""
+        transformers reads both: texts and prompts next to chats have their ids."""
         text: str = self._tokenizer.backend_tokenizer.to_str(pretty=True)
         return text.encode()
 
@@ -157,8 +157,8 @@ class ChatTemplate:
             return f"a chat that the template fails on ({type(reason).__name__}: {why})"
 
     def _by_prompt(self, messages: Messages, prompt: int, arguments: dict[str, Any]) -> Encoded:
-        """What follows the prompt and the words that ask for an answer counts; the completion
-        begins at the first token that differs from those of the prompt alone, as in TRL."""
+        """The chat with its completion as targets, which begins at the first token that differs
+        from the prompt alone, as in TRL. The words that ask for an answer belong to the prompt."""
         before, whole = (
             self._tokenizer.apply_chat_template(
                 some, **arguments, return_dict=True, add_generation_prompt=asks
@@ -169,15 +169,16 @@ class ChatTemplate:
         return Encoded(whole, [at >= begin for at in range(len(whole))])
 
     def _by_marks(self, messages: Messages, arguments: dict[str, Any]) -> Encoded:
-        """What stands between `{% generation %}` and `{% endgeneration %}` counts."""
+        """The chat with the tokens between `{% generation %}` and `{% endgeneration %}` as
+        targets."""
         encoded = self._tokenizer.apply_chat_template(
             messages, **arguments, return_dict=True, return_assistant_tokens_mask=True
         )
         return Encoded(encoded["input_ids"], [*map(bool, encoded["assistant_masks"])])
 
     def _by_turns(self, messages: Messages, arguments: dict[str, Any]) -> Encoded | str:
-        """What a message of the assistant adds to the text before it, with the words that ask for
-        an answer, counts."""
+        """The chat with the tokens that each message of the assistant adds to the text before it,
+        and to the words that ask for an answer, as targets; a text says why that is impossible."""
 
         def text(messages: Messages, *, asks: bool = False) -> str:
             rendered: str = self._tokenizer.apply_chat_template(

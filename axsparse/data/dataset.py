@@ -30,7 +30,7 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 class Dataset(Protocol):
     """Samples that are read by their numbers, inputs and targets together.
 
-    To bring data of your own, write a class with these members, for example:
+    To bring custom data, write a class with these members, for example:
 
         class Sines:
             name, fingerprint = "sines", "sines, version 1"
@@ -88,7 +88,7 @@ class Dataset(Protocol):
         ...
 
     def count_targets(self, targets: Tensor) -> int:
-        """How many of these targets, those of one microbatch, count in the loss.
+        """How many of these targets of one microbatch count in the loss.
 
         Padding does not. The loss of a step is divided by the sum over all its microbatches.
         """

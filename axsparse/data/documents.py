@@ -1,8 +1,8 @@
 """Files of text, token ids and chats as documents, in order, and which of them cannot be used.
 
-To add a format, write a `Reader` and name its file endings in `READERS`; to add a compression,
-name its ending in `COMPRESSIONS`. A document that cannot be used is left out as a whole and
-counted; it never ends the preparation.
+To add a format, write a `Reader` and name its file endings in `READERS`; to add a compression, name
+its ending in `COMPRESSIONS`. A document that cannot be used is left out entirely and counted; it
+never ends the preparation.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ SLACK = 1 << 13
 TABLES = (".parquet", ".arrow", ".idx")
 """Endings of files whose documents have no lines, but rows."""
 STATE = "state.json"
-"""Lies beside the Arrow files that save_to_disk of `datasets` writes."""
+"""A file next to the Arrow files that save_to_disk of `datasets` writes."""
 WHY = 200
-"""Letters of why a file cannot be read that are told."""
+"""The length to which the reason why a file cannot be read is cut, in letters."""
 NAMED = 8
 """Fields of a record that are named where it has none that is read."""
 WORD_END = re.compile(r"\S(?=[ \t\r\n])")
@@ -62,16 +62,16 @@ class Reading:
     jsonl_field: str = "text"
     """How JSONL files and tables are divided: each record, or row, is a document, and this is the
     key of its text, its token ids, or the messages of a chat. Without it, `messages`,
-    `conversations` or `input_ids` are taken, or `prompt` and `completion`. Beside token ids,
-    `labels` are -100, and `completion_mask` and `assistant_masks` 0,
-    for tokens that are no targets, and `attention_mask` is 0 for padding. Beside messages, `tools`
-    and `chat_template_kwargs` go to the template."""
+    `conversations` or `input_ids` are taken, or `prompt` and `completion`. Next to token ids,
+    `labels` are -100, and `completion_mask` and `assistant_masks` 0, for tokens that are no
+    targets, and `attention_mask` is 0 for padding. Next to messages, `tools` and
+    `chat_template_kwargs` go to the template."""
     max_line: int = 16_000_000
     """The longest line of a usable document, in bytes."""
     include: tuple[str, ...] = ()
-    """Which files of a folder are read: patterns of the shell, such as *.txt or drafts/*, held
-    against a file's name and against its path below the folder, in which * also stands for
-    slashes. One of them has to fit, if there are any."""
+    """Which files of a folder are read: patterns of the shell, such as *.txt or drafts/*, matched
+    with a file's name and with its path below the folder, in which * also stands for slashes. One
+    of them has to fit, if there are any."""
     exclude: tuple[str, ...] = ()
     """None of these patterns may fit."""
 
@@ -107,7 +107,7 @@ class Stretch(NamedTuple):
     text: str
     """The text; empty if there is a problem."""
     ends: bool = True
-    """Whether the document ends here. A part of a document that goes on is cut at the end of a
+    """Whether the document ends here. An unfinished part of a document is cut at the end of a
     line."""
     problem: str | None = None
     """Why the document cannot be used."""
@@ -162,7 +162,7 @@ def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> It
 
 
 def read_index(file: BinaryIO, _: Reading) -> Iterator[Stretch]:
-    """The documents of Megatron's .bin, by the .idx beside it, which is open."""
+    """The documents of Megatron's .bin, by the .idx next to it, which is open."""
     index = Path(file.name)
     try:
         found = megatron(index, index.with_suffix(".bin"), "input")
@@ -181,7 +181,7 @@ PAIR = ("prompt", "completion")
 INSTRUCTION = {"instruction", "output"}
 """Keys of records that are rejected with a suggestion: prompts of instruction and input differ."""
 BESIDE = (LABELS, PADDING, *MASKS, TOOLS, KWARGS)
-"""Columns that are read beside those of documents."""
+"""Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),
     ".parquet": partial(read_table, parquet=True),
@@ -194,7 +194,7 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
     ".bz2": bz2.open,
     ".xz": lzma.open,
 }
-"""What opens a compressed file, whose format the ending before this one names."""
+"""The opener of a compressed file by its ending; the ending before it names the format."""
 
 
 def divider(how: str) -> Callable[[bytes, int], bool]:
@@ -415,7 +415,7 @@ def _files(
         ):
             at = Path(folder)
             subfolders[:] = [n for n in subfolders if n[0] != "." and (at / n).resolve() != out]
-            if STATE in files:  # What save_to_disk of `datasets` wrote describes itself beside it.
+            if STATE in files:  # a folder that save_to_disk of `datasets` wrote
                 files = [name for name in files if name.endswith(TABLES)]
             indexed = {f"{name[:-4]}.bin" for name in files if name.endswith(".idx")}
             files = [name for name in files if name not in indexed]
@@ -484,7 +484,7 @@ def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Pie
 
 
 def first_contents(sources: Sequence[Source], reading: Reading) -> Iterator[Content]:
-    """What the first documents of files have that is no text."""
+    """The contents that are no text of the first documents of files."""
     for source in sources:
         if any(suffix in READERS for suffix in PurePath(source.path).suffixes[-2:]):
             for piece in islice(documents(source, reading, 0.0), FIRST):
@@ -507,9 +507,9 @@ def _stretches(raw: BinaryIO, source: Source, reading: Reading) -> Iterator[Stre
 def pieces(text: str) -> Iterator[str]:
     """The text in pieces of about `PIECE` characters, cut before white space after a word.
 
-    In GPT-2's byte-pair encoding no token reaches across such a place, so that the tokens of
-    the pieces are those of the whole text. If there is no such place within `SLACK`
-    characters, the cut is made after `PIECE` characters. The last piece may be empty.
+    In GPT-2's byte-pair encoding no token reaches across such a place, so that the tokens of the
+    pieces are the tokens of the text. If there is no such place within `SLACK` characters, the cut
+    is made after `PIECE` characters. The last piece may be empty.
     """
     begin = 0
     while len(text) - begin > PIECE + SLACK:

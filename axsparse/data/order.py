@@ -7,7 +7,7 @@ Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 
 In a blend of several sources the positions are divided into blocks, in which every source has as
 many places as its weight says, in an order that is shuffled as well; each source is visited in
-epochs of its own.
+separate epochs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def blended_step(
     blocks, places = np.divmod(positions, BLOCK)
     for block in np.unique(blocks):
         chosen = blocks == block
-        # The 0 tells the order of a block from those of the sources, which are numbered from 1 on.
+        # The 0 keys the order of a block; the orders of the sources are numbered from 1 on.
         places[chosen] = shuffled(places[chosen], BLOCK, seed, int(block), 0)
     samples, epochs = np.empty_like(positions), np.empty_like(positions)
     first_place = first_sample = 0

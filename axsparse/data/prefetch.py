@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from axsparse.data.batches import Batch
 
 AHEAD = 3
-"""Batches that are read or wait in memory, beside the one that was asked for last."""
+"""Batches that are read or wait in memory, in addition to the one requested last."""
 
 
 class Prefetcher:

@@ -1,8 +1,8 @@
 """`axsparse data prepare`: text files become memory-mapped tokens; a killed run can be continued.
 
-Documents are read one after the other, encoded in batches by the threads of the tokenizers
-library, and appended to one file of tokens for each split. These files lie in a folder named after
-the request, beside a record of how far they are, until all is done; tokens.json is written last.
+Documents are read one after the other, encoded in batches by the threads of the tokenizers library,
+and appended to one file of tokens for each split. These files lie in a folder named after the
+request, next to a record of how far they are, until all is done; tokens.json is written last.
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ class _Run:
             before += source.size
 
     def _write(self, tokenizer: Tokenizer, unreadable: Sequence[str]) -> Progress:
-        """Write the files of tokens into the folder, going on where an earlier run was."""
+        """Write the files of tokens into the folder, continuing where an earlier run was."""
         with contextlib.ExitStack() as files:
             encoder = _Encoder(tokenizer, self.template, marked=self.marked)
             writer = _Writer(self._folder, self._request.splits, encoder, files)
@@ -498,7 +498,7 @@ class _Encoder:
         self._template = template
         self.dtype = stored(dtype_for(tokenizer.vocab_size, marked=marked))
         self.mark = mark_of(self.dtype) if marked else 0
-        """What is added to the ids of tokens that are no targets."""
+        """The offset added to the ids of tokens that are no targets."""
 
     def encode(self, batch: Sequence[Piece]) -> Iterator[tuple[Tokens, str | None]]:
         """The ids of each piece, and why its document cannot be used, if that is so."""
@@ -557,8 +557,8 @@ class _Encoder:
         return self._ids(np.where(counts, ids, -1 - ids))
 
     def _completion(self, content: Completion) -> tuple[Tokens, str | None]:
-        """The ids of prompt and completion in one text; the completion begins at the first that
-        differs from those of the prompt alone, as in TRL."""
+        """The ids of prompt and completion in one text; the completion begins at the first id that
+        differs from the prompt's alone, as in TRL."""
         texts = [content.prompt, content.prompt + content.completion]
         prompt, whole = self._tokenizer.encode_batch(texts)
         begin = common_prefix(prompt.tolist(), whole.tolist())

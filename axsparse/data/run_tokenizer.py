@@ -28,8 +28,8 @@ GENERATION = "generation_config.json"
 
 
 def run_tokenizer(data: DataConfig) -> tuple[Tokenizer, int]:
-    """The tokenizer, and the token that ends a document in the data; of a blend, those of the first
-    source that was prepared.
+    """The tokenizer, and the token that ends a document in the data; a blend takes both from the
+    first source that was prepared.
 
     Raises MissingInputError if the folder of tokens or its tokenizer cannot be read, DataError if
     the tokenizer is not the one that made the tokens, ConfigError without the library for it.
@@ -60,10 +60,10 @@ class ExportedTokenizer:
 
     @property
     def ids(self) -> dict[str, int]:
-        """What config.json and generation_config.json say of it.
+        """The token ids for config.json and generation_config.json.
 
-        Without a token that begins documents, their end does, as GPT-2 has it: what follows it in
-        the data is the beginning of a document.
+        Without a token that begins documents, their end does, as GPT-2 has it: each end of a
+        document in the data is followed by the beginning of another.
         """
         begin = self.end_id if self.begin_id is None else self.begin_id
         return {"bos_token_id": begin, "eos_token_id": self.end_id}
@@ -86,8 +86,8 @@ class ExportedTokenizer:
 def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> ExportedTokenizer | None:
     """The tokenizer of the training data; None if the run read data of another origin.
 
-    `name` and `fingerprint` are those of the training samples: in Python a run may have data of
-    its own, of which its configuration says nothing.
+    `name` and `fingerprint` belong to the training samples: a run in Python may have custom data,
+    of which its configuration says nothing.
 
     Raises MissingInputError if the folder of tokens is not there, DataError if it is damaged.
     """
@@ -131,7 +131,7 @@ def _checked(folder: Path, sidecar: Sidecar) -> tuple[Path, str]:
 def byte_tokenizer(separator: int) -> ExportedTokenizer:
     """A tokenizer whose ids are the bytes of UTF-8; the id `separator`, 0 … 255, ends a text.
 
-    Texts that hold the byte `separator` itself, which those of the training data do not, lose it.
+    Texts that hold the byte `separator` itself lose it; texts of the training data do not.
     """
     vocabulary = {letter: byte for byte, letter in enumerate(_letters()) if byte != separator}
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

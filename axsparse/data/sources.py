@@ -30,9 +30,9 @@ def open_datasets(config: Config) -> Datasets:
 
 
 def _token_datasets(config: Config) -> Datasets:
-    """The tokens of `data.path`, or of all that `data.blend` names.
+    """The tokens of `data.path`, or of all paths of `data.blend`.
 
-    The validation data are those of `data.validation`, else the validation parts of all sources.
+    The validation data are `data.validation`, else the validation parts of all sources.
     """
     data, asks = config.data, config.train.eval_steps != 0
     where = "data.blend" if data.blend else "data.path"

@@ -53,7 +53,7 @@ def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False
 def stdlib_tokens(split: Split) -> tuple[NDArray[np.uint8], str]:
     """The bytes of one split and their fingerprint.
 
-    In a virtual environment the library is that of the base installation.
+    In a virtual environment the library belongs to the base installation.
     """
     return source_tokens(Path(sysconfig.get_path("stdlib")), split)
 

@@ -156,8 +156,8 @@ def sample_digest(path: Path) -> str:
 def read_sidecar(folder: Path, where: str) -> Sidecar:
     """The tokens.json of a folder; `where` names the setting in error messages.
 
-    Raises MissingInputError if it cannot be read, DataError if its contents are not those of
-    a tokens.json of this version.
+    Raises MissingInputError if it cannot be read, DataError if it is no tokens.json of this
+    version.
     """
     path = folder / SIDECAR
     with reading(f"{where}: {path}", "name a folder that `axsparse data prepare` has finished"):
@@ -196,9 +196,9 @@ def token_datasets(
 ) -> tuple[TokenDataset, TokenDataset | None]:
     """The training and the validation part of a folder that `axsparse data prepare` wrote.
 
-    The size of each file, and a digest of 4 MiB spread over it, must be those of tokens.json.
-    The validation part is None unless `validate`, and if there is none. `separate`: samples say
-    where documents begin. `where` names the setting in error messages.
+    The size of each file, and a digest of 4 MiB spread over it, must equal tokens.json's. The
+    validation part is None unless `validate`, and if there is none. `separate`: samples say where
+    documents begin. `where` names the setting in error messages.
 
     Raises MissingInputError if a file is missing, DataError if it was changed or is too short.
     """

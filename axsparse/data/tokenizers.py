@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or those of Hugging Face's `tokenizers` library, an optional dependency."""
+"""Tokenizers: bytes, or Hugging Face's `tokenizers` library, an optional dependency."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ LEAST_BPE = 257
 class Tokenizer(Protocol):
     """Turns text into token ids.
 
-    It encodes whole documents, or pieces of long ones. Two rules follow: equal texts give equal
-    ids; and the ids of a text that `documents.pieces` cuts, before white space that follows a
-    word, are those of its pieces one after the other.
+    It encodes entire documents, or pieces of long ones. Two rules follow: equal texts give equal
+    ids; and the ids of a text are the concatenated ids of its pieces, which `documents.pieces` cuts
+    before white space that follows a word.
 
     To add a tokenizer, write a class with these members, and return it from
-    `preparation.choose_tokenizer` and `run_tokenizer` for a `TokenizerRecord.kind` of its own.
+    `preparation.choose_tokenizer` and `run_tokenizer` for a new `TokenizerRecord.kind`.
     """
 
     record: TokenizerRecord
-    """What tokens.json says about the tokenizer."""
+    """The entry of the tokenizer in tokens.json."""
     vocab_size: int
     """All ids are below this number; it also decides how many bytes an id has in a file."""
     separator: int
@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
     """The ids that end each text."""
 
     def encode(self, text: str) -> Tokens:
-        """The ids of a text that may go on, (N,) unsigned integers: `first` and its own."""
+        """The ids of a text that may continue, (N,) unsigned integers: `first` and the text's."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> Iterable[Tokens]:
@@ -116,7 +116,7 @@ class Subwords:
         return np.concatenate([self.first, *self.encode_batch([text])])
 
     def _around(self) -> tuple[Tokens, Tokens]:
-        """The ids before and behind those of a text."""
+        """The ids that the tokenizer puts before and after a text."""
         with self._refusing("cannot encode a text"):
             encoding = self._tokenizer.encode("a")
         outside = np.array(encoding.special_tokens_mask, dtype=bool)

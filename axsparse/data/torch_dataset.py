@@ -44,14 +44,14 @@ def from_torch(
     second is a tensor, all with the samples first. `default_collate` does so for samples that are
     pairs themselves.
 
-    What `dataset` draws by torch for a sample (crops, flips and noise of torchvision, for example)
-    comes from a generator that is keyed by `seed`, epoch and sample: it changes from epoch to
-    epoch, and is the same in every layout and after a resumption. Evaluations draw as in epoch 0.
-    Random numbers of Python, of numpy and of generators of one's own are refused, since several
-    threads read, and so is what `collate_fn` draws.
+    Random numbers that `dataset` draws by torch for a sample (crops, flips and noise of
+    torchvision, for example) come from a generator that is keyed by `seed`, epoch and sample: they
+    change from epoch to epoch, and are the same in every layout and after a resumption. Evaluations
+    draw as in epoch 0. Random numbers of Python, of numpy and of custom generators are rejected,
+    since several threads read, and so are draws of `collate_fn`.
 
-    `name` is what the banner and messages say. `vocab_size` is for samples of tokens, whose ids are
-    all below it. `count_targets` says how many targets of a microbatch count in the loss; by
+    `name` appears in the banner and in messages. `vocab_size` is for samples of tokens, whose ids
+    are all below it. `count_targets` says how many targets of a microbatch count in the loss; by
     default all of them do but integers that are -100, which cross entropy leaves out.
 
     Raises DataError for a data set that has no length or no sample, one whose samples are no such
@@ -91,7 +91,7 @@ def from_torch(
 
 
 def mend_for(given: object) -> str:
-    """What to give in place of something that is no `Dataset` of axsparse."""
+    """The suggestion for something that is no `Dataset` of axsparse."""
     if isinstance(given, DataLoader):
         return (
             "give its data set, ax.from_torch(loader.dataset, loader.collate_fn), since "

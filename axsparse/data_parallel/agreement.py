@@ -23,10 +23,11 @@ FITS = len(Fit) - 1
 
 @dataclass(frozen=True)
 class Notice:
-    """What a rank tells all others with the agreement; in a verdict, what any rank told."""
+    """The flags that a rank sends with the agreement; in a verdict, whether any rank has set
+    them."""
 
     stop: bool = False
-    """Whether the rank was told to stop."""
+    """Whether the rank was asked to stop."""
     writing: bool = False
     """Whether the rank is still writing its part of a checkpoint."""
     save: bool = False
@@ -38,7 +39,7 @@ NOTHING = Notice()
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank knows of a step before all of them agree on it."""
+    """The local results of a step on a rank, before all ranks agree on it."""
 
     losses: Sequence[float]
     """The losses of this replica's microbatches, over the global number of targets. They count on
@@ -74,7 +75,7 @@ class Verdict:
     bad_ranks: tuple[int, ...] = ()
     """Ranks whose own gradients were not finite, before they were summed over replicas."""
     notice: Notice = NOTHING
-    """What any of the ranks gave notice of."""
+    """The flags that any rank has set."""
     drifted: int | None = None
     """The first rank with other weights than replica 0 of its stage, where they were compared."""
     digest: int | None = None
@@ -112,8 +113,8 @@ class Agreement:
         self._backoff = backoff
         self._place = place
         counts = torch.zeros(len(names), dtype=torch.float64)
-        # Replica 0's, in which each tensor is on one rank only: chunks are, and `kept` has what is
-        # whole on several members on the first alone.
+        # Replica 0's, in which each tensor is on one rank only: shards are, and `kept` has a tensor
+        # that is replicated on several tensor-parallel ranks on the first alone.
         if place.replica == 0:
             for number, name in enumerate(names):
                 counts[number] = kept.get(name, 0)
@@ -157,7 +158,7 @@ class Agreement:
         )
 
     def _vector(self, report: Report) -> Tensor:
-        """What this rank adds to the vector."""
+        """This rank's summand of the vector."""
         place = self._place
         vector = torch.zeros(self._fits.stop, dtype=torch.float64)
         vector[self._notices] = torch.tensor(astuple(report.notice)).double()

@@ -2,7 +2,7 @@
 gathers updated weights where replicas share the optimizer state.
 
 There is one bucket for each layer. The layer's flat buffer of accumulated gradients itself is sent;
-it is copied only if it has another type than what is sent. The way of a gradient:
+it is copied only if it is sent in another type. The way of a gradient:
 
 1. The backward reports its layer as `ready`.
 2. Once the backward is over, tied weights sum their two uses.
@@ -12,9 +12,9 @@ it is copied only if it has another type than what is sent. The way of a gradien
    all buckets are complete.
 
 The order of the buckets is fixed (last layer first, layers with ties at the end), so that all
-replicas start them alike. Where the optimizer state is sharded, a replica receives only the sums
-of its own share. A weight that two stages share goes through steps 2 to 4 in pieces, so that the
-stages sum one piece while the replicas sum the one before.
+replicas start them alike. Where the optimizer state is sharded, a replica receives only the sums of
+its share. A weight that two stages share goes through steps 2 to 4 in pieces, so that the stages
+sum one piece while the replicas sum the one before.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ class GradientSync:
 
     @property
     def own_extremes(self) -> Sequence[Tensor]:
-        """The smallest and the largest gradient of each bucket on this replica, before those of
-        other replicas were added: they are finite if all its gradients were. Empty for a single
-        replica, whose sums are its own gradients, and for sums of integers."""
+        """The smallest and the largest gradient of each bucket on this replica, before the sum over
+        replicas: they are finite if all its gradients were. Empty for a single replica, whose sums
+        are its gradients, and for sums of integers."""
         return self._extremes
 
     @property
@@ -230,7 +230,7 @@ class WeightGather:
     """Gathers the updated weights of one stage, layer by layer while others are updated.
 
     Without shards, gradients are all-reduced. With shards (ZeRO stage 1, Rajbhandari et al. 2020),
-    each replica receives the summed gradients of its own share and updates it, and the kept
+    each replica receives the summed gradients of its share and updates it, and the kept
     half-precision weights are gathered afterwards. Both ways send the same number of bytes.
     """
 

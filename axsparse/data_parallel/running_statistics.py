@@ -1,17 +1,17 @@
 """The running statistics of a stage, such as a BatchNorm's, and its other saved buffers.
 
-Every replica trains with buffers of its own, which follow from the samples that it has seen.
+Every replica trains with separate buffers, which follow from the samples that it has seen.
 Evaluations and checkpoints use the buffers of the first replica.
 
 Where gradients are summed exactly (`samo.gradient: exact`), running statistics are the same on all
 replicas, and for any number of them. A microbatch turns a statistic r into a·r + b, of which b
 follows from its samples. In such a run every microbatch of a step begins with the statistic s that
-the step began with, and leaves some s′ = a·s + b. All replicas hear what all microbatches left, and
-go through them in the order of their numbers:
+the step began with, and leaves some s′ = a·s + b. All replicas receive the statistics of all
+microbatches, and apply them in the order of their numbers:
 
     r ← s′ + a·(r − s)
 
-which is what one process would have, but for rounding: in fp64, and rounded once a step.
+as in one process, but for rounding: in fp64, and rounded once a step.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class RunningStatistics:
         return _unpacked(buffer, tensors)
 
     def _of_all_microbatches(self) -> list[Tensors]:
-        """What every microbatch of the step left of the statistics, in the order of microbatches,
-        on the host; all types travel in one message."""
+        """The statistics that every microbatch of the step left, in the order of microbatches, on
+        the host; all types travel in one message."""
         like = [tensor for _, tensor in self._before]
         size = sum(tensor.nbytes for tensor in like)
         own = torch.cat([bytes_of(tensor) for left in self._left for tensor in left])
@@ -178,9 +178,9 @@ def _join(norm: Sequence[tuple[BufferSlot, Tensor]], left: Sequence[Tensors]) ->
 
 
 def _decay(momentum: object, before: int, after: int) -> float:
-    """By how much a microbatch has multiplied the running statistics of a normalisation of torch's,
-    which has counted so many calls before and after the microbatch; those of instances do not
-    count."""
+    """The factor by which a microbatch has multiplied the running statistics of a normalisation of
+    torch's. `before` and `after` are its counts of calls around the microbatch; modules that keep
+    no count of their calls have one call."""
     if momentum is None:  # the mean over all calls
         return before / after
     assert isinstance(momentum, float | int)

@@ -1,14 +1,14 @@
-"""Adapters that keep the zeros of pruned matrices: low-rank changes of what is kept.
+"""Adapters that keep the zeros of pruned matrices: low-rank changes of the kept entries.
 
 A matrix W, which stays as it is, multiplies as
 
     W + [W ≠ 0] · (B A)        W: (out, in), B: (out, rank), A: (rank, in)
 
-and B and A are trained. The sum is computed in fp32 and rounded once. Only what is not zero
-changes, so that a merged matrix has the zeros of the pruned one. A begins with entries of variance
-1 / rank and B with zeros: at first an optimizer that moves entries of B by its learning rate moves
-those of the matrix by about as much, as if it trained these. (Adapters without the mask are from
-"LoRA", Hu et al. 2021.)
+and B and A are trained. The sum is computed in fp32 and rounded once. Only entries that are not
+zero change, so that a merged matrix has the zeros of the pruned one. A begins with entries of
+variance 1 / rank and B with zeros: at first an optimizer that moves entries of B by its learning
+rate moves entries of the matrix by about as much, as if it trained the matrix. (Adapters without
+the mask are from "LoRA", Hu et al. 2021.)
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ INNER, OUTER = "adapter_in", "adapter_out"
 def with_adapters(model: Model, matrices: Collection[str], rank: int) -> Model:
     """The model in which the matrices of these global names have adapters.
 
-    Beside the adapters only vectors are trained, such as norms and biases; all matrices are frozen.
-    ConfigError for a matrix that is no weight of a plain linear layer, when its layer is built.
+    In addition to the adapters only vectors are trained, such as norms and biases; all matrices are
+    frozen. ConfigError for a matrix that is no weight of a plain linear layer, when its layer is
+    built.
     """
     return replace(model, layers=[_adapted(layer, matrices, rank) for layer in model.layers])
 
@@ -40,7 +41,7 @@ def merged(weight: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
     """The matrix with its adapter, in the type of the matrix; zeros are where they were."""
     before = weight.float()
     after = before + outer.float() @ inner.float()
-    # What would cancel to zero stays as it was.
+    # An entry that would cancel to zero keeps its value.
     return torch.where((before == 0) | (after == 0), before, after).to(weight.dtype)
 
 
@@ -51,7 +52,7 @@ class AdaptedLinear(nn.Linear):
     adapter_out: nn.Parameter
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """As that of a linear layer with the merged matrix."""
+        """The output of a linear layer with the merged matrix."""
         weight = merged(self.weight, self.adapter_in, self.adapter_out)
         return F.linear(input, weight, self.bias)
 

@@ -1,8 +1,8 @@
 """`Model`, `Layer` and `Tie`: how a model is declared as a list of layers.
 
-Every rank has the whole list, and allocates only the layers of its own stage. A model of your
-own needs layers and a loss, as in `examples/custom_model.py`; `models.sequential.from_sequential`
-makes one of an `nn.Sequential`.
+Every rank has the full list, and allocates only the layers of its own stage. A custom model needs
+layers and a loss, as in `examples/custom_model.py`; `models.sequential.from_sequential` makes one
+of an `nn.Sequential`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from axsparse.runtime.host_channel import DTYPES
 
 TpKind = Literal["colwise", "rowwise", "replicated", "gather_output", "vocabulary", "experts"]
 Kind = Literal["block", "embedding", "head"]
-"""What a layer is: pruning treats blocks, embeddings and heads differently."""
+"""The kind of a layer: pruning treats blocks, embeddings and heads differently."""
 LossFunction = Callable[..., Tensor]
 """`loss(*outputs of the last layer, targets)`; see `Model.loss`."""
 MetricFunction = Callable[..., Tensor]
@@ -37,34 +37,35 @@ class TpStyle:
 
     kind: TpKind
     """`colwise` shards the outputs of a linear module, and `rowwise` its inputs, of which it takes
-    its own if it gets all. `gather_output` is colwise with all outputs gathered, for what needs all
-    features, such as a norm over all heads. A `replicated` module computes every head or feature by
-    itself between the two: its parameters are full, and their gradients summed over the ranks.
-    `vocabulary` shards the words of an embedding, or of a weight that the layer hands to
-    `linear_cross_entropy`. `experts` have sharded parameters of their own, named by their paths:
-    every rank runs all experts with its features, and the outputs are summed."""
+    its shard if it gets all. `gather_output` is colwise with all outputs gathered, for a module
+    that needs all features, such as a norm over all heads. A `replicated` module computes every
+    head or feature by itself between the two: its parameters are full, and their gradients summed
+    over the ranks. `vocabulary` shards the words of an embedding, or of a weight that the layer
+    hands to `linear_cross_entropy`. `experts` have separate sharded parameters, named by their
+    paths: every rank runs all experts with its features, and the outputs are summed."""
     packed: int = 1
-    """So many matrices of one size stand one above the other, such as those of query, key and
-    value; each of them is sharded."""
+    """Number of matrices of one size that are stacked by rows, such as query, key and value; each
+    is sharded."""
     unit: int = 1
-    """So many consecutive outputs or inputs stay together, such as those of a head."""
+    """Number of consecutive outputs or inputs that stay together, such as the features of a
+    head."""
 
 
 @dataclass(frozen=True)
 class Layer:
     """One layer: how to build its module, and what pruning and partitioning must know of it.
 
-    The module's forward takes what the layer before returned, a tensor or a tuple of tensors
+    The module's forward takes the output of the layer before, a tensor or a tuple of tensors
     (passed as separate arguments), and returns a tensor or a tuple of tensors, dense and real or
     integer, which may travel to another rank. Stages are cut between layers only: a residual
     connection lies within one layer, or its tensor is passed on in the tuple.
 
-    Parameters are real floating-point numbers, held in the precision of the run; those that
-    require a gradient are trained. Buffers that are in the state dict are saved in checkpoints;
-    a forward may change them in training, and must not in evaluation. Every replica updates
-    running statistics (those of BatchNorm) from its own microbatches; evaluations use the first
-    replica's, and so does a run that resumes. With `samo.gradient: exact` all replicas have the
-    same statistics, which follow from all microbatches.
+    Parameters are real floating-point numbers, held in the precision of the run; those that require
+    a gradient are trained. Buffers that are in the state dict are saved in checkpoints; a forward
+    may change them in training, and must not in evaluation. Every replica updates running
+    statistics (BatchNorm's) from its microbatches; evaluations use the first replica's, and so does
+    a run that resumes. With `samo.gradient: exact` all replicas have the same statistics, which
+    follow from all microbatches.
 
     A layer "block3" with a parameter "fc1.weight" gives the global name "block3.fc1.weight",
     which masks, checkpoints and ties use.
@@ -111,10 +112,10 @@ class Layer:
 class Tie:
     """Declares two parameters, in two layers, to be one weight.
 
-    Each use has a gradient of its own. The two gradients are summed, first + second, before
-    anything else, so that the result does not depend on the layout. If the layers stand on
-    two stages, each stage makes the start values by itself: hence both layers need the same
-    `Layer.init`, unless the model has a `start`. A weight has two uses at most.
+    Each use has a separate gradient. The two gradients are summed, first + second, before anything
+    else, so that the result does not depend on the layout. If the layers stand on two stages, each
+    stage makes the start values by itself: hence both layers need the same `Layer.init`, unless the
+    model has a `start`. A weight has two uses at most.
     """
 
     first: str
@@ -137,18 +138,18 @@ class Model:
     loss: LossFunction
     """`loss(output, targets)` returns the *summed* loss of one microbatch, a scalar.
 
-    The trainer divides it by the number of targets in the whole step. If the last layer returns
-    a tuple, its tensors are passed separately: `loss(*outputs, targets)`. (So a large language
-    model's head returns its hidden states and its weight, and
-    `models.losses.linear_cross_entropy` computes the logits of some words at a time.) A loss
-    that compares samples with each other sees only those of one microbatch.
+    The trainer divides it by the number of targets in the step. If the last layer returns a tuple,
+    its tensors are passed separately: `loss(*outputs, targets)`. (So a large language model's head
+    returns its hidden states and its weight, and `models.losses.linear_cross_entropy` computes the
+    logits of some words at a time.) A loss that compares samples with each other sees only the
+    samples of one microbatch.
     """
     ties: Sequence[Tie] = ()
     """The pairs of parameters that are one weight."""
     name: str = "custom"
     """The name that the banner and error messages show."""
     metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
-    """What an evaluation reports beside the loss, by name.
+    """Metrics that an evaluation reports next to the loss, by name.
 
     `metric(output, targets)` returns the number of targets in one microbatch that are right, a
     scalar; `count_top1` is one. The fraction over all targets is reported.
@@ -175,7 +176,7 @@ class Model:
 
 
 def odd_values(tensor: Tensor, *, trained: bool) -> str:
-    """What keeps a tensor from being the start values of a parameter; empty if nothing does.
+    """The reason why a tensor cannot be the start values of a parameter; empty if it can.
 
     Values that are not trained may be infinite, such as a mask of scores.
     """
@@ -196,9 +197,9 @@ def odd_values(tensor: Tensor, *, trained: bool) -> str:
 class StartValues(Protocol):
     """Start values for all parameters of a model, in place of those that its layers draw.
 
-    `start_weights.FromFile` reads them from a file, `sequential.OwnValues` from modules in
-    memory. For values of your own, set `Model.start` to an object with these members. Every
-    rank has one, and reads the tensors of its own stage.
+    `start_weights.FromFile` reads them from a file, `sequential.OwnValues` from modules in memory.
+    For custom values, set `Model.start` to an object with these members. Every rank has one, and
+    reads the tensors of its own stage.
     """
 
     @property

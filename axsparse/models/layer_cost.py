@@ -48,8 +48,8 @@ class Activations:
     widest: int
     """The largest tensor among what is saved and the outputs; its gradient is as large."""
     deferred: int = 0
-    """What a split backward keeps for the gradients of weights: inputs and output gradients of the
-    linear and convolution calls whose weight nothing else uses."""
+    """Bytes that a split backward keeps for deferred weight gradients: inputs and output gradients
+    of the linear and convolution calls whose weight nothing else uses."""
     weight_flops: float = 0.0
     """Flops of the gradients that a split backward puts off."""
     summing: int = 0
@@ -57,8 +57,8 @@ class Activations:
 
 
 class LayerSums(NamedTuple):
-    """What tensor-parallel ranks sum in a forward, in its backward, and more where the backward
-    computes the layer again: torch ends that as soon as it has what it needs."""
+    """Sums over tensor-parallel ranks in a forward, in its backward, and the additional ones where
+    the backward recomputes the layer: torch ends that as soon as it has what it needs."""
 
     forward: Sums
     backward: Sums
@@ -81,12 +81,12 @@ class SumCounter(Protocol):
         ...
 
     def summed(self) -> Sums:
-        """What has been exchanged since `begin`; bytes are those of one sample."""
+        """Traffic since `begin`; bytes are per sample."""
         ...
 
 
 GROUPED_PRODUCT = getattr(torch, "_grouped_mm", None)
-"""Multiplies each group of tokens, which were routed to one expert, with a matrix of their own."""
+"""Multiplies each group of tokens, which were routed to one expert, with the expert's matrix."""
 
 
 class _Calls(TorchFunctionMode):
@@ -183,7 +183,7 @@ refuses shared heads in torch 2.11."""
 
 
 class _NoModules:
-    """Stands in for what tells torch's counter of flops the module that runs, which needs hooks on
+    """A stand-in for the module tracker of torch's counter of flops, which needs hooks on
     activations that may have no gradient."""
 
     parents = ("Global",)
@@ -214,9 +214,10 @@ class Tracer:
         self._counter = counter
         self._flow = tuple(map(self._input, example))
         self.start: StartValues | None = None
-        """Start values of layers that really run, in place of their own."""
+        """Start values of layers that really run, which replace the layers' initialisation."""
         self.sums = NO_SUMS
-        """What ranks sum in the forward and in the backward of the last layer that was run."""
+        """Sums over tensor-parallel ranks in the forward and in the backward of the last layer that
+        was run."""
 
     @property
     def shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
@@ -278,8 +279,8 @@ class Tracer:
         return counter.get_total_flops() / self._samples, activations
 
     def loss_sums(self, loss: Callable[..., Tensor]) -> LayerSums:
-        """What ranks sum in the loss of the last outputs, the first of which has a row for each
-        target."""
+        """Sums over tensor-parallel ranks in the loss of the last outputs, the first of which has a
+        row for each target."""
         assert self._counter is not None, "layers are sharded"
         self._counter.begin()
         with preserved_rng():
@@ -292,8 +293,8 @@ class Tracer:
     def _layer_sums(
         self, name: str, outputs: Sequence[Tensor], again: Callable[[], object]
     ) -> LayerSums:
-        """What ranks have summed in the forward that gave these outputs, and sum in its backward,
-        which runs on the meta device to tell; `again` runs the forward."""
+        """Sums over tensor-parallel ranks in the forward that gave these outputs, and in its
+        backward, which runs on the meta device to count them; `again` runs the forward."""
         counter = self._counter
         if counter is None:
             return NO_SUMS

@@ -1,8 +1,8 @@
-"""What linear and convolution modules multiply: the one seam for all who take part in it.
+"""Products of linear and convolution modules, with an interface to compute them otherwise.
 
 A plain `nn.Linear`, `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` knows which product it computes. While
 `forwards_in_place` lasts, the `forward` of such a module calls one autograd function with the
-module's own weight. Its forward and backward run the kernels that autograd would run; the module's
+module's weight. Its forward and backward run the kernels that autograd would run; the module's
 `Products` may compute them otherwise, and take the gradient of the weight out of the backward.
 Every other use of the weight, such as a penalty or a call of `F.linear`, is autograd's as ever.
 
@@ -50,10 +50,9 @@ class Products(Protocol):
         saved: tuple[Tensor, Tensor],
         compute: Callable[..., list[Tensor]],
     ) -> list[Tensor | None]:
-        """The gradients with which autograd goes on, one for each of `weights`: the module's
-        weight, and of a convolution also its bias. `compute(*saved)` makes them from the product's
-        input and the gradient of its output. None stands for a gradient that has been taken or
-        deferred."""
+        """The gradients that autograd receives, one for each of `weights`: the module's weight, and
+        of a convolution also its bias. `compute(*saved)` makes them from the product's input and
+        the gradient of its output. None stands for a gradient that has been taken or deferred."""
         ...
 
 
@@ -73,8 +72,8 @@ def forwards_in_place(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
 
 
 def has_products(module: nn.Module) -> bool:
-    """Whether a module is a linear layer or a convolution that torch itself computes, whose weight
-    is a parameter of its own: neither overridden nor compiled, parametrized or frozen."""
+    """Whether a module is a linear layer or a convolution that torch itself computes, with its
+    weight as a plain parameter: neither overridden nor compiled, parametrized or frozen."""
     weight = module._parameters.get("weight") if isinstance(module._parameters, dict) else None
     return (
         type(weight) is nn.Parameter
@@ -142,9 +141,9 @@ def _gradients(
     saved: tuple[Tensor, Tensor],
     compute: Callable[..., list[Tensor]],
 ) -> list[Tensor | None]:
-    """The gradients with which autograd goes on: all that `compute` makes, unless the module's
-    products take them. The products take no gradient of a backward that will itself be
-    differentiated, or that `autograd.grad` has started."""
+    """The gradients that autograd receives: all that `compute` makes, unless the module's products
+    take them. The products take no gradient of a backward that will itself be differentiated, or
+    that `autograd.grad` has started."""
     if not any(_wanted(ctx, place) for place in places):
         return [None] * len(places)
     if torch.is_grad_enabled() or not _accumulates(ctx, places[0]):
@@ -254,8 +253,8 @@ def _edges(module: Any) -> Sizes | None:
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution by the kernels that autograd calls. Kernels of CPUs make the gradient of the
-    bias together with that of the weight, so the products take both."""
+    """A convolution by the kernels that autograd calls. Kernels of CPUs make the gradients of bias
+    and weight together, so the products take both."""
 
     @staticmethod
     def forward(
@@ -297,7 +296,7 @@ def _convolution_backward(
     inputs: Tensor,
     outer: Tensor,
 ) -> list[Tensor]:
-    """Those of the gradients of input, weight and bias that `wanted` asks for."""
+    """The gradients of input, weight and bias that `wanted` asks for."""
     gradients = torch.ops.aten.convolution_backward(
         outer, inputs, weight, bias_sizes, *settings, wanted
     )

@@ -1,8 +1,8 @@
 """Starts a model at the values of a file of named tensors, which is read one tensor at a time.
 
-The names are those of the model, or those of another library, which a function translates.
-A name that ends in .safetensors or .safetensors.index.json tells the format of a file; any
-other file is a state dict that torch saved. Of a folder, its safetensors are read.
+The names are global names of the model, or another library's, which a function translates. A name
+that ends in .safetensors or .safetensors.index.json sets the format of a file; any other file is a
+state dict that torch saved. Of a folder, its safetensors are read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ PICKLED = ".bin"
 MOST_NAMED = 8
 """Names of tensors in a note for the user."""
 SAMPLES, SAMPLE_BYTES = 16, 65_536
-"""The blocks of a file that its fingerprint covers beside its length: SAMPLES + 1 of this size."""
+"""The blocks of a file that its fingerprint covers in addition to its length: SAMPLES + 1 of this
+size."""
 COUNTER = "num_batches_tracked"
 """A counter that older files of batch normalisations lack; it then starts at zero."""
 Convert = Callable[[str, Tensor], Tensor]
@@ -87,8 +88,8 @@ def _refuse_unsafe_torch(path: Path) -> None:
 class TorchFile:
     """A state dict that `torch.save` wrote, mapped into memory.
 
-    Torch cannot map files from before version 1.6: they are read whole, and held until the
-    model is built.
+    Torch cannot map files from before version 1.6: they are read entirely, and held until the model
+    is built.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,11 +240,11 @@ def start_from(
 ) -> Model:
     """A copy of the model that starts at the values of a file, such as a pretrained body.
 
-    `named(global name)` returns the name of a parameter or buffer in the file, and
-    `convert(global name, tensor)` turns the file's tensor into the model's; neither is used
-    for a file that has the global names. `ignored(name in the file)` tells tensors that the
-    model does not need. `new` has patterns of global names, such as "head.*", that begin as they
-    would without the file, whatever it holds in their places; the start of the run names them.
+    `named(global name)` returns the name of a parameter or buffer in the file, and `convert(global
+    name, tensor)` turns the file's tensor into the model's; neither is used for a file that has the
+    global names. `ignored(name in the file)` says whether the model does not need a tensor. `new`
+    has patterns of global names, such as "head.*", that begin as they would without the file,
+    whatever it holds in their places; the start of the run names them.
 
     Raises DataError unless the file holds every other parameter and buffer of the state dict, in
     its shape, and nothing else; ConfigError for a pattern that matches none.
@@ -296,8 +297,8 @@ def _name_in(file: WeightFile, named: Callable[[str], str], name: str) -> str:
 
 
 def _needed(surveyed: Survey) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """What a file should contain: parameters, a tied one once, and buffers of the state dict. By
-    name, the shape and whether the name must be there."""
+    """The tensors that a file should contain: parameters, a tied one once, and buffers of the state
+    dict. By name, the shape and whether the name must be there."""
     needed = {name: (shape, True) for name, shape in surveyed.shapes.items()}
     for layer in surveyed.layers:
         for buffer in layer.buffers:
@@ -323,7 +324,7 @@ def _check_shape(
 def _check_ties(file: WeightFile, seconds: Mapping[str, str]) -> None:
     """Raise DataError if a file holds a tied weight twice, with different values.
 
-    `seconds` maps the name of each second use to that of the first, both as in the file.
+    `seconds` maps the name of each second use to the name of the first, both as in the file.
     """
     for second, first in seconds.items():
         if second in file.shapes and not torch.equal(file.read(second), file.read(first)):

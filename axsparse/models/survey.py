@@ -77,8 +77,8 @@ class ParameterInfo:
 
     @property
     def matrices(self) -> tuple[int, tuple[int, ...]]:
-        """How many matrices it is that are pruned each by itself, and their shape: that of an
-        expert as (outputs, inputs)."""
+        """The number of matrices that are pruned each by itself, and their shape; for an expert
+        (outputs, inputs)."""
         if not self.expert_inputs:
             return 1, self.shape
         experts, *_ = self.shape
@@ -114,7 +114,7 @@ class LayerInfo:
     activations: Activations | None = None
     """Bytes of one sample's activations; None if the model has no example."""
     sums: LayerSums = NO_SUMS
-    """What tensor-parallel ranks sum while one sample passes through the layer."""
+    """Sums over tensor-parallel ranks while one sample passes through the layer."""
 
     @property
     def numel(self) -> int:
@@ -133,7 +133,7 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class Survey:
-    """The contents of a whole model."""
+    """The contents of a model."""
 
     layers: Sequence[LayerInfo]
     """In the order of the model."""
@@ -175,7 +175,7 @@ class Survey:
 
     @property
     def work(self) -> float:
-        """`LayerInfo.work` of the whole model; stages are balanced by it."""
+        """`LayerInfo.work` of all layers; stages are balanced by it."""
         return sum(layer.work for layer in self.layers)
 
     def layer_of(self, name: str) -> int:
@@ -416,8 +416,8 @@ def _survey_layer(layer: Layer, tracer: Tracer | None, sharding: LayerSharding |
 def _sharded(
     layer: Layer, module: nn.Module, sharding: LayerSharding | None
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """The module as one rank has it, and its parameters in the order of the full layer, those of
-    shards with their index."""
+    """The module as one rank has it, and its parameters in the order of the full layer; shards have
+    their index in their name."""
     order = [name for name, _ in module.named_parameters()]
     shards: Mapping[str, TensorShard] = {}
     if sharding is not None and layer.tp_plan:

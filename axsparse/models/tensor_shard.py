@@ -102,6 +102,6 @@ class LayerSharding(Protocol):
         ...
 
     def shard(self, layer: Layer, module: nn.Module) -> Mapping[str, TensorShard]:
-        """Replace the sharded parameters of a layer's module by those of this rank, which have no
+        """Replace the sharded parameters of a layer's module by this rank's shards, which have no
         contents yet; returns the shards by the names of the parameters, which stay."""
         ...

@@ -1,1 +1,2 @@
-"""What a run tells: the phases of a step, metrics.jsonl, traces, the screen, and hangs."""
+"""The observability of a run: the phases of a step, metrics.jsonl, traces, the screen, and
+hangs."""

@@ -24,7 +24,7 @@ class ModelLayout:
     """The numbers of each stage's layers."""
     grid: Grid
     transport: str
-    """What carries messages between the ranks, such as "mpi (MPICH 4.2)"."""
+    """The transport between the ranks, such as "mpi (MPICH 4.2)"."""
     dense_bytes: int
     """Bytes of model state on the fullest rank if nothing were pruned."""
     live_bytes: int

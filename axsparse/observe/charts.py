@@ -82,7 +82,7 @@ figure { margin: 0; }
 pre { overflow-x: auto; }
 """
 PHONE = 44
-"""Letters that are beside each other on a telephone; a wider table says that it scrolls."""
+"""Letters that fit next to each other on a telephone; a wider table says that it scrolls."""
 LONG = 32
 """A text of a cell with more letters than this is broken into lines of half as many."""
 COLOURS = list(PHASE_COLOURS.values())
@@ -201,7 +201,7 @@ class Lines:
         axes.set_xlabel(self.across)
 
     def _width(self, curve: Curve) -> float:
-        """Later curves are thinner, so that of two equal ones both are seen."""
+        """The width of a curve: later ones are thinner, so that two equal curves are both seen."""
         alike = [one for one in self.curves if one.is_dashed == curve.is_dashed]
         return 1.4 + 4 * (1 - (1 + alike.index(curve)) / len(alike))
 
@@ -311,7 +311,7 @@ class Timeline:
         bars[ROW - 1 :: ROW] = 0.0
         extent = (0.0, self.length, self.stages - 0.5, -0.5)
         axes.imshow(bars, extent=extent, aspect="auto", interpolation="none")
-        letter = self.length / 130  # 130 letters have room beside each other
+        letter = self.length / 130  # 130 letters fit next to each other
         for span in self.spans:
             if span.phase == "compute" and span.end - span.begin > letter * (len(span.name) + 1):
                 axes.text(span.begin + letter / 2, span.stage, span.name, color="#111", va="center")
@@ -334,7 +334,7 @@ class Timeline:
 
 
 def _bare(axes: Axes) -> None:
-    """Take away the frame; rows have names, and values stand beside them."""
+    """Take away the frame; rows have names, and values are next to them."""
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     axes.set_xticks([])
@@ -488,7 +488,7 @@ def _cell(text: str) -> str:
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """The names of series beside their colours, in the order of the mapping."""
+    """The names of series next to their colours, in the order of the mapping."""
     keys = (
         f'<span class="key"><i style="background:{colour}"></i>{escape(name)}</span>'
         for name, colour in colours.items()

@@ -36,7 +36,7 @@ class DevicePhases(Phases):
     """Exclusive timers of a GPU's compute stream, with the interface of a host's timers.
 
     Only three things wait for the GPU: reading what `end_step` returns, reading what `take_spans`
-    returns, and the first `start_spans`. Spans cover whole steps, in the host's time.
+    returns, and the first `start_spans`. Spans cover entire steps, in the host's time.
     """
 
     def __init__(self, device: Device, *, clock: Callable[[], float] = time.perf_counter) -> None:

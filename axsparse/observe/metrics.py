@@ -31,7 +31,8 @@ class StepRecord:
     skipped: bool
     """Whether the weights were left as they were."""
     skip_reason: str | None
-    """What was not finite, and where, or by how much the loss jumped; None if not skipped."""
+    """The tensor that was not finite, and its place, or by how much the loss jumped; None if not
+    skipped."""
     skipped_steps: int
     """Skipped steps so far in this run."""
     tokens: int
@@ -65,7 +66,7 @@ class EvalRecord:
     eval_loss: float
     """Mean loss of the validation targets."""
     metrics: Mapping[str, float]
-    """Each metric is a key of its own in the file: for tokens `perplexity`, which is
+    """Each metric is a separate key in the file: for tokens `perplexity`, which is
     `perplexity(eval_loss)`, and for each metric of the model the fraction of targets it counts."""
 
 
@@ -76,10 +77,10 @@ class MaskRecord:
     step: int
     """Optimizer steps done before it."""
     masks: str
-    """What happened, in words."""
+    """The change of the masks, in words."""
     metrics: Mapping[str, float]
-    """Each figure is a key of its own in the file, such as `sparsity` (of all pruned tensors) and
-    an Early-Bird search's `churn`."""
+    """Each figure is a separate key in the file, such as `sparsity` (of all pruned tensors) and an
+    Early-Bird search's `churn`."""
     model_state_bytes: int
     """Bytes of model state after the change, the maximum over ranks."""
     model_state_bytes_before: int
@@ -87,7 +88,7 @@ class MaskRecord:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """What the planner predicted, and what was measured in the first steps."""
+    """The planner's prediction, and the measurement of the first steps."""
 
     step: int
     """Optimizer steps done before it."""

@@ -1,4 +1,4 @@
-"""The error of a rank whose GPU runs out of memory: what fills it, and what would make room."""
+"""The error of a rank whose GPU runs out of memory: what fills it, and what would free memory."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ IS_WORK = tuple(name in ("data", "compute", "compress", "optimizer") for name in
 class Phases:
     """Exclusive timers: every moment of a step belongs to exactly one phase.
 
-    `with phases("compute"):` charges the time of the block to a phase; a block inside it
-    interrupts the outer one. Outside a step nothing is kept, so evaluation and start-up may share
-    code with training. Blocks nest like calls; so a hook that autograd runs in a thread of its
-    own, while its caller waits, is an inner block, too.
+    `with phases("compute"):` charges the time of the block to a phase; a block inside it interrupts
+    the outer one. Outside a step nothing is kept, so evaluation and start-up may share code with
+    training. Blocks nest like calls; so a hook that autograd runs in a separate thread, while its
+    caller waits, is an inner block, too.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -68,7 +68,7 @@ class Phases:
         return PHASES[self._current]
 
     def start_spans(self) -> None:
-        """Keep from now on when each phase began and ended, besides the sums."""
+        """Keep from now on when each phase began and ended, in addition to the sums."""
         self._spans = []
 
     def take_spans(self) -> Iterable[tuple[str, str, float, float]]:

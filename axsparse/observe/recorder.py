@@ -59,7 +59,7 @@ class RunFigures:
     peak_flops: float
     """Summed over all ranks."""
     unit: Unit
-    """What the run counts: tokens, or samples."""
+    """The unit that the run counts: tokens, or samples."""
     predicted_memory_bytes: float | None = None
     """The planner's prediction of the peak memory of the fullest rank; None without one."""
     predicted_step_seconds: float | None = None
@@ -99,11 +99,11 @@ def eval_line(
 class Recorder:
     """Takes the figures of all ranks; rank 0 writes and shows them one step later.
 
-    All ranks record the same steps with the same names. One all-reduce of an fp64 buffer combines
-    a step while the next one runs, so that no rank waits. The buffer begins with the times, whose
-    sum gives the mean. Then each rank has slots of its own, for its maxima and for the seconds in
-    which it computed. All other ranks have zeros there, so the sum is the owner's value, exact for
-    integers up to 2**53.
+    All ranks record the same steps with the same names. One all-reduce of an fp64 buffer combines a
+    step while the next one runs, so that no rank waits. The buffer begins with the times, whose sum
+    gives the mean. Then each rank has slots, for its maxima and for the seconds in which it
+    computed. All other ranks have zeros there, so the sum is the owner's value, exact for integers
+    up to 2**53.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Recorder:
         self, step: int, loss: float, metrics: Mapping[str, float], part: str = ""
     ) -> None:
         """Record an evaluation after `step` steps: its loss, for tokens the perplexity, and the
-        fractions of targets that the model's metrics count. `part` is that of `eval_line`."""
+        fractions of targets that the model's metrics count. `part` is passed to `eval_line`."""
         self.flush()
         if self._run.unit == "tokens":
             metrics = {"perplexity": perplexity(loss), **metrics}

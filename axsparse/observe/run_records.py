@@ -1,4 +1,4 @@
-"""What a report tells of a run. Reads metrics.jsonl, also of a run that is going on or was killed.
+"""The data of a report on a run. Reads metrics.jsonl, also of a run that still runs or was killed.
 
 `docs/reference/metrics.md` says what the fields mean.
 """
@@ -34,7 +34,7 @@ class RunRecords:
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """All that a report tells of one run; whatever a run has not is empty."""
+    """The data of a report on one run; missing data is empty."""
 
     name: str
     records: RunRecords

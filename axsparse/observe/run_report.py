@@ -91,8 +91,8 @@ def _lines(runs: Sequence[RunView]) -> Iterator[str]:
 
 
 def _grid(charts: Iterable[Chart]) -> Iterator[str]:
-    """Charts beside each other, as many as there is room for, and below them sentences for the
-    charts without a change."""
+    """Charts next to each other, as many as fit, and below them sentences for the charts without a
+    change."""
     yield '<div class="charts">'
     for chart in sorted(charts, key=lambda chart: isinstance(chart, Lines) and chart.is_flat):
         yield from chart_html(chart)
@@ -168,7 +168,7 @@ def _finite_perplexity(loss: float) -> float | None:
 
 
 def _unit(runs: Sequence[RunView]) -> Unit:
-    """What rates count: tokens where a run has perplexities, or has not been evaluated yet."""
+    """The unit of rates: tokens where a run has perplexities, or has not been evaluated yet."""
     evaluations = [record for run in runs for record in run.records.evaluations]
     has_tokens = any(number(record, "perplexity") is not None for record in evaluations)
     return "tokens" if has_tokens or not evaluations else "samples"

@@ -1,7 +1,7 @@
 """Where the records of a run go: metrics.jsonl, and copies for TensorBoard and Weights & Biases.
 
-metrics.jsonl has every record. The copies never end or hold up a run: each sink has a thread of
-its own on rank 0, and an error in it, or one that falls behind, becomes one warning.
+metrics.jsonl has every record. The copies never end or hold up a run: each sink has a separate
+thread on rank 0, and an error in it, or one that falls behind, becomes one warning.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def curves_of(record: Record) -> dict[str, float]:
 
 
 class SinkThread:
-    """A sink in a thread of its own, behind a queue."""
+    """A sink in a separate thread, behind a queue."""
 
     def __init__(self, key: str, open_sink: OpenSink) -> None:
         """`key` is the setting that asks for it."""
@@ -77,7 +77,7 @@ class SinkThread:
         try:
             self._queue.put(None, timeout=CLOSE_SECONDS)
         except queue.Full:
-            return  # which was told when records were left out
+            return  # this was reported when records were left out
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             self._warn(f"has not finished within {CLOSE_SECONDS:g} s")
@@ -147,7 +147,8 @@ def _finite(value: float | bool | str | None) -> float | bool | str | None:
 
 @contextmanager
 def tensorboard(folder: Path, first_step: int) -> Iterator[Write]:
-    """Write event files; later records of a run that was resumed replace those of before."""
+    """Write event files; after a resume, later records replace the earlier ones of the same
+    steps."""
     module: Any = importlib.import_module("torch.utils.tensorboard")
     writer = module.SummaryWriter(str(folder), purge_step=first_step)
 

@@ -5,7 +5,7 @@ that it belongs to ("F3") or the phase, `pid` the replica, `tid` the stage, `arg
 `ts` and `dur` are in microseconds. The events of a rank never overlap, so the events of a phase
 add up to its seconds.
 
-Every rank of a real run writes a part beside the file, and rank 0 joins the parts. So a trace of
+Every rank of a real run writes a part next to the file, and rank 0 joins the parts. So a trace of
 thousands of ranks is never in one rank's memory, and none of it is sent.
 """
 

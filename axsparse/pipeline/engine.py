@@ -38,8 +38,8 @@ slows down a stage that is ahead in an evaluation, where it waits for no gradien
 MOST_WAITING = 4
 """An evaluation takes no more messages from the link while this many wait for their action."""
 EVALUATED = 1 << 40
-"""Added to the microbatch numbers of messages in an evaluation, so that a neighbour that trains
-meanwhile does not take them for those of its own microbatches."""
+"""Added to the microbatch numbers of messages in an evaluation, so that a neighbour that still
+trains does not confuse them with training microbatches."""
 MOST_AHEAD = 2
 """How many unfinished actions a GPU may have: one that runs and one queued behind it. With more,
 the order would depend on how far the host is ahead, and not on what has arrived."""
@@ -92,10 +92,10 @@ class Engine:
         while_idle: Callable[[], None],
         around: Callable[[Policy, int], Policy] = decides_alone,
     ) -> None:
-        """`while_idle` is called again and again while nothing can run: it pushes on work that
-        goes on beside the pipeline, such as all-reduces. `around` is given the policy of each step
-        and each evaluation, which begins nothing while this rank is congested, with a number that
-        tells the two apart; it returns the one to run."""
+        """`while_idle` is called again and again while nothing can run: it advances work in the
+        background, such as all-reduces. `around` is given the policy of each step and each
+        evaluation, which begins nothing while this rank is congested, with a number that
+        distinguishes the two; it returns the policy to run."""
         self._place = rank.place
         self._backoff = rank.backoff
         self._phases = rank.phases
@@ -109,14 +109,14 @@ class Engine:
         """The ends of the actions that the GPU has not finished."""
         self._arrived: dict[Direction, deque[Message]]
         self._arrived = {direction: deque() for direction in Direction}
-        """Messages that the policy has not been told of."""
+        """Messages that the policy has not yet received."""
         self._inbox: dict[tuple[Direction, int], Message] = {}
         """Messages that wait for their action."""
         self._offset = 0
-        """What is added to the microbatch numbers of messages now: 0, or `EVALUATED`."""
+        """Added to the microbatch numbers of messages now: 0, or `EVALUATED`."""
         self._policy: Policy | None = None
         self._taken: dict[Direction, int] = {}
-        """How many messages the current policy has been told of."""
+        """The number of messages that the current policy has received, by direction."""
 
     def train(
         self,
@@ -129,12 +129,12 @@ class Engine:
         """Run forward and backward of all microbatches.
 
         Returns the losses in microbatch order on the last stage, none elsewhere: scalars on the
-        device that computes. Each is the microbatch's summed loss over `divisor`, the step's
-        global count of targets, so that losses and gradients add up over microbatches and
-        replicas. Gradients are multiplied by `loss_scale`, losses are not.
-        `before_forward` is called before each forward, with the number of its microbatch in
-        `batch`. `before_gradients` is called before each action that makes gradients of weights; it
-        is told whether they are of the last microbatch.
+        device that computes. Each is the microbatch's summed loss over `divisor`, the step's global
+        count of targets, so that losses and gradients add up over microbatches and replicas.
+        Gradients are multiplied by `loss_scale`, losses are not. `before_forward` is called before
+        each forward, with the number of its microbatch in `batch`. `before_gradients` is called
+        before each action that makes gradients of weights; its argument says whether they belong to
+        the last microbatch.
         """
         place = self._place
         policy = self._schedule.policy(
@@ -262,7 +262,7 @@ class Engine:
         return len(self._unfinished) >= most or self._link.unsent > MOST_UNSENT
 
     def _tell(self, policy: Policy) -> None:
-        """Tell the policy of the messages that it expects; others wait."""
+        """Pass on the messages that the policy expects; others wait."""
         for direction, arrived in self._arrived.items():
             while arrived and policy.expects(direction):
                 message = arrived.popleft()
@@ -287,7 +287,7 @@ class Engine:
             self._backoff.pause()
 
     def _finish_sending(self) -> None:
-        """Wait until a GPU has sent all messages, since a neighbour may need one to go on."""
+        """Wait until a GPU has sent all messages, since a neighbour may need one to continue."""
         while self._gpu is not None and self._link.unsent:
             self._receive()
             self._pause()

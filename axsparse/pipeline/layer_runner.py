@@ -66,7 +66,7 @@ class RecordedRun(Run):
     output_gradients: list[Tensor | None] = field(default_factory=list)
 
     def begin(self, inputs: Tensors, key: DrawKey, buffers: Sequence[BufferSlot]) -> Tensors:
-        """Note inputs and buffers; returns views of the inputs, which tell their gradients."""
+        """Note inputs and buffers; returns views of the inputs, which show their gradients."""
         self.key = key
         self.inputs = tuple(tensor.detach() for tensor in inputs)
         self.requires_grad = tuple(tensor.requires_grad for tensor in inputs)
@@ -75,7 +75,7 @@ class RecordedRun(Run):
         return _watched(views, self.input_gradients)
 
     def end(self, outputs: Tensors, buffers: Sequence[BufferSlot]) -> Tensors:
-        """Note outputs and buffers; returns copies of the outputs, which tell their gradients."""
+        """Note outputs and buffers; returns copies of the outputs, which show their gradients."""
         self.outputs = tuple(tensor.detach() for tensor in outputs)
         self.buffers_after = _contents(buffers)
         return _watched(tuple(tensor.clone() for tensor in outputs), self.output_gradients)
@@ -237,7 +237,7 @@ class LayerRunner:
         return module(*inputs)
 
     def _apart(self, outputs: Tensors) -> Tensors:
-        """The outputs in canonical form, each a tensor of its own; those in a buffer are copied.
+        """The outputs in canonical form, each a separate tensor; outputs in a buffer are copied.
 
         The next forward may change a buffer. One tensor in two places would have its gradients
         added in another order on one stage than over two stages.

@@ -10,7 +10,7 @@ Fits = Callable[[int, range], bool]
 """`fits(stage, layers)` says whether the stage of this number has memory for these layers. A stage
 without memory for some layers has none for these and a further layer either."""
 Combine = Callable[[float, float], float]
-"""Joins the price of the stages so far with that of one more."""
+"""Joins the price of the stages so far with the price of one more."""
 WIDER = 1.25
 """The factor by which the bound of stage costs is raised until a cut is found within it."""
 

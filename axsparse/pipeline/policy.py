@@ -1,4 +1,4 @@
-"""What a stage does next, decided by which messages have arrived.
+"""The next action of a stage, decided by the messages that have arrived.
 
 A policy knows microbatch numbers only: no tensors, no links, no clock. So the same object drives
 training (`pipeline.engine`) and simulations (`pipeline.simulator`).
@@ -19,14 +19,14 @@ Preference = Literal["alternate", "backward", "forward"]
 
 
 class Kind(IntEnum):
-    """What an action computes.
+    """The computation of an action.
 
-    A backward is whole or split. A whole one (BACKWARD alone) makes the gradients of its stage's
+    A backward is full or split. A full one (BACKWARD alone) makes the gradients of its stage's
     inputs and weights. A split one is two actions: BACKWARD makes the gradients of the inputs,
-    which the previous stage waits for, and saves what the gradient of each weight is made from (the
-    layer's input and output gradient); WEIGHT, at any later time, makes the gradients of the
-    weights from that and sends nothing. Whether backwards are split is the same for all actions of
-    a run: `Schedule.split_backward`. (Qi et al., 2024, section 2.)
+    which the previous stage waits for, and saves each layer's input and output gradient; WEIGHT, at
+    any later time, makes the gradients of the weights from them and sends nothing. Whether
+    backwards are split is the same for all actions of a run: `Schedule.split_backward`. (Qi et al.,
+    2024, section 2.)
     """
 
     FORWARD = 0

@@ -34,7 +34,7 @@ class Schedule:
     config/schema.py, and its bound to `most_in_flight`. Then add the name to the schedules that are
     listed in tests/pipeline/test_schedules.py, tests/pipeline/test_simulator.py,
     tests/planner/test_stage_memory.py and tests/support/cases.py (`SCHEDULES`): it has to pass all
-    of them. A schedule that decides while it runs needs a policy of its own: see `Policy`.
+    of them. A schedule that decides while it runs needs a new policy: see `Policy`.
 
     Example: `Schedule("1f1b", 0, "alternate").policy(stage=0, g_inter=2, microbatches=4)`.
     """
@@ -43,10 +43,11 @@ class Schedule:
     slack: int
     """Activations that stage s may hold in flight beyond g_inter − s (not under gpipe)."""
     prefer: Preference
-    """What runs when a forward and a backward have both arrived (message-driven)."""
+    """The action that runs first when a forward and a backward have both arrived
+    (message-driven)."""
     split_backward: bool = False
-    """Whether backwards are split, so that the lists and policies have weight gradients of their
-    own (see `Kind`)."""
+    """Whether backwards are split, so that the lists and policies have separate weight gradients
+    (see `Kind`)."""
 
     def bound(self, stage: int, g_inter: int) -> int:
         """How many microbatches a stage may have in flight (not under gpipe)."""
@@ -66,7 +67,7 @@ class Schedule:
         return InOrder(self.order(stage, g_inter, microbatches), stage=stage, g_inter=g_inter)
 
     def order(self, stage: int, g_inter: int, microbatches: int) -> Sequence[Action]:
-        """What a stage does in a step under a static schedule."""
+        """The actions of a stage in a step under a static schedule."""
         if self.name == "1f1b":
             actions = one_forward_one_backward(stage, g_inter, microbatches, self.slack)
         else:
@@ -103,7 +104,7 @@ def gpipe(microbatches: int) -> list[Action]:
 
 
 def with_weights(actions: Sequence[Action]) -> list[Action]:
-    """A list of whole backwards with each of them split in two that follow each other."""
+    """A list of full backwards with each of them split in two that follow each other."""
     split = []
     for each in actions:
         split.append(each)

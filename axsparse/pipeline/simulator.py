@@ -20,8 +20,7 @@ class Durations:
 
     forward: Sequence[Sequence[float]]
     backward: Sequence[Sequence[float]]
-    """The seconds of whole backwards, or of the gradients of inputs alone if backwards are
-    split."""
+    """The seconds of full backwards, or of the gradients of inputs alone if backwards are split."""
     weight: Sequence[Sequence[float]] = ()
     """The seconds of weight gradients, if backwards are split."""
 
@@ -41,7 +40,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class MessageCost:
-    """What a message costs between two neighbouring stages, in seconds."""
+    """The cost of a message between two neighbouring stages, in seconds."""
 
     latency: float = 0.0
     """Time from the end of sending to the arrival; neither stage is busy meanwhile."""
@@ -51,7 +50,8 @@ class MessageCost:
 
 @dataclass
 class StageRun:
-    """What one stage did, in seconds; entry i of the first three lists is its i-th action."""
+    """The timeline of one stage, in seconds; entry i of the first three lists is its i-th
+    action."""
 
     actions: list[Action] = field(default_factory=list)
     begins: list[float] = field(default_factory=list)
@@ -103,7 +103,7 @@ Message = tuple[Direction, int]
 
 @dataclass
 class _Stage:
-    """What a simulated stage is doing."""
+    """The state of a simulated stage."""
 
     policy: Policy
     run: StageRun = field(default_factory=StageRun)
@@ -165,7 +165,7 @@ class _Simulation:
             self._execute(number, action, now)
 
     def _take_in(self, number: int, now: float) -> float:
-        """Tell the policy of the messages in the inbox; returns when the last of them is
+        """Pass the messages in the inbox on to the policy; returns when the last of them is
         handled."""
         stage = self._stages[number]
         for direction, microbatch in stage.inbox:

@@ -20,7 +20,7 @@ from axsparse.runtime.seeds import preserved_rng, seed_all
 
 @dataclass(frozen=True)
 class Key:
-    """What keys the random numbers of a microbatch, together with the seed and the layer's name."""
+    """The key of a microbatch's random numbers, together with the seed and the layer's name."""
 
     step: int
     first_sample: int
@@ -33,7 +33,7 @@ class Key:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """What a microbatch's backward needs of its forward."""
+    """The results of a microbatch's forward that its backward needs."""
 
     inputs: Tensors
     outputs: Tensors
@@ -87,7 +87,7 @@ class Stage:
     @property
     def unsplit(self) -> Sequence[str]:
         """The weights of linear and convolution modules that split backwards leave unsplit, since
-        they have gradients besides that of one call; known once a microbatch ran."""
+        they have gradients of more than one call; known once a microbatch ran."""
         return [] if self._products is None else self._products.unsplit
 
     @property
@@ -121,8 +121,8 @@ class Stage:
     ) -> list[Tensor | None]:
         """The gradients of the inputs that require one, in order; None for an input that got none.
 
-        `gradients` are those of the outputs that require one. On the last stage they are empty:
-        its output is the loss, whose gradient is `loss_scale`.
+        `gradients` has one for each output that requires one. On the last stage it is empty: its
+        output is the loss, whose gradient is `loss_scale`.
         """
         live = self._live.pop(microbatch)
         inputs, outputs = live.inputs, live.outputs
@@ -236,7 +236,7 @@ class Stage:
             costs = [loss.detach().item() for loss in (once, twice)]
         except Exception:  # the loss may work for microbatches of one size only
             return
-        # A sample that costs nothing tells nothing.
+        # A sample that costs nothing shows nothing.
         tells = any(gradient is not None and bool(gradient.any()) for gradient in gradients)
         if tells and math.isfinite(costs[0]) and costs[0] == costs[1]:
             raise ConfigError(
@@ -247,7 +247,7 @@ class Stage:
     def _refuse_foreign(self, outputs: Tensors) -> None:
         """ConfigError if a parameter that no layer has gets a gradient: nobody would train it.
 
-        `outputs` are those of a forward. Other leaves of autograd's graph may be a forward's own,
+        `outputs` come from a forward. Other leaves of autograd's graph may belong to the forward,
         as in a gradient penalty.
         """
         self._leaves_are_known = True

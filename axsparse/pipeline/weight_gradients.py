@@ -56,7 +56,7 @@ class _Waiting:
     """The deferred gradients of one microbatch."""
 
     each: deque[Deferred] = field(default_factory=deque)
-    """Those that are not computed yet, in the order of the backward."""
+    """The gradients that are not computed yet, in the order of the backward."""
     left: Counter[nn.Parameter] = field(default_factory=Counter)
     """How many gradients of each weight are not computed yet."""
     sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class DeferredGradients:
         self._collector = collector
         self._waiting: dict[int, _Waiting] = {}
         self._current: _Waiting | None = None
-        """What the backward that runs has deferred."""
+        """The deferred gradients of the current backward."""
 
     def __len__(self) -> int:
         """How many microbatches wait for their weight gradients."""
@@ -80,7 +80,7 @@ class DeferredGradients:
 
     @contextmanager
     def backward_of(self, microbatch: int) -> Iterator[None]:
-        """What is deferred inside this block belongs to this microbatch."""
+        """Assign the gradients that are deferred inside this block to this microbatch."""
         waiting = self._waiting[microbatch] = self._current = _Waiting()
         try:
             yield
@@ -232,8 +232,8 @@ class WeightProducts:
         """Whether the gradient of a call waits.
 
         The first gradient of a weight does not wait: autograd makes all of it, which shows whether
-        the weight has a gradient besides that of this call. If it has, autograd adds the gradients
-        of this weight in its own order from then on, as in an unsplit backward.
+        the weight has other gradients than this call's. If it has, autograd adds the gradients of
+        this weight in its own order from then on, as in an unsplit backward.
         """
         if self.is_alone is None:
             is_sparse = self.sparse is not None and self.sparse.is_wanted
@@ -251,7 +251,7 @@ class WeightProducts:
         return list(gradients)
 
     def compare(self, weight: nn.Parameter) -> None:
-        """Compare the gradient that has arrived at a weight with that of the call."""
+        """Compare the gradient that has arrived at a weight with the gradient of the call."""
         first = self._first.get(weight)
         if first is not None:
             self._first[weight] = None
@@ -276,14 +276,14 @@ class StageProducts:
         is_split: bool,
         beside: Set[nn.Module] = frozenset(),
     ) -> None:
-        """`layers` are the stage's modules by name. If backwards are not split, only modules take
-        part whose weight may have sparse products, and those whose gradients `compute_beside` may
-        compute, `beside`."""
+        """`layers` are the stage's modules by name. If backwards are not split, only two kinds of
+        modules take part: modules whose weight may have sparse products, and modules in `beside`,
+        whose gradients `compute_beside` may compute."""
         self.is_in_backward = False
         """Whether the backward of a microbatch runs."""
         self._is_split = is_split
         self.deferred = DeferredGradients(collector) if is_split or beside else None
-        """What is deferred; None if nothing ever is."""
+        """The deferred gradients; None if none ever are."""
         self._products: dict[nn.Module, WeightProducts] = {}
         for name, module in layers:
             for path, each in _uncompiled(module):
@@ -306,8 +306,8 @@ class StageProducts:
 
     @property
     def unsplit(self) -> list[str]:
-        """The weights whose gradients split backwards leave to autograd, since these weights have
-        gradients besides that of one call of their module; known once a microbatch has shown it."""
+        """The weights whose gradients split backwards leave to autograd, since they have gradients
+        of more than one call of their module; known once a microbatch has shown it."""
         if not self._is_split:
             return []
         return [each.name for each in self._products.values() if each.is_alone is False]

@@ -85,8 +85,8 @@ class SilentGroup(TensorGroup):
 
 
 def survey_of_member(model: Model, full: Survey, place: Place, dtype: torch.dtype) -> Survey:
-    """What the rank of this place holds, computes and sums of a model; `full` is the survey of the
-    full model.
+    """The survey of one rank's shard of a model: its parameters, compute and sums; `full` is the
+    survey of the full model.
 
     Sharded parameters appear with the index of the shard, such as "block0.fc1.weight#1".
     ConfigError for a model that cannot be sharded so.

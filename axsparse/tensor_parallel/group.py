@@ -35,7 +35,7 @@ class TensorGroup:
         self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around the waiting."""
         self.fixed_bytes = 0
-        """Those of `bytes_sent` that do not grow with the samples of a microbatch."""
+        """The part of `bytes_sent` that does not grow with the samples of a microbatch."""
         self._copied: tuple[Tensor, bool, int, Tensor] | None = None
         """The input of the last column-parallel module, whether autograd recorded it, its version,
         and its copy."""
@@ -83,8 +83,8 @@ class TensorGroup:
         return rows
 
     def shared_copy(self, x: Tensor) -> Tensor:
-        """The copy of `copy_to_tp`, one for all column-parallel modules of one input, such as those
-        of query, key and value: the gradients of x are summed over the ranks once."""
+        """The copy of `copy_to_tp`, one for all column-parallel modules of one input, such as
+        query, key and value: the gradients of x are summed over the ranks once."""
         has_graph, known = torch.is_grad_enabled(), self._copied
         if known is None or known[0] is not x or known[1:3] != (has_graph, x._version):
             known = self._copied = x, has_graph, x._version, copy_to_tp(self, x)
@@ -144,7 +144,7 @@ class TensorGroup:
 
 
 def _nothing(*_: object) -> None:
-    """What a rank does while it waits, before there is a pipeline."""
+    """The idle function of a rank that waits, before there is a pipeline."""
 
 
 class _Copy(torch.autograd.Function):
@@ -218,7 +218,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """This rank's shard of a full tensor; backward, the full gradient from those of all ranks."""
+    """This rank's shard of a full tensor; backward, the full gradient from the shards of all
+    ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, shard: TensorShard, full: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from axsparse.tensor_parallel.group import TensorGroup
 
 
 class Action(Protocol):
-    """What a stage does next: a kind, as a number, and the microbatch that it is done for."""
+    """The next action of a stage: a kind, as a number, and the microbatch that it is done for."""
 
     @property
     def kind(self) -> int: ...
@@ -53,7 +53,7 @@ class Lockstep(Policy[A]):
     def __init__(
         self, group: TensorGroup, make: Callable[[int, int], A], policy: Policy[A], mode: int
     ) -> None:
-        """`mode` tells training from evaluation. `make` makes an action of a kind and a
+        """`mode` distinguishes training from evaluation. `make` makes an action of a kind and a
         microbatch."""
         self._policy, self._mode, self._group, self._make = policy, mode, group, make
         self._here = dict.fromkeys(Direction, 0)

@@ -159,7 +159,7 @@ class Sharding:
 
 
 def shard_module(layer: Layer, module: nn.Module, group: TensorGroup) -> dict[str, TensorShard]:
-    """Replace the sharded parameters of a layer's module by those of this rank, which have no
+    """Replace the sharded parameters of a layer's module by this rank's shards, which have no
     contents yet, and the modules that use them; returns the shards by name.
 
     ConfigError for a module that cannot be sharded.
@@ -185,7 +185,7 @@ def shard_module(layer: Layer, module: nn.Module, group: TensorGroup) -> dict[st
     for name, shard in shards.items():
         path, _, kind = name.rpartition(".")
         owner = module.get_submodule(path)
-        if name in styles:  # a parameter of its own, such as one that is handed to the loss
+        if name in styles:  # a bare parameter, such as one that is handed to the loss
             owner._parameters[kind] = nn.Parameter(torch.empty(shard.shape, device="meta"))
         elif not isinstance(owner, ColwiseLinear):  # replaced with the weight before this bias
             _replace(module, path, _sharded(layer, path, owner, styles[path], shard, group))
@@ -201,9 +201,9 @@ def shard_module(layer: Layer, module: nn.Module, group: TensorGroup) -> dict[st
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-"""What torch raises for shapes and types that do not fit, none of its subclasses."""
+"""The exact classes of torch's errors for shapes and types that do not fit, without subclasses."""
 OF_DEVICES = re.compile("memory|device|CUDA")
-"""What is in the texts of RuntimeErrors that do not come from the number of features."""
+"""Matches the texts of RuntimeErrors that do not come from the number of features."""
 
 
 class _Forward:
@@ -250,7 +250,7 @@ def _sharded(
 
 
 def _what_is_lost(replaced: nn.Module | None, parameter: nn.Parameter) -> Iterator[str]:
-    """What a parameter has, or a module that is replaced, and the sharded one would not have."""
+    """The properties of a parameter, or of its replaced module, that the sharded one would lack."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if not parameter.requires_grad:
         yield "is frozen"

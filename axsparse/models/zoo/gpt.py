@@ -45,8 +45,8 @@ def init_parameter(
     shape: tuple[int, ...],
     generator: torch.Generator,
 ) -> Tensor:
-    """Start values: matrices N(0, 0.02²), those of residual projections divided by √(2 · layers);
-    gains of norms 1, biases 0."""
+    """Start values: matrices N(0, 0.02²), residual projections divided by √(2 · layers); gains of
+    norms 1, biases 0."""
     if len(shape) == 1:
         is_gain = "norm" in name and name.endswith("weight")
         return torch.full(shape, 1.0 if is_gain else 0.0)
@@ -115,7 +115,7 @@ RESIDUAL = ("attention.proj.weight", "fc2.weight")
 def gpt(config: GptConfig, sequence_length: int) -> Model:
     """A GPT of `num_layers + 2` layers; the embedding's weight is `token.weight`.
 
-    `sequence_length` is that of the data; only the layers' costs depend on it.
+    `sequence_length` is the data's; only the layers' costs depend on it.
     """
     s, init = sequence_length, partial(init_parameter, config.num_layers, RESIDUAL)
     size = config.hidden_size // config.num_heads

@@ -17,7 +17,7 @@ from axsparse.models.layer import Model
 from axsparse.models.start_weights import WeightFile, start_from
 
 _OUR_OWN = "embed.token.weight"
-"""A parameter whose name tells a file with our own names."""
+"""A parameter whose name identifies a file with our own names."""
 PREFIX = "transformer."
 _OUTSIDE = {"embed.token": "wte", "embed.position": "wpe", "head.norm": "ln_f"}
 """Modules outside of blocks, by our global names."""
@@ -56,11 +56,11 @@ def turned(name: str, tensor: Tensor) -> Tensor:
 def start_from_gpt2(model: Model, file: WeightFile, config: GptConfig) -> Model:
     """A copy of a model that starts at a file, whose names are ours or those of transformers.
 
-    In the latter case the config.json beside the file, if there is one, is compared with the
-    settings: no shape tells the number of heads, for example.
+    In the latter case the config.json next to the file, if there is one, is compared with the
+    settings: no shape shows the number of heads, for example.
 
-    Raises ConfigError if the settings differ from those of the file, DataError if the file is
-    of a model that ours cannot represent, and what `start_from` raises.
+    Raises ConfigError if the settings differ from the file's, DataError if the file is of a model
+    that ours cannot represent, and the errors of `start_from`.
     """
     if _OUR_OWN in file.shapes:
         return start_from(model, file, new=config.new)

@@ -5,8 +5,8 @@ all routers of the model and all of its E experts:
 
     coefficient · E · Σ_e (tokens that chose e / rows) · (Σ probabilities of e / rows)
 
-where rows is the number of routers times that of tokens. Both sums are over routers and tokens, so
-three rows of E numbers (`loads`) that each layer adds to are all that travels along the stages.
+where rows is routers times tokens. Both sums are over routers and tokens, so only three rows of E
+numbers (`loads`), which each layer adds to, travel along the stages.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from axsparse.models.layer import LossFunction
 from axsparse.runtime.targets import IGNORED
 
 GATES = "router_logits"
-"""What transformers calls the outputs of routers, where it records them."""
+"""The name of the outputs of routers in transformers, where it records them."""
 
 
 def mark_what_multiplies(layers: nn.Module) -> None:
-    """Say which modules besides torch's own have matrices that are pruned by default: transposed
+    """Mark the modules other than torch's own whose matrices are pruned by default: transposed
     linear layers, and experts, which are stacks of matrices.
 
-    A linear layer beside experts that has an output for each of them is a router, and one with a
+    A linear layer next to experts that has an output for each of them is a router, and one with a
     single output is the gate of a shared expert; both stay dense.
     """
     from transformers.pytorch_utils import Conv1D
@@ -69,7 +69,7 @@ class Balance:
         return torch.zeros(3, 1, device=device)
 
     def add(self, loads: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        """The loads with those of a layer's routers, whose outputs are `gates`, (tokens, E)."""
+        """The loads plus the loads of a layer's routers, whose outputs are `gates`, (tokens, E)."""
         for gate in gates:
             probabilities = gate.softmax(dim=-1)
             chosen = probabilities.topk(self.chosen, dim=-1).indices.flatten()
@@ -90,11 +90,11 @@ class Balance:
 @dataclass(frozen=True)
 class BalancedLoss:
     """A loss to which the balancing loss of a microbatch is added, as often as it has targets: the
-    mean over the targets is then that of transformers. Evaluations have no balancing loss."""
+    mean over the targets then equals transformers'. Evaluations have no balancing loss."""
 
     loss: LossFunction
     outputs: int
-    """How many outputs `loss` takes beside the targets."""
+    """The number of outputs that `loss` takes in addition to the targets."""
 
     def __call__(self, *outputs: Tensor) -> Tensor:
         """The loss of the model's outputs and, as the last argument, its targets."""

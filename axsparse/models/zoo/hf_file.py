@@ -39,7 +39,7 @@ class HfFile:
         self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
         self._sources: dict[str, list[tuple[str, str | None]]] = {}
         """By a name of the model, the tensors of the file that it is made of, each with the pattern
-        that tells its place."""
+        of its place."""
         names = causal.state_dict()
         for name in sorted(file.shapes, key=dot_natural_key):
             to, pattern = rename_source_key(

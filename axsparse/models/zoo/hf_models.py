@@ -7,9 +7,9 @@ norm and a head. The cut is found by watching the model's own forward, never by 
 Names of parameters are those of transformers' state dict. Shapes: B sequences of a microbatch, S
 tokens, E embedding width, H hidden size, V vocabulary.
 
-Layers pass on to the next layer what they get beside the hidden states: `starts`, (B, S) integers,
-where the data tells documents apart: the position in the sequence at which the document of each
-token begins; and in training `loads`, of floating-point numbers, where routers are balanced.
+Layers pass two more tensors on to the next layer, next to the hidden states: `starts`, (B, S)
+integers, where the data separates documents: the position in the sequence at which the document of
+each token begins; and in training `loads`, of floating-point numbers, where routers are balanced.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ rows are a multiple of 16 bytes long."""
 def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) -> Model:
     """The model of some settings of transformers.
 
-    `sequence_length` is that of the data, and `separate` says that its samples tell documents
-    apart; only the layers' costs depend on the two, and whether such samples are refused.
+    `sequence_length` is the data's, and `separate` says that its samples separate documents; the
+    two decide only the layers' costs, and whether such samples are rejected.
 
     The model starts at the weights of `config`, or at random. Raises ConfigError for a model that
-    cannot be cut into layers, and what `open_weights` and `start_from` raise.
+    cannot be cut into layers, and the errors of `open_weights` and `start_from`.
     """
     cut = Cut(config)
     if separate:
@@ -156,7 +156,7 @@ class PartModule(nn.Module):
     """The module of a part: it has the parameters and submodules of the part's own modules.
 
     Of a single module it shares the dictionaries of parameters, buffers and submodules, so that
-    names stay those of transformers' state dict.
+    names stay as in transformers' state dict.
     """
 
     def __init__(self, part: Part, modules: Mapping[str, nn.Module]) -> None:
@@ -172,7 +172,7 @@ class PartModule(nn.Module):
         vars(self)["_run"] = part.forward
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What the part makes of its inputs."""
+        """The outputs of the part for its inputs."""
         parts, run = vars(self)["_parts"], vars(self)["_run"]
         for module in parts.values():
             module.training = self.training
@@ -183,10 +183,10 @@ class PartModule(nn.Module):
 class Cut:
     """A causal language model of transformers on the meta device, and where it is cut.
 
-    Embeddings are the model's forward up to its first layer; the norm is the forward behind the
-    last layer; a layer gets what the forward gives it beside the hidden states, which a forward of
-    stand-ins finds out once for every shape. Where a part is one module that is called alone, that
-    module is called, with the same result.
+    Embeddings are the model's forward up to its first layer; the norm is the forward after the last
+    layer; a layer gets the hidden states and the other arguments of the model's forward, which a
+    forward of stand-ins finds out once for every shape. Where a part is one module that is called
+    alone, that module is called, with the same result.
     """
 
     def __init__(self, config: HfConfig) -> None:
@@ -405,7 +405,8 @@ def _on_meta(config: HfConfig) -> Any:
 
 
 def _starts_and_loads(carried: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What layers get beside the hidden states, each alone or not at all."""
+    """The `starts` and the `loads` that layers get next to the hidden states, each alone or not at
+    all."""
     return (
         [tensor for tensor in carried if not tensor.is_floating_point()],
         [tensor for tensor in carried if tensor.is_floating_point()],

@@ -23,7 +23,7 @@ _BUILDERS: dict[str, Callable[[Config], Model]] = {
 
 
 def model_without_weights(config: Config) -> Model:
-    """The model of a configuration at start values of its own, whatever file that names."""
+    """The model of a configuration at initial values, even if it names a file of weights."""
     bare = config.model.model_copy(update={"weights": None, "from_": None, "new": ()})
     return named_model(config.model_copy(update={"model": bare}))
 
@@ -31,8 +31,8 @@ def model_without_weights(config: Config) -> Model:
 def named_model(config: Config) -> Model:
     """The model of a configuration; it starts at the values of `model.weights` or `model.from`.
 
-    Raises ConfigError if its settings differ from those of the weights; MissingInputError or
-    DataError if the file of weights cannot be read or does not fit.
+    Raises ConfigError if its settings do not match the weights; MissingInputError or DataError if
+    the file of weights cannot be read or does not fit.
     """
     settings = config.model
     model = _BUILDERS[settings.name](config)

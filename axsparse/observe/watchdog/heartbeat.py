@@ -15,12 +15,12 @@ HEARTBEATS = "heartbeat"
 """The folder of the heartbeats in the run directory, which exists while the run lasts."""
 RECORD_BYTES = 1024
 """The size of every record, filled up with blanks, so that one call overwrites the last one. The
-stacks of a rank that makes no progress follow its record, in lines of their own."""
+stacks of a rank that makes no progress follow its record, in separate lines."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank was doing when it wrote this."""
+    """The activity of a rank at the time of writing."""
 
     written: int
     """How many heartbeats the rank has written; a rank whose number does not grow is silent."""

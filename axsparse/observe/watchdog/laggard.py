@@ -14,7 +14,7 @@ SILENT = "its Python does not run"
 
 @dataclass(frozen=True)
 class RankView:
-    """What the reporting rank knows of a rank."""
+    """The state of a rank as the reporting rank knows it."""
 
     place: Place
     heartbeat: Heartbeat | None
@@ -69,7 +69,8 @@ def error_line(ranks: Sequence[RankView], report: Path) -> str:
 
 
 def report(ranks: Sequence[RankView], line: str) -> str:
-    """The report: the error line, one line for every rank, then all stacks, the laggard's first."""
+    """The report: the error line, one line for every rank, then all stacks, the straggler's
+    first."""
     first = laggard(ranks)
     others = [view for view in ranks if view is not first]
     lines = [line, "", *map(state_line, ranks)]

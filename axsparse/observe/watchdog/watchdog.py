@@ -5,7 +5,7 @@ waiting for it. Every rank writes heartbeats. A rank that has made no progress f
 timeout writes its stacks, too, and begins to read the heartbeats of the others, rank 0 first. The
 rank that finds all ranks quiet or silent writes a report with the stacks, and ends the job.
 
-Time is counted in looks, so a job that was suspended as a whole continues where it was.
+Time is counted in looks, so a job that was suspended on all ranks continues where it was.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CLOSING_SECONDS = 5.0
 
 
 class Activity:
-    """What a rank is doing, and a count that grows as long as it makes progress."""
+    """The current task of a rank, and a count that grows as long as it makes progress."""
 
     def __init__(
         self, phases: Phases, backoff: Backoff, awaited: Callable[[], Sequence[str]]
@@ -104,8 +104,8 @@ class Watchdog:
         end_job: Callable[[int], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout` is in seconds. `end_job(code)` ends the whole job, from any thread. The report
-        is written beside the folder of `heartbeats`, in the run directory."""
+        """`timeout` is in seconds. `end_job(code)` ends the job, from any thread. The report is
+        written next to the folder of `heartbeats`, in the run directory."""
         self._heartbeats = heartbeats
         self._activity = activity
         self._place = place
@@ -190,7 +190,7 @@ class Watchdog:
 
     def _heartbeat(self) -> Heartbeat:
         now, activity = self._clock(), self._activity
-        # If more time has passed, this process or the whole job was stopped meanwhile.
+        # If more time has passed, this process or the job was stopped meanwhile.
         self._time += min(now - self._looked_at, 2 * self.interval)
         self._looked_at = now
         beats, pauses = activity.beats, activity.backoff.pauses
@@ -212,7 +212,7 @@ class Watchdog:
         )
 
     def _view(self, rank: int, own: Heartbeat) -> RankView:
-        """What is known of a rank, without its stacks."""
+        """The state of a rank, without its stacks."""
         place = self._place.grid.place(rank)
         if rank == self._place.rank:
             return RankView(place, own, own.quiet)
