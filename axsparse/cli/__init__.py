@@ -1,1 +1,1 @@
-"""The commands: each reads its options, calls the rooms below, and prints the result."""
+"""The commands: each reads its options, calls the packages below, and prints the result."""

@@ -112,10 +112,10 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _prune(arguments: argparse.Namespace) -> None:
-    """Remove all but the newest `keep_last` whole checkpoints and those that training would keep
-    besides, or those of steps after `after`; the other argument is None.
+    """Remove all complete checkpoints but the newest `keep_last` and the ones that training would
+    also keep, or the checkpoints of steps after `after`; the other argument is None.
 
-    The run must not be in use, and one whole checkpoint always stays.
+    The run must not be in use, and one complete checkpoint always stays.
     """
     from axsparse.training.checkpoint import checkpoint_folder, verification
 

@@ -93,7 +93,7 @@ def _records(one: Path, other: Path) -> tuple[int, str]:
             number += 1
             for field in RECORDED:
                 values = left[step].get(field), right[step].get(field)
-                # A run may have been told to hash its weights more often than the other.
+                # A run may be configured to hash its weights more often than the other.
                 is_comparable = field != DIGEST or None not in values
                 if values[0] != values[1] and is_comparable:
                     text = f"step {step:.0f}: {field} is {values[0]!r} and {values[1]!r}"
@@ -120,7 +120,7 @@ def _checkpoints(one: Path, other: Path) -> tuple[list[int], str]:
 
 
 def _differences(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
-    """What differs between two checkpoints, in the order of the model."""
+    """The differences between two checkpoints, in the order of the model."""
     mine, theirs = one.manifest, other.manifest
     if [*mine.layers] != [*theirs.layers]:
         yield "they are of different models"

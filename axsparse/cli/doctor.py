@@ -33,7 +33,7 @@ Check whether this machine is fit for training; under a launcher, whether all ra
 OK, WRONG, SLOW = "✓", "✗", "!"
 LEAST_CORES = 4  # that feed a GPU: Python, fetching batches, NCCL and torch
 LEAST_CUPY = 14  # the first that takes torch's streams
-LEAST_BYTES = 10**9  # of memory for a rank, and of room in the run directory
+LEAST_BYTES = 10**9  # of memory for a rank, and of space in the run directory
 SAME = ("Python", "axsparse", "torch", "MPI", "CUDA", "CuPy")  # on all ranks
 Facts = dict[str, Any]  # of one rank, by the names that `look` gives
 

@@ -1,4 +1,4 @@
-"""What all commands share: the command line, one line for each mistake, one rank that speaks."""
+"""The base of all commands: the command line, one line for each mistake, one rank that speaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 Work = Callable[[argparse.Namespace], None]
-"""What a command does; an AxsparseError ends the process with its exit code and its line."""
+"""The function of a command; an AxsparseError ends the process with its exit code and its line."""
 EXIT_CODES = """\
 exit codes:
   0 done   65 data or a checkpoint is damaged, or does not fit   66 input missing
@@ -32,8 +32,8 @@ class CommandParser(argparse.ArgumentParser):
     """The options of a command; a mistake in them is one line and ends the process with 78."""
 
     def __init__(self, work: Work | None = None, **settings: Any) -> None:
-        """Keeps the line breaks of help texts, tells the exit codes unless the texts do, and
-        refuses abbreviated options.
+        """Keeps the line breaks of help texts, adds the exit codes unless the texts have them, and
+        rejects abbreviated options.
 
         `work` is carried out by `run_command` on the arguments that it has read.
         """
@@ -48,7 +48,7 @@ class CommandParser(argparse.ArgumentParser):
         """The parsers of the second words of a command, such as `show` of `axsparse config`."""
 
     def add_member(self, name: str, work: Work, **texts: Any) -> CommandParser:
-        """The parser of a word that may follow this command; `texts` are those of argparse."""
+        """The parser of a word that may follow this command; `texts` are arguments of argparse."""
         if not self.members:
             self._words = self.add_subparsers(required=True, metavar="COMMAND")
         self.members[name] = self._words.add_parser(name, work=work, **texts)
@@ -88,9 +88,8 @@ def step_or_best(text: str) -> int | Literal["best"]:
 def run_command(parser: CommandParser, argv: Sequence[str]) -> NoReturn:
     """Do the work of a command on the one rank that speaks, and end the process.
 
-    The exit code is 0, or that of the AxsparseError that the work raises, whose message becomes
-    one line. Ctrl-C exits with 130, after the line that a default of the
-    parser, `interrupted`, has.
+    The exit code is 0, or the AxsparseError's that the work raises, whose message becomes one line.
+    Ctrl-C exits with 130, after the line that a default of the parser, `interrupted`, has.
     """
     interrupted = None
     try:
@@ -114,8 +113,8 @@ def refuse_early(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     """End the job if its configuration breaks a rule that needs neither torch, ranks nor data.
 
     Of many ranks the one that speaks says so. Others that find a mistake start MPI, so that they
-    can be ended, and go on: if the mistake is theirs alone, such as a file that is missing on one
-    host, it is found again when all ranks read the configuration together.
+    can be ended, and continue: if the mistake is theirs alone, such as a file that is missing on
+    one host, it is found again when all ranks read the configuration together.
     """
     from axsparse.config.load import configure
     from axsparse.config.validate import check_config, check_divides_ranks
@@ -189,7 +188,7 @@ def require_configuration(arguments: argparse.Namespace, command: str) -> None:
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """What `--set` and the options of `add_run` set, as KEY=VALUE; later ones win."""
+    """The overrides from `--set` and the options of `add_run`, as KEY=VALUE; later ones win."""
     overrides = list(arguments.overrides)
     if arguments.steps is not None:
         overrides.append(f"train.steps={arguments.steps}")

@@ -58,7 +58,7 @@ LONGEST = 4096
 """Tokens of a sample of a model from a folder at most, unless they are given: as in
 llama3_8b.yaml."""
 PATIENCE = 2.0
-"""Seconds after which somebody who waits is told so."""
+"""Seconds after which a waiting user gets a message."""
 
 
 def parser() -> CommandParser:
@@ -192,7 +192,7 @@ def _default_cluster(arguments: argparse.Namespace) -> str:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Config, list[str]]:
-    """What is planned, and what to say about it."""
+    """The planned configuration, and remarks about it."""
     settings = [
         f"{key}={value}"
         for key, value in (
@@ -252,7 +252,7 @@ def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[s
 def _notes(
     arguments: argparse.Namespace, asked: Subject, cluster: Cluster, answers: Sequence[Plan]
 ) -> Iterator[str]:
-    """What else the user should know about the answers."""
+    """Further remarks about the answers."""
     from axsparse.planner.plan_model import BATCH
     from axsparse.planner.plan_report import has_members
 

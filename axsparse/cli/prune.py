@@ -59,7 +59,7 @@ DECIDED = (FROM, "data.source", "data.path", "run_dir", "pruning.at_step")
 NEEDED = ("from", "data", "out")
 """The options that pruning a folder needs."""
 NUMBER = re.compile(r"\d+")
-"""What tells the names of a block's tensors from those of the next block's."""
+"""The number in the names of a block's tensors, which differs from block to block."""
 
 
 def parser() -> CommandParser:
@@ -185,7 +185,7 @@ def lines(config: Config) -> Iterator[str]:
     for why, parameters in left_dense(surveyed, targets, config.pruning).items():
         yield ""
         yield f"dense, {sum(one.numel for one in parameters):,} entries: {why}"
-        # What repeats from block to block is a line: hundreds of vectors hide the rest.
+        # Tensors that repeat from block to block are one line: hundreds of vectors hide the rest.
         alike = Counter((NUMBER.sub("*", one.name), one.shape) for one in parameters)
         for one in parameters:
             kind = NUMBER.sub("*", one.name), one.shape

@@ -1,12 +1,11 @@
 """Prunes a model of a Hugging Face folder, heals it, and writes a folder again, on all ranks.
 
-Tokens are prepared, the model is pruned and healed one layer at a time, with validation samples by
-the side that are judged before and after, and the folder is written from the layers' files; nobody
-ever has the whole model. Adapters are then trained on such a folder and merged. Where the pruned
-model itself is trained, or masks need the whole model at once, the steps are those of the commands:
-the dense model is evaluated, the pruned one is built, saved, trained, evaluated and exported. A
-page says what came of it. Each step that is done is found done by a second start with the same
-arguments.
+Tokens are prepared, the model is pruned and healed one layer at a time, with held-out samples that
+are evaluated before and after, and the folder is written from the layers' files; no rank ever has
+the full model. Adapters are then trained on such a folder and merged. Where the pruned model itself
+is trained, or masks need the full model at once, the steps are the same as the commands': the dense
+model is evaluated, the pruned one is built, saved, trained, evaluated and exported. A page reports
+the result. A second start with the same arguments skips the steps that are done.
 """
 
 from __future__ import annotations
@@ -215,7 +214,7 @@ def _merged_value(weights: Weights, start: StartValues, name: str) -> Tensor | N
     return weights.dense(name) if weights.is_trained(name) else value
 
 
-# -- the whole model ----------------------------------------------------------------------
+# -- the full model ----------------------------------------------------------------------
 
 
 def _prune_whole(job: Job, order: PruneOrder, timings: Timings) -> Facts:

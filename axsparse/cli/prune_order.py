@@ -1,7 +1,8 @@
-"""What `axsparse prune` is asked for, and the folder that keeps its work between starts.
+"""The request to `axsparse prune`, and the folder that keeps its work between starts.
 
-`OUT.run` has the tokens, the layers or the run, and `order.json`: all that decides the result. One
-process at a time has it, and a start that would go on with training of another order is refused.
+`OUT.run` has the tokens, the layers or the run, and `order.json`: the settings that determine the
+result. One process at a time has it, and a start that would continue the training of another order
+is rejected.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ ORDER, PRUNED = "order.json", "pruned"
 """In the folder of the work, the file that says what is trained there, and the pruned folder whose
 adapters are trained."""
 Heal = Literal["none", "blocks", "adapters", "train"]
-"""What follows the pruning; `train` trains the pruned model on for `train.steps`, and `adapters`
-its adapters."""
+"""The healing after the pruning; `train` trains the pruned model on for `train.steps`, and
+`adapters` its adapters."""
 SHORT = 256
 """Tokens of a sample for calibration and healing: more and shorter ones heal better than fewer and
 longer ones of as many tokens (decision 49)."""
@@ -44,7 +45,7 @@ ONE_BY_ONE = ("magnitude", "random", "wanda", "sparsegpt")
 
 @dataclass(frozen=True)
 class PruneOrder:
-    """What is asked for."""
+    """A request to `axsparse prune`."""
 
     source: Path
     """The Hugging Face folder of the dense model."""
@@ -53,7 +54,7 @@ class PruneOrder:
     validation: tuple[Path, ...]
     """Files and folders of text to evaluate on; without any, a twentieth of `data`."""
     out: Path
-    """The folder that is written; beside it, `OUT.run` has the tokens and the run."""
+    """The folder that is written; next to it, `OUT.run` has the tokens and the run."""
     config: str
     settings: tuple[str, ...]
     """Overrides KEY=VALUE, of which later ones win."""
@@ -81,9 +82,9 @@ class PruneOrder:
         ]
 
     def implied(self, config: Config) -> Sequence[str]:
-        """The settings that the order gives unless they are given: as many validation samples are
-        judged as calibrate, and samples are shorter than a model's longest sequence, which takes
-        more memory and time than it is worth."""
+        """The settings that the order gives unless they are given: as many held-out as calibration
+        samples, and samples shorter than a model's longest sequence, which takes more memory and
+        time than it is worth."""
         implied = []
         if self.config == BUNDLED:
             batches = -(-config.pruning.calibration_samples // config.batch.global_batch_size)
@@ -115,17 +116,18 @@ class PruneOrder:
         lock = RunLock(self.work, "--out")
         for path in (self.out, self.out / PAGE, self.work / ORDER, self.work / PRUNED):
             remove_unfinished(path)
-        # What an export leaves, and has no page, is of a start that was killed between the two.
+        # An export without a page comes from a start that was killed between the two.
         if is_there and not is_export(self.out):
             lock.release()
             raise taken
         return lock
 
     def settle(self, config: Config) -> None:
-        """Write down what decides the result; where something is trained already, compare it.
+        """Write down the settings that determine the result; where something is trained already,
+        compare them.
 
-        ConfigError for the first difference, and for settings that prune or judge nothing. Layers
-        that are pruned say themselves what they are of, and are pruned again by other settings.
+        ConfigError for the first difference, and for settings that prune or evaluate nothing. Files
+        of pruned layers carry their own fingerprint, and layers are pruned again by other settings.
         """
         pruning = config.pruning
         if not (prunes(pruning) and config.samo.enabled):
@@ -165,7 +167,7 @@ class PruneOrder:
                 )
 
     def _decides(self, config: Config) -> dict[str, Any]:
-        """All that decides the result but the tokens, which say themselves what they are of."""
+        """All settings that determine the result; token files carry their own fingerprint."""
         settings = flat(config.model_dump(mode="json"))
         return {
             "weights of --from": fingerprint(*open_weights(self.source).files),
@@ -177,7 +179,7 @@ class PruneOrder:
 
 def goes_by_layers(config: Config) -> bool:
     """Whether each layer is pruned by itself; otherwise masks need all of them, or change later, or
-    members share every layer."""
+    tensor-parallel ranks share every layer."""
     pruning = config.pruning
     return (
         pruning.method in ONE_BY_ONE

@@ -16,7 +16,7 @@ from axsparse.runtime.files.atomic import new_path
 
 
 def write_page(folder: Path, text: str) -> None:
-    """Write the page beside the weights; OutputError if that fails."""
+    """Write the page next to the weights; OutputError if that fails."""
     with (
         writing(f"--out: the page in {folder}", "choose another place"),
         new_path(folder / PAGE) as unfinished,
@@ -26,16 +26,16 @@ def write_page(folder: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What came of it."""
+    """The results of the pruning."""
 
     before: float
     """The validation loss of the dense model."""
     after: float
-    """That of the model which was written."""
+    """The validation loss of the pruned model."""
     entries: int
     """The entries of the pruned matrices."""
     kept: int
-    """Those of them that are kept."""
+    """The kept entries of the pruned matrices."""
     export_bytes: int
     """The bytes of the weights that were written, which are fp32."""
     state_bytes: int

@@ -86,7 +86,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
-    """A short name for each run; runs whose folders have equal names get their whole paths."""
+    """A short name for each run; runs whose folders have equal names get their full paths."""
     short = [run.resolve().name or str(run) for run in runs]
     times = Counter(short)
     return [
@@ -96,10 +96,10 @@ def _names(runs: Sequence[Path]) -> list[str]:
 
 
 def view_run(run: Path, name: str) -> RunView:
-    """All that the page tells of a run.
+    """The data of a run for the page.
 
-    Raises MissingInputError if it is no run or has no record yet, DataError if a record is
-    damaged. What else cannot be read, maybe because the run writes it just now, becomes a note.
+    Raises MissingInputError if it is no run or has no record yet, DataError if a record is damaged.
+    Other files that cannot be read, maybe because the run writes them just now, become a note.
     """
     from axsparse.observe.run_records import RunView, read_records
     from axsparse.observe.trace_file import TRACES

@@ -43,7 +43,7 @@ SCHEDULERS = {
 """How a directive begins, and the command that reads a script, by the name of a template."""
 CORES_PER_GPU = 7
 """Cores that a rank asks for with each GPU that it has: for Python, the threads that fetch batches,
-those of NCCL and those of torch. Nodes such as Frontier's have 56 for 8 GPUs; where there are
+and the threads of NCCL and torch. Nodes such as Frontier's have 56 for 8 GPUs; where there are
 fewer, --cpus-per-rank says so."""
 DESCRIPTION = """\
 Fill in a job script for a cluster's scheduler, to be read, edited and submitted.
@@ -308,7 +308,7 @@ def clock(seconds: int) -> str:
 
 
 def script_of(run_dir: Path) -> Path:
-    """The script of a run: beside its directory, which belongs to the run alone."""
+    """The script of a run: next to its directory, which belongs to the run alone."""
     return run_dir.with_name(f"{run_dir.name}.sh")
 
 

@@ -100,8 +100,8 @@ def chosen_layout(
 
 
 def fitting_slack(subject: SurveyedModel, config: Config, grid: Grid, budget: MemoryBudget) -> int:
-    """The number for `pipeline.slack: auto` of a layout that was given, in a limited memory: that
-    of the schedule which a plan of the layout takes, and 0 if none fits."""
+    """The number for `pipeline.slack: auto` of a given layout in a limited memory, as a plan of the
+    layout would choose it; 0 if none fits."""
     machine = replace(machine_of(None), overhead_bytes=budget.overhead)
     question = run_question(subject, machine, config, grid.size, [grid.g_inter], budget.nbytes)
     rows, _ = try_layouts(replace(question, members=[grid.g_tensor]))
@@ -186,7 +186,7 @@ def check_grid(grid: Grid, ranks: int, num_layers: int) -> None:
 def cluster_of(config: Config) -> Cluster | None:
     """The cluster by whose constants times are predicted, if the configuration names one.
 
-    Its overhead is 0, since `MemoryBudget.for_model` does not count that of the process.
+    Its overhead is 0, since `MemoryBudget.for_model` does not count the process's.
     """
     name = config.layout.cluster
     return None if name is None else replace(load_cluster(name), overhead_bytes=0.0)

@@ -1,10 +1,10 @@
-"""The memory of dense training by what others use: DDP, ZeRO and pipelines, by published formulas.
+"""The memory of dense training by DDP, ZeRO and pipelines, by published formulas.
 
 A device holds 2 + 2 + K bytes a parameter in half precision (4 + 4 + K in fp32): weight, gradient,
 and master and moments, K = 12 for Adam. Of N devices, ZeRO-1 shares K out, and ZeRO-3, which is
 FSDP's full sharding, all of them (Rajbhandari et al. 2020, arXiv 1910.02054, figure 1). A stage of
-a pipeline holds its own parameters. The bytes of each kind are those of `samo/state_bytes.py`.
-Activations and overhead are the plan's; buffers and gathered layers come on top of the formulas.
+a pipeline holds its parameters. The bytes of each kind come from `samo/state_bytes.py`. Activations
+and overhead are the plan's; buffers and gathered layers come on top of the formulas.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def baselines(
     gpus: int,
     overhead: float,
 ) -> list[Baseline]:
-    """The memory of a device beside that of a plan of this layout and these stages."""
+    """The dense memory of a device, for comparison with a plan of this layout and these stages."""
     dense = replace(model, kept={}, config=_dense(model.config, "auto"))
     [whole] = dense.stages(1, 1) or []
     size = layout.microbatch_size

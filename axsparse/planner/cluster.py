@@ -77,7 +77,7 @@ class Cluster:
     """ω: weights a second that a forward reads, whatever the size of its microbatch; None where
     the arithmetic hides that time, as on GPUs."""
     weight_share: float | None = None
-    """τ: the time of the products that make gradients of weights, over that of as many flops at
+    """τ: the time of the products that make gradients of weights, relative to as many flops at
     `efficiency`; None: 1."""
     traffic: float | None = None
     """Bytes that kernels move, over those that `benchmarks/published/transformer.py` counts; None
@@ -155,7 +155,7 @@ _RULES: Sequence[tuple[str, Callable[[float], bool], frozenset[str]]] = (
     ),
     ("a positive number", lambda value: value > 0, frozenset(CONSTANTS)),
 )
-"""What a constant has to be: the first rule that has its name counts."""
+"""Rules for constants: the first rule that has a constant's name counts."""
 
 
 def bundled_clusters() -> list[str]:

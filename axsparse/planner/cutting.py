@@ -23,7 +23,7 @@ class Cutting:
     config: Config
     model: Model
     survey: Survey
-    """That of the full model."""
+    """The survey of the full model."""
     _surveys: dict[int, Survey] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def shards(self, members: int) -> dict[str, TensorShard]:
@@ -58,8 +58,8 @@ class Cutting:
         return self._surveys[members]
 
     def kept_of_member(self, members: int, kept: Mapping[str, int]) -> dict[str, int]:
-        """How many entries of each pruned tensor the last rank keeps, rounded up, if those of the
-        full tensors, `kept`, are spread evenly over shards. In a run the thresholds of masks
+        """Kept entries of each pruned tensor on the last tensor-parallel rank, rounded up, if
+        `kept` of the full tensors is spread evenly over shards. In a run the thresholds of masks
         decide."""
         shapes, found = self.survey.shapes, {}
         for parameter in (p for layer in self.of_member(members).layers for p in layer.parameters):

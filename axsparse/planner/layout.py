@@ -18,14 +18,15 @@ from axsparse.runtime.grid import Grid
 
 DEFAULT_SLACK = 1
 WORD_BYTES = 4 * 8
-"""Bytes by which a member is told its next action."""
+"""Bytes of the broadcast of one action to a tensor-parallel rank."""
 PLAYED_REPLICAS = 4
-"""Replicas that are simulated if there is jitter: enough to tell layouts apart."""
+"""Replicas that are simulated if there is jitter: enough to distinguish layouts."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages, members and replicas, and how the microbatches of a step go through them."""
+    """The numbers of stages, tensor-parallel ranks and replicas, and how the microbatches of a step
+    go through them."""
 
     grid: Grid
     schedule: Schedule
@@ -35,7 +36,7 @@ class Layout:
     """Number of microbatches of a replica in a step; of the one that takes most, if they differ."""
 
     def stage_memory(self, stage: int, load: StageLoad, overhead: float) -> StageMemory:
-        """What this stage needs on one rank, if it has this load. `overhead` as in
+        """The memory of this stage on one rank, if it has this load. `overhead` as in
         `Cluster.overhead_bytes`."""
         held = most_held(
             self.schedule,
@@ -49,20 +50,20 @@ class Layout:
         )
 
     def sum_bytes(self, load: StageLoad) -> int:
-        """Bytes that a member of a stage of this load sends to the other members in a step. The
-        first member sends `word_bytes` besides."""
+        """Bytes that a tensor-parallel rank of a stage of this load sends to the others in a step.
+        The first rank also sends `word_bytes`."""
         sums = load.forward_sums + load.backward_sums
         return self.microbatches * sums.sent(self.microbatch_size)
 
     @property
     def word_bytes(self) -> int:
-        """Bytes by which the first member of a stage tells the others what to do in a step: four
-        numbers for each action."""
+        """Bytes by which the first tensor-parallel rank of a stage broadcasts its actions in a
+        step: four numbers for each action."""
         actions = self.microbatches * (3 if self.schedule.split_backward else 2)
         return actions * WORD_BYTES * (self.grid.g_tensor - 1)
 
     def memory(self, loads: Sequence[StageLoad], overhead: float) -> list[StageMemory]:
-        """What each stage needs on one rank; `loads` has one entry a stage."""
+        """The memory of each stage on one rank; `loads` has one entry a stage."""
         return [self.stage_memory(stage, load, overhead) for stage, load in enumerate(loads)]
 
 
@@ -79,7 +80,7 @@ class LayoutQuestion:
     global_batch_size: int
     """Samples of a step."""
     memory_bytes: float | None = None
-    """What a rank may take; None: the whole memory of a device."""
+    """The memory budget of a rank; None: all memory of a device."""
     schedules: Sequence[Schedule] = (
         Schedule("message-driven", DEFAULT_SLACK, "alternate"),
         Schedule("message-driven", 0, "alternate"),
@@ -89,9 +90,10 @@ class LayoutQuestion:
     split_backward: bool | None = None
     """Whether backwards are split under each of them; None: where there are several stages."""
     g_inter: Sequence[int] | None = None
-    """The numbers of stages to try, in this order; None: every divisor of `gpus` / members."""
+    """The numbers of stages to try, in this order; None: every divisor of `gpus` / tensor-parallel
+    ranks."""
     members: Sequence[int] = (1,)
-    """The numbers of members to try for each stage."""
+    """The numbers of tensor-parallel ranks to try for each stage."""
     microbatch_sizes: Sequence[int] | None = None
     """The sizes to try, in samples; None: every power of two that divides the batch."""
     usual_size: int | None = None
@@ -110,9 +112,9 @@ class Row:
 
     layout: Layout
     loads: Sequence[StageLoad]
-    """What each stage computes and holds."""
+    """The compute and memory load of each stage."""
     memory: Sequence[StageMemory]
-    """What each stage needs on one rank."""
+    """The memory of each stage on one rank."""
     costs: StepCosts
     run: StepRun
     percent_of_peak: float

@@ -2,10 +2,10 @@
 
 Every (G_inter, G_tensor, G_data, microbatch size) of the devices is either rejected with a reason
 or simulated. The smallest model parallelism G_inter · G_tensor that fits is recommended (the
-paper's rule, section IV-B: bubble and messages grow with it), at its fastest stages, members and
-microbatch size. The other layouts are ranked by their predicted step, so that everyone sees how
-much the rule gains or loses. Devices are left over where a step is no slower without them: replicas
-take whole microbatches, some one more than others.
+paper's rule, section IV-B: bubble and messages grow with it), at its fastest stages,
+tensor-parallel ranks and microbatch size. The other layouts are ranked by their predicted step, so
+that everyone sees how much the rule gains or loses. Devices are left over where a step is no slower
+without them: replicas take entire microbatches, some one more than others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rejection:
 
     @property
     def layout(self) -> str:
-        """What is rejected, in words."""
+        """The rejected layout, in words."""
         members = f" × {counted(self.g_tensor, 'member')}" * (self.g_tensor > 1)
         return f"{counted(self.g_inter, 'stage')}{members}"
 
@@ -58,14 +58,15 @@ class Plan:
     cluster: Cluster
     gpus: int
     memory_bytes: float
-    """What a rank may take."""
+    """The memory budget of a rank."""
     rows: Sequence[Row]
     """The layouts that fit: the recommended one first, then the others by predicted step."""
     rejected: Sequence[Rejection]
     method: str = ""
-    """What the plan is for, such as "dense", where several are compared."""
+    """The subject of the plan, such as "dense", where several are compared."""
     taken: Mapping[str, object] = field(default_factory=dict)
-    """Settings beside the layout that the plan chose, as the configuration says nothing of them."""
+    """Settings in addition to the layout that the plan chose, as the configuration says nothing of
+    them."""
     recomputes: bool = False
     """Whether activations are recomputed."""
     baselines: Sequence[Baseline] = ()
@@ -117,10 +118,11 @@ def plan(question: LayoutQuestion) -> Plan:
 
 def _on_fewer(question: LayoutQuestion, most: int, best: Row | None) -> Row | None:
     """The fastest layout that leaves some devices over and is no slower than `best`, which takes
-    all of them; else `best`. A replica of it has `most` devices at most.
+    all of them; else `best`. A replica has `most` devices at most.
 
     A step lasts as long as the replica that takes most of the microbatches. So as many replicas do
-    as are needed for none to take more, and the number of stages need not divide that of devices.
+    as are needed for none to take more, and the number of stages need not divide the number of
+    devices.
     """
     for members in question.members:
         used = replace(question, gpus=question.gpus - question.gpus % members)
@@ -163,7 +165,8 @@ def _is_fewest(question: LayoutQuestion, grid: Grid, size: int) -> bool:
 def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
     """The layouts that fit, and those that do not, in the order in which they are tried.
 
-    ConfigError if the question has one number of members, and the model cannot be cut so.
+    ConfigError if the question has one number of tensor-parallel ranks, and the model cannot be
+    sharded so.
     """
     rows: list[Row] = []
     rejected: list[Rejection] = []
@@ -188,10 +191,10 @@ def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
 
 
 def why_not_members(question: LayoutQuestion, members: int) -> str | None:
-    """Why no number of stages can have so many members; None if some can.
+    """The reason why no number of stages can have so many tensor-parallel ranks; None if some can.
 
     With one number in the question nodes are not looked at, and ConfigError says why the model
-    cannot be cut.
+    cannot be sharded.
     """
     gpus, on_node = question.gpus, question.cluster.gpus_per_node
     if gpus % members:
@@ -264,8 +267,8 @@ def split_layers(
 ) -> Sequence[StageLoad] | Rejection:
     """The loads of the stages, with their work balanced as well as `room` bytes a rank allow.
 
-    `overhead` is as in `Cluster.overhead_bytes`. If no split fits, the reason is what the fullest
-    stage of the best balanced split needs.
+    `overhead` is as in `Cluster.overhead_bytes`. If no split fits, the reason is the memory of the
+    fullest stage of the best balanced split.
     """
     grid, microbatches = layout.grid, layout.microbatches
     balanced = workload.stages(grid.g_inter, grid.g_data, microbatches=microbatches)

@@ -39,9 +39,10 @@ def memory_budget(
 ) -> MemoryBudget:
     """The memory budget of a rank that has `found` bytes of its host or its GPU.
 
-    `overhead` are the bytes that its process takes beside model state and activations, and `limit`
-    those that the user allows it (`layout.memory_per_rank`, everything included), which replace
-    `found`. Of a host's memory without a limit the rest after the overhead counts by `HOST_SHARE`.
+    `overhead` is the bytes that its process takes in addition to model state and activations, and
+    `limit` the bytes that the user allows it (`layout.memory_per_rank`, everything included), which
+    replace `found`. Of a host's memory without a limit the rest after the overhead counts by
+    `HOST_SHARE`.
     """
     if limit is not None:
         return MemoryBudget(limit, overhead)

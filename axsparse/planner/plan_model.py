@@ -49,14 +49,14 @@ class Subject:
     on_host: bool
     """Whether the memory that is planned is the host's."""
     notes: Sequence[str]
-    """What the user should know: where the plan departs from the configuration, for example."""
+    """Remarks for the user, such as where the plan departs from the configuration."""
     criterion: Criterion | None = None
-    """What a score of the user's own takes; None without one."""
+    """The criterion of a custom score; None without one."""
     cutting: Cutting | None = None
-    """How layers are cut for several members of a stage."""
+    """The shards of layers for several tensor-parallel ranks."""
 
     def workload(self, method: Method) -> SurveyedModel:
-        """What is trained; ConfigError for `samo` if nothing is pruned."""
+        """The trained model; ConfigError for `samo` if nothing is pruned."""
         config, name = self.config, self.config.name
         is_pruned = method == "samo" or (method == "start" and starts_pruned(config, self.targets))
         model = SurveyedModel(
@@ -91,8 +91,7 @@ class Subject:
         return budget.nbytes
 
     def batch(self, gpus: int) -> int:
-        """Samples of a step: those of the configuration; where nobody has set them, one for each
-        device at least."""
+        """Samples of a step: the configuration's batch; if unset, at least one for each device."""
         batch = self.config.batch.global_batch_size
         return batch if BATCH in self.config.origins else max(batch, gpus)
 
@@ -104,12 +103,12 @@ class Subject:
         microbatch_sizes: Sequence[int] | None = None,
         members: Sequence[int] | None = None,
     ) -> Plan:
-        """The plan; DoesNotFitError if nothing fits, which says what memory and how many devices
-        would do.
+        """The plan; DoesNotFitError if nothing fits, which names a sufficient memory and number of
+        devices.
 
-        `members` are the numbers of members of a stage to try; None: that of the configuration.
-        Where nothing fits and nobody has
-        set `pipeline.checkpoint_activations`, activations are recomputed.
+        `members` are the numbers of tensor-parallel ranks to try for a stage; None: the
+        configuration's. Where nothing fits and `pipeline.checkpoint_activations` is unset,
+        activations are recomputed.
         """
         for tried in self._tried(gpus):
             question = tried._question(method, cluster, gpus, microbatch_sizes, members)
@@ -157,7 +156,7 @@ class Subject:
         yield replace(self, config=config)
 
     def _changes(self, before: Config) -> dict[str, object]:
-        """The settings that differ from those of before."""
+        """The settings that differ between `before` and the configuration."""
         config = self.config
         values = {
             BATCH: (before.batch.global_batch_size, config.batch.global_batch_size),
@@ -294,15 +293,15 @@ def plan_for(
     score: Score | None = None,
     members: Sequence[int] | None = None,
 ) -> Plan:
-    """Which layout a model should train in on `gpus` devices: the recommended one, and all others.
+    """The layouts in which a model can train on `gpus` devices: the recommended one, and all
+    others.
 
     `cluster` is a bundled cluster's name, a file, or a `Cluster`; `config` has the batch, the
     pruning and everything else (default: `Config()`). `score` is the criterion that `build` will be
-    given, so that the memory is counted in which it draws masks. `members` are numbers of ranks to
-    try that compute each stage together (`layout.g_tensor`); None: that of the
-    configuration. Needs no device and no MPI. Raises ConfigError if
-    nothing fits, or for `members` that are no whole numbers from 1 on, and MissingInputError for an
-    unknown cluster.
+    given, so that the memory is counted in which it draws masks. `members` are the numbers of
+    tensor-parallel ranks to try for each stage (`layout.g_tensor`); None: the configuration's.
+    Needs no device and no MPI. Raises ConfigError if nothing fits, or for `members` that are no
+    integers from 1 on, and MissingInputError for an unknown cluster.
     """
     if members is not None and not (members and all(type(m) is int and m > 0 for m in members)):
         raise ConfigError(

@@ -31,7 +31,7 @@ _LEFT = frozenset(
 
 
 def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
-    """What the command prints about the plans for one number of devices."""
+    """The output of the command about the plans for one number of devices."""
     for plan in plans:
         yield f"{plan.method}: " * (len(plans) > 1) + answer(plan)
     if plans[-1].baselines:
@@ -49,7 +49,7 @@ def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
 
 
 def refusal_lines(refusal: Refusal, notes: Sequence[str]) -> Iterator[str]:
-    """What the command prints where nothing fits."""
+    """The output of the command where nothing fits."""
     least, room = refusal.least, refusal.question.room
     yield refusal.answer
     yield ""
@@ -99,7 +99,7 @@ def _comparison_cells(
 
 
 def baseline_remark(layout: Layout, cluster: Cluster) -> str:
-    """What the figures of other ways of training contain."""
+    """The note on what the figures of other ways of training contain."""
     return (
         f"dense: formulas of the ZeRO paper ({PAPER}), activations of microbatches of "
         f"{layout.microbatch_size} and {gigabytes(cluster.overhead_bytes)} GB of overhead; no "
@@ -181,14 +181,14 @@ def because(plan: Plan) -> str:
 
 
 def has_members(plan: Plan) -> bool:
-    """Whether several members of a stage were considered, so that the third axis is shown."""
+    """Whether several tensor-parallel ranks were considered, so that the third axis is shown."""
     grids = [row.layout.grid.g_tensor for row in plan.rows]
     return max([*grids, *(each.g_tensor for each in plan.rejected)]) > 1
 
 
 def _of_as_many(plan: Plan) -> str:
-    """How the recommended layout compares with those that share a copy of the model out over as
-    many devices, but by other stages and members; empty if there are none that fit."""
+    """The comparison of the recommended layout with other layouts that share a copy of the model
+    out over as many devices; empty if none fits."""
     best = plan.recommended
     grid = best.layout.grid
     others: dict[int, Row] = {}
@@ -416,9 +416,9 @@ def spans(row: Row) -> list[Span]:
     """The spans of all stages of the replicas that were simulated.
 
     Where a stage does nothing, there is a span of its bubble. A stage compresses at the end of each
-    backward, or of the weight gradients of a split one. The sums over members, which come between
-    the layers, stand together at the end of a forward or backward. All stages update after the
-    slowest all-reduce, as in `simulate_step`.
+    backward, or of the weight gradients of a split one. The sums over tensor-parallel ranks, which
+    come between the layers, are drawn together at the end of a forward or backward. All stages
+    update after the slowest all-reduce, as in `simulate_step`.
     """
     return [
         span

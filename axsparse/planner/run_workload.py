@@ -1,6 +1,6 @@
-"""What a configured run asks the planner, and what it predicts for the layout of the run.
+"""The search request of a configured run, and the prediction for the layout of the run.
 
-Which layout `layout.g_inter: auto` takes is decided in `auto_layout`.
+The layout of `layout.g_inter: auto` is decided in `auto_layout`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def has_costs(survey: Survey) -> bool:
 
 
 def only_backward(pipeline: PipelineConfig) -> bool | None:
-    """Whether backwards are split, True, or whole, False, whatever the stages; None: split where
+    """Whether backwards are split, True, or full, False, whatever the stages; None: split where
     there are several.
 
-    Splitting is of use where what arrives decides, and where nothing fuses whole backwards. Where
-    activations are recomputed, what is deferred would take many times the memory of the rest.
+    Splitting is of use where arrivals decide, and where nothing fuses full backwards. Where
+    activations are recomputed, deferred gradients would take many times the memory of the rest.
     """
     if pipeline.split_backward != "auto":
         return pipeline.split_backward
@@ -44,8 +44,8 @@ def splits_backward(pipeline: PipelineConfig, g_inter: int) -> bool:
 
 
 def configured_schedule(pipeline: PipelineConfig, *, slack: int | None = None) -> Schedule:
-    """The schedule of a configuration; `slack` stands in for `auto`, and backwards whose splitting
-    is left to `auto` are whole."""
+    """The schedule of a configuration; `slack` replaces `auto`, and backwards whose splitting is
+    left to `auto` are full."""
     slack = slack if pipeline.slack == "auto" else pipeline.slack
     assert slack is not None, "a slack that is auto has a stand-in"
     is_split = pipeline.split_backward is True
@@ -67,9 +67,9 @@ def run_question(
     stages: Sequence[int] | None,
     room: float,
 ) -> LayoutQuestion:
-    """What a run asks the planner: layouts of `ranks` ranks, at the batch, the microbatch size and
-    the members of the configuration, in `room` bytes a rank. `stages` are the numbers to try; None:
-    all."""
+    """The search request of a run: layouts of `ranks` ranks, at the batch, the microbatch size and
+    the tensor-parallel ranks of the configuration, in `room` bytes a rank. `stages` are the numbers
+    to try; None: all."""
     return LayoutQuestion(
         workload=subject,
         cluster=cluster,
@@ -122,12 +122,12 @@ class Prediction:
     """Memory of the fullest rank until the first checkpoint, without what the process holds before
     it builds anything."""
     step_seconds: float | None
-    """Predicted seconds of a step; None without a cluster, whose constants would tell."""
+    """Predicted seconds of a step; None without a cluster."""
     reason: str | None
     """Why there are this many stages; None if the configuration says so."""
     sum_bytes: int = 0
-    """Bytes that a member sends to the other members of its stage in a step, on the stage that sums
-    most."""
+    """Bytes that a tensor-parallel rank sends to the others of its stage in a step, on the stage
+    that sums most."""
 
 
 def predict(

@@ -34,19 +34,18 @@ class StageMemory:
     """Activations of the microbatches in flight, and what those that wait for their weight
     gradients hold."""
     working: float
-    """What one layer's backward needs beside: gradients of activations, and the activations
-    themselves if it computes them again."""
+    """Temporary memory of one layer's backward: gradients of activations, and the activations
+    themselves if it recomputes them."""
     logits: float
-    """What the loss takes, on the last stage."""
+    """The memory of the loss, on the last stage."""
     temporary: float
     """One layer's dense gradient and the optimizer's copies. Where making the largest tensor takes
-    more than a whole step needs beside the state, it is that tensor instead; and where drawing
-    masks from samples takes more than all of that with the state, it is what makes up the
-    difference."""
+    more than a step needs in addition to the state, it is that tensor instead; and where drawing
+    masks from samples takes more than all of that with the state, it is the difference."""
     checkpoint: float
-    """Copies that wait to be written to disk while training goes on."""
+    """Copies that wait to be written to disk while training continues."""
     overhead: float
-    """What framework and libraries hold."""
+    """The memory of framework and libraries."""
 
     @property
     def total(self) -> float:
@@ -56,7 +55,8 @@ class StageMemory:
 def stage_memory(
     load: StageLoad, *, microbatch_size: int, in_flight: float, overhead: float
 ) -> StageMemory:
-    """What a stage needs that holds as much as `in_flight` microbatches in flight (`most_held`)."""
+    """The memory of a stage that holds as much as `in_flight` microbatches in flight
+    (`most_held`)."""
     state = load.state
     activations = microbatch_size * in_flight * load.held
     working = microbatch_size * load.working
@@ -150,17 +150,17 @@ class HeldActivations:
 
     @property
     def deferred_size(self) -> float:
-        """What a deferred microbatch takes, in units of one in flight."""
+        """The memory of a deferred microbatch, in units of one in flight."""
         return self.deferred / self.held if self.deferred and self.held else 1.0
 
 
 def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -> HeldActivations:
-    """What a stage of these layers holds for one sample.
+    """The activations that a stage of these layers holds for one sample.
 
-    Of a recomputed layer (see `is_recomputed`) only the inputs are kept, and what its backward
-    needs is there while that runs. A backward goes from the gradient of one activation to that of
-    the one before: two are there at a time, and what belongs to both of them is not free yet.
-    Layers without known costs (of a model without example) count nothing.
+    Of a recomputed layer (see `is_recomputed`) only the inputs are kept, and its other activations
+    exist while its backward runs. A backward goes from the gradient of one activation to the
+    gradient of the one before: two exist at a time, and memory that belongs to both of them is not
+    free yet. Layers without known costs (of a model without example) count nothing.
     """
     working = 0
     counted: list[tuple[int, int]] = []
@@ -173,7 +173,7 @@ def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -
         else:
             kept += layer.activations.saved
         counted.append((kept, layer.activations.deferred))
-        # Beside the buffer of a sum are the sum so far and that with another partner's.
+        # Next to the buffer of a sum are the sum so far and the sum with another partner's.
         summing = 2 * layer.activations.summing
         working = max(working, again + 2 * layer.activations.widest + summing)
     total, deferred = sum(kept for kept, _ in counted), 0

@@ -10,8 +10,8 @@ b bytes of output:
     compression φ / κ, if the model is pruned
     message     mbs · b / B_p, for which the sender and the receiver are each busy
     sum         2 (T − 1) / T · n / rate + 2 (T − 1) · α as a ring, on top, for each tensor of n
-                bytes that the T members of a stage sum. Where stages are on two nodes, the members'
-                messages share the network cards.
+                bytes that the T tensor-parallel ranks of a stage sum. Where stages are on two
+                nodes, the ranks' messages share the network cards.
 
 Once a step, for D replicas and n bytes of kept gradients:
 
@@ -50,7 +50,7 @@ class StageSeconds:
     """The part of the backward that makes the gradients of weights which can wait, compression
     included."""
     forward_sums: float = 0.0
-    """The part of the forward in which the members of the stage sum."""
+    """The part of the forward in which the tensor-parallel ranks of the stage sum."""
     backward_sums: float = 0.0
 
 
@@ -94,7 +94,8 @@ def stage_seconds(
     microbatch_size: int,
     members: int = 1,
 ) -> StageSeconds:
-    """The seconds of a microbatch's forward and backward through one stage of so many members."""
+    """The seconds of a microbatch's forward and backward through one stage of N tensor-parallel
+    ranks."""
     rate = cluster.efficiency * cluster.peak(workload.precision)
     # A cluster without `traffic` was fitted with the bytes that layers write.
     each = 1.0 if cluster.traffic is None else KERNEL_BYTES * cluster.traffic
@@ -120,7 +121,7 @@ def stage_seconds(
 
 
 def sum_seconds(sums: Sums, cluster: Cluster, microbatch_size: int, members: int) -> float:
-    """The seconds in which the members of a stage sum these tensors of a microbatch, as a ring."""
+    """The seconds in which tensor-parallel ranks sum these tensors of a microbatch, as a ring."""
     if members == 1:
         return 0.0
     ring = group(members, 1, cluster.gpus_per_node)
@@ -136,7 +137,8 @@ def _latency(group: Group, cluster: Cluster) -> float:
 
 
 def edges(costs: StepCosts, cluster: Cluster, grid: Grid, replica: int) -> list[MessageCost]:
-    """What a message costs between each two stages of a replica, within a node or between nodes."""
+    """The cost of a message between each two stages of a replica, within a node or between
+    nodes."""
     found = []
     for stage, nbytes in enumerate(costs.messages):
         ranks = grid.rank(stage, replica), grid.rank(stage + 1, replica)

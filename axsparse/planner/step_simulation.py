@@ -1,4 +1,4 @@
-"""Simulates a whole step: the pipelines of all replicas, all-reduce, optimizer, and its phases.
+"""Simulates a step: the pipelines of all replicas, all-reduce, optimizer, and its phases.
 
 Without jitter replicas differ only in which of their messages leave a node, so one replica of
 each kind is played: at most as many as a node has devices. With jitter all replicas differ.
@@ -114,8 +114,9 @@ def durations(
 
     Each is its cost times exp(σ N − σ² / 2), of mean 1, where N is standard normal and σ is
     `jitter`. `key` seeds the generator. The two parts of a split backward have one factor, so that
-    splitting makes delays neither longer nor shorter. Each of the `members` of a stage has its own
-    factors; their sums let all of them wait for the slowest, and take no longer by themselves.
+    splitting makes delays neither longer nor shorter. Each of the `members`, the tensor-parallel
+    ranks of a stage, has its own factors; their sums let all of them wait for the slowest, and take
+    no longer by themselves.
     """
     chance = random.Random(key)  # noqa: S311 - delays, not secrets
     shift = jitter**2 / 2

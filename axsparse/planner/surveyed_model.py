@@ -32,18 +32,18 @@ measured to take 5 bytes a logit in fp32 and 6.5 in bf16."""
 
 
 CUT_LOSS_BYTES = 20
-"""The same for each logit of a loss of which members compute parts and whose backward autograd
-derives: five fp32 numbers, as torch's allocator counts them."""
+"""The same for each logit of a loss of which tensor-parallel ranks compute shards and whose
+backward autograd derives: five fp32 numbers, as torch's allocator counts them."""
 Contents: TypeAlias = tuple[int, int, int, int, bool, bool]
 """`SurveyedModel._contents`."""
 CHOSEN_BYTES = 16
 """Bytes that torch takes for each entry which it picks out of a matrix by a mask."""
 HEALING_BYTES = 25
-"""Bytes that healing takes for each parameter of a layer beside its gradient: the master and a
-copy, two moments, what adds the gradients of several microbatches, and the mask."""
+"""Bytes that healing takes for each parameter of a layer in addition to its gradient: the master
+and a copy, two moments, the sum of the gradients of several microbatches, and the mask."""
 GATHERED_BYTES = 12
-"""Bytes for each entry of a tensor that a member gathers from shards to save it: in fp32, what the
-members send, what is made of that, and up to half as much of its own shard."""
+"""Bytes for each entry of a tensor that a tensor-parallel rank gathers from shards to save it: in
+fp32, the shards that the ranks send, the full tensor, and up to half as much of its own shard."""
 SCORED_BYTES = 18
 """Bytes for each entry of a tensor that is scored by its gradient, on the host: its weights and a
 copy, the gradient, the score and a number on the way to it, and selecting; measured to be 17."""
@@ -57,7 +57,7 @@ class CalibrationMemory:
     """Of each moment that may be the fullest, what does not depend on the microbatch size, and what
     each sample of a microbatch takes."""
     drawn: float = 0.0
-    """The masks and changed weights of the whole stage, which stay until its state is built."""
+    """The masks and changed weights of the stage, which stay until its state is built."""
 
     def peak(self, samples: int) -> float:
         """The most bytes at a time with microbatches of so many samples."""
@@ -73,12 +73,12 @@ class Behind:
     made: float = 0.0
     """The same while they are built."""
     passing: float = 0.0
-    """What a sample leaves in them and in the loss."""
+    """Bytes that a sample leaves in them and in the loss."""
 
 
 def _made(layers: Sequence[LayerInfo]) -> int:
     """The most bytes in fp32 that a start value of these layers takes until it is in its place,
-    with those of it that are on their way there."""
+    together with its part that is on its way there."""
     largest = _largest(layers)
     return 4 * (largest + min(largest, CHUNK))
 
@@ -97,14 +97,14 @@ def _largest(layers: Sequence[LayerInfo]) -> int:
 def calibration_memory(
     model: SurveyedModel, layers: Sequence[LayerInfo], stored: StateFormat
 ) -> CalibrationMemory:
-    """The memory of a stage of these layers of a whole model while `Calibration` of
-    `pruning.calibration` draws its masks, layer by layer, before it has any state; `stored` is how
-    that is stored.
+    """The memory of a stage of these layers of a full model while `Calibration` of
+    `pruning.calibration` draws its masks, layer by layer, before it has any state; `stored` is the
+    format of the state.
 
-    A layer stands there dense and without moments, and with weights only where nothing is pruned.
-    It has the activations of all samples, the statistics of all of its matrices, and works on one
-    of these at a time. One more microbatch, which is judged, is there twice: it also passes through
-    the layers as they were. Masks lie in the host's memory until state is built.
+    A layer is dense and without moments, and has only weights where nothing is pruned. The stage
+    has the activations of all samples and the statistics of all matrices of the layer, and works on
+    one matrix at a time. One more microbatch, which is held out, is there twice: it also passes
+    through the layers as they were. Masks lie in the host's memory until state is built.
     """
     pruning, dense = model.config.pruning, replace(stored, moments=0, replicas=1)
     ties, kept, on_host = model.survey.ties, model.kept, model.on_host
@@ -133,7 +133,7 @@ def calibration_memory(
             together = 5 * matrix.numel if number > 1 else 0
             most = 21 * matrix.numel if method is None else method.working(shape) + together
             if method is not None and method.changes_weights:
-                # What keeps the weights that it has changed.
+                # Methods that keep the weights that they have changed.
                 most = max(most, 5 * matrix.numel + CHOSEN_BYTES * kept[matrix.name])
             working = max(working, most)
         twice = 2 * max(costs.inputs, costs.outputs)
@@ -167,14 +167,14 @@ def state_format(
         gradient_bytes=8 if samo.gradient == "exact" else width if is_half else 4,
         moments=len(optimizer.moments),
         index=samo.index,
-        # Where `auto` does not shard, the fullest share is as large as the whole.
+        # Where `auto` does not shard, the fullest share is as large as the full state.
         replicas=g_data if samo.shard_optimizer else 1,
         offload=samo.offload,
     )
 
 
 def copied_bytes(config: Config) -> float:
-    """Bytes of host memory that a rank's checkpoint copies may take while training goes on."""
+    """Bytes of host memory that a rank's checkpoint copies may take while training continues."""
     saves = config.checkpoint
     saves_before_the_end = saves.every == "auto" or 0 < saves.every < config.train.steps
     return saves.buffer * 1e9 if saves_before_the_end else 0.0
@@ -198,16 +198,16 @@ class SurveyedModel:
     sees_inputs: bool = False
     """Whether a score of the user's own takes inputs, so that `custom` draws masks from samples."""
     sees_gradients: bool = False
-    """Whether a score of the user's own takes gradients, as that of snip does."""
+    """Whether a custom score takes gradients, as snip's does."""
     cutting: Cutting | None = None
-    """How layers are cut for several members; None if they cannot be."""
+    """The shards of layers for several tensor-parallel ranks; None if there are none."""
     whole: SurveyedModel | None = None
-    """The model before it was cut, if this is what one member has of it. Masks are drawn from whole
-    tensors, and one member saves them whole."""
+    """The full model, if this is the shard of one tensor-parallel rank. Masks are drawn from full
+    tensors, and one rank saves full tensors."""
     _members: dict[int, SurveyedModel] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """What `of_member` has returned."""
+    """The results of `of_member`."""
     _loads: dict[tuple[Contents, int, bool], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -229,7 +229,7 @@ class SurveyedModel:
 
     @property
     def sample_flops(self) -> float:
-        """Three times the forward's flops, four times those of recomputed layers."""
+        """Three times the forward's flops, four times for recomputed layers."""
         every = self.config.pipeline.checkpoint_activations
         again = sum(
             layer.flops for n, layer in enumerate(self.survey.layers) if is_recomputed(n, every)
@@ -288,7 +288,7 @@ class SurveyedModel:
         return replace(self._loads[key], layers=name, numbers=numbers)
 
     def _contents(self, numbers: range) -> Contents:
-        """What decides the load of these layers: the run of equal layers that the first belongs to
+        """The key of the load of these layers: the run of equal layers that the first belongs to
         and how many of it are here, the same of the last, whether the model's last is here, and
         whether the last that is pruned is."""
         runs, is_last = self._runs, numbers.stop == len(self.survey.layers)
@@ -371,9 +371,9 @@ class SurveyedModel:
     def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
         """The most bytes that a checkpoint holds in memory at a time.
 
-        Masters and moments are saved in fp32, and what is not trained as it is, each tensor once.
+        Masters and moments are saved in fp32, and frozen tensors as they are, each tensor once.
         Each layer goes to the writer with least so far, so that no writer has more than an equal
-        share and the largest layer. A copy that waits for room in the buffer comes on top of it.
+        share and the largest layer. A copy that waits for space in the buffer comes on top of it.
         """
         buffer = copied_bytes(self.config) if self.on_host else 0.0
         if not buffer:
@@ -404,8 +404,8 @@ class SurveyedModel:
         return max(pruned, default=-1)
 
     def behind(self, stored: StateFormat) -> Mapping[str, Behind]:
-        """What lies behind the last pruned layer, by the name of that one; `stored` is how the
-        state of a layer is stored while masks are drawn."""
+        """The layers after the last pruned layer, by its name; `stored` is the format of a layer's
+        state while masks are drawn."""
         layers, logits = self.survey.layers, self.survey.loss_logits
         after = list(map(_frozen, layers[self.last_pruned + 1 :]))
         state = stage_bytes(after, self.survey.ties, {}, stored)

@@ -16,7 +16,7 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
 RECOMPUTED = ", recomputing activations"
-"""What an answer adds where they are."""
+"""The suffix of an answer where activations are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def least_memory(question: LayoutQuestion) -> Least | None:
         for layout in layouts
         if (loads := _loads(question, layout, math.inf)) is not None
     )
-    # Two digits are shown, and whole gigabytes.
+    # Two digits are shown, and gigabytes without fractions.
     unit = min(1e9, 10.0 ** (math.floor(math.log10(enough)) - 1))
     least = _first(lambda number: fitting(number * unit) is not None, math.ceil(enough / unit))
     found = fitting(least * unit)
@@ -109,7 +109,8 @@ def fewest_devices(question: LayoutQuestion) -> int | None:
     most = stages * max(question.members) * batch
     if not fits(most):
         return None
-    # Members that fit one node need not fit several, so that fewer may do than are found first.
+    # Tensor-parallel ranks that fit one node need not fit several, so that fewer may do than are
+    # found first.
     enough = _first(fits, most)
     return next(n for n in range(question.gpus + 1, enough + 1) if n == enough or fits(n))
 

@@ -1,4 +1,4 @@
-"""What is trained, described by sizes alone: what each stage computes, holds and sends.
+"""The trained model, described by sizes alone: the compute, memory and messages of each stage.
 
 `Workload` is the protocol by which the planner knows models: `surveyed_model` has any model whose
 layers have been surveyed.
@@ -16,13 +16,13 @@ from axsparse.samo.state_bytes import StateBytes
 
 
 def no_bytes(_: int) -> float:
-    """What takes nothing, whatever the number of samples."""
+    """No bytes, whatever the number of samples."""
     return 0.0
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What one stage of one replica computes, holds and sends.
+    """The compute, memory and messages of one stage of one replica.
 
     Numbers "for a sample" are multiplied by the microbatch size where they are used.
     """
@@ -46,10 +46,10 @@ class StageLoad:
     temporary: float
     """Bytes of one layer's dense gradient, and of copies that the optimizer makes."""
     building: float
-    """Bytes beside the state while it is built: the largest tensor's start values in fp32; and,
-    while a tensor is scored by its gradient, what that takes."""
+    """Bytes in addition to the state while it is built: the largest tensor's start values in fp32,
+    and the temporaries of scoring a tensor by its gradient."""
     saved: float
-    """Bytes that a rank holds for a checkpoint while training goes on."""
+    """Bytes that a rank holds for a checkpoint while training continues."""
     held: float
     """Bytes of activations from a forward to its backward, for a sample."""
     working: float
@@ -59,7 +59,7 @@ class StageLoad:
     outputs: float
     """Bytes that go to the next stage and come back as gradients, for a sample."""
     sum_bytes: int | None = None
-    """Bytes in which replicas sum a gradient entry; None for those of a weight."""
+    """Bytes in which replicas sum a gradient entry; None for the bytes of a weight."""
     numbers: range = range(0)
     """The numbers of the stage's layers in the model; empty where a formula has no layers."""
     calibration: Callable[[int], float] = no_bytes
@@ -70,17 +70,17 @@ class StageLoad:
     weight_flops: float = 0.0
     """Flops of the weight gradients that a split backward leaves for later, for a sample."""
     loss_bytes: Callable[[int], float] = no_bytes
-    """Bytes that the loss takes beside `logits`, for a microbatch of so many samples: they do not
-    grow in proportion where the loss computes some of its logits at a time."""
+    """Bytes that the loss takes in addition to `logits`, for a microbatch of so many samples: they
+    do not grow in proportion where the loss computes some of its logits at a time."""
 
     forward_sums: Sums = NO_SUM
-    """What the members of a group sum in a forward."""
+    """The sums over tensor-parallel ranks in a forward."""
     backward_sums: Sums = NO_SUM
     """The same in a backward, layers that it computes again included."""
 
     @property
     def deferred_size(self) -> float:
-        """What a deferred microbatch takes, in units of one in flight."""
+        """The memory of a deferred microbatch, in units of one in flight."""
         return self.deferred / self.held if self.deferred and self.held else 1.0
 
 
@@ -118,7 +118,7 @@ class Workload(Protocol):
 
     @property
     def sample_flops(self) -> float:
-        """Flops of a sample's forward and backward through the whole model.
+        """Flops of a sample's forward and backward through the model.
 
         Recomputation is included. The percentage of peak is counted by this number.
         """
@@ -130,8 +130,8 @@ class Workload(Protocol):
         ...
 
     def of_member(self, members: int) -> Workload:
-        """What one of so many members of each stage computes, holds and sends: the one that holds
-        most. ConfigError if the model cannot be cut so."""
+        """The workload of one of `members` tensor-parallel ranks of each stage, the one that holds
+        most. ConfigError if the model cannot be sharded so."""
         ...
 
     def stages(
@@ -141,9 +141,9 @@ class Workload(Protocol):
 
         The model is cut so that the stage with most work has as little as can be, among the cuts
         whose every stage passes `fits`. None if there is no such cut; without `fits` there always
-        is one. `g_data` is the number of replicas, over which state may be sharded;
-        `microbatches`, those of a replica in a step, may decide in which precision gradients add
-        up. `g_inter` is at most `most_stages`.
+        is one. `g_data` is the number of replicas, over which state may be sharded; `microbatches`,
+        per step and replica, may decide in which precision gradients add up. `g_inter` is at most
+        `most_stages`.
         """
         ...
 

@@ -1,16 +1,16 @@
-"""Draws masks from what each layer gets as input, one layer at a time, before state is built.
+"""Draws masks from the inputs of each layer, one layer at a time, before state is built.
 
 Calibration samples pass through the stages once. A stage has its samples' activations and one
 layer: it runs the layer on all samples to gather statistics, prunes the layer's matrices, and runs
 it again to make the inputs of the next layer. The last activations of a stage travel to the next
 one. Every replica does the same by itself, so that masks depend neither on the number of stages nor
-on that of replicas. `layer_pruning` has what is done for one layer.
+on the number of replicas. `layer_pruning` has the work on one layer.
 
 With a `Fit` the samples also pass through the layers as they were, and each pruned layer is fitted
-to what the dense one puts out, before the next layer is pruned (`healing`); the last pruned layer
-of the model is then fitted by the loss. The samples' targets travel behind the activations, since
-any stage may have that layer. Other samples pass behind them by both ways, for the losses before
-and after.
+to the dense one's outputs, before the next layer is pruned (`healing`); the last pruned layer of
+the model is then fitted by the loss. The samples' targets travel behind the activations, since any
+stage may have that layer. Other samples pass behind them by both ways, for the losses before and
+after.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """What decides the masks, and the stage that this rank is."""
+    """The settings that decide the masks, and the stage of this rank."""
 
     pruning: LayerPruning
     layers: Sequence[Layer]
@@ -79,9 +79,9 @@ class Calibration:
     behind: Sequence[Layer] = ()
     """The layers of the model behind the last one of which something is pruned."""
     healed: HealedLayers | None = None
-    """Where layers are kept that are done, for a start that goes on; None keeps none."""
+    """The folder of finished layers, for a start that is resumed; None keeps none."""
     forgets: bool = False
-    """Whether what is kept there leaves the memory, since no state is built of it."""
+    """Whether finished layers in that folder leave the memory, since no state is built of them."""
 
     def check(self) -> None:
         """ConfigError for a matrix of this stage that the method cannot prune, and for a model that
@@ -99,7 +99,7 @@ class Calibration:
         masks = CalibratedMasks(self.pruning.kept(), self.options.start)
         branch = self.transport.branch()
         link = branch.link(self.place)
-        # What is judged also passes through the layers as they were, and all samples do where
+        # Held-out samples also pass through the layers as they were, and all samples do where
         # layers are fitted.
         both = self._passing
         again = both if self.fit is not None else self.judged.microbatches
@@ -134,11 +134,11 @@ class Calibration:
 
     @property
     def _passing(self) -> Sequence[Microbatch]:
-        """What passes through the pruned layers, in order."""
+        """The microbatches that pass through the pruned layers, in order."""
         return (*self.samples, *self.judged.microbatches)
 
     def _mean_loss(self, flow: Sequence[Tensors]) -> float:
-        """The mean loss of a target of the judged samples, which are the last of a flow."""
+        """The mean loss of a target of the held-out samples, which are the last of a flow."""
         judged = self.judged.microbatches
         outputs = flow[len(flow) - len(judged) :]
         losses = []

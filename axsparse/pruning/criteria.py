@@ -19,7 +19,8 @@ from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Cut, Keys, by_magnitude, by_value, cut_of, largest, select
 
 Score: TypeAlias = Callable[..., Tensor]
-"""`score(name, weight)` scores the entries of one tensor, and those of highest score are kept.
+"""`score(name, weight)` scores the entries of one tensor, and the entries of highest score are
+kept.
 
 `name` is the tensor's global name. `weight` has its fp32 weights on the CPU, zero where they are
 already pruned; it is a copy, which the function may change. It returns a dense real tensor of
@@ -44,10 +45,10 @@ the CPU. This one scores entries as Wanda does, which then selects within each r
     def by_wanda(name: str, weight: Tensor, inputs: Tensor) -> Tensor:
         return weight.abs() * inputs
 
-Of a convolution, `inputs` has the norm of what each entry of the weight is multiplied with, over
-all places of the output: (in_channels, *kernel_size), and with groups those of each output, in the
-shape of the weight. There are inputs for `custom` with `pruning.at_step` 0 (`calibration` explains
-how they come).
+Of a convolution, `inputs` has the norm of the inputs that each entry of the weight is multiplied
+with, over all places of the output: (in_channels, *kernel_size), and with groups the norms for each
+output, in the shape of the weight. There are inputs for `custom` with `pruning.at_step` 0
+(`calibration` explains how they come).
 
 A run uses it with `build(…, score=by_magnitude)` and `pruning.method: custom`, or with a method
 that prunes over time.
@@ -56,9 +57,9 @@ that prunes over time.
 
 @dataclass(frozen=True)
 class Criterion:
-    """Scores the entries of any tensor, and keeps those of highest score.
+    """Scores the entries of any tensor, and keeps the entries of highest score.
 
-    A score of one's own needs no change here (see `Score`). To add a named criterion:
+    A custom score needs no change here (see `Score`). To add a named criterion:
 
     1. Add its name to the type of `score`, and a branch to `scores`. It may use the name, the
        shape and the weights of the tensor, and `seed`; nothing that differs between ranks.
@@ -90,14 +91,14 @@ class Criterion:
         return callable(self.score) and _takes(self.score, "inputs")
 
     def given(self, **arguments: Tensor) -> Criterion:
-        """A criterion whose score of one's own is given these arguments, too."""
+        """A criterion whose custom score also gets these arguments."""
         assert callable(self.score)
         return replace(self, score=partial(self.score, **arguments))
 
     def scores(self, name: str, shape: Shape, weight: Weight) -> tuple[Tensor, Keys]:
         """The flat fp32 scores of a tensor, without NaN, and the keys that put them in order.
 
-        Raises ConfigError if a score of one's own does not fit its tensor.
+        Raises ConfigError if a custom score does not fit its tensor.
         """
         if self.score == "magnitude":
             return weight().view(-1), by_magnitude

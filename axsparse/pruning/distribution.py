@@ -14,7 +14,7 @@ from torch import Tensor
 from axsparse.runtime.errors import ConfigError
 
 CHUNK = 131_072
-"""Entries that are sorted at a time, in whole rows; this bounds temporaries to some 5 MB."""
+"""Entries that are sorted at a time, in full rows; this bounds temporaries to some 5 MB."""
 
 
 def kept_counts(
@@ -59,10 +59,10 @@ def erdos_renyi_kernel(
     density = min(1, ε · (sum of the dimensions) / (product of the dimensions))
 
     with the one ε that keeps `keep` entries (Evci et al. 2020, RigL, section 3); `stacks` are as
-    dense as one of their matrices. All numbers are
-    whole and rounded by Webster's method, so that a smaller `keep` never gives a tensor more
-    entries, which pruning in steps relies on. (The method of largest remainders could.) Ties are
-    broken by name, so that the order of the tensors does not matter.
+    dense as one of their matrices. All numbers are rounded to integers by Webster's method, so that
+    a smaller `keep` never gives a tensor more entries, which pruning in steps relies on. (The
+    method of largest remainders could.) Ties are broken by name, so that the order of the tensors
+    does not matter.
     """
     numel = {name: math.prod(shape) for name, shape in shapes.items()}
     sums = {

@@ -1,7 +1,7 @@
 """Statistics of the inputs of experts: matrices in a stack, each with the tokens that it was given.
 
-Nobody calls an expert's matrix by a module of its own, so that products themselves are watched: an
-operation of torch that multiplies with a stack, or with one matrix of it, shows the inputs.
+No module calls an expert's matrix by itself, so that products themselves are watched: an operation
+of torch that multiplies with a stack, or with one matrix of it, shows the inputs.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class ExpertStatistics:
     def add(self, inputs: Tensor, matrix: Tensor, offsets: Sequence[int] | None) -> None:
         """Count a product of inputs, (tokens, inputs), with one matrix, (inputs, outputs).
 
-        Of the whole stack, (E, inputs, outputs), each expert has tokens of its own, (E, tokens,
-        inputs), or those between the one before it and its own offset.
+        Of the full stack, (E, inputs, outputs), each expert has separate tokens, (E, tokens,
+        inputs), or the tokens from the offset of the expert before it up to its offset.
         """
-        # Memory tells which way round the stack lies: neighbours are entries of its last dimension.
+        # The strides show the orientation of the stack: neighbours are entries of its last
+        # dimension.
         is_last = matrix.stride(-2) == 1
         if min(matrix.shape[-2:]) > 1 and is_last != (self._dimension == 2):
             raise ConfigError(
@@ -69,7 +70,7 @@ class ExpertStatistics:
             self._tokens[expert] += len(inputs)
 
     def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
-        """The bool mask and the weights of the whole stack, see `InputStatistics.prune`.
+        """The bool mask and the weights of the full stack, see `InputStatistics.prune`.
 
         An expert that no token met is pruned by magnitude: as if it had met each input once, alone.
         """
@@ -104,7 +105,7 @@ class ExpertProducts(TorchDispatchMode):
         kwargs = kwargs or {}
         operation = func.overloadpacket.__name__
         if operation in ("mm", "bmm", "addmm", "baddbmm") or operation.endswith("grouped_mm"):
-            # What is added comes first in addmm and baddbmm.
+            # The summand comes first in addmm and baddbmm.
             inputs, matrix = args[operation in ("addmm", "baddbmm") :][:2]
             own = self._gathered.get(_storage(matrix))
             if own is not None:

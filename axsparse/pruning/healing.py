@@ -1,4 +1,4 @@
-"""Heals one pruned layer: fits what is kept to what the dense layer put out, and by the loss.
+"""Heals one pruned layer: fits the kept weights to the outputs of the dense layer, and by the loss.
 
 The layer's outputs on the activations of the pruned layers before it are fitted to the outputs of
 the dense layer on the activations of the dense layers before that, over the calibration samples.
@@ -7,12 +7,12 @@ The error of a token is
     Σ (output − dense output)² / Σ (dense output)²
 
 over the entries of the token: without the division a few tokens with huge activations decide. The
-last pruned layer of a model is then fitted by the model's loss, through the layers behind it, which
+last pruned layer of a model is then fitted by the model's loss, through the layers after it, which
 are as they were. Weights that are pruned stay zero; kept weights, norms and biases are trained, by
 Adam (Kingma and Ba 2015) with betas 0.9 and 0.95. Its learning rate, which falls linearly to zero,
-is a share of the root mean square of a tensor's entries, since those of large models are ten times
-as small as those of small ones. Masters are fp32, products are those of the run. Fitting block by
-block is from "A Free Lunch in LLM Compression" (arXiv 2510.14444).
+is a share of the root mean square of a tensor's entries, since the entries of large models are ten
+times as small as in small ones. Masters are fp32, products are in the run's precision. Fitting
+block by block is from "A Free Lunch in LLM Compression" (arXiv 2510.14444).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TINY = 1e-12
 """The least that the squares of a token's dense outputs count, so that zeros divide nothing."""
 
 LOSS_RATE = 0.15
-"""The learning rate of a layer that is fitted by the loss, in units of that of the others."""
+"""The learning rate of a layer that is fitted by the loss, in units of the other layers'."""
 
 Tensors = tuple[Tensor, ...]
 Errors: TypeAlias = Callable[[int], tuple[Tensor, int]]
@@ -177,17 +177,18 @@ class Fit:
 
 @dataclass(frozen=True)
 class HealedLayers:
-    """A folder with a file for each layer that is pruned, so that a killed run goes on after the
-    last of them, and weights need not stay in memory."""
+    """A folder with a file for each pruned layer, so that a killed run continues after the last of
+    them, and weights need not stay in memory."""
 
     folder: Path
     fingerprint: str
-    """What decides the contents; files of another fingerprint are passed over."""
+    """The fingerprint of the settings and weights that decide the contents; other files are passed
+    over."""
     writes: bool
     """Whether this rank writes files: one of the ranks that hold a layer does."""
 
     def read(self, layer: str) -> SafetensorsFile | None:
-        """A layer's file; None if there is none that is whole and of this run."""
+        """A layer's file; None if there is none of this run that is complete."""
         try:
             file = SafetensorsFile(self._path(layer))
         except (OSError, DataError):
@@ -240,9 +241,9 @@ class HealedLayers:
 
 
 MASK, KEPT, FITTED = "mask ", "kept ", "fitted "
-"""What the names of tensors begin with in the file of a layer, before their global names: masks in
-one bit an entry, the kept weights of matrices that have other ones than before, and the values of
-parameters that are not pruned and were fitted."""
+"""Prefixes of tensor names in the file of a layer, before the global names: masks in one bit an
+entry, the kept weights of matrices whose weights have changed, and the values of fitted parameters
+that are not pruned."""
 _FINGERPRINT, _ERRORS = "axsparse healed by", "errors"
 """The keys of the fingerprint and of the errors in the metadata of a file."""
 

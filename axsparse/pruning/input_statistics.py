@@ -62,8 +62,7 @@ class InputStatistics(ABC):
     @staticmethod
     @abstractmethod
     def working(shape: tuple[int, ...]) -> int:
-        """Bytes that `prune` takes besides, at most, for a matrix of this shape, its results
-        included."""
+        """The most temporary bytes of `prune` for a matrix of this shape, its results included."""
 
     @staticmethod
     @abstractmethod
@@ -173,7 +172,7 @@ class SparseGptStatistics(InputStatistics):
         weight[:, self._moments.diagonal() == 0] = 0
         mask = torch.ones_like(weight, dtype=torch.bool)
         groups_of = how_many[1] if isinstance(how_many, tuple) else 1
-        width = max(BLOCK // groups_of, 1) * groups_of  # whole groups, if groups decide
+        width = max(BLOCK // groups_of, 1) * groups_of  # full groups, if groups decide
         for start in range(0, weight.shape[1], width):
             stop = min(start + width, weight.shape[1])
             errors = _prune_block(
@@ -256,4 +255,5 @@ STATISTICS: dict[str, type[WandaStatistics | SparseGptStatistics]] = {
     **METHODS,
     "custom": WandaStatistics,
 }
-"""What methods gather; `custom` does so if its score takes `inputs`, and then selects by itself."""
+"""The statistics that a method gathers; `custom` does so if its score takes `inputs`, and then
+selects by itself."""

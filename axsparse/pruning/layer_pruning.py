@@ -57,7 +57,7 @@ class CalibratedMasks:
     unmet: list[str] = field(default_factory=list)
     """The matrices of experts that no token of the samples met."""
     losses: list[float] = field(default_factory=list)
-    """On the last stage: the mean loss of a target before and after, over the judged samples."""
+    """On the last stage: the mean loss of a target before and after, over the held-out samples."""
 
     @property
     def changes_weights(self) -> bool:
@@ -89,7 +89,7 @@ class CalibratedMasks:
 
 @dataclass(frozen=True)
 class LayerPruning:
-    """What decides the masks of a layer."""
+    """The settings that decide the masks of a layer."""
 
     method: str
     """One of `input_statistics.STATISTICS`, or a method that looks at weights alone."""
@@ -186,7 +186,7 @@ class LayerPruning:
         """The modules within a layer whose inputs decide, by the global names of their weights:
         linear ones, and convolutions for a score of the user's own.
 
-        A class with a forward of its own may multiply another input than it gets.
+        A class with a custom forward may multiply another input than it gets.
         """
         kinds = (nn.Linear, *(CONVOLUTIONS if self.criterion.sees_inputs else ()))
         return {
@@ -211,7 +211,7 @@ class LayerPruning:
     ) -> None:
         """Draw the mask of a matrix and put its kept entries into `weight`.
 
-        A function of its own, so that all this is freed before the next matrix.
+        A separate function, so that all this is freed before the next matrix.
         """
         if self.criterion.sees_inputs or statistics is None:
             criterion = replace(self.criterion, stacks=self.targets.stacks)
@@ -227,7 +227,7 @@ class LayerPruning:
         masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())
         weight.copy_(after)
         if statistics is not None and statistics.changes_weights:
-            # Indices of two dimensions take less memory than those of a stack's three.
+            # Indices of two dimensions take less memory than a stack's three.
             masks.kept_weights[name] = weight.flatten(0, -2)[mask.flatten(0, -2)].cpu()
 
     @property

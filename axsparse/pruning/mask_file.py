@@ -119,7 +119,7 @@ class MaskFile:
 
 
 def open_masks(path: str | Path) -> MaskFile:
-    """Open a mask file, or that of a run directory.
+    """Open a mask file, or the mask file of a run directory.
 
     Raises MissingInputError if it cannot be read, DataError if it holds no masks.
     """
@@ -131,7 +131,7 @@ def open_masks(path: str | Path) -> MaskFile:
 
 
 def _entries(file: SafetensorsFile) -> dict[str, MaskEntry]:
-    """What the file has masks of. Of bits the metadata say it; bools are counted."""
+    """The masks of the file. For bits the metadata describe them; bools are counted."""
     text = file.metadata.get(MASKS, "{}")
     try:
         said = _ENTRIES.validate_json(text)
@@ -195,9 +195,9 @@ def write_masks(
     """Write the masks of all stages to one file; all ranks call this together, between steps.
 
     `shapes` has the pruned parameters of the model, in model order. `masks` has functions that give
-    the flat masks of those of this rank's stage; each is called twice on replica 0 and never on
-    other replicas. Rank 0 writes the file, and receives one mask at a time. The file is the same
-    under every layout, appears whole or not at all, and replaces an earlier one.
+    the flat masks of the parameters on this rank's stage; each is called twice on replica 0 and
+    never on other replicas. Rank 0 writes the file, and receives one mask at a time. The file is
+    the same under every layout, appears completely or not at all, and replaces an earlier one.
 
     Raises OutputError on all ranks alike if it cannot be written.
     """

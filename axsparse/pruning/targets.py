@@ -27,7 +27,7 @@ from axsparse.samo.masks import Shape, Weight
 FROM_START = frozenset(("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt"))
 """Methods whose first masks need nothing but the initial weights, and perhaps samples."""
 NOTHING_PRUNABLE = "no tensor that could be pruned"
-"""What a pattern matches, in the words of the error, if it matches nothing."""
+"""The words of the error if a pattern matches nothing."""
 
 OWN_FORM = "pattern=sparsity with a sparsity from 0 to below 1; write it like block0.*=0.5"
 """The form of the entries of `pruning.layers`."""
@@ -67,8 +67,8 @@ class Targets:
         )
 
     def matrices(self, name: str) -> tuple[int, Shape]:
-        """How many matrices a tensor is that are pruned each by itself, and their shape, that of
-        experts as (outputs, inputs)."""
+        """The number of matrices in a tensor that are pruned each by itself, and their shape; for
+        experts (outputs, inputs)."""
         shape, inputs = self.shapes[name], self.stacks.get(name, 0)
         return ParameterInfo(name, tuple(shape), trained=True, expert_inputs=inputs).matrices
 
@@ -175,7 +175,7 @@ def left_dense(
 
 
 def pruning_lines(surveyed: Survey, targets: Targets, pruning: PruningConfig) -> list[str]:
-    """What is pruned in the end and what stays dense, for the start of a run."""
+    """The final pruned tensors and the ones that stay dense, for the start of a run."""
     numel = sum(map(math.prod, targets.shapes.values()))
     lines = [
         f"pruned: {len(targets.shapes)} tensors, {numel:,} of {surveyed.num_params:,} entries, of "

@@ -5,12 +5,12 @@ integers of all microbatches are added in 64 bits. Integers add to the same sum 
 that any number of replicas, and MPI's and NCCL's own sums, give the same bits. `unit` is a power of
 two, the same for all entries of a tensor and on all ranks.
 
-A step begins with the units of the step before. A unit leaves room for entries that are 2**MARGIN
-times as large as the largest entry that any microbatch had, and becomes smaller by one bit a step
-while it could. Where an entry does not fit in spite of that, or the largest one has few bits, all
-ranks hear it together, change the unit and compute the step's gradients again. How large the
-entries of a microbatch are is the same for every number of stages and replicas. So the units, which
-decide how entries are rounded, are the same too.
+A step begins with the units of the step before. A unit admits entries that are 2**MARGIN times as
+large as the largest entry that any microbatch had, and becomes smaller by one bit a step while it
+could. Where an entry does not fit in spite of that, or the largest one has few bits, all ranks
+learn it together, change the unit and compute the step's gradients again. How large the entries of
+a microbatch are is the same for every number of stages and replicas. So the units, which decide how
+entries are rounded, are the same too.
 
 An integer has 62 bits for the sum of a step. Of 512 microbatches an entry may have 50, of which the
 largest entry usually has 41: the rest is the margin.
@@ -36,14 +36,14 @@ Longer ones take a compiled loop."""
 TOGETHER = 8
 """For how many microbatches, at most."""
 MARGIN = 8
-"""A gradient may be 2**8 times as large as that of the step before until its unit must change."""
+"""A gradient may be 2**8 times as large as in the step before until its unit must change."""
 PARTS = 8
-"""What a microbatch may add to a tensor's sum, in units of its largest part: two uses of a tied
-weight, each in up to four parts, where a layer multiplies with it several times."""
+"""The most summands that a microbatch adds to a tensor's sum: two uses of a tied weight, each in up
+to four parts, where a layer multiplies with it several times."""
 LEAST_BITS = 30
 """A step's gradients are computed again where the largest entry of a tensor has fewer bits."""
 FIRST_LARGEST = 10
-"""The unit of the first step has room for entries of 2**10."""
+"""The unit of the first step admits entries of 2**10."""
 CHUNK = 65_536
 """Entries that a CPU converts at a time, so that their copies stay in its cache."""
 DEVICE_CHUNK = 1 << 24
@@ -120,8 +120,8 @@ class Units:
 
     def __init__(self, microbatches: int, exponents: dict[str, int]) -> None:
         """`microbatches` is the number of a step, of all replicas together; `exponents`, which is
-        changed from step to step, has by name of tensor the base-2 logarithm of its unit; those of
-        a tied weight's two uses are one."""
+        changed from step to step, has the base-2 logarithm of the unit by name of tensor; the two
+        uses of a tied weight have one."""
         self._room = 62 - math.ceil(math.log2(PARTS * microbatches))
         """Bits that an entry of one microbatch may have."""
         self._jump = self._room - LEAST_BITS

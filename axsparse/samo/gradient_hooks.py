@@ -40,7 +40,7 @@ from axsparse.samo.layer_state import LayerState
 from axsparse.samo.tensor_state import TensorState
 
 SMALL = 2**16
-"""Entries of a tensor whose gradient may wait for those of its layer's other small tensors."""
+"""The most entries of a tensor whose gradient may wait for its layer's other small tensors."""
 
 
 class GradientCollector:
@@ -74,7 +74,7 @@ class GradientCollector:
         self._small: dict[str, frozenset[str]] = {}
         """By layer, the names of the tensors whose gradients are added together (`_is_small`)."""
         self._waiting: dict[str, dict[str, tuple[TensorState, Tensor]]] = {}
-        """By layer and tensor, those of their gradients that wait for the others."""
+        """By layer and tensor, the gradients that wait for the layer's others."""
         self._deferring: dict[nn.Parameter, Callable[[nn.Parameter], bool]] = {}
         """By parameter, a function that says whether a gradient of this parameter is deferred."""
         self._tensors = {
@@ -147,8 +147,8 @@ class GradientCollector:
             if gradient is not None:
                 if gradient is not running:
                     if running is not None:
-                        # Some versions of torch add out of place, so that the sum is in memory of
-                        # its own.
+                        # Some versions of torch add out of place, so that the sum is in separate
+                        # memory.
                         tensor.accumulated = False
                     self._accumulate(layer, tensor, gradient)
                 if self._is_last or is_deferred is not None:
@@ -190,7 +190,7 @@ class GradientCollector:
     # -- gradients that are taken out of the backward --------------------------------------
 
     def allow_sparse_products(self, names: Collection[str]) -> None:
-        """Allow sparse products with those of the named weights that may have them: on CPUs."""
+        """Allow sparse products with the named weights, as far as they may have them: on CPUs."""
         self._sparse.update(
             (tensor.parameter, SparseWeight(self, tensor))
             for layer in self._layers
@@ -288,7 +288,7 @@ class SparseWeight:
 
 
 def _is_small(layer: LayerState, tensor: TensorState) -> bool:
-    """Whether the gradient of a tensor waits for those of its layer's other small tensors."""
+    """Whether the gradient of a tensor waits for its layer's other small tensors."""
     return (
         layer.backend.launch is not None
         and tensor.kept == tensor.parameter.numel() <= SMALL

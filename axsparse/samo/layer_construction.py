@@ -84,10 +84,10 @@ def build_layers(
 ) -> list[BuiltLayer]:
     """Build the layers of one stage.
 
-    `ties` maps the global name of a weight's second use to that of its first. Both
-    uses start, and are pruned, as one weight; where both are in `layers`, they share
-    one storage. Raises ConfigError where the shapes of two uses differ, an `init` gives no tensor
-    of the right shape, or a buffer has no contents.
+    `ties` maps the global name of a weight's second use to the name of its first. Both uses start,
+    and are pruned, as one weight; where both are in `layers`, they share one storage. Raises
+    ConfigError where the shapes of two uses differ, an `init` gives no tensor of the right shape,
+    or a buffer has no contents.
     """
     tensors: dict[str, TensorState] = {}
     return [_construct_layer(layer, ties, tensors, options) for layer in layers]
@@ -168,7 +168,7 @@ def _mask(
 
 
 def full_module(built: BuiltLayer) -> nn.Module:
-    """The plain module of a layer as it is now, with memory of its own: full weights, no shards.
+    """The plain module of a layer as it is now, in separate memory: full weights, no shards.
 
     Tensor-parallel ranks call this together.
     """
@@ -197,7 +197,7 @@ def full_weights(built: BuiltLayer) -> Iterator[tuple[str, Tensor]]:
 def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
     """Set the kept weights of a tensor from dense fp32 values of the full one.
 
-    A function of its own, so that `value` is freed before the caller makes the next one.
+    A separate function, so that `value` is freed before the caller makes the next one.
     """
     value_D = tensor.of_full(value.view(-1).to(state.backend.device))
     for start, stop in tensor.blocks():
@@ -222,7 +222,7 @@ def _skeleton(
 ) -> tuple[nn.Module, Callable[[str], Tensor]]:
     """The module, and a function that makes the fp32 start value of a parameter by its local name.
 
-    It is called twice for a parameter with a mask, because keeping the values would hold a whole
+    It is called twice for a parameter with a mask, because keeping the values would hold an entire
     layer in fp32.
     """
     init, start, seed = layer.init, options.start, options.seed
@@ -270,7 +270,7 @@ def put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
     """Give a parameter the contents of `storage`.
 
     It stays the same object: the module may hold it elsewhere as well, such as in a list, and may
-    have hooks and attributes of its own on it.
+    have set hooks and attributes on it.
     """
     if torch._has_compatible_shallow_copy_type(parameter, storage):
         parameter.data = storage
@@ -279,7 +279,7 @@ def put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
     # contents.
     new = nn.Parameter(storage, parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, new)
-    if type(new) is not type(parameter):  # such as that of a device written in Python
+    if type(new) is not type(parameter):  # such as the storage of a device written in Python
         parameter.__class__ = type(new)
         vars(parameter).update(vars(new))
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):

@@ -9,11 +9,11 @@ There are two ways to store the masters (`MasterKind`):
     "weight"       fp32 training: the weight is its own master, gathered for an update
     "fp32"         half training: an fp32 buffer of held entries, from which weights are rounded
 
-Moments are fp32 buffers of held entries. Masters and moments may rest on the host and visit the GPU
-for an update (`samo/offload.py`).
+Moments are fp32 buffers of held entries. Masters and moments may be offloaded to the host and
+staged on the GPU for an update (`samo/offload.py`).
 
-Each layer has buffers of its own, so that it can be pruned, sharded or freed by itself: a view
-keeps its whole storage alive, so no layer's memory could leave a buffer of the whole stage.
+Each layer has separate buffers, so that it can be pruned, sharded or freed by itself: a view keeps
+its entire storage alive, so no layer's memory could leave a buffer of the stage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StateTypes:
     """The forms in which the state of a layer is stored."""
 
     gradient: torch.dtype
-    """The type of accumulated gradients: that of the weights, fp32, or int64 for exact sums."""
+    """The type of accumulated gradients: the weights' type, fp32, or int64 for exact sums."""
     master: MasterKind
     """Where the fp32 master weights are."""
     moments: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ class OptimizerState:
         for values_K in self.moments_K.values():
             values_K.zero_()
 
-    # -- the whole of it --------------------------------------------------------------
+    # -- the layer as one --------------------------------------------------------------
 
     def relocate(self, relocation: Relocation) -> None:
         """Move all values to their places in the shares, which have just been laid out anew.
@@ -240,7 +240,7 @@ class LayerState:
         self.tensors = self.shares.tensors
         """All trained tensors; aliases come last."""
         self.owned = self.shares.owned
-        """The tensors that have a master of their own: all but aliases."""
+        """The tensors that have a separate master: all but aliases."""
         self._by_name = {tensor.name: tensor for tensor in self.tensors}
         self.by_full_name = {tensor.full_name: tensor for tensor in self.owned}
         for tensor in self.owned:
@@ -389,7 +389,7 @@ class LayerState:
 
     def dense_gradient(self, name: str) -> Tensor:
         """This replica's gradient in the parameter's shape, fp32 on the host; 0 where pruned. All
-        ranks of the group ask for that of a sharded tensor together."""
+        ranks of the group ask for a sharded tensor together."""
         # A copy: a score of the user's own may change what it is given.
         return self._dense_full(name, lambda tensor: self.gradient_of(tensor).float().clone())
 
@@ -406,8 +406,8 @@ class LayerState:
         return self._dense_full(name, self.optimizer_state.whole_master)
 
     def dense_weight(self, name: str) -> Tensor:
-        """The weights that training computes with, in the parameter's shape, on the host; all
-        ranks of the group ask for those of a sharded tensor together."""
+        """The weights that training computes with, in the parameter's shape, on the host; all ranks
+        of the group ask for a sharded tensor together."""
         tensor = self.by_full_name[name]
         return self.gathered(tensor, tensor.parameter.detach().cpu())
 
@@ -495,8 +495,8 @@ class LayerState:
 
         It is True at kept entries only: a mask shrinks. Entries that stay keep their master weight,
         moments and gradient exactly. Buffers are replaced one at a time, so the extra memory is one
-        new buffer, and the whole of the old one where it is sharded. Called between two steps, by
-        all replicas together; then call `refit` on a layer with an alias of this tensor.
+        new buffer, and the full old one where it is sharded. Called between two steps, by all
+        replicas together; then call `refit` on a layer with an alias of this tensor.
         """
         tensor = self.by_full_name[name]
         self._remask(tensor, tensor.of_full(mask_D))

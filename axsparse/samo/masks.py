@@ -30,9 +30,9 @@ ROW = 512
 
 
 class Masks(Protocol):
-    """A mask for every pruned tensor, by the global name of the weight; a tied weight has that of
-    its first use. Masks must not depend on the layout: all replicas, and both stages of a tie, ask
-    for the same tensor and must get the same bits.
+    """A mask for every pruned tensor, by the global name of the weight; a tied weight has the name
+    of its first use. Masks must not depend on the layout: all replicas, and both stages of a tie,
+    ask for the same tensor and must get the same bits.
 
         class FirstHalf:
             kept = {"block0.attention.weight": 8}
@@ -89,8 +89,8 @@ def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks:
 
 
 def kept_positions(state: LayerState, tensor: TensorState) -> Tensor | None:
-    """Flat positions of the kept entries of a pruned tensor; None if the tensor is dense. All
-    ranks of the group ask for those of a sharded tensor together."""
+    """Flat positions of the kept entries of a pruned tensor; None if the tensor is dense. All ranks
+    of the group ask for a sharded tensor together."""
     if tensor.full_kept == tensor.full_numel:
         return None
     if tensor.shard is None:
@@ -120,7 +120,7 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
     """A 52-bit hash (exact as a float) of sums of the weights' bits; waits for a GPU once.
 
     It is the sum of a hash of each weight, modulo 2⁵², so that the hashes of a model's stages add
-    to that of the model.
+    to the model's.
     """
     sums = {
         name: sums_of_bits(weight.detach())
@@ -138,7 +138,7 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
 
 
 def sums_of_bits(values: Tensor) -> Tensor:
-    """Sums modulo 2⁶⁴ of words of eight bytes, laid out in rows: those of each column, those of
+    """Sums modulo 2⁶⁴ of words of eight bytes, laid out in rows: a sum for each column, one for
     each row, and the words that fill no row, the last one filled up with zeros.
 
     A word that changes, and two words that change places, always change a sum.

@@ -1,7 +1,7 @@
-"""Master weights and moments that rest on the host and are on the GPU for their update only.
+"""Master weights and moments that are offloaded to the host, and on the GPU for their update only.
 
-There are two places on the GPU, each with room for the values of the largest layer. While one
-layer is updated in the first place, the values of the next are copied into the second, and those
+There are two staging buffers on the GPU, each as large as the values of the largest layer. While
+one layer is updated in the first, the values of the next are copied into the second, and the values
 of the layer before are copied back:
 
     up        layer 0 → a   layer 1 → b                  layer 2 → a   …

@@ -1,7 +1,7 @@
 """The types of weights, and how fp32 masters are rounded to them.
 
-The bits of a bf16 weight are (b + 0x8000) >> 16, where b are those of its fp32 master: rounded to
-the nearest, ties away from zero. NaN stays NaN.
+The bits of a bf16 weight are (b + 0x8000) >> 16, where b are the bits of its fp32 master: rounded
+to the nearest, ties away from zero. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -52,5 +52,5 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != torch.bfloat16:
         return values.to(dtype)
     high = ((values.view(torch.int32) + _HALF_UNIT) >> 16).to(torch.int16)
-    # Rounding a NaN up could turn its bits into those of another number.
+    # Rounding a NaN up could turn its bits into another number's.
     return high.masked_fill_(values.isnan(), _QUIET_NAN).view(torch.bfloat16)

@@ -1,9 +1,9 @@
 """Which replica answers for which kept entries of a layer, and how replicas exchange them.
 
-A layer's kept entries are updated, and dealt out to replicas, in blocks. Every replica sums
-the squares of its own share for the norm; where the optimizer state is sharded (ZeRO
-stage 1, Rajbhandari et al. 2020), it also holds master weights and moments of that
-share only. Shares end where blocks end, so that no sum depends on the number of replicas.
+A layer's kept entries are updated, and dealt out to replicas, in blocks. Every replica sums the
+squares of its share for the norm; where the optimizer state is sharded (ZeRO stage 1, Rajbhandari
+et al. 2020), it also holds master weights and moments of that share only. Shares end where blocks
+end, so that no sum depends on the number of replicas.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Replicas:
     backoff: Backoff | None = None
     """How to wait for an exchange; needed if there is a group."""
     shard: bool = False
-    """Whether each replica holds the master weights and moments of its own share only."""
+    """Whether each replica holds the master weights and moments of its share only."""
 
     @property
     def rank(self) -> int:

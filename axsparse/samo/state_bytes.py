@@ -2,8 +2,8 @@
 
 Everything that says, predicts or checks how many bytes of weight, index, gradient, master or
 optimizer state a parameter takes computes it here: `tensor_bytes`, `layer_bytes`, `stage_bytes`.
-Change a size here and nowhere else; `tests/samo/test_state_bytes.py` counts
-the bytes of the tensors that live against it.
+Change a size here and nowhere else; `tests/samo/test_state_bytes.py` compares it with the bytes of
+live tensors.
 
 Per tensor of n entries of which k are kept, w bytes a weight, a bytes an accumulated
 gradient entry, m moments:
@@ -17,9 +17,9 @@ gradient entry, m moments:
     master     4·k in half precision; 0 in fp32, where the weight is the master
     optimizer  4·m·k
 
-Quotients are rounded up, the mask to whole words of 8 bytes. An offset takes o = 4 bytes,
-and 8 where k is beyond int32. So AdamW with half weights and half accumulation, 16 to 20
-bytes dense, costs for each parameter, f = k/n of which are kept:
+Quotients are rounded up, the mask to words of 8 bytes. An offset takes o = 4 bytes, and 8 where k
+is beyond int32. So AdamW with half weights and half accumulation, 16 to 20 bytes dense, costs for
+each parameter, f = k/n of which are kept:
 
                               f = 0.1
     int32    2 + 18·f          3.80
@@ -30,7 +30,7 @@ replica's share (`shards.share_bounds`; nothing is padded), near k/d each:
 
     mask     2.127 + 2·f + 12·f/d    2.48 at d = 8
 
-Where masters and moments are offloaded, they are on the host, and the GPU has room for those of
+Where masters and moments are offloaded, they are on the host, and the GPU has staging buffers for
 two layers of the largest size. The second use of a tied weight costs its own full state on another
 stage, and only its own gradient where both uses are on one stage. Untrained parameters cost their
 weight only; buffers of modules count as weights, in the type they have.
@@ -65,7 +65,7 @@ MasterKind: TypeAlias = Literal["weight", "fp32"]
 MASTER_BYTES: dict[MasterKind, int] = {"weight": 0, "fp32": 4}
 MOMENT_BYTES = 4
 VISITS = 2
-"""Layers whose offloaded state has room on a GPU: one is updated, one is copied."""
+"""Layers whose offloaded state is staged on a GPU: one is updated, one is copied."""
 VISIT_ALIGNED = 256
 """Each offloaded tensor begins at a multiple of this many bytes."""
 
@@ -80,7 +80,7 @@ class StateBytes:
     master: int = 0
     optimizer: int = 0
     visiting: int = 0
-    """Room on a GPU for masters and moments that are there for their update only."""
+    """Bytes of staging buffers on a GPU for offloaded masters and moments."""
     offloaded: int = 0
     """Masters and moments that rest in the memory of the host."""
 
@@ -109,7 +109,8 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How the state of a training is stored: all that decides its bytes, beside the tensors."""
+    """The storage format of the training state: all settings that decide its bytes, apart from the
+    tensors."""
 
     half: bool
     """Whether weights are bf16 or fp16; otherwise they are fp32."""
@@ -131,13 +132,13 @@ class StateFormat:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of a kept entry's master, beside its weight."""
+        """Bytes of a kept entry's master, in addition to its weight."""
         return MASTER_BYTES[master_kind(half=self.half)]
 
 
 @dataclass(frozen=True)
 class TensorSize:
-    """What of one tensor decides its bytes."""
+    """The properties of one tensor that decide its bytes."""
 
     numel: int
     """Entries before pruning."""
@@ -155,7 +156,7 @@ def master_kind(*, half: bool) -> MasterKind:
 
 
 def visit_bytes(tensors: Iterable[int]) -> int:
-    """Bytes of room on a GPU for the offloaded tensors of a layer, whose bytes are given."""
+    """Bytes of a staging buffer on a GPU for a layer whose offloaded tensors have these bytes."""
     return sum(-(-nbytes // VISIT_ALIGNED) * VISIT_ALIGNED for nbytes in tensors)
 
 

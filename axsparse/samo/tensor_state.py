@@ -1,9 +1,9 @@
 """The trained tensors of a layer, and where their kept entries stand in the layer's flat buffers.
 
 A layer has one flat buffer of each kind (gradient, master, each moment). The gradient holds the
-kept entries of every tensor, those of tensor t at [offset, offset + kept). Master and moments hold
-only the entries [held.start, held.stop), which belong to owned tensors: all of their entries, or
-this replica's share of them where the optimizer state is sharded (`samo/shards.py`).
+kept entries of every tensor, tensor t's at [offset, offset + kept). Master and moments hold only
+the entries [held.start, held.stop), which belong to owned tensors: all of their entries, or this
+replica's share of them where the optimizer state is sharded (`samo/shards.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class TensorState:
     """One trained parameter: its dense weight and where its kept entries stand.
 
     An alias is the second use of a tied weight on the stage of the first. It shares that weight's
-    storage, index, master and moments, and has a gradient of its own.
+    storage, index, master and moments, and has a separate gradient.
     """
 
     name: str
-    """Global parameter name; of a shard that of the full parameter, "#", and its index."""
+    """Global parameter name; a shard has the full parameter's name, "#", and its index."""
     parameter: nn.Parameter
     """Dense, in the training precision; zero at pruned positions."""
     own_index: Index
@@ -43,7 +43,7 @@ class TensorState:
     accumulated: bool = False
     """Whether this step's gradient has been written at least once."""
     unit: float = 1.0
-    """What 1 stands for in sums of integers (`samo/fixed_point.py`); a power of two."""
+    """The value of 1 in sums of integers (`samo/fixed_point.py`); a power of two."""
     most: Tensor = field(default_factory=lambda: torch.zeros(0))
     """The largest absolute value that was added to sums of integers in this step, fp32 `(1,)`;
     empty where sums are not of integers."""
@@ -54,11 +54,11 @@ class TensorState:
     shard: TensorShard | None = None
     """Where it lies in the full tensor, if it is a shard of one."""
     full_kept: int = 0
-    """Kept entries of the full tensor, those of other ranks included."""
+    """Kept entries of the full tensor, on all ranks."""
 
     @property
     def index(self) -> Index:
-        """The kept positions; an alias has those of its owner."""
+        """The kept positions; an alias has its owner's."""
         return self.alias_of.index if self.alias_of is not None else self.own_index
 
     @property
@@ -103,7 +103,7 @@ class TensorState:
         return torch.Size(self.full_shape).numel()
 
     def of_full(self, values: Tensor) -> Tensor:
-        """The values of this tensor, flat, from those of the full one."""
+        """The values of this tensor, flat, from the values of the full one."""
         return (values if self.shard is None else self.shard.take(values)).view(-1)
 
 
@@ -113,7 +113,7 @@ class Shares:
     bounds: list[int]
     """Replica r answers for the owned entries [bounds[r], bounds[r + 1])."""
     own: range
-    """The entries that this replica answers for: whole blocks."""
+    """The entries that this replica answers for: entire blocks."""
     held: range
     """The entries that are updated here: `own` if state is sharded, otherwise all."""
 

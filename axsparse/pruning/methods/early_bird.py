@@ -1,9 +1,9 @@
 """The Early-Bird search: the network stays dense until the mask of highest scores settles.
 
-You et al., "Drawing Early-Bird Tickets" (ICLR 2020), prune channels by their BatchNorm scales;
-here single weights are pruned. In a round, every `interval` steps, the mask that pruning would
-give is compared with that of the round before. There are two distances, computed from integers
-that are summed over stages:
+You et al., "Drawing Early-Bird Tickets" (ICLR 2020), prune channels by their BatchNorm scales; here
+single weights are pruned. In a round, every `interval` steps, the mask that pruning would give is
+compared with the mask of the round before. There are two distances, computed from integers that are
+summed over stages:
 
     hamming = mismatched / total
     churn   = mismatched / (2 · kept)
@@ -47,7 +47,7 @@ class Judgement:
 
 
 class MaskConvergence:
-    """Judges on one rank whether masks have settled.
+    """Decides on one rank whether masks have converged.
 
     If a round is `due`, call `compare` for each tensor of the rank, sum the counts over stages,
     and call `judge` with the sums. One bit is kept for each entry that was compared.
@@ -167,7 +167,7 @@ class EarlyBirdSearch:
         return Change(f"early-bird {how}: {said}", figures, is_final=True)
 
     def _judge(self, masks: ScoredMasks, updates: int) -> Judgement:
-        """Compare these masks with those of the last look, over all stages."""
+        """Compare these masks with the masks of the last round, over all stages."""
         live = self._live
         counts = torch.zeros(3, dtype=torch.int64)
         for owner, state, tensor in live.counted():

@@ -92,8 +92,8 @@ class LiveMasks:
 def stage_total(place: Place, transport: Transport, counts: Tensor) -> Tensor:
     """A vector of whole numbers, summed over the stages of one replica.
 
-    All ranks call this together; the numbers of other replicas and members than the first do not
-    count.
+    All ranks call this together; only the numbers of the first replica and the first
+    tensor-parallel rank count.
     """
     counts_here = place.replica == 0 == place.member
     sums = counts.double() if counts_here else torch.zeros_like(counts).double()
@@ -183,7 +183,7 @@ def scored_masks(
         above = select(scores, keys, Cut(cut.key, 0)).mask().sum()
         at_cut[:, numbers[one.name]] = torch.tensor([above, equal_to(scores, keys, cut.key)])
     above_all, equal_all = total(at_cut.view(-1)).view(2, -1).tolist()
-    # Among equal scores, those of earlier tensors stay, then those at lower positions.
+    # Among equal scores, entries of earlier tensors stay, then entries at lower positions.
     cuts, ties = {}, cut.ties
     for name, above, equal in zip(common, above_all, equal_all, strict=True):
         taken = min(ties, equal)

@@ -1,6 +1,6 @@
 """The protocol of a pruning method: a `Masking` decides when masks change, and how.
 
-A method is told a `Moment`, answers with a `Change`, and saves its `MaskingState` in checkpoints.
+A method receives a `Moment`, answers with a `Change`, and saves its `MaskingState` in checkpoints.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Masking(Protocol):
     def before_step(self, now: Moment) -> Change | None:
         """Change the masks if it is time to, and return what was done; None if nothing was.
 
-        Called on all ranks once before every step. It may prune the state, rewind the weights,
-        and compute gradients with `now.gradients()`. Raises TrainingError, on all ranks alike, if
-        the run cannot go on.
+        Called on all ranks once before every step. It may prune the state, rewind the weights, and
+        compute gradients with `now.gradients()`. Raises TrainingError, on all ranks alike, if the
+        run cannot continue.
         """
         ...
 
@@ -103,7 +103,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Change:
-    """What a method did between two steps."""
+    """The action of a method between two steps."""
 
     text: str
     """A description for the screen."""
@@ -136,7 +136,7 @@ class MethodState:
 
 @dataclass(frozen=True)
 class MaskingState:
-    """What a method needs to go on as if the run had never stopped."""
+    """The state with which a method continues as if the run had never stopped."""
 
     standing: MethodState
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)

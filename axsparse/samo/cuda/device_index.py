@@ -1,7 +1,7 @@
 """Kept positions on a GPU: made from a mask, read by kernels, and decoded again.
 
-The encodings and their bytes are those of the CPU (`samo/state_bytes.py`), behind the same
-protocol (`samo/index/base.py`).
+Encodings and bytes are the same as on the CPU (`samo/state_bytes.py`), with the same protocol
+(`samo/index/base.py`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class DeviceIndex:
     entries: Tensor | None = None
     """int32: flat positions. mask: bits, the lowest of a byte first. None for full."""
     offsets: Tensor | None = None
-    """The number of kept entries before each block of dense ones, and at the end that of all;
-    int32. None for full and int32."""
+    """The number of kept entries before each block of dense ones, and at the end the total; int32.
+    None for full and int32."""
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +87,7 @@ class DeviceIndex:
         return self._positions(self.device)
 
     def positions_by_host(self) -> Tensor:
-        """The same on the host, for a thread beside the one that trains."""
+        """The same on the host, for a background thread next to training."""
         return self._positions(torch.device("cpu"))
 
     def _positions(self, device: torch.device) -> Tensor:

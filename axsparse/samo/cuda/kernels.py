@@ -1,4 +1,4 @@
-"""What kernels do with the state of tensors: compress gradients, sum their squares, and update.
+"""Kernels on the state of tensors: compress gradients, sum their squares, and update.
 
     grad_K ← dense_D[index]            the first gradient of a step
     grad_K ← grad_K + dense_D[index]   later ones: added in fp32, rounded to grad_K's type
@@ -10,9 +10,9 @@ The norm, and whether all gradients are finite, come from one fp64 sum of square
 
 The step is one kernel for tensors of the same types. It unscales and clips the gradient, applies
 the recurrence in fp32 to kept entries (as in `samo/optim/adamw.py` and `samo/optim/sgd.py`), rounds
-the masters, and writes the dense weight in whole tiles, with zeros at pruned positions. It needs no
-temporary. Every operation and its rounding is that of the functions on a CPU with fused
-multiply-add, so results have the same bits.
+the masters, and writes the dense weight in full tiles, with zeros at pruned positions. It needs no
+temporary. Every operation rounds as the functions on a CPU with fused multiply-add do, so results
+have the same bits.
 """
 
 from __future__ import annotations

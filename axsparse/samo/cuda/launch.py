@@ -1,8 +1,8 @@
 """The launcher protocol, the arguments of kernels, and their source.
 
-Kernels are C++ templates in `source/`. A launcher is told which instance to run, as a C++ name such
-as `compress<MaskIndex, Bf16, Fp32>`. That of GPUs has CuPy compile each kernel with NVRTC at its
-first use. Compiled kernels stay in memory, and CuPy keeps them in a folder of the user too
+Kernels are C++ templates in `source/`. A launcher receives the instance to run as a C++ name such
+as `compress<MaskIndex, Bf16, Fp32>`. The launcher of GPUs has CuPy compile each kernel with NVRTC
+at its first use. Compiled kernels stay in memory, and CuPy keeps them in a folder of the user too
 (`CUPY_CACHE_DIR`), so that the next run loads them.
 """
 
@@ -222,7 +222,7 @@ def _import_cupy() -> Any:
 
 
 def _needed() -> tuple[str, str]:
-    """What compiles kernels for the GPUs of this torch, and how to get the CuPy that fits."""
+    """The compiler of kernels for the GPUs of this torch, and how to get the CuPy that fits."""
     hip, cuda = torch.version.hip, torch.version.cuda
     if cuda is None and hip is not None:
         release = ".".join(hip.split(".")[:2])

@@ -1,10 +1,10 @@
-"""Loops in machine code: read from a cache of the user, or compiled by a process beside this one.
+"""Loops in machine code: read from a cache of the user, or compiled by a helper process.
 
 A loop is a Python function over arrays and numbers that numba can compile. A rank never loads
-numba: a helper process does (`loop_compiler.py`), which writes each loop's object file to a folder
-that all runs of the user share. A rank loads object files by llvmlite. A file's name says all that
-its content depends on: the source, the processor, the versions of numba and llvmlite, the loop and
-the types of its arguments.
+numba: the helper does (`loop_compiler.py`), and writes each loop's object file to a folder that all
+runs of the user share. A rank loads object files by llvmlite. A file's name says all that its
+content depends on: the source, the processor, the versions of numba and llvmlite, the loop and the
+types of its arguments.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DEPTH = 512
 BF16_FEATURES = {"avx512bf16", "avx512vbmi2"}
 """The processor's instructions that loops on bf16 need."""
 MATRIX_FEATURE = "amx-bf16"
-"""The instruction of processors that multiply whole matrices of bf16 at once."""
+"""The instruction of processors that multiply matrix tiles of bf16 at once."""
 DIGEST = hashlib.sha256().digest_size
 _RESULT = ctypes.create_string_buffer(16)
 """Memory for the result that every loop writes, which says that the loop returns nothing."""
@@ -136,7 +136,7 @@ def has_bf16_loops() -> bool:
 
 
 def multiplies_matrices() -> bool:
-    """Whether the processor has an instruction for whole matrices of bf16 (AMX)."""
+    """Whether the processor has an instruction for matrix tiles of bf16 (AMX)."""
     return can_compile() and MATRIX_FEATURE in cpu_features()
 
 
@@ -182,7 +182,7 @@ def compile_together(what: str, use: Callable[[], None]) -> None:
 
 @cache
 def _source() -> str:
-    """A hash of what object files depend on beside the loop and its types."""
+    """A hash of everything that object files depend on, except the loop and its types."""
     digest = hashlib.sha256()
     for folder in (Path(__file__).parent, Path(__file__).parent.parent / "index"):
         for file in sorted(folder.glob("*.py")):
@@ -255,7 +255,7 @@ _TYPES["double"] = ctypes.c_double
 
 @cache
 def _engine() -> Any:
-    """What holds machine code; it lives as long as the process."""
+    """The owner of machine code, which lives as long as the process."""
     from llvmlite import binding
 
     binding.initialize_native_target()

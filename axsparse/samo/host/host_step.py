@@ -1,4 +1,4 @@
-"""The whole optimizer step of tensors on a CPU, in one pass over gradients and state.
+"""The optimizer step of tensors on a CPU, in one pass over gradients and state.
 
 Compiled loops read each kept entry's gradient, master and moments once, and write masters, moments
 and rounded weights, with the bits of the torch operations of `samo/optim/adamw.py` and

@@ -30,7 +30,8 @@ IDLE = 20.0
 LIBRARY = {"memcpy", "memmove", "memset", "sqrtf"}
 """Functions outside of an object file that it may call; every process with Python has them."""
 FREED = re.compile(r"^declare void @NRT_MemInfo_call_dtor\(([^ )]+).*$", re.MULTILINE)
-"""What frees an array's memory, which numba never calls for arrays of a caller."""
+"""Matches the function that frees an array's memory, which numba never calls for arrays of a
+caller."""
 # None of these is typed.
 _types: Any = types
 _codegen: Any = codegen
@@ -51,7 +52,7 @@ def main() -> None:
                 if not path.exists():
                     _write(path, _object(job["module"], job["name"], _tuples(job["kinds"]), path))
             answer = "done"
-        except Exception as error:  # whatever it is, the one who asks has to hear of it
+        except Exception as error:  # of any kind, the caller has to learn of it
             answer = f"{type(error).__name__}: " + " ".join(str(error).split())
         print(answer, flush=True)
 

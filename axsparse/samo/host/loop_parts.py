@@ -1,4 +1,4 @@
-"""What compiled loops are made of: functions for numba, and vectors of LLVM.
+"""Building blocks of compiled loops: functions for numba, and vectors of LLVM.
 
 Only the process that compiles loops imports this file and the files of loops, which load numba.
 numpy has no bf16, so loops take such numbers as arrays of their bits.

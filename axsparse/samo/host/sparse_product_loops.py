@@ -58,9 +58,9 @@ _HALVES = [
     ]
     for half in (0, QUARTER // 2)
 ]
-"""For each half of the sums, the order in which the numbers of two inputs stand beside each other,
-token by token, so that one instruction adds both products of a token. A processor shuffles within
-quarters of a vector, so that half of each quarter goes to each."""
+"""For each half of the sums, the order in which the numbers of two inputs alternate, token by
+token, so that one instruction adds both products of a token. A processor shuffles within quarters
+of a vector, so that half of each quarter goes to each."""
 _ORDER = [
     half * SUMS + begin // 2 + number
     for begin in range(0, PAIRS, QUARTER)
@@ -146,7 +146,7 @@ def transpose(source: Array, target: Array, begin: int, end: int, first: int, le
 
 
 def _dot_of(instructions: int) -> Any:
-    """What makes the sum of PAIRS · `instructions` products of two vectors, as fp32."""
+    """A generator of the sum of PAIRS · `instructions` products of two vectors, as fp32."""
 
     def dot(_: Any, one: Any, at_one: Any, other: Any, at_other: Any) -> Any:
         def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -192,8 +192,8 @@ def sample(
 
     Both `panels`, the outer `(rows, …)` and the inner `(columns, …)`, are transposed, and `length`
     long; the inner one begins with column `first`. `where` has the columns of all kept entries, row
-    by row, the number of each row's next entry, which is moved on, and that of its end. An entry
-    goes to `sums`, or is added to what is there if `adds`.
+    by row, the number of each row's next entry, which is moved on, and the number of its end. An
+    entry goes to `sums`, or is added to the sums there if `adds`.
     """
     outer, inner = panels
     columns, cursors, ends = where
@@ -224,9 +224,9 @@ def sampled_product(
     """The entries of `outerᵀ inner` that an index keeps.
 
     `factors` are the outer `(tokens, rows)` and the inner `(tokens, columns)`. `where` has the
-    columns of all kept entries, row by row, room for a number a row, and the number of each row's
-    end. `room` is for the tokens of both factors that are laid out at a time, `(rows, length)` and
-    `(columns, length)`. `sums`, `(kept,)` in fp32, receives the entries.
+    columns of all kept entries, row by row, a scratch number a row, and the number of each row's
+    end. `room` is scratch memory for the tokens of both factors that are laid out at a time,
+    `(rows, length)` and `(columns, length)`. `sums`, `(kept,)` in fp32, receives the entries.
     """
     outer, inner = factors
     _, cursors, ends = where
@@ -255,8 +255,8 @@ def _list_vector(
 ) -> Any:
     """Add the weights other than zero among PAIRS, from `line[at]` on, to the end of a list.
 
-    The first of them is that of input `input_number`. Returns how many are listed then. Of the
-    lists, PAIRS entries behind the last one may get any numbers.
+    The first of them belongs to input `input_number`. Returns how many are listed then. Of the
+    lists, PAIRS entries after the last one may get any numbers.
     """
 
     def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -398,9 +398,9 @@ def add_products(
 
     `extent` is the number of tiles, of inputs and of lines. `panels` is a matrix `(…, TOKENS)` that
     has a row for each input of each tile, and the first row. `lines` is a matrix, and the row and
-    the column of it where the first line begins. `lists` is room for inputs and weights of each
-    line, and for the rounds in which they are multiplied. `sums`, `(…, TOKENS)`, has a row for each
-    line of each tile.
+    the column of it where the first line begins. `lists` is scratch memory for inputs and weights
+    of each line, and for the rounds in which they are multiplied. `sums`, `(…, TOKENS)`, has a row
+    for each line of each tile.
     """
     inputs_of_tiles, at = panels
     numbers, first_line, first = lines
@@ -457,10 +457,10 @@ def multiply(
     """Products of rows `(tokens, inputs)` with a weight's lines, and the bias, as rows of outputs.
 
     `weight` is the matrix, and whether its lines are its columns. `bias`, `(outputs,)` in fp32,
-    also says how many outputs there are. `outputs` is the matrix of all
-    outputs, and the row of the first one. `room` is for the inputs of each tile, `(…, TOKENS)`, for
-    the sums of each tile, `(…, TOKENS)`, for lines of a weight that is transposed,
-    `(LINES, DEPTH)`, for rounded sums, `(LINES, TOKENS)`, and for the lists of `add_products`.
+    also says how many outputs there are. `outputs` is the matrix of all outputs, and the row of the
+    first one. `room` is scratch memory for the inputs of each tile, `(…, TOKENS)`, for the sums of
+    each tile, `(…, TOKENS)`, for lines of a weight that is transposed, `(LINES, DEPTH)`, for
+    rounded sums, `(LINES, TOKENS)`, and for the lists of `add_products`.
     """
     matrix, is_transposed = weight
     panels, sums, turned, rounded, lists = room

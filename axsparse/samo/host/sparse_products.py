@@ -1,12 +1,12 @@
 """The three products of a linear layer, computed from the kept entries of its weight alone.
 
-They are the output, y = x Wᵀ + b, the gradient of the input, ∂x = ∂y W, and that of the weight,
-∂W = ∂yᵀ x. Of a weight that is mostly pruned only a few entries of ∂W are kept, and each is a sum
-of its own: over the tokens of a microbatch, an output's gradient times an input. On a CPU that
-multiplies bf16 it is quicker to compute just these than to have the dense product and pick them
-out; the literature calls it a sampled dense-dense matrix product (SDDMM). For the other two
-products the weight stays dense: on the way its entries other than zero are listed, line by line,
-which costs little beside what they are multiplied with (docs/decisions/043-sparse-products.md).
+They are the output, y = x Wᵀ + b, and the gradients of the input, ∂x = ∂y W, and of the weight, ∂W
+= ∂yᵀ x. Of a weight that is mostly pruned only a few entries of ∂W are kept, and each is a separate
+sum: over the tokens of a microbatch, an output's gradient times an input. On a CPU that multiplies
+bf16 it is quicker to compute just these than to have the dense product and pick them out; the
+literature calls it a sampled dense-dense matrix product (SDDMM). For the other two products the
+weight stays dense: on the way its entries other than zero are listed, line by line, which costs
+little compared with the products (docs/decisions/043-sparse-products.md).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DENSEST = 0.3
 """The density up to which a layer's output and the gradient of its input are computed from kept
 entries."""
 DENSEST_WITH_AMX = 0.05
-"""The same density on processors that multiply whole matrices at once."""
+"""The same density on processors that multiply matrix tiles at once."""
 FEWEST_TOKENS = 64
 """Of fewer tokens the dense product is nearly as quick."""
 MOST_THREADS = 2

@@ -1,6 +1,6 @@
 """The loops of `host_step.py`, which only the process that compiles them imports.
 
-An argument that a tensor does not have is None, for which numba compiles a loop of its own. Every
+An argument that a tensor does not have is None, for which numba compiles a separate loop. Every
 operation rounds as torch's does on a CPU: numba neither joins nor reorders operations by itself,
 and `multiply_add` stands where torch's kernels have it. All loops compile to vector instructions;
 with more than five arrays they would not, since the compiler then gives up comparing where they
@@ -166,7 +166,7 @@ def add_integers(values: Array, scale: Any, sums: Array, adds: int, most: Array)
 
     Not all processors turn numbers into integers of 64 bits, but adding 1.5 * 2**52 rounds a number
     below 2**51 to one, which its last bits then have. So a product, of which 24 bits count, is
-    rounded in two parts. Of the upper part's bits, those of 1.5 * 2**52 are shifted out.
+    rounded in two parts. The bits of 1.5 * 2**52 are shifted out of the upper part.
     """
     largest, down = np.uint32(0), scale * DOWN
     for i in range(values.size):

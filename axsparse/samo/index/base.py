@@ -6,10 +6,9 @@ All encodings give the same bits; they differ in bytes (`samo/state_bytes.py`) a
 Shape suffixes: `_D` is a dense flat tensor of `(numel,)` (every entry), `_K` a tensor of kept
 entries only, in ascending position. `start` and `stop` are numbers of kept entries, from 0.
 
-Adding an index encoding:
-  1. Write a class of `Index`, built from a flat boolean mask, here or in a file of its own in
-     `samo/index/` (`MaskIndex` is an example).
-  2. Add its name to `IndexKind` and `Encoding`, and its bytes to `index_bytes`, in
+Adding an index encoding: 1. Write a class of `Index`, built from a flat boolean mask, here or in a
+new file in `samo/index/` (`MaskIndex` is an example). 2. Add its name to `IndexKind` and
+`Encoding`, and its bytes to `index_bytes`, in
      `samo/state_bytes.py`, and its name to the setting `samo.index` in `config/schema.py`.
   3. Build it in `make_index` below; for GPUs in `make_device_index` of
      `samo/cuda/device_index.py`, with a decoder in `samo/cuda/source/index.cuh`.
@@ -64,7 +63,7 @@ class Index(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage, exactly those of `state_bytes.index_bytes`."""
+        """Bytes of storage, exactly as `state_bytes.index_bytes` says."""
         ...
 
     @property
@@ -130,7 +129,7 @@ class Int32Index:
         return self._positions.long()
 
     def csr(self, width: int) -> tuple[Array, Array]:
-        """The kept entries as those of a matrix that is `width` wide, row by row: the column of
+        """The kept entries as entries of a matrix that is `width` wide, row by row: the column of
         each, int32 `(kept,)`, and for each row the number of kept entries up to its end, int64.
 
         These are the column indices of the CSR format and its row pointers without the first, 0.
@@ -218,7 +217,7 @@ class MaskIndex:
 
 
 def _block_offsets(mask_D: Tensor) -> Tensor:
-    """The number of kept entries before each block of dense positions, and at the end that of all,
+    """The number of kept entries before each block of dense positions, and at the end the total,
     `(blocks + 1,)`; int32 where that fits, otherwise int64."""
     mask = mask_D.numpy()
     complete = mask[: mask.size // MASK_BLOCK * MASK_BLOCK].reshape(-1, MASK_BLOCK)
@@ -231,7 +230,7 @@ def _block_offsets(mask_D: Tensor) -> Tensor:
 
 
 def _csr(loop: Loop, entries: Array, width: int, size: tuple[int, int]) -> tuple[Array, Array]:
-    """What `Int32Index.csr` returns, by a loop over positions or bits; `size` has the numbers of
+    """The result of `Int32Index.csr`, by a loop over positions or bits; `size` has the numbers of
     all entries and of kept ones."""
     assert can_compile(), "numba is missing"
     numel, kept = size
@@ -241,7 +240,8 @@ def _csr(loop: Loop, entries: Array, width: int, size: tuple[int, int]) -> tuple
 
 
 def host_positions(index: Index) -> Tensor:
-    """`index.positions()` on the host without a kernel, for a thread beside the one that trains."""
+    """`index.positions()` on the host without a kernel, for a background thread next to
+    training."""
     on_device = index.on_device
     return index.positions() if on_device is None else on_device.positions_by_host()
 

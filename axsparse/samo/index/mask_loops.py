@@ -2,7 +2,7 @@
 
 A word of 64 bits says which of 64 entries are kept. AVX-512 has instructions that move the kept
 entries of a vector side by side, and back (`vpcompress`, `vpexpand`); a vector has 32 entries of 2
-bytes or 16 of 4. Vectors are read and written whole, so that all of their entries have to exist.
+bytes or 16 of 4. Vectors are read and written in full, so that all of their entries have to exist.
 (The same instructions can read or write the kept entries only, but AMD's processors then take many
 times as long.)
 """
@@ -45,14 +45,14 @@ are not in the cache, a gather takes a third less time with it; that far ahead, 
 page, whose address takes longest to find."""
 VECTOR_BYTES = 64
 FEATURES = {2: "+avx512vbmi2", 4: "+avx512f"}
-"""What processors call the instructions for entries of so many bytes."""
+"""The instruction set that moves entries, by the bytes of an entry."""
 _codegen: Any = codegen  # neither is typed
 _config: Any = config
 
 
 def _word_mover(into_dense: bool) -> Any:
-    """What moves the kept entries of a word to or from those of `values`, and returns their
-    number."""
+    """A generator of the code that moves the kept entries of a word to or from `values`, and
+    returns their number."""
 
     # Reason: the arguments of the function that it stands for.
     def move(_: Any, dense: Any, at: Any, bits: Any, values: Any, number: Any) -> Any:
@@ -89,7 +89,7 @@ def _word_mover(into_dense: bool) -> Any:
 
 
 def _by_instructions(into_dense: bool) -> Callable[..., Any]:
-    """What to compile in place of `take_word` or `put_word`, for some types."""
+    """The replacement that is compiled for `take_word` or `put_word`, for some types."""
     move = _word_mover(into_dense)
 
     def moved(dense: Any, at: Any, bits: Any, values: Any, number: Any) -> Any:
@@ -115,8 +115,8 @@ def take_word(dense: Array, at: int, bits: int, values: Array, number: int) -> i
 
 
 def put_word(dense: Array, at: int, bits: int, values: Array, number: int) -> int:
-    """Copy entries of `values` from `number` on to those of `dense` that `take_word` reads; else
-    like `take_word`."""
+    """Copy entries of `values` from `number` on to the entries of `dense` that `take_word` reads;
+    else like `take_word`."""
     raise NotImplementedError
 
 
@@ -131,7 +131,7 @@ def move_bits(
     """Copy all of `values` to or from the kept entries, beginning `before` set bits after the start
     of `word`.
 
-    Words move whole where the processor has instructions for it. Elsewhere, and at both ends, bits
+    Words move as one where the processor has instructions for it. Elsewhere, and at both ends, bits
     move one by one: `w & -w` is the lowest set bit of a word, and a product with it is a shift by
     its place.
     """

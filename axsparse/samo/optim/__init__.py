@@ -1,1 +1,2 @@
-"""Optimizers over kept entries, and what an update needs beside them."""
+"""Optimizers over kept entries, and the learning rate, the loss scale and the norm for an
+update."""

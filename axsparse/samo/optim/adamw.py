@@ -4,9 +4,9 @@
     v ← β₂ v + (1 − β₂) g²
     θ ← θ (1 − ηλ) − η / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
-The operations and their order are those of `torch.optim.AdamW` with `foreach=False` and
-`fused=False`, so that kept entries are bitwise those of a masked dense run, with one exception:
-square roots are rounded to the nearest number, which those of torch on CPUs are not always.
+The operations and their order are as in `torch.optim.AdamW` with `foreach=False` and `fused=False`,
+so that kept entries have the bits of a masked dense run, with one exception: square roots are
+rounded to the nearest number, which torch's on CPUs are not always.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     u ← (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε) + λ θ
     θ ← θ − η · ‖θ‖ / ‖u‖ · u          per tensor; the ratio is 1 where either norm is 0
 
-The paper's φ is the identity. Norms are over the kept entries of a whole tensor, so they equal
-those of the masked dense tensor. As in the paper's experiments, biases and gains of norms do not
+The paper's φ is the identity. Norms are over the kept entries of a full tensor, so they equal the
+norms of the masked dense tensor. As in the paper's experiments, biases and gains of norms do not
 decay; as in its algorithm, and unlike some implementations, their steps are scaled like all others.
 """
 

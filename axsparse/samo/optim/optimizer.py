@@ -1,10 +1,10 @@
-"""What an optimizer over compressed state is: named moments, and functions over blocks of entries.
+"""Optimizers over compressed state: named moments, and functions over blocks of entries.
 
 `samo/optim/update.py` cuts each tensor's kept entries into blocks and calls an optimizer's
 functions for each. So an optimizer knows nothing of masks, half precision, sharding or devices: it
 sees 1-D fp32 tensors, be they all entries of a dense tensor or the kept entries of a pruned one.
 
-An `Optimizer` of a user's own trains by `ax.Trainer(…, optimizer=…)`, and needs none of the steps
+A user's custom `Optimizer` trains by `ax.Trainer(…, optimizer=…)`, and needs none of the steps
 below: a sign of the gradient without weight decay, say, is
 
     def apply(block, statistics, hyper):
@@ -16,20 +16,20 @@ below: a sign of the gradient without weight decay, say, is
 
 Adding an optimizer to the package:
   1. Write `samo/optim/<name>.py` with the functions and one `Optimizer` (`adamw.py` is elementwise,
-     `lamb.py` needs sums over whole tensors). The recurrence stands in its module docstring.
+     `lamb.py` needs sums over full tensors). The recurrence stands in its module docstring.
   2. Add the name to the literal of `OptimizerConfig.name` in `config/schema.py`, with the settings
      it needs. Settings that `Hyper` has reach the functions at every call; others are passed when
      the `Optimizer` is made, as `sgd(momentum, nesterov=…)` does.
   3. Give its file a function `configured(settings)` that returns the `Optimizer` of an
      `OptimizerConfig`, which `optimizer_of` below calls by the name of the file.
-  4. Write `tests/samo/optim/test_<name>.py`, which holds kept entries against a dense masked run,
+  4. Write `tests/samo/optim/test_<name>.py`, which compares kept entries with a dense masked run,
      write the dense rule into `tests/support/dense_optimizers.py` and rows of it into
      `tests/behavior/test_state_equivalence.py`, and add the name to the lists in `test_resume.py`
-     and `test_step_memory.py` beside it. All of these must pass.
+     and `test_step_memory.py` next to it. All of these must pass.
   5. Machine code is optional (`Compiled`). The kernel's source goes into
      `samo/cuda/source/step.cuh`, its reference into `tests/support/kernel_reference.py`, and
      `tests/samo/cuda/test_kernels_emulated.py` must pass; the loop goes into
-     `samo/host/step_loops.py`, and `tests/samo/host/test_host_step.py` holds it against the
+     `samo/host/step_loops.py`, and `tests/samo/host/test_host_step.py` compares it with the
      functions.
 """
 
@@ -123,7 +123,7 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A rule of which machine code does the whole step of tensors, in place, in one pass.
+    """A rule of which machine code does the full step of tensors, in place, in one pass.
 
     It has the operations of the rule's functions in their order, and their bits where torch joins
     multiplications and additions into one rounding, as on all x86 processors of the last ten years.
@@ -152,7 +152,8 @@ class Optimizer:
     statistics: Callable[[Block, Hyper], Tensor] | None
     """`statistics(block, hyper)` returns fp64 sums over the block, `(num_statistics,)`, from
     updated moments, and changes nothing. They are added over all blocks of the tensor, on all
-    replicas and members, before `apply` is called. None if the rule is elementwise."""
+    replicas and tensor-parallel ranks, before `apply` is called. None if the rule is
+    elementwise."""
     apply: Callable[[Block, Tensor | None, Hyper], None]
     """`apply(block, statistics, hyper)` moves the block's master weights, in place, from updated
     moments. `statistics` are the tensor's sums, fp64 `(num_statistics,)` on the host, or
@@ -185,8 +186,8 @@ def learning_rate(step: int, schedule: ScheduleConfig, *, peak: float, decay_ste
     """The learning rate of step `step` (from 0): linear warm-up, then decay (Brown et al. 2020,
     appendix B) or steps. A pure function, so resuming needs no state.
 
-    `decay_steps` stands for that of the schedule, which may be `auto` and counts from the start of
-    the run, not from `step` 0.
+    `decay_steps` replaces the schedule's, which may be `auto` and counts from the start of the run,
+    not from `step` 0.
 
     η(t) = peak · (t + 1) / warmup                              t < warmup
     η(t) = peak · (final + (1 − final) · shape(x)),             after
@@ -210,7 +211,7 @@ def learning_rate(step: int, schedule: ScheduleConfig, *, peak: float, decay_ste
 
 
 def own_learning_rate(function: LearningRate, step: int) -> float:
-    """What a user's function gives for a step; ConfigError if that is no learning rate."""
+    """The learning rate that a user's function gives for a step; ConfigError if it is none."""
     try:
         given = function(step)
     except Exception as reason:  # whatever it is, it is the user's

@@ -7,10 +7,10 @@
     θ ← θ − η v                with momentum
     θ ← θ − η (d + μ v)        with Nesterov's momentum
 
-Weight decay λ is a part of the gradient, hence of the momentum, unlike AdamW's.
-The operations and their order are those of `torch.optim.SGD` with `foreach=False`, `fused=False`
-and no dampening, so that kept entries are bitwise those of a masked dense run (a zero of
-the first step's momentum may differ in its sign, which no weight ever shows).
+Weight decay λ is a part of the gradient, hence of the momentum, unlike AdamW's. The operations and
+their order are as in `torch.optim.SGD` with `foreach=False`, `fused=False` and no dampening, so
+that kept entries have the bits of a masked dense run (a zero of the first step's momentum may
+differ in its sign, which no weight ever shows).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from axsparse.samo.tensor_state import TensorState
 
 NONE: Mapping[str, Hyper] = {}
 WholeStep: TypeAlias = Callable[[Sequence[TensorSlot], Hyper, float], None]
-"""The whole step of some tensors, in place: slots, settings, and the factor of all gradients."""
+"""The full step of some tensors, in place: slots, settings, and the factor of all gradients."""
 
 
 # Reason: what every update needs comes first; the others are for some kinds of state only.
@@ -80,7 +80,7 @@ class _Step:
         settings: tuple[Hyper, Mapping[str, Hyper]],
         gradient_factor: float,
     ) -> None:
-        """`settings` are those of all tensors, and those that some have of their own, by name."""
+        """`settings` are the settings of all tensors, and by name the tensors' deviating ones."""
         self.optimizer = optimizer
         self.hyper, self.own = settings
         self.undecayed = replace(self.hyper, weight_decay=0.0)
@@ -108,7 +108,7 @@ class _Step:
         layers: Sequence[LayerState],
         visits: Callable[[Sequence[LayerState]], Iterable[LayerState]],
     ) -> dict[str, Tensor]:
-        """The sums over whole tensors that the rule needs, by name of tensor or shard; empty if it
+        """The sums over full tensors that the rule needs, by name of tensor or shard; empty if it
         needs none.
 
         Updates all moments on the way, since the sums are of the updated ones. Every block has one
@@ -182,11 +182,11 @@ def refuse_result(function: str, result: object) -> None:
 
 
 def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep | None:
-    """What updates whole tensors of these layers: kernels on a GPU, and compiled loops on a CPU
-    where some tensor is large enough to be worth compiling; None if there are neither kernels nor
-    loops.
+    """The function that updates full tensors of these layers: kernels on a GPU, and compiled loops
+    on a CPU where some tensor is large enough to be worth compiling; None if there are neither
+    kernels nor loops.
 
-    The first call in a process that finds loops loads them. The norm has a loop of its own under
+    The first call in a process that finds loops loads them. The norm has a separate loop under
     every optimizer.
     """
     if not layers or optimizer.compiled is None:
