@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from axsparse.runtime.errors import ConfigError, TrainingError
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.training.trainer import Trainer, build
+from axsparse.training.trainer import build
 
 WIDTH = 16
 
@@ -279,30 +278,6 @@ def test_ranks_with_other_numbers_of_layers_are_told_apart() -> None:
         world.run(on_rank)
 
 
-def freeze(trainer: Trainer) -> None:
-    trainer.parts.layers[-1].module.requires_grad_(requires_grad=False)
-
-
-def thaw(trainer: Trainer) -> None:
-    trainer.parts.layers[-1].module.get_parameter("frozen.weight").requires_grad_()
-
-
-@pytest.mark.parametrize(
-    ("last", "change", "name"),
-    [
-        (partial(nn.Linear, WIDTH, 5), freeze, "last.weight: requires_grad was set to False after"),
-        (PartlyFrozen, thaw, "last.frozen.weight: requires_grad was set to True after build, whi"),
-    ],
-)
-def test_a_parameter_that_a_callback_freezes_or_thaws_is_refused(
-    last: Callable[[], nn.Module], change: Callable[[Trainer], None], name: str
-) -> None:
-    model = Model([linear(), Layer("last", last)], summed_loss)
-
-    with pytest.raises(ConfigError, match=f"^{name}"):
-        train_in_process(1, 1, model, small_config(), vector_data(), before=change)
-
-
 @pytest.mark.parametrize(
     ("by_a_callback", "off"),
     [(True, torch.no_grad), (False, torch.no_grad), (False, torch.inference_mode)],
@@ -329,11 +304,3 @@ def test_a_run_has_gradients_though_they_were_switched_off(
 
     assert losses(is_off=True) == expected
     assert len(set(expected)) == 4 and torch.is_grad_enabled()
-
-
-def test_a_trainer_trains_once() -> None:
-    model = Model([linear(), linear(WIDTH, 5)], summed_loss)
-    ((trainer, _),) = train_in_process(1, 1, model, small_config(), vector_data())
-
-    with pytest.raises(ConfigError, match=r"^train: the trainer is closed; make another one"):
-        trainer.train()

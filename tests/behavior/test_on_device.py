@@ -237,13 +237,7 @@ def row(name: str, layout: Layout, **sections: Any) -> Any:
 
 
 GRADUAL = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4}
-EARLY_BIRD = {"method": "early-bird", "interval": 1, "until_step": 7, "threshold": 0.9}
-GLOBAL = {"method": "magnitude", "distribution": "global", "include": "all"}
 LAMB = {"name": "lamb", "eps": 1e-6}
-SETTINGS_OF_TENSORS = {
-    "learning_rates": ["block0.*=0.2", "*.fc2.weight=0"],
-    "weight_decays": ["*.bias=0.3"],
-}
 FIVE = {"steps": 5}
 RUNS = [
     row("bf16", (1, 1), precision="bf16", samo={"gradient": "half"}),

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from support.runs import (
     random_init,
     summed_loss,
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
-from axsparse.runtime.errors import ConfigError, TrainingError
+from axsparse.runtime.errors import TrainingError
 
 WIDTH = 16
 
@@ -31,26 +30,6 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(x)
         return out
-
-
-class Clamping(Linear):
-    """Writes to its weight, as `nn.Embedding(max_norm=...)` does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.linear.weight.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
-class ClampingToEvaluate(Clamping):
-    def forward(self, x: Tensor) -> Tensor:
-        return Linear.forward(self, x) if self.training else super().forward(x)
-
-
-class ClampingFrozen(Clamping):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.weight.requires_grad_(False)
 
 
 class Hidden(Linear):
@@ -72,35 +51,6 @@ def config(**train: Any) -> Config:
         batch={"global_batch_size": 12, "microbatch_size": 3},
         train={"steps": 4, "check_layers": False, **train},
     )
-
-
-@pytest.mark.parametrize(
-    ("g_inter", "middle", "recomputed"),
-    [(1, Clamping, 1), (2, Clamping, 0), (2, ClampingFrozen, 1)],
-)
-def test_a_forward_that_writes_to_weights_is_refused(
-    g_inter: int, middle: type[nn.Module], recomputed: int
-) -> None:
-    settings = config().model_copy(
-        update={"pipeline": tiny_config(pipeline={"checkpoint_activations": recomputed}).pipeline}
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"^layer middle: its forward writes to parameter 'linear.weight', so that replicas "
-        r"would drift apart; leave weights to the optimizer, or keep what the forward changes in a "
-        r"buffer$",
-    ):
-        train_in_process(g_inter, 1, model(middle), settings, vector_data())
-
-
-def test_an_evaluation_that_writes_to_weights_is_refused() -> None:
-    data = vector_data()
-    with pytest.raises(
-        ConfigError, match=r"^layer middle: its forward writes to parameter 'linear"
-    ):
-        train_in_process(
-            1, 1, model(ClampingToEvaluate), config(eval_steps=1), data, validation=data
-        )
 
 
 @pytest.mark.parametrize(("g_inter", "stage", "every", "step"), [(1, 0, 1, 1), (3, 1, 3, 3)])

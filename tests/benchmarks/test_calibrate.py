@@ -37,7 +37,6 @@ SEEN = Measurements(
 
 
 [LOAD] = MODEL.stages(1, 1) or []
-SPLIT = replace(LOAD, weight_flops=9e3)
 
 
 def machine_of(load: StageLoad = LOAD, **seen: Any) -> Cluster:

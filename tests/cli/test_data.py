@@ -18,7 +18,6 @@ from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.cli.data import parser
 from axsparse.config.load import configure
-from axsparse.runtime.errors import ConfigError
 
 TEXT = "The cat sat on the mat, and the dog did not.\n"
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -65,16 +64,6 @@ def test_a_folder_is_prepared_and_trained_on_by_two_ranks(tmp_path: Path, prepar
     assert [record["step"] for record in records] == [1, 2, 3, 3]
     assert records[0]["loss"] == pytest.approx(5.7, abs=0.3)  # ln 300
     assert records[-1]["eval_loss"] < records[0]["loss"]
-
-
-def test_tokens_have_to_be_named() -> None:
-    with pytest.raises(ConfigError) as caught:
-        configure(None, ["data.source=tokens"])
-
-    assert str(caught.value) == (
-        "data.path (default): data.source tokens needs the folder that `axsparse data prepare` "
-        "wrote; set data.path"
-    )
 
 
 def test_the_screen_says_what_was_done(

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-from support.mask_files import small_mask_file
-
 from axsparse.cli.prune import lines
 from axsparse.config.load import configure
-from axsparse.runtime.errors import ConfigError
 
 SMALL = ["model.num_layers=1", "model.hidden_size=8", "model.num_heads=2", "model.vocab_size=16"]
 
@@ -52,8 +46,3 @@ def test_a_run_that_prunes_nothing_says_so() -> None:
     [said] = lines(configure(None, [*SMALL, "samo.enabled=false"]))
 
     assert said.startswith("nothing is pruned")
-
-
-def test_masks_of_another_model_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which is no trained matrix of this model"):
-        list(lines(configure(None, [*SMALL, f"pruning.mask={small_mask_file(tmp_path)}"])))

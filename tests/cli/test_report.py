@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from support.pages import figure_of, rows_of, step_line, words_of
 
 from axsparse.observe import charts
 from axsparse.observe.trace_file import Span, file_name, write
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING, EXIT_OUTPUT
+from axsparse.runtime.errors import EXIT_CONFIG
 
 CONFIG = "# axsparse 0.1.0\n# torch 2\nlayout:\n  split: [4, 4]\nseed: {seed}\nrun_dir: x\n"
 
@@ -95,46 +94,6 @@ def test_any_configuration_does(axsparse: Axsparse, tmp_path: Path, text: str) -
     (run / "config.yaml").write_text(text)
 
     assert axsparse("report", run)[0] == 0
-
-
-def refusals(tmp_path: Path) -> list[tuple[list[object], int, str]]:
-    run, empty, odd = (make_run(tmp_path / name) for name in ("run", "empty", "odd"))
-    (empty / "metrics.jsonl").write_text("")
-    (odd / "metrics.jsonl").write_text(f"{json.dumps([1])}\n{step_line(1)}")
-    return [
-        (
-            [tmp_path / "none"],
-            EXIT_MISSING,
-            f"report: {tmp_path}/none has no metrics.jsonl; name the directory of a run, such as "
-            "runs/my_run",
-        ),
-        ([empty], EXIT_MISSING, "has no record yet; wait for the first step"),
-        ([run, odd], EXIT_DATA, "metrics.jsonl:1: is no record of a run (no object)"),
-        ([run, tmp_path / "x" / ".." / "run"], EXIT_CONFIG, "a RUN is given twice"),
-        ([run, "--out", run / "config.yaml"], EXIT_CONFIG, "does not end in .html"),
-        ([run, "--png", tmp_path / "a.jpg"], EXIT_CONFIG, "a.jpg' does not end in .png; add that"),
-        (
-            [run, "--png", tmp_path / "a.png", "--out", tmp_path / "a.html"],
-            EXIT_CONFIG,
-            "--out names a page and --png a picture; give one of them",
-        ),
-        (
-            [run, "--out", tmp_path / "no" / "a.html"],
-            EXIT_OUTPUT,
-            f"--out: {tmp_path}/no/a.html cannot be written (No such file or directory); free the "
-            "disk, or choose another place",
-        ),
-        ([], EXIT_CONFIG, "the following arguments are required: RUN"),
-        ([*(f"run{n}" for n in range(30))], EXIT_CONFIG, "30 runs are too many for one page"),
-    ]
-
-
-def test_mistakes_are_one_line_and_change_nothing(axsparse: Axsparse, tmp_path: Path) -> None:
-    cases = refusals(tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    for args, code, text in cases:
-        assert_one_line(axsparse("report", *args), code, text)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 # -- a picture ------------------------------------------------------------------------------

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from support import planner_cases, preparing, runs
+from support import mask_files, planner_cases, preparing, runs
+from support.hf import beside, gpt2_folder, ours_from, small_gpt
 from support.runs import (
     mlp,
     random_init,
@@ -31,40 +33,33 @@ from axsparse.__main__ import main
 from axsparse.config import load, validate
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
-from axsparse.data import batches, documents, preparation, token_file
+from axsparse.data import batches, documents, preparation, stdlib, token_file
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets
 from axsparse.models import layer_cost, survey
 from axsparse.models.layer import Layer, Model
-from axsparse.models.start_weights import open_weights
+from axsparse.models.sequential import from_sequential
+from axsparse.models.start_weights import open_weights, start_from
 from axsparse.observe import run_records, trace_file
 from axsparse.planner import auto_layout, cluster, plan_model
 from axsparse.pruning import criteria, mask_file, targets
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.files import safetensors
+from axsparse.runtime.files import run_lock, safetensors
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.index import base as index_base
 from axsparse.samo.precision import DTYPES
 from axsparse.training import resolution, run_sources
 from axsparse.training.resolution import RunInputs, RunSpec, resolve
 from axsparse.training.trainer import build
 
 MODULES = (
-    *(planner_cases, preparing, runs, load, validate, batches, documents, preparation, token_file),
-    *(
-        layer_cost,
-        survey,
-        auto_layout,
-        cluster,
-        plan_model,
-        criteria,
-        targets,
-        resolution,
-        run_sources,
-    ),
-    *(mask_file, safetensors, run_sources),
+    *(planner_cases, preparing, runs, mask_files, load, validate),
+    *(batches, documents, preparation, stdlib, token_file, layer_cost, survey),
+    *(auto_layout, cluster, plan_model, criteria, mask_file, targets, safetensors, run_lock),
+    *(index_base, resolution, run_sources),
 )
 
 
@@ -73,7 +68,11 @@ def names() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for module in MODULES:
         found |= {name: value for name, value in vars(module).items() if name[0] != "_"}
-    return found | globals() | {"trace_file": trace_file, "run_records": run_records, "os": os}
+    return (
+        found
+        | globals()
+        | {"trace_file": trace_file, "run_records": run_records, "os": os, "copy": copy}
+    )
 
 
 def write(name: str, contents: str | bytes) -> str:
@@ -164,7 +163,7 @@ def train(
     if model is None:
         model, data = tiny_gpt(config), data or token_data()
     train_in_process(
-        *(stages, replicas, model, config, data or vector_data()),
+        *(stages, replicas, model, config, vector_data() if data is None else data),
         validation=validation,
         **(own or {}),
     )
@@ -177,6 +176,12 @@ def train_layers(
 ) -> None:
     """A training of a layer and a last one."""
     train(Model([dense(), Layer("last", last or partial(nn.Linear, 16, 5))], loss), **more)
+
+
+def trained(**more: Any) -> None:
+    """A training of a linear layer with validation, by a model with other arguments."""
+    model = Model([Layer("last", partial(nn.Linear, 16, 5))], summed_loss, **more)
+    train(model, validation=vector_data(), train={"steps": 1, "eval_steps": 1})
 
 
 def on_logits(loss: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:
@@ -204,6 +209,79 @@ def resolved(ranks: int = 1, grid: Grid | None = None, **sections: Any) -> RunSp
     surveyed = survey.survey(model, DTYPES[config.precision])
     loaded = config.with_origins("test", {})
     return resolve(loaded, RunInputs(model, surveyed, transport, grid))
+
+
+# -- models -----------------------------------------------------------------------------------
+
+
+def sequential(modules: Any, **settings: Any) -> Model:
+    """A model of these modules."""
+    return from_sequential(modules, summed_loss, **settings)
+
+
+def small(inputs: int = 3, outputs: int = 4) -> Callable[[], nn.Module]:
+    """What builds a matrix."""
+    return partial(nn.Linear, inputs, outputs, bias=False)
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(3, 4, bias=False).requires_grad_(requires_grad=False)
+
+
+def with_parameter(value: Tensor, name: str = "k") -> Callable[[], nn.Module]:
+    """What builds a module with one more parameter."""
+
+    def build() -> nn.Module:
+        module = nn.Linear(3, 4)
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        return module
+
+    return build
+
+
+def with_buffer(value: Tensor) -> Callable[[], nn.Module]:
+    """What builds a module with a buffer."""
+
+    def build() -> nn.Module:
+        module = nn.Linear(3, 4)
+        module.register_buffer("k", value)
+        return module
+
+    return build
+
+
+def surveyed(*layers: Any, ties: Sequence[tuple[str, str]] = ()) -> survey.Survey:
+    """What is found out about a model; builds alone become layers a, b and c with an init."""
+    named = zip("abc"[: len(layers)], layers, strict=True)
+    made = [
+        each if isinstance(each, Layer) else Layer(name, each, init=random_init)
+        for name, each in named
+    ]
+    return survey.survey(Model(made, summed_loss, ties=[ax.Tie(*tie) for tie in ties]))
+
+
+def masked(masks: dict[str, Tensor], *layers: Any, ties: Sequence[tuple[str, str]] = ()) -> object:
+    """The targets of a mask file `m` for a model of these layers."""
+    Path("m").unlink(missing_ok=True)
+    mask_files.write_tensors(Path("m"), masks)
+    return mask_file.open_masks(Path("m")).targets(surveyed(*layers, ties=ties))
+
+
+def started(tensors: dict[str, Any], new: Sequence[str] = ()) -> None:
+    """Read the weights of a linear layer from a file of these tensors."""
+    torch.save(tensors, "w.pt")
+    model = sequential([nn.Linear(16, 5)])
+    start = start_from(model, open_weights(Path("w.pt")), new=new).start
+    assert start is not None
+    for name in ("0.weight", "0.bias"):
+        start.read(name)
+
+
+def gpt2(changed: dict[str, Any] | None = None, **settings: Any) -> Model:
+    """A GPT that starts at a folder of GPT-2 with some tensors and settings changed."""
+    changed = {f"transformer.{name}": tensor for name, tensor in (changed or {}).items()}
+    gpt2_folder(Path(), small_gpt(), changed, **settings)
+    return ours_from(Path(), **beside(Path()))
 
 
 # -- data -------------------------------------------------------------------------------------
@@ -271,6 +349,24 @@ class Stream(torch.utils.data.IterableDataset[int]):
 def drawing_collate(samples: list[Any]) -> Any:
     inputs, targets = default_collate(samples)
     return inputs + torch.rand(1), targets
+
+
+class Lasts(ArrayDataset):
+    """Of any length."""
+
+    length: Any = None
+
+    def __len__(self) -> Any:
+        return self.length
+
+    def __getitem__(self, number: int) -> Any:
+        return torch.ones(1), torch.zeros(1)
+
+
+def lasting(length: Any) -> Any:
+    dataset = Lasts(torch.ones(24, 16), torch.zeros(24, dtype=torch.long), "lasts")
+    dataset.length = length
+    return dataset
 
 
 LOADER = DataLoader(TensorDataset(torch.zeros(9)))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
-from support.commands import lines_beside, refusal
 from support.images import assert_same_in_1_to_4_stages, image_config, image_data
 from support.runs import summed_loss, train_in_process, vector_data
-from torch import Tensor, nn
+from torch import nn
 
 from axsparse.models.layer import Model
 from axsparse.models.sequential import from_sequential
@@ -155,54 +153,3 @@ def test_a_buffer_on_the_meta_device_that_nothing_fills_is_refused(persistent: b
         ConfigError, match=r"^layer 1: table was made on the meta device, and no res"
     ):
         model.layers[1].build()
-
-
-class OwnTensor(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-class Forward(nn.Sequential):
-    def forward(self, x: Tensor) -> Any:
-        return 2 * nn.Sequential.forward(self, x)  # type: ignore[no-untyped-call]
-
-
-class Scaled(nn.Sequential):
-    """It has a parameter beside its modules."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(3, 3))
-        self.scale = nn.Parameter(torch.ones(()))
-
-
-def hooked() -> nn.Sequential:
-    made = nn.Sequential(nn.Linear(3, 3))
-    made.register_forward_hook(lambda _, __, output: 2 * output)
-    return made
-
-
-LINEAR = nn.Linear(3, 3)
-with torch.device("meta"):
-    EMPTY, OWN = nn.Linear(3, 3), OwnTensor()
-WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
-    "shared parameters": ([LINEAR, nn.ReLU(), LINEAR], {}),
-    "a function": ([LINEAR, torch.relu], {}),
-    "a kind of no layer": ([LINEAR], {"kinds": {"head": "head"}}),
-    "values beside none": ([EMPTY, LINEAR], {}),
-    "nothing to start itself with": ([EMPTY, OWN], {}),
-    "no list": (LINEAR, {}),
-    "a forward": (Forward(LINEAR), {}),
-    "a parameter": (Scaled(), {}),
-    "a hook": (hooked(), {}),
-}
-
-
-@pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
-def test_lists_that_are_no_model_are_refused(case: str, line: str) -> None:
-    modules, settings = WRONG[case]
-
-    assert refusal(lambda: from_sequential(modules, summed_loss, **settings), ConfigError) == line

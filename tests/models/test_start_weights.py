@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from support.commands import lines_beside, refusal
 from support.images import (
-    CLASSES,
     assert_equal_tensors,
     buffers_of,
     image_config,
@@ -39,7 +36,7 @@ from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import FromFile, fingerprint, open_weights, start_from
 from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.errors import AxsparseError, ConfigError, DataError
+from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.training.trainer import build
 
 STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
@@ -191,75 +188,6 @@ def test_one_tensor_at_a_time_is_read(tmp_path: Path) -> None:
 # -- what is refused ------------------------------------------------------------------------
 
 
-def header(**entries: object) -> bytes:
-    text = json.dumps(entries).encode()
-    return len(text).to_bytes(8, "little") + text
-
-
-def entry(dtype: str, shape: list[int], *offsets: int) -> dict[str, object]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
-def small_state(**changed: Tensor | None) -> dict[str, Tensor]:
-    """A state dict for `small_vgg`, of which some tensors are changed, added or left out."""
-    state = {**random_tensors(small_vgg()), **changed}
-    return {name: tensor for name, tensor in state.items() if tensor is not None}
-
-
-WRONG: dict[str, tuple[str, object]] = {
-    "nothing": ("w.pt", None),
-    "empty": ("w.safetensors", b""),
-    "another file": ("w.safetensors", b"PK\x03\x04 something else"),
-    "half a header": ("w.safetensors", header(a=1)[:-2]),
-    "a list": ("w.safetensors", b"\x02\0\0\0\0\0\0\0[]"),
-    "a number": ("w.safetensors", header(a=1)),
-    "an unknown type": ("w.safetensors", header(a=entry("F9", [1], 0, 4))),
-    "other bytes than its shape": ("w.safetensors", header(a=entry("F32", [2], 0, 4)) + b"1234"),
-    "cut short": ("w.safetensors", header(a=entry("F32", [1], 4, 8)) + b"1234567"),
-    "nested": ("w.pt", {"model": {"a": torch.zeros(1)}, "epoch": 3}),
-    **{
-        f"{what} for numbers": ("w.pt", small_state(**{"classifier.6.bias": tensor}))
-        for what, tensor in (
-            ("integers", torch.zeros(CLASSES, dtype=torch.int8)),
-            ("truths", torch.ones(CLASSES, dtype=torch.bool)),
-            ("complex numbers", torch.zeros(CLASSES, dtype=torch.complex64)),
-            ("NaN", torch.full((CLASSES,), torch.nan)),
-            ("infinities", torch.tensor([torch.inf, -torch.inf, *[0.0] * (CLASSES - 2)])),
-            ("an infinity in bf16", torch.full((CLASSES,), torch.inf).bfloat16()),
-            ("a sparse tensor", torch.zeros(CLASSES).to_sparse()),
-            ("a meta tensor", torch.zeros(CLASSES, device="meta")),
-        )
-    },
-    "a tensor less": ("w.pt", small_state(**{"features.5.bias": None})),
-    "two tensors more": (
-        "w.pt",
-        small_state(**{"features.99.weight": torch.zeros(1), "x": torch.zeros(1)}),
-    ),
-    "other classes": ("w.pt", small_state(**{"classifier.6.weight": torch.zeros(9, 16)})),
-}
-
-
-@pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
-def test_files_that_are_no_weights_of_the_model_are_refused(
-    case: str, line: str, tmp_path: Path
-) -> None:
-    name, contents = WRONG[case]
-    if isinstance(contents, bytes):
-        (tmp_path / name).write_bytes(contents)
-    elif contents is not None:
-        torch.save(contents, tmp_path / name)
-
-    assert refusal(lambda: begun(tmp_path / name), AxsparseError, tmp_path) == line
-
-
-def begun(path: Path) -> None:
-    """Start a model at a file, as far as its weights are read."""
-    model = start_from(small_vgg(), open_weights(path))
-    assert model.start is not None
-    for name in survey(model).shapes:
-        model.start.read(name)
-
-
 def test_buffers_of_other_numbers_are_refused(tmp_path: Path) -> None:
     plain = small_wide_resnet()
     state = {**random_tensors(plain), "stem.bn1.running_mean": torch.zeros(4, dtype=torch.int8)}
@@ -375,26 +303,6 @@ def test_what_begins_anew_is_part_of_what_ranks_compare(
     ]
 
     assert len({start.fingerprint for start in made if start is not None}) == 3
-
-
-@pytest.mark.parametrize(
-    ("new", "kind", "message"),
-    [
-        ((), DataError, r"'old.head.weight' has shape \(7, 8\), head.weight of the model has"),
-        (("tail.*",), ConfigError, r"new: 'tail.\*' matches no tensor of the model; nearest: "),
-        (("head.weight",), DataError, r"old.head.bias' has shape \(7,\)"),
-    ],
-)
-def test_a_mismatch_that_nobody_named_is_refused(
-    new: tuple[str, ...],
-    kind: type[Exception],
-    message: str,
-    pretrained: tuple[Path, dict[str, Tensor]],
-) -> None:
-    model = from_sequential(body_and_head(3), summed_loss)
-
-    with pytest.raises(kind, match=message):
-        start_from(model, open_weights(pretrained[0]), named=old, new=new)
 
 
 def test_a_name_that_the_other_library_lacks_may_be_new(

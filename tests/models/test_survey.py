@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from support.commands import lines_beside, refusal
 from support.mpirun import LONGEST_SECONDS
 from support.runs import random_init
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.survey import survey
-from axsparse.runtime.errors import ConfigError
 
 
 def linear(inputs: int = 3, outputs: int = 4, *, frozen: bool = False) -> Callable[[], nn.Module]:
@@ -174,118 +172,6 @@ def test_to_look_at_layers_loads_no_compiler() -> None:
 
 # -- what is refused ------------------------------------------------------------------------
 
-SHARED = nn.Linear(3, 4)
-
-
-class OtherNumbers(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.k = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
-        self.linear = nn.Linear(3, 4)
-
-
-UINT4: torch.dtype = vars(torch)["uint4"]
-"""Smaller than a byte; torch's stubs lack it."""
-
-
-class WithBuffer(nn.Module):
-    def __init__(self, buffer: Callable[[], Tensor], *, persistent: bool = True) -> None:
-        super().__init__()
-        self.register_buffer("k", buffer(), persistent=persistent)
-        self.linear = nn.Linear(3, 4)
-
-
-def sparse() -> Tensor:
-    with torch.device("cpu"):
-        return torch.eye(3).to_sparse()
-
-
-class SparseParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.k = nn.Parameter(sparse(), requires_grad=False)
-        self.linear = nn.Linear(3, 4)
-
-
-AB, ABC = (layer("a"), layer("b")), (layer("a"), layer("b"), layer("c"))
-FROZEN = linear(frozen=True)
-
-
-def oddly_named() -> nn.Module:
-    module = nn.Linear(3, 4)
-    module.register_parameter("odd\ud800", nn.Parameter(torch.ones(2)))
-    return module
-
-
-WRONG_MODELS: dict[str, Model] = {
-    "no layers": model(),
-    "a slash in a name": model(layer("a/b")),
-    "an empty name": model(layer("")),
-    "two layers of one name": model(layer("a"), layer("a")),
-    "two parameters of one name": model(
-        layer("a", lambda: nn.ModuleDict({"b": nn.Linear(2, 2)})), layer("a.b")
-    ),
-    "an embedding with a norm": model(
-        layer("a", lambda: nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)))
-    ),
-    "a bag with a norm": model(layer("a", lambda: nn.EmbeddingBag(3, 2, max_norm=1.0))),
-    "nothing to train": model(layer("a", FROZEN), layer("b", nn.Tanh)),
-    "a tie to nothing": model(layer("a"), ties=[Tie("a.weight", "b.weight")]),
-    "three uses": model(*ABC, ties=[Tie("a.weight", "b.weight"), Tie("b.weight", "c.weight")]),
-    "a tie to itself": model(layer("a"), ties=[Tie("a.weight", "a.weight")]),
-    "a tie of two shapes": model(
-        layer("a"), layer("b", linear(4, 3)), ties=[Tie("a.weight", "b.weight")]
-    ),
-    "a tie to a frozen use": model(
-        layer("a"), layer("b", FROZEN), ties=[Tie("a.weight", "b.weight")]
-    ),
-    "a tie backwards": model(*AB, ties=[Tie("b.weight", "a.weight")]),
-    "a tie of two inits": model(
-        layer("a"),
-        Layer("b", linear(), init=lambda name, shape, generator: torch.zeros(shape)),
-        ties=[Tie("a.weight", "b.weight")],
-    ),
-    "a tie without an init": model(
-        layer("a"), Layer("b", linear()), ties=[Tie("a.weight", "b.weight")]
-    ),
-    "another kind": model(Layer("a", linear(), kind="blocks")),  # type: ignore[arg-type]
-    "a lazy layer": model(Layer("a", lambda: nn.LazyLinear(4))),
-    "complex numbers": model(Layer("a", lambda: OtherNumbers(torch.complex64))),
-    "integers": model(Layer("a", lambda: OtherNumbers(torch.int64))),
-    "the same module twice": model(Layer("a", lambda: SHARED)),
-    "the same parameters twice": model(Layer("a", lambda: nn.Sequential(SHARED, nn.Tanh()))),
-    "no module": model(Layer("a", lambda: None)),  # type: ignore[arg-type,return-value]
-    "a sparse buffer": model(Layer("a", lambda: WithBuffer(sparse))),
-    "a sparse cache": model(Layer("a", lambda: WithBuffer(sparse, persistent=False))),
-    "half a byte": model(Layer("a", lambda: WithBuffer(lambda: torch.empty(3, dtype=UINT4)))),
-    "a sparse parameter": model(Layer("a", SparseParameter)),
-    "a norm over ranks": model(Layer("b", lambda: nn.SyncBatchNorm(3))),
-    "no layer": model(nn.Linear(3, 4)),  # type: ignore[arg-type]
-    "an odd name": model(layer("a", oddly_named)),
-}
-
-
-@pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
-def test_models_that_cannot_be_trained_are_refused_with_place_and_mend(
-    case: str, line: str
-) -> None:
-    assert refusal(lambda: survey(WRONG_MODELS[case]), ConfigError) == line
-
-
-@pytest.mark.parametrize(
-    ("build", "said"),
-    [
-        (ReadsItself, r"^layer a: its build raised RuntimeError: .*meta"),
-        (
-            lambda: nn.Linear("three", 4),  # type: ignore[arg-type]
-            "^layer a: its build raised TypeError: .*; mend the",
-        ),
-    ],
-)
-def test_a_build_that_raises_is_named(build: Callable[[], nn.Module], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        survey(model(layer("a", build)))
-
 
 def test_two_uses_within_one_layer_may_start_themselves() -> None:
     def build() -> nn.Module:
@@ -306,7 +192,9 @@ def test_a_build_that_makes_values_in_each_call_passes() -> None:
 
 def test_a_cache_of_any_type_passes_since_it_is_not_saved() -> None:
     def cached() -> nn.Module:
-        return WithBuffer(lambda: torch.empty(3, dtype=UINT4), persistent=False)
+        module = nn.Linear(3, 4)
+        module.register_buffer("k", torch.empty(3, dtype=vars(torch)["uint4"]), persistent=False)
+        return module
 
     assert [buffer.persists for buffer in survey(model(Layer("a", cached))).layers[0].buffers] == [
         False

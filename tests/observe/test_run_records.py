@@ -12,12 +12,6 @@ from axsparse.observe.run_records import number, read_records
 EVALUATION = '{"step": 2, "eval_loss": 2.0, "perplexity": 7.39, "top1": 0.5}\n'
 
 
-def records_of(tmp_path: Path, text: str | bytes) -> object:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_records(path)
-
-
 def test_every_kind_of_record_is_told_by_its_key(tmp_path: Path) -> None:
     mask = '{"step": 0, "masks": "drawn", "sparsity": 0.9, "model_state_bytes": 1}\n'
     plan = '{"step": 5, "predicted_peak_memory_bytes": 9.0, "measured_peak_memory_bytes": 8}\n'

@@ -31,7 +31,6 @@ from axsparse.models.layer import Layer, Model
 from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.calibration import Progress
-from axsparse.runtime.errors import ConfigError
 from axsparse.training.trainer import build
 
 SAMPLES = 6
@@ -166,48 +165,6 @@ def test_other_models_are_calibrated_alike_and_own_sparsities_count() -> None:
         "block1.fc1.weight": 13,
         "block1.fc2.weight": 52,
     }
-
-
-def test_matrices_that_no_linear_layer_sees_are_refused_by_name() -> None:
-    everything = tiny_config(**settings(include="all", exclude=["*.position.weight"]))
-    untied = tiny_config(
-        model={"tie_embeddings": False}, **settings(include="all", exclude=["embed.*"])
-    )
-    for config, told in (
-        (
-            everything,
-            "pruning.method: wanda scores a matrix by the inputs of its layer, and "
-            "embed.token.weight is used in two; name it in pruning.exclude",
-        ),
-        (
-            untied,
-            "pruning.method: wanda scores a matrix by the inputs of a linear layer, and "
-            "head.weight is of none; name it in pruning.exclude, or choose pruning.method: "
-            "magnitude",
-        ),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            train_in_process(2, 1, tiny_gpt(config), config, token_data())
-        assert str(caught.value) == told
-        assert caught.value.on_all_ranks
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(16, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.inner(x, x, x)[0]
-        return outputs
-
-
-def test_a_linear_layer_that_nobody_calls_is_refused_by_name() -> None:
-    layers = [Layer("a", Attention), Layer("b", lambda: nn.Linear(16, 5), kind="head")]
-    config = tiny_config(**settings(exclude=["*.in_proj_weight"]))
-
-    with pytest.raises(ConfigError, match=r"nobody calls that of a\.inner\.out_proj\.weight; name"):
-        train_in_process(1, 1, Model(layers, mlp().loss), config, vector_data())
 
 
 def test_layers_that_are_linear_themselves_are_calibrated() -> None:

@@ -221,16 +221,6 @@ def test_a_pattern_is_two_numbers() -> None:
     assert parse_pattern("1:16") == (1, 16)
 
 
-@pytest.mark.parametrize("text", ["4:2", "4:4", "0:4", "2-4", "2:4:8", "2:", "", "-1:4", "2.0:4"])
-def test_what_is_no_pattern_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        parse_pattern(text)
-
-    assert str(refused.value) == (
-        f"pruning.pattern: {text!r} is not N:M with 0 < N < M; write 2:4 to keep two of every four"
-    )
-
-
 def test_a_tensor_whose_inputs_are_no_multiple_is_refused_by_name() -> None:
     check_pattern("stem.conv.weight", (64, 4, 7, 7), 2, 4)
 

@@ -16,17 +16,14 @@ from hypothesis import strategies as st
 from support.mask_files import PRUNED, small_mask_file, some_masks, write_tensors
 from support.runs import (
     assert_bitwise,
-    random_init,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from axsparse.config.schema import Config
-from axsparse.models.layer import Layer, Model, Tie
-from axsparse.models.survey import Survey, survey
 from axsparse.pruning import mask_file as module
 from axsparse.pruning.mask_file import MASK_FILE, open_masks, write_masks
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
@@ -170,53 +167,6 @@ def test_reading_a_mask_holds_no_other(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 # -- for which model ------------------------------------------------------------------------
-
-
-def model_of(first: tuple[int, int], *, tied: bool = False) -> Survey:
-    layers = [
-        Layer(f"block{number}", partial(nn.Linear, *sizes), init=random_init)
-        for number, sizes in enumerate([first, (4, 4)])
-    ]
-    ties = [Tie("block0.weight", "block1.weight")] if tied else []
-    return survey(Model(layers, loss=lambda out, y: out.sum(), ties=ties))
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "surveyed", "words"),
-    [
-        (
-            "block7.weight",
-            (4, 4),
-            model_of((4, 4)),
-            "'block7.weight', which is no trained matrix of this model; take the model of the ",
-        ),
-        (
-            "block0.bias",
-            (4,),
-            model_of((4, 4)),
-            "'block0.bias', which is no trained matrix of this model; take the model of the m",
-        ),
-        (
-            "block0.weight",
-            (8, 4),
-            model_of((8, 4)),
-            r"'block0.weight', of shape \(8, 4\), which has \(4, 8\); take the model of the m",
-        ),
-        (
-            "block1.weight",
-            (4, 4),
-            model_of((4, 4), tied=True),
-            "'block1.weight', which is tied to block0.weight; name it block0.weight$",
-        ),
-    ],
-)
-def test_a_mask_that_fits_no_matrix_is_named(
-    name: str, shape: tuple[int, ...], surveyed: Survey, words: str, tmp_path: Path
-) -> None:
-    path = write_tensors(tmp_path / "m", {name: torch.ones(shape, dtype=torch.bool)})
-
-    with pytest.raises(ConfigError, match=rf"^{path}: has a mask of {words}"):
-        open_masks(path).targets(surveyed)
 
 
 # -- damage ---------------------------------------------------------------------------------

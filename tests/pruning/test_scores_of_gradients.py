@@ -10,7 +10,6 @@ from support.runs import mlp, tiny_config, train_in_process, vector_data
 from torch import Tensor
 
 from axsparse.config.schema import Config
-from axsparse.runtime.errors import ConfigError
 
 
 def from_outside(name: str, weight: Tensor, gradient: Tensor) -> Tensor:
@@ -52,27 +51,3 @@ def test_every_round_of_gradual_pruning_sees_gradients() -> None:
     kept_by((1, 1), config_of(method="gradual", interval=1, until_step=3), score=noting)
 
     assert len(seen) == 3 * len(set(seen))
-
-
-@pytest.mark.parametrize("pruning", [{"method": "custom"}, {"method": "early-bird"}])
-def test_a_method_without_gradients_is_refused(pruning: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"has no gradients when it draws masks, and the score "):
-        kept_by((1, 1), config_of(**pruning), score=from_outside)
-
-
-@pytest.mark.parametrize(
-    ("score", "what"),
-    [
-        (lambda name, weight, outputs: weight, "missing a required argument: 'outputs'"),
-        (lambda weight: weight, "too many positional arguments"),
-        (lambda name, *, weight, gradient: weight, "too many positional arguments"),
-    ],
-)
-def test_a_score_of_other_arguments_is_refused_before_the_run(score: Any, what: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        kept_by((1, 1), config_of(method="custom", at_step=2), score=score)
-
-    assert str(refused.value) == (
-        f"score: {what}; it is called with a tensor's name, its weights, and gradient or inputs "
-        "if it has an argument of that name"
-    )

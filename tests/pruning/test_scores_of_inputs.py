@@ -23,7 +23,6 @@ from axsparse.data.dataset import Dataset
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model
 from axsparse.pruning.input_statistics import Convolution, PatchStatistics
-from axsparse.runtime.errors import ConfigError
 from axsparse.training.trainer import Trainer
 
 SAMPLES = 7
@@ -220,24 +219,3 @@ def test_a_score_of_the_inputs_of_convolutions_draws_the_masks_of_its_formula() 
         mask = torch.zeros_like(score).index_fill_(0, expected, 1)
         convolution.weight.mul_(mask.view_as(convolution.weight))
         flow = module(flow)
-
-
-@pytest.mark.parametrize(
-    ("kind", "method", "told"),
-    [
-        (nn.ConvTranspose1d, "custom", "a linear layer or a convolution, and odd.1.weight is of"),
-        (nn.Conv1d, "wanda", "a linear layer, and odd.1.weight is of none; name it in pruning.exc"),
-    ],
-)
-def test_what_no_module_of_a_known_kind_multiplies_is_refused_by_name(
-    kind: Any, method: str, told: str
-) -> None:
-    def odd() -> nn.Module:
-        return nn.Sequential(nn.Unflatten(1, (2, 8)), kind(2, 2, 1), nn.Flatten())
-
-    head = Layer("out", lambda: nn.Linear(16, 5), kind="head", init=random_init)
-    model = Model([Layer("odd", odd, init=random_init), head], mlp().loss)
-    score = {"score": by_inputs} if method == "custom" else {}
-
-    with pytest.raises(ConfigError, match=f"{method} scores a matrix by the inputs of {told}"):
-        kept_by((1, 1), config_of(method=method), model, vector_data(), **score)

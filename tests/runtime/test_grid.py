@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
 grids = st.builds(Grid, st.integers(1, 6), st.integers(1, 6))
@@ -47,12 +45,3 @@ def test_the_ends_of_the_pipeline_know_themselves() -> None:
 def test_a_grid_is_said_in_words() -> None:
     assert str(Grid(1, 1)) == "1 stage × 1 replica"
     assert str(Grid(2, 3)) == "2 stages × 3 replicas"
-
-
-@pytest.mark.parametrize(("g_inter", "g_data"), [(0, 1), (1, 0), (-1, 2)])
-def test_an_empty_grid_is_refused(g_inter: int, g_data: int) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=rf"^layout: g_inter {g_inter} × g_data {g_data} is no grid; both must be at least 1$",
-    ):
-        Grid(g_inter, g_data)

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ from support.mpirun import TESTS, run_mpirun
 from support.resuming import ran
 from support.runs import tiny_config
 
-import axsparse as ax
 from axsparse.models.start_weights import open_weights
 from axsparse.pruning.mask_file import open_masks
-from axsparse.runtime.errors import AxsparseError, DataError
-from axsparse.runtime.files.run_lock import RunLock
+from axsparse.runtime.errors import DataError
 from axsparse.training.checkpoint.manifest import manifest_bytes
 from axsparse.training.checkpoint.verification import open_checkpoint, read_entry
 
@@ -116,24 +113,6 @@ def test_a_pickle_as_manifest_is_passed_over_and_does_not_run(
 
 
 # -- names ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
-@pytest.mark.parametrize(
-    ("use", "said"),
-    [
-        (open_weights, "weights '.*': cannot be read .*; name a safetensors file or a state dict"),
-        (ax.load, ".*: cannot be read .*; name a run that has saved a checkpoint, or a checkpoint"),
-        (RunLock, ".*: cannot be written .*; choose another --run-dir"),
-    ],
-)
-def test_a_name_that_no_file_can_have_is_refused_in_one_line(
-    use: Callable[[Path], object], said: str, name: str, tmp_path: Path
-) -> None:
-    with pytest.raises(AxsparseError, match=f"^{said}") as told:
-        use(tmp_path / name)
-
-    assert "(its name has characters that no file name can have)" in str(told.value)
 
 
 # -- what others may see --------------------------------------------------------------------

@@ -11,15 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.images import write_safetensors
-from support.runs import VOCABULARY, token_data, train_in_process
+from support.runs import VOCABULARY, tiny_config, token_data, train_in_process
 from torch import Tensor, nn
 
+from axsparse.config.hf_config import config_json
 from axsparse.config.load import configure
-from axsparse.config.model_config import HfConfig, of_family
+from axsparse.config.model_config import GptConfig, HfConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.survey import survey
+from axsparse.models.zoo.gpt import gpt
+from axsparse.models.zoo.gpt2_files import gpt2_name, turned
 from axsparse.models.zoo.hf_models import hf_model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.training.trainer import Trainer
@@ -119,6 +122,33 @@ def config_from(path: Path, **sections: Any) -> Config:
 
 def ours_from(path: Path, **sections: Any) -> Model:
     return named_model(config_from(path, **sections))
+
+
+def small_gpt() -> GptConfig:
+    return of_family(tiny_config().model, GptConfig)
+
+
+def gpt2_folder(
+    folder: Path, model: GptConfig, changed: dict[str, Any] | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    """Write a folder of transformers with some tensors and settings changed; returns the tensors.
+
+    A tensor that is None is left out.
+    """
+    surveyed = survey(gpt(model, 12))
+    generator = torch.Generator().manual_seed(4)
+    ours = {name: torch.rand(shape, generator=generator) for name, shape in surveyed.shapes.items()}
+    state = {gpt2_name(name): turned(name, tensor) for name, tensor in ours.items()}
+    state = {name: t for name, t in {**state, **(changed or {})}.items() if t is not None}
+    write_safetensors(folder / "model.safetensors", state)
+    known = config_json(model, "float32") | settings
+    (folder / "config.json").write_text(json.dumps(known))
+    return ours
+
+
+def beside(folder: Path, **model: Any) -> dict[str, Any]:
+    """The settings of a model that starts at a folder and does not follow its config.json."""
+    return {"model": {**small_gpt().model_dump(), "weights": str(folder), **model, "from": None}}
 
 
 def our_logits(model: Model, config: Config, tokens: Tensor, g_inter: int = 1) -> Tensor:

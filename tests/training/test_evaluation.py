@@ -160,27 +160,6 @@ def test_rank_0_writes_down_what_the_last_stage_found(
     assert records[-1] == {"step": 4, "eval_loss": last.loss, "top1": last.metrics["top1"]}
 
 
-def per_sample(logits: Tensor, targets: Tensor) -> Tensor:
-    return logits.argmax(dim=1) == targets
-
-
-@pytest.mark.parametrize(
-    ("name", "metric", "text"),
-    [
-        ("hits", per_sample, r"metric hits: \(2,\); it must be a count of a microbatch's targets"),
-        *(
-            (name, count_top1, f"metric '{name}': evaluations have a figure of this name, or it h")
-            for name in ("step", "")
-        ),
-    ],
-)
-def test_a_metric_that_counts_nothing_or_hides_another_figure_is_refused(
-    name: str, metric: MetricFunction, text: str
-) -> None:
-    with pytest.raises(ConfigError, match=text):
-        before_training(1, 1, classifier({name: metric}))
-
-
 def test_top1_counts_samples_whose_class_has_the_largest_logit() -> None:
     logits = torch.tensor(
         [[0.0, 2.0, 1.0], [5.0, 2.0, 1.0], [math.nan, 9.0, 0.0], [-math.inf, -math.inf, 3.0]]

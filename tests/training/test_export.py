@@ -23,7 +23,6 @@ from support.runs import (
     tiny_config,
     tiny_gpt,
     token_data,
-    train_in_process,
     vector_data,
 )
 from torch import Tensor, nn
@@ -175,13 +174,6 @@ def test_a_trainer_saves_before_its_first_step_what_is_then_exported(tmp_path: P
     [expected] = [tensors for tensors in weights if tensors is not None]
     exporting.export(tmp_path / "run", "torch", tmp_path / "out.safetensors", step=0)
     assert_equal_tensors(tensors_of(tmp_path / "out.safetensors"), expected)
-
-
-def test_a_quiet_trainer_has_no_place_to_save() -> None:
-    [(trainer, _)] = train_in_process(1, 1, mlp(), config_of(), vector_data())
-
-    with pytest.raises(ConfigError, match=r"^save: a quiet trainer has no run directory; make it"):
-        trainer.save()
 
 
 @pytest.mark.parametrize("tied", [True, False])

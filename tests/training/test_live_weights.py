@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import axsparse as ax
 from axsparse.config.schema import Config
-from axsparse.models.layer import Layer, Model
-from axsparse.runtime.errors import ConfigError
+from axsparse.models.layer import Model
 
 STEPS = 3
 
@@ -164,23 +163,3 @@ def test_what_is_taken_does_not_follow_the_training(tmp_path: Path) -> None:
     assert all(torch.equal(value, copied[name]) for name, value in state.items())
     name = "embed.token.weight"
     assert not torch.equal(state[name], ax.load(tmp_path / "run")[name])
-
-
-def test_a_layer_with_a_dot_in_its_name_has_no_place_in_a_module(tmp_path: Path) -> None:
-    layers = [Layer("a.b", lambda: nn.Linear(16, 5))]
-
-    def look(trainer: ax.Trainer) -> None:
-        state = trainer.state_dict()
-        assert state is not None
-        assert state.keys() == {"a.b.weight", "a.b.bias"}
-        with pytest.raises(ConfigError, match=r"layer a\.b: torch's modules have no dots"):
-            trainer.model()
-
-    ran(
-        (1, 1),
-        config_of(),
-        tmp_path / "run",
-        model=lambda config: Model(layers, summed_loss),
-        data=vector_data(),
-        look=look,
-    )

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.commands import lines_beside, refusal
 from support.exhaustive import by_default
 from support.hf import (
+    beside,
     config_from,
+    gpt2_folder,
     hf_logits,
     hf_losses,
     our_logits,
     ours_from,
     saved_model,
+    small_gpt,
     tokens,
 )
 from support.images import assert_equal_tensors, write_safetensors
@@ -28,13 +28,10 @@ from torch import Tensor
 
 from axsparse.config.hf_config import config_json
 from axsparse.config.load import configure
-from axsparse.config.model_config import GptConfig, of_family
 from axsparse.models.start_weights import open_weights
 from axsparse.models.survey import survey
-from axsparse.models.zoo.gpt import gpt
 from axsparse.models.zoo.gpt2_files import gpt2_name, turned
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.errors import AxsparseError
 
 LOGITS_RTOL = 1e-5
 LOSS_RTOL = 1e-6
@@ -195,35 +192,17 @@ def test_settings_of_a_gpt_are_those_that_transformers_makes(transformers: Any) 
 
 # -- files ----------------------------------------------------------------------------------
 
-GPT = of_family(tiny_config().model, GptConfig)
+GPT = small_gpt()
 OLD_BUFFERS = {
     "h.0.attn.bias": torch.ones(1, 1, 12, 12),
     "h.1.attn.masked_bias": torch.tensor(-1e4),
 }
 
 
-def saved(
-    folder: Path, model: GptConfig, changed: dict[str, Any] | None = None, **settings: Any
-) -> dict[str, Tensor]:
-    """Write a folder of transformers with some tensors and settings changed; returns the tensors.
-
-    A tensor that is None is left out.
-    """
-    surveyed = survey(gpt(model, 12))
-    generator = torch.Generator().manual_seed(4)
-    ours = {name: torch.rand(shape, generator=generator) for name, shape in surveyed.shapes.items()}
-    state = {gpt2_name(name): turned(name, tensor) for name, tensor in ours.items()}
-    state = {name: t for name, t in {**state, **(changed or {})}.items() if t is not None}
-    write_safetensors(folder / "model.safetensors", state)
-    known = config_json(model, "float32") | settings
-    (folder / "config.json").write_text(json.dumps(known))
-    return ours
-
-
 def test_files_of_the_body_alone_and_with_old_buffers_are_read(tmp_path: Path) -> None:
     model = GPT.model_copy(update={"tie_embeddings": True})
     (tmp_path / "whole").mkdir()
-    ours = saved(tmp_path / "whole", model)
+    ours = gpt2_folder(tmp_path / "whole", model)
     (tmp_path / "body").mkdir()
     body = {gpt2_name(name, prefix=""): turned(name, tensor) for name, tensor in ours.items()}
     write_safetensors(tmp_path / "body" / "model.safetensors", {**body, **OLD_BUFFERS})
@@ -234,13 +213,8 @@ def test_files_of_the_body_alone_and_with_old_buffers_are_read(tmp_path: Path) -
         assert_equal_tensors(start_of(tmp_path / path, list(ours)), ours)
 
 
-def beside(folder: Path, **model: Any) -> dict[str, Any]:
-    """The settings of a model that starts at a folder and does not follow its config.json."""
-    return {"model": {**GPT.model_dump(), "weights": str(folder), **model, "from": None}}
-
-
 def test_settings_that_a_folder_lacks_or_no_settings_at_all_are_taken(tmp_path: Path) -> None:
-    saved(tmp_path, GPT)
+    gpt2_folder(tmp_path, GPT)
     settings = json.loads((tmp_path / "config.json").read_text())
     for key in ("n_inner", "layer_norm_epsilon", "scale_attn_weights", "add_cross_attention"):
         del settings[key]
@@ -250,62 +224,8 @@ def test_settings_that_a_folder_lacks_or_no_settings_at_all_are_taken(tmp_path: 
     assert survey(ours_from(tmp_path, **beside(tmp_path))).start.startswith("model.safetensors ")
 
 
-def cut_short(folder: Path) -> None:
-    saved(folder, GPT)
-    with (folder / "model.safetensors").open("r+b") as cut:
-        cut.truncate((folder / "model.safetensors").stat().st_size - 1)
-
-
-def configured(folder: Path, text: str) -> None:
-    saved(folder, GPT)
-    (folder / "config.json").write_text(text)
-
-
-QKV, POSITIONS = "transformer.h.1.attn.c_attn.weight", "transformer.wpe.weight"
-CROSS = "transformer.h.0.crossattention.c_attn.weight"
-OTHER_SETTINGS: list[tuple[str, Any]] = [
-    ("model_type", "llama"),
-    ("activation_function", "relu"),
-    ("activation_function", ["gelu"]),
-    ("layer_norm_epsilon", 1e-6),
-    ("scale_attn_weights", False),
-    ("scale_attn_by_inverse_layer_idx", True),
-    ("add_cross_attention", True),
-    ("n_inner", 64),
-]
-OTHER_TENSORS: list[tuple[str, dict[str, Any]]] = [
-    ("a tensor less", {QKV: None}),
-    ("another shape, turned", {QKV: torch.zeros(32, 97)}),
-    ("another shape", {POSITIONS: torch.zeros(12, 31)}),
-    ("more dimensions", {QKV: torch.zeros(32, 3, 32)}),
-    ("two tensors more", {CROSS: torch.zeros(1), "score.weight": torch.zeros(1)}),
-    ("a bias more", {"transformer.h.0.attn.c_attn.biases": torch.zeros(1)}),
-    ("another head", {"lm_head.weight": torch.ones(VOCABULARY, 32)}),
-]
-Damage = Callable[[Path], object]
-WRONG: dict[str, Damage] = {
-    **{
-        f"{key} {value}": partial(saved, model=GPT, **{key: value}) for key, value in OTHER_SETTINGS
-    },
-    "other sizes": partial(saved, model=GPT, n_head=4, n_layer=12, tie_word_embeddings=False),
-    **{case: partial(saved, model=GPT, changed=changed) for case, changed in OTHER_TENSORS},
-    "cut short": cut_short,
-    "half a config.json": partial(configured, text="{"),
-    "a list": partial(configured, text="[]"),
-}
-
-
-@pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
-def test_folders_of_other_models_and_damaged_ones_are_refused(
-    case: str, line: str, tmp_path: Path
-) -> None:
-    WRONG[case](tmp_path)
-
-    assert refusal(lambda: ours_from(tmp_path, **beside(tmp_path)), AxsparseError, tmp_path) == line
-
-
 def test_files_of_our_own_names_are_read_whatever_lies_beside(tmp_path: Path) -> None:
-    ours = saved(tmp_path, GPT, n_head=16)
+    ours = gpt2_folder(tmp_path, GPT, n_head=16)
     file = write_safetensors(tmp_path / "ours.safetensors", ours)
 
     start = ours_from(file, **beside(file)).start
@@ -318,7 +238,7 @@ def test_files_of_our_own_names_are_read_whatever_lies_beside(tmp_path: Path) ->
 
 
 def test_a_folder_says_what_the_model_is(tmp_path: Path) -> None:
-    ours = saved(tmp_path, GPT.model_copy(update={"tie_embeddings": False}))
+    ours = gpt2_folder(tmp_path, GPT.model_copy(update={"tie_embeddings": False}))
 
     loaded = configure(None, [f"model.from={tmp_path}", "data.sequence_length=8"])
 

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from axsparse.runtime.errors import ConfigError
 from axsparse.samo import state_bytes as memory
 from axsparse.samo.host.compiled_loops import can_compile
 from axsparse.samo.index import base
@@ -25,7 +24,7 @@ from axsparse.samo.index.base import (
     make_index,
 )
 from axsparse.samo.layer_state import LayerState, StateTypes
-from axsparse.samo.state_bytes import INT32_LIMIT, MASK_BLOCK, IndexKind, index_bytes
+from axsparse.samo.state_bytes import MASK_BLOCK, IndexKind, index_bytes
 from axsparse.samo.tensor_state import TensorState
 
 PIECE = 65_536
@@ -210,13 +209,6 @@ def test_machine_code_writes_nothing_beside_the_entries(dtype: torch.dtype, coun
 
 
 # -- limits ---------------------------------------------------------------------------------
-
-
-def test_more_entries_than_int32_can_number_are_refused_by_int32() -> None:
-    mask = torch.empty(INT32_LIMIT + 1, dtype=torch.bool, device="meta")
-
-    with pytest.raises(ConfigError, match=r"samo\.index: int32 numbers 2147483647 entries of a"):
-        make_index(mask, "int32")
 
 
 @pytest.mark.parametrize("limit", [100, 20_000])
