@@ -60,7 +60,7 @@ LEAST_SHARE = 0.1
 
 
 class Profile(NamedTuple):
-    """What training in one stage took on this rank; each step has `MICROBATCHES` microbatches.
+    """The times of training in one stage on this rank; each step has `MICROBATCHES` microbatches.
 
     Seconds are medians of steps: of all compute, of compressing gradients, and of the gradients of
     weights that split backwards compute apart.
@@ -73,7 +73,7 @@ class Profile(NamedTuple):
     forwards: list[float]
     """Seconds of every single forward."""
     overhead: float
-    """Bytes that the process holds besides the model state."""
+    """Bytes that the process holds in addition to the model state."""
 
 
 def calibrate(transport: Transport, loaded: Config, name: str, steps: int) -> Cluster:
@@ -120,7 +120,7 @@ def calibrate(transport: Transport, loaded: Config, name: str, steps: int) -> Cl
 
 
 def _load_of(trainer: Trainer, name: str) -> StageLoad:
-    """What a rank computes that trains all layers of the model `name`."""
+    """The load of a rank that trains all layers of the model `name`."""
     live = trainer.parts.live
     kept = {} if live is None else live.targets.kept()
     survey, config = trainer.parts.survey, trainer.config
@@ -242,14 +242,14 @@ def _all_reduce(transport: Transport, buffer: torch.Tensor, _: int) -> float:
 class Measurements:
     """The figures of a calibration: for each rank a median, and then the mean over ranks.
 
-    Seconds are those of a step of `microbatches` microbatches in one stage.
+    Seconds are per step of `microbatches` microbatches in one stage.
     """
 
     ranks: int
     memory_bytes: float
     """Memory that the host leaves to each rank."""
     overhead_bytes: float
-    """Memory that a rank held beside model state before the first step."""
+    """Memory that a rank held in addition to model state before the first step."""
     peak: float
     """Flop/s of a square matrix product."""
     copy_bandwidth: float
@@ -347,7 +347,7 @@ def _compute_constants(
 def _network_constants(seen: Measurements) -> dict[str, _Constant]:
     """Latencies and bandwidths of messages and all-reduces.
 
-    Where only one rank was there they are those of a copy.
+    A single rank takes a copy's.
     """
     message = ring = _Constant(seen.copy_bandwidth, "assumed", "as a copy: only one rank was there")
     message_latency = ring_latency = message._replace(value=0.0)

@@ -1,4 +1,4 @@
-"""What results are written with: figures with their spread, their comparison, and the machine."""
+"""Figures of results: with their spread, their comparison, and the machine."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def host_machine() -> dict[str, Any]:
 
 
 def kind_of(machine: Mapping[str, Any]) -> str:
-    """What has to be equal for times to be compared: processor, cores and torch, as a file name."""
+    """The key of machines whose times can be compared: processor, cores and torch, as a file
+    name."""
     torch = str(machine["torch"]).split("+")[0]
     text = f"{machine['cpu']}-{machine['cores']}-cores-torch-{torch}"
     return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace("(r)", "")).strip("-")

@@ -1,14 +1,14 @@
-"""GPT-3 2.7B on one GPU beside plain torch and FSDP2, in turn: tokens a second and memory.
+"""GPT-3 2.7B on one GPU next to plain torch and FSDP2, in turn: tokens a second and memory.
 
     python benchmarks/gpu_beside.py [--seconds 280] [--only NAME:SIZE …] [--save FILE]
     python benchmarks/gpu_beside.py --table benchmarks/results/gpu_check-nvidia-h200.json
 
 Every run trains the same model on the same samples, `BATCH` a step, by microbatches of 1, 4 or 8:
-`WARM` steps first, then `STEPS` that count, of which the median and the quartiles are kept. The
-dense ones are those of `gpu_peers.py` and axsparse's own with `samo.enabled=false`; the others are
-pruned to 90 %. Runs begin in the order of `RUNS`, each in a process of its own while no other has
-the GPU; what an earlier call has saved is not run again. Model FLOP/s count 6 operations a
-parameter and token and 12 · layers · hidden · sequence a token, as MosaicML's tables do.
+`WARM` steps first, then `STEPS` that count, of which the median and the quartiles are kept. Dense
+runs are the peers of `gpu_peers.py` and axsparse with `samo.enabled=false`; the others are pruned
+to 90 %. Runs begin in the order of `RUNS`, each in a separate process while no other has the GPU;
+runs that an earlier call has saved are not repeated. Model FLOP/s count 6 operations a parameter
+and token and 12 · layers · hidden · sequence a token, as MosaicML's tables do.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def measure(place: Place, report: Report, only: Sequence[str] | None = None) -> 
 
 
 def judged_rows(part: str, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """A row for each run, and what is asked of the pruned model beside the best dense peer."""
+    """A row for each run, and the pruned model's targets compared with the best dense peer."""
     flops, tokens = model_flops(), BATCH * 2048
     rows: list[Row] = []
     best: dict[str, tuple[float, str]] = {}

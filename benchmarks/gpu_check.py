@@ -1,4 +1,4 @@
-"""All that asks for a GPU, in parts, as a table and as JSON; `scripts/gpu_check.sh` starts it.
+"""All checks that need a GPU, in parts, as a table and as JSON; `scripts/gpu_check.sh` starts it.
 
     scripts/gpu_check.sh [--part step,kernels,bandwidth,speed,…] [--only NAMES] [--seconds 560]
         [--mpi-wheel mpich-5.0.2-….whl] [--wheel OTHER.whl] [--save FILE]
@@ -9,7 +9,7 @@
     kernels      the kernels' contract
     bandwidth    the kernels' share of the copy's bandwidth; unfused torch in turn; the paper's
                  Figure 1
-    beside       GPT-3 2.7B beside plain torch and FSDP2, in turn (`gpu_beside.py`)
+    beside       GPT-3 2.7B next to plain torch and FSDP2, in turn (`gpu_beside.py`)
     speed        GPT-3 2.7B with microbatches of 1 and 4: steps, part of the matrix peak, memory,
                  a profile
     compare      SAMO against dense, in turn
@@ -19,19 +19,18 @@
     big          GPT-3 13B; dense 13B does not fit; the largest GPT that does
 
 A quarter of an hour on a GPU takes three calls of at most 290 seconds, by --quarter: 1 is `beside`,
-2 `big`, and 3 what is least proven, `numerics`, `commands` and `compare`. A call that is repeated
-goes on with what it lacks.
+2 `big`, and 3 the least proven parts, `numerics`, `commands` and `compare`. A repeated call
+continues with the missing ones.
 
-Parts run in this order: what we have to know first comes first. Each is begun with what is there,
-and none waits for what another has set up. Side by side they are no faster, since processes that
-share a GPU take turns. Only `numerics`, and of `transport` and `commands` a part, need an MPI
-library. Models are as large as the memory that is there. Where an earlier call has saved, the parts
-that run are replaced and the others stay, so that one machine's checks may be made in several
-calls.
-Without --save the file is $OUT/gpu_check-<device>.json, or in benchmarks/results/ without $OUT.
+Parts run in this order, the most urgent first. None depends on what another has set up. Side by
+side they are no faster, since processes that share a GPU take turns. Only `numerics`, and of
+`transport` and `commands` a part, need an MPI library. Models are as large as the memory that is
+there. Where an earlier call has saved, the parts that run are replaced and the others stay, so that
+one machine's checks may be made in several calls. Without --save the file is
+$OUT/gpu_check-<device>.json, or in benchmarks/results/ without $OUT.
 
-What has no time left, or lacks something, is skipped with the reason. The exit code is 1 if a
-check fails, 69 without a GPU.
+A part that has no time left, or lacks something, is skipped with the reason. The exit code is 1 if
+a check fails, 69 without a GPU.
 """
 
 from __future__ import annotations
@@ -90,14 +89,14 @@ EXPECTED_SECONDS = 20
 
 @dataclass(frozen=True)
 class Around:
-    """What a part has: the machine, its time and a folder."""
+    """The environment of a part: the machine, its time and a folder."""
 
     host: Host
     seen: Mapping[str, Any]
     ends: float
     folder: Path
     only: str = ""
-    """Of the tests those of these names, as pytest's -k takes them; empty: all."""
+    """The names of the tests to run, as pytest's -k takes them; empty: all."""
     earlier: Mapping[str, Any] | None = None
     """The details that an earlier call has saved."""
     shared_nccl: bool = False
@@ -108,7 +107,8 @@ class Around:
         return self.ends - time.monotonic()
 
     def script(self, name: str, *words: str, seconds: float | None = None) -> tuple[str, Any]:
-        """What a benchmark of this folder saved, and what went wrong, empty if nothing did."""
+        """The results that a benchmark of this folder saved, and its error, empty if there was
+        none."""
         saved = self.folder / f"{name}.json"
         saved.unlink(missing_ok=True)  # another run's
         command = [sys.executable, str(HERE / f"{name}.py"), *words, "--save", str(saved)]
@@ -127,7 +127,7 @@ Found = tuple[list[Row], Any]
 
 
 def environment(around: Around) -> Found:
-    """What was seen of the machine; nothing is started for it."""
+    """The properties of the machine; nothing is started for them."""
     part, seen = "environment", around.seen
     rows = [
         Row(part, name, "info", str(seen[name]))
@@ -191,7 +191,7 @@ def pytest(around: Around, part: str, files: Sequence[str], *words: str) -> Foun
 
 
 def outcomes(part: str, name: str, saved: Path) -> list[Row]:
-    """What a JUnit file says."""
+    """The outcomes in a JUnit file."""
     tests = list(ElementTree.parse(saved).iter("testcase"))  # noqa: S314  pytest wrote it just now
     bad = [test for test in tests if has(test, "failure") or has(test, "error")]
     skipped = [test for test in tests if has(test, "skipped")]
@@ -215,7 +215,7 @@ def outcomes(part: str, name: str, saved: Path) -> list[Row]:
 
 
 def failures(saved: Path) -> dict[str, str]:
-    """What each test that failed said, its end: tracebacks, and the output of its jobs."""
+    """The end of the output of each failed test: tracebacks, and the output of its jobs."""
     tests = ElementTree.parse(saved).iter("testcase")  # noqa: S314  pytest wrote it just now
     return {
         f"{test.get('name')}": (found.text or "")[-FAILURE_TEXT:]
@@ -432,13 +432,13 @@ def check(around: Around, parts: Sequence[str], report: Report) -> list[Row]:
 
 
 def part_of(part: str, around: Around) -> Found:
-    """What a part found, and its seconds; one that breaks is a row as well."""
+    """The findings of a part, and its seconds; one that breaks is a row as well."""
     if around.left < EXPECTED_SECONDS:
         return [Row(part, "all", "skip", "no time left; name it by --part")], None
     began = time.monotonic()
     try:
         rows, details = RUN[part](around)
-    except Exception as error:  # the other parts go on
+    except Exception as error:  # the other parts continue
         traceback.print_exc()
         said = f"{type(error).__name__}: {error}"
         rows, details = [Row(part, "all", "fail", said[:300])], None
@@ -456,7 +456,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("\n".join(table(joined.rows)))
         return EXIT_FAILED if failed(joined.rows) else 0
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # What a shell starts in the background ignores it, and hands that on.
+        # Background processes of a shell ignore it, and so do their children.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     host = Host()
     try:
@@ -486,7 +486,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 ROOT = Path(__file__).resolve().parents[1]
 UNPACKED = ROOT / "build" / "gpu_check"
-"""Where wheels go: beside the environment, which stays as it is."""
+"""The folder of unpacked wheels: next to the environment, which stays as it is."""
 PACKAGES = ("torch", "numpy", "mpi4py", "yaml", "pydantic", "xxhash", "pytest")
 MPICH = "libmpi.so.12"
 GRACE = 10.0
@@ -609,11 +609,11 @@ class Host:
     # -- wheels -------------------------------------------------------------------------------
 
     def add_wheel(self, wheel: Path, folder: Path = UNPACKED) -> None:
-        """Make a wheel's modules, programs and libraries those of commands; ValueError if it is
-        none.
+        """Add a wheel's modules, programs and libraries to the environment of commands; ValueError
+        if it is none.
 
-        `pip install --target` would leave out what belongs beside an environment's Python: the
-        programs and libraries of an MPI wheel are in its `.data` folder.
+        `pip install --target` would leave out files that belong next to an environment's Python:
+        the programs and libraries of an MPI wheel are in its `.data` folder.
         """
         home = folder / wheel.name.removesuffix(".whl")
         if not home.is_dir():

@@ -2,11 +2,10 @@
 
     python benchmarks/gpu_kernels.py [--save benchmarks/results/gpu_kernels.json]
 
-Each kernel's bound is the time that the device's own copy takes for as many bytes: those that
-are read once and written once, dense reads in whole sectors of 32 bytes. The aim is 80 % of it,
-for compression and for the step. "torch" does the same unfused, with int32 positions. All take
-turns in an order drawn anew for each round. Medians; brackets hold the quartiles. Without a GPU
-this ends with 69.
+Each kernel's bound is the time that the device's own copy takes for as many bytes: each read once
+and written once, dense reads in full sectors of 32 bytes. The aim is 80 % of it, for compression
+and for the step. "torch" does the same unfused, with int32 positions. All take turns in an order
+drawn anew for each round. Medians; brackets hold the quartiles. Without a GPU this ends with 69.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def unfused_step(
     mean_K: Tensor,
     square_K: Tensor,
 ) -> None:
-    """AdamW in torch, as `samo/optim/adamw.py` has it, on the whole tensor at once."""
+    """AdamW in torch, as `samo/optim/adamw.py` has it, on the full tensor at once."""
     beta1, beta2 = HYPER.betas
     fresh = gradient_K.float().mul_(FACTOR)
     mean_K.lerp_(fresh, 1 - beta1)

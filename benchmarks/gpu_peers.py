@@ -1,4 +1,4 @@
-"""GPT-3 2.7B trained dense by plain torch on one GPU: what axsparse is set beside.
+"""GPT-3 2.7B trained dense by plain torch on one GPU, for comparison with axsparse.
 
     python benchmarks/gpu_peers.py plain|fsdp2 [--microbatches 4 8] [--batch 16] [--warm 4]
         [--steps 10] [--save FILE] [--set model.num_layers=2]
@@ -8,8 +8,8 @@
              and activations, gradients of a step summed in fp32, fused AdamW
 
 Both compile each block and the loss by `torch.compile`, as torchtitan does, and clip the norm of
-the gradient. Modules, start values, data and their order are those of axsparse's run, so that the
-losses are those of its dense run up to rounding. A microbatch size for which there is no memory is
+the gradient. Modules, start values, data and their order are the same as in axsparse's run, so that
+the losses equal its dense run's up to rounding. A microbatch size for which there is no memory is
 noted as such.
 """
 

@@ -1,4 +1,4 @@
-"""What `gpu_train.py` trains, and what the plan says of it: no GPU is asked."""
+"""The trainings of `gpu_train.py`, and their plans: no GPU is asked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.state_bytes import StateBytes
 
 CLUSTER = "h200-node"
-"""Whose memory beside torch's own the plan takes, and whose speeds it predicts seconds from."""
+"""The cluster whose memory overhead the plan takes, and whose speeds it predicts seconds from."""
 MICROBATCHES = 4
 SIZES = (8, 4, 2, 1)
 """Of microbatches, to try."""
@@ -42,7 +42,7 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Training:
-    """What a worker is told."""
+    """The request to a worker."""
 
     config: str
     overrides: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks report: checks with an outcome each, as a table and as JSON."""
+"""The report of the GPU benchmarks: checks with an outcome each, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Report:
 
     @staticmethod
     def opened(path: Path | None, measured_on: dict[str, Any]) -> Report:
-        """What earlier calls left at `path`, or an empty one."""
+        """The report of earlier calls at `path`, or an empty one."""
         if path is None or not path.exists():
             return Report(path, measured_on, [], {})
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -61,7 +61,7 @@ CONFIGS = {"2.7b": "gpt3_2.7b.yaml", "2.7b-4": "gpt3_2.7b.yaml", "13b": "gpt3_13
 MICROBATCH = {"2.7b": (1,), "2.7b-4": (4,), "13b": (1,)}
 """The microbatch sizes of a run; of all others the largest that fits."""
 PEAK_AIMS = {"2.7b": 0.4}
-"""What part of the matrix peak a run has to reach; `PEAK_AIM` where it is not named."""
+"""The part of the matrix peak that a run has to reach; `PEAK_AIM` where it is not named."""
 PROFILED = ("2.7b",)
 PEAK_AIM, MEMORY_AIM, RATIO_AIM = 0.5, 1.1, 1.01
 PART_OF_PEAK = "part of the measured matrix peak"
@@ -71,8 +71,8 @@ STEPS, WARM = 6, 2
 FEWER = {"13b": 3}
 """Steps of a run that is to show that it trains."""
 COMPARED = 8
-"""Microbatches where SAMO is held against dense: with few of them the optimizer, of which SAMO has
-a tenth, would hide what compression costs each time."""
+"""Microbatches where SAMO is compared with dense: with few of them the optimizer, of which SAMO has
+a tenth, would hide the cost of each compression."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def does_not_fit(training: Training, place: Place) -> Found:
 
 
 def both_fit(training: Training, room: float) -> int | None:
-    """With how many blocks a dense training fits beside a pruned one; None: with all it has."""
+    """With how many blocks a dense training fits next to a pruned one; None: with all it has."""
     methods: tuple[Method, ...] = ("dense", "samo")
     least = training.with_(*batches(1, COMPARED), "pipeline.checkpoint_activations=1")
     if sum(planned(least, method).memory.total for method in methods) <= room:
@@ -316,7 +316,7 @@ def most_layers(training: Training, room: float, methods: Sequence[Method] = ("s
         own = with_layers(training, layers)
         return sum(planned(own, method).memory.total for method in methods)
 
-    # What a block adds is the same for each; looking at a deep model takes long.
+    # Every block adds the same; looking at a deep model takes long.
     layers = max(0, 1 + int((room - need(1)) / (need(2) - need(1))))
     while layers > 0 and need(layers) > room:
         layers -= 1
@@ -388,7 +388,7 @@ def judge_runs(names: Sequence[str], place: Place, rounds: int) -> Iterator[tupl
             yield name, run_one(name, place, rounds)
         except (WorkerFailedError, ConfigError) as error:
             yield name, ([Row(name, "training", "fail", str(error)[:300])], {})
-        except Exception as error:  # the other runs go on
+        except Exception as error:  # the other runs continue
             traceback.print_exc()
             said = f"{type(error).__name__}: {error}"
             yield name, ([Row(name, "training", "fail", said[:300])], {})
@@ -398,7 +398,8 @@ def judge_runs(names: Sequence[str], place: Place, rounds: int) -> Iterator[tupl
 
 
 def probe(sizes: Sequence[int] = (8192, 16384)) -> Device:
-    """What this process's GPU is and does; torch's memory of it stays taken until it ends."""
+    """The properties and speeds of this process's GPU; torch's memory of it stays taken until it
+    ends."""
     peak = 0.0
     for edge in sizes:
         left, right = (torch.randn(edge, edge, device="cuda").bfloat16() for _ in range(2))

@@ -1,4 +1,4 @@
-"""Trainings that take a step when they are told to, each in a process of its own."""
+"""Trainings that take a step on request, each in a separate process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ HERE = Path(__file__).parent
 
 
 class WorkerFailedError(Exception):
-    """What the worker said last, in one line."""
+    """The last output of the worker, in one line."""
 
 
 class Worker:
-    """A training in a process of its own, which takes a step when it is told to."""
+    """A training in a separate process, which takes a step on request."""
 
     def __init__(
         self, training: Training, folder: Path, seconds: float, *, profile: bool = False

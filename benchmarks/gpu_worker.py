@@ -92,7 +92,7 @@ def peaks() -> dict[str, int]:
 
 
 def summary(profiler: profile, seconds: float) -> dict[str, Any]:
-    """What the device did in a profiled step of so many seconds, and which kernels took longest."""
+    """The kernels of the device in a profiled step of so many seconds, and which took longest."""
     kernels = [event for event in profiler.events() if event.device_type.name == "CUDA"]
     busy, reached = 0.0, 0.0
     for event in sorted(kernels, key=lambda event: event.time_range.start):

@@ -1,15 +1,15 @@
-"""What `make bench` measures on several ranks: sums over replicas, and the bubble of a pipeline.
+"""Benchmarks of `make bench` on several ranks: sums over replicas, and the bubble of a pipeline.
 
     mpirun -n 2 python benchmarks/on_ranks.py {sums,bubble} [--save FILE]
 
-`sums`: the time to sum fp32 gradients over replicas, over that of MPI_Allreduce in the same round.
-Ours adds in the order of the replicas, so that the bits are the same on every rank and in every
-run; MPI adds as it likes.
+`sums`: the time to sum fp32 gradients over replicas, over MPI_Allreduce's in the same round. Ours
+adds in the order of the replicas, so that the bits are the same on every rank and in every run; MPI
+adds as it likes.
 
 `bubble`: stages sleep 20 ms in a forward and 40 ms in a backward; engine, policy and links are the
-package's own. A stage's bubble is the engine's own phase and the wait from its last backward to
-that of the stage that ends last; the mean over the stages. Eq. (6) of AxoNN's paper says
-(G_inter − 1) · (t_f + t_b).
+package's own. A stage's bubble is the engine's own phase and the wait from its last backward to the
+last of all stages; the mean over the stages. Eq. (6) of AxoNN's paper says (G_inter − 1) · (t_f +
+t_b).
 """
 
 from __future__ import annotations

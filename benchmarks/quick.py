@@ -1,4 +1,4 @@
-"""One or two figures of every layer of the system in a few minutes, held against the last ones.
+"""One or two figures of every layer of the system in a few minutes, compared with the last ones.
 
     make bench                       # or: python benchmarks/quick.py [--only NAME ...]
     make bench ARGS=--save           # also writes the file that is to be committed
@@ -151,7 +151,7 @@ def encodings() -> Figures:
 def accumulation() -> Figures:
     """Error of gradients of a small GPT on Python's own library, added in bf16 over 8 microbatches.
 
-    The norm of the half minus the fp32 sums, over that of the fp32 sums.
+    The norm of the half minus the fp32 sums, over the norm of the fp32 sums.
     """
     import numpy as np
     import torch
@@ -257,7 +257,7 @@ def checkpoints() -> Figures:
 
 
 def _on_ranks(script: str, flag: str, *arguments: str) -> dict[str, Any]:
-    """What one of the benchmarks writes when two ranks run it."""
+    """The result of one of the benchmarks on two ranks."""
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
     with tempfile.TemporaryDirectory(prefix="axsparse-bench-") as folder:
         result = Path(folder) / "result.json"
@@ -291,7 +291,7 @@ LAYERS: Mapping[str, Callable[[], Figures]] = {
 
 
 def measure(name: str) -> dict[str, Any]:
-    """The figures of one layer, measured in a process of its own; RuntimeError if it fails."""
+    """The figures of one layer, measured in a separate process; RuntimeError if it fails."""
     command = [sys.executable, str(FOLDER / "quick.py"), "--measure", name]
     try:
         done = subprocess.run(  # noqa: S603

@@ -20,7 +20,7 @@ def config_of(
 ) -> Config:
     """Settings of a GPT in bf16 whose microbatches are one sequence, without evaluations.
 
-    `heads` and `microbatches` may be among the sections; whole sections take the place of these.
+    `heads` and `microbatches` may be among the sections; complete sections take the place of these.
     """
     heads = sections.pop("heads", max(1, hidden // 64))
     return Config.model_validate(

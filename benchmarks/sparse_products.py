@@ -1,8 +1,8 @@
-"""Time of a linear layer's products by kept entries, over that of dense ones: `make bench`.
+"""Time of a linear layer's products by kept entries, over the time of dense ones: `make bench`.
 
-One thread. A dense product (torch's; that of the weight's gradient with the gather of its kept
-entries) and the sparse one take turns; ratios are taken within a round. Needs numba and a CPU with
-AVX-512 BF16.
+One thread. A dense product (torch's; for the weight's gradient with the gather of its kept entries)
+and the sparse one take turns; ratios are taken within a round. Needs numba and a CPU with AVX-512
+BF16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDS = 21
 
 
 def contenders(outputs: int, inputs: int, tokens: int, density: float) -> dict[str, Product]:
-    """What takes turns, by name of the product: the dense one and the sparse one."""
+    """The products that take turns, by name: the dense one and the sparse one."""
     generator = torch.Generator().manual_seed(1)
     outer, rows = (
         torch.randn(tokens, size, generator=generator).to(torch.bfloat16)

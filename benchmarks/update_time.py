@@ -86,7 +86,7 @@ move_fp32, move_bf16, move_kept = map(_compile, (_move_fp32, _move_bf16, _move_k
 
 
 def contenders(case: Case, numel: int) -> dict[str, Callable[[], None]]:
-    """One update each, by name, of as many entries with the same numbers of their own."""
+    """One update each, by name, of as many entries with the same numbers."""
     layer = _layer(case, numel)
     [tensor] = layer.tensors
     values = [layer.gradient, *layer.optimizer_state.moments_K.values()]
@@ -146,6 +146,6 @@ def measure(name: str, rounds: int) -> dict[str, list[float]]:
 
 
 def over_bytes(taken: Mapping[str, list[float]]) -> Figure:
-    """The update's time over that of the bytes, in each round."""
+    """The update's time over the bytes' time, in each round."""
     pairs = zip(taken["update"], taken["bytes"], strict=True)
     return figure("× bytes", [own / moved for own, moved in pairs])

@@ -1,5 +1,5 @@
-"""An afternoon's work: a vision model of one's own, pruned on two stages and two replicas, its
-curves, and its weights back in plain torch.
+"""An afternoon's work: a custom vision model, pruned on two stages and two replicas, its curves,
+and its weights back in plain torch.
 
     mpirun -n 4 python examples/afternoon.py layout.g_inter=2              # a minute on two cores
     mpirun -n 4 python examples/afternoon.py layout.g_inter=2 pruning.sparsity=0.95 run_dir=runs/2
@@ -67,7 +67,7 @@ def accuracy(module: nn.Module, data: ax.ArrayDataset) -> float:
 
 
 def main() -> None:
-    """Train, and hold what was trained against what was reported."""
+    """Train, and compare the trained model with the reported accuracy."""
     training, validation = digits_datasets()
     model = ax.from_sequential(
         network(),

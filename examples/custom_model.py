@@ -1,4 +1,4 @@
-"""A model of one's own on stages and replicas: mpirun -n 4 python examples/custom_model.py"""
+"""A custom model on stages and replicas: mpirun -n 4 python examples/custom_model.py"""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ import axsparse as ax
 
 
 def main() -> None:
-    """Learn to tell in which quarter of the circle a noisy point lies."""
+    """Learn to distinguish in which quarter of the circle a noisy point lies."""
     layers = [
         ax.Layer("in", lambda: nn.Sequential(nn.Linear(2, 128), nn.ReLU()), kind="embedding"),
         *(

@@ -2,7 +2,7 @@
 
     distil.py prune_llama.yaml OUT model.from=FOLDER data.path=TOKENS train.steps=200 …
 
-Every stage has the teacher's layers beside the student's: same weights at first, never trained,
+Every stage has the teacher's layers next to the student's: same weights at first, never trained,
 never pruned, two bytes a parameter in bf16. OUT is a Hugging Face folder of the student, like
 FOLDER.
 """

@@ -46,7 +46,7 @@ WEIGHTS = """\
 A run directory is all that is needed: the weights of the best checkpoint, zero where pruned.
 """
 CHANGED = {"SETTINGS": 'SETTINGS = Path("afternoon.yaml")\nCHANGES: list[str] = []'}
-"""What a notebook, which has neither a file nor arguments, has in place of a statement."""
+"""Replacements of statements for a notebook, which has neither a file nor arguments."""
 CALLS = {"sys.argv[1:]": "CHANGES"}
 
 

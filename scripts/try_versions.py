@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 QUICK = "not exhaustive and not fault"
 """The tests that `make test` has."""
 RUNS_WITHOUT_TORCH = ("numpy", "mpi4py", "pyyaml", "pydantic", "xxhash")
-"""What the package depends on, but for torch and numba."""
+"""The dependencies of the package, but for torch and numba."""
 SMALL = ("--set", "model.num_layers=2", "--set", "model.hidden_size=32", "--set", "train.steps=2")
 TRAIN = ("train", "--config", "quickstart.yaml", *SMALL, "--set", "train.eval_steps=1")
 WITHOUT_TORCH = (
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def question() -> argparse.Namespace:
-    """What the command line asks for."""
+    """The arguments of the command line."""
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -67,7 +67,8 @@ def _objects_at_rest() -> None:
 
 @pytest.fixture(scope="session")
 def transformers() -> Any:
-    """Hugging Face's library, which judges models that are read and written; skips without it."""
+    """Hugging Face's library, the reference for models that are read and written; skips without
+    it."""
     found: Any = pytest.importorskip(
         "transformers", reason="no transformers: pip install 'axsparse[test]', Python 3.11 or newer"
     )

@@ -34,7 +34,8 @@ MPI_MODULES = {
 
 
 def import_order() -> dict[str, int]:
-    """The height of every room, from the one line of CONTRIBUTING.md that names them in order."""
+    """The height of every package, from the one line of CONTRIBUTING.md that names them in
+    order."""
     lines = CONTRIBUTING.read_text(encoding="utf-8").splitlines()
     [line] = [line for line in lines if line.strip().startswith("doors > ")]
     rooms = [height.split(",") for height in reversed(line.split(">"))]
@@ -153,7 +154,8 @@ def test_the_house_has_three_doors_and_thirteen_rooms() -> None:
 
 
 def test_imports_run_down_the_one_order_only() -> None:
-    """Late imports and those for types count too; rooms of one height do not know each other."""
+    """Late imports and imports for types count too; packages of one height do not know each
+    other."""
     heights = import_order()
     climbing = [
         f"{module} imports {other}"
@@ -166,7 +168,7 @@ def test_imports_run_down_the_one_order_only() -> None:
 
 
 def test_only_the_version_is_read_from_the_package_itself() -> None:
-    """Whatever else is public stands in a room, so that no room imports a door."""
+    """All other public names are in a package, so that no package imports an entry point."""
     readers = {
         module
         for module, tree in sources().items()

@@ -49,12 +49,12 @@ finally:
     loaded = [name for name in ("torch._dynamo", "sympy") if name in sys.modules]
     Path(f"loaded-{MPI.COMM_WORLD.rank}").write_text(" ".join(loaded))
 """
-"""The command, and what each rank has loaded when it ends, in a file of its own."""
+"""The command, and the modules that each rank has loaded when it ends, in a separate file."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run of three steps leaves."""
+    """The outputs of a run of three steps."""
 
     screen: str
     folder: Path

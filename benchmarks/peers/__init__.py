@@ -1,1 +1,1 @@
-"""axsparse beside what users would otherwise pick, on one model, one token stream, one AdamW."""
+"""axsparse next to what users would otherwise pick, on one model, one token stream, one AdamW."""

@@ -1,7 +1,7 @@
-"""python -m peers: axsparse beside plain torch, DDP, FSDP2, pipelining and DeepSpeed.
+"""python -m peers: axsparse next to plain torch, DDP, FSDP2, pipelining and DeepSpeed.
 
-`make bench-peers` makes the environment and calls this. Finished runs are kept in the log, so
-that the same command goes on where it was cut off.
+`make bench-peers` makes the environment and calls this. Finished runs are kept in the log, so that
+the same command continues where it was cut off.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def choose(arguments: argparse.Namespace) -> argparse.Namespace:
-    """What --quick and --tiny stand for."""
+    """The arguments that --quick and --tiny stand for."""
     if arguments.quick:
         arguments.parts, arguments.sizes, arguments.precisions = ["times"], ["small"], ["bf16"]
         arguments.rounds, arguments.steps, arguments.warmup = 2, 4, 1
@@ -94,7 +94,7 @@ def asked_cases(arguments: argparse.Namespace, precision: Precision) -> list[Cas
 
 
 class Comparison:
-    """All that was asked for, measured part by part and reported after each."""
+    """The requested comparison, measured part by part and reported after each."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._asked = arguments

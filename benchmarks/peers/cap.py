@@ -1,9 +1,9 @@
 """Every rank may take so much memory and no more: who trains the model at all, and how fast.
 
-The budget lies between what the fullest of four and of three stages needs for dense state, and
-above what SAMO needs for the whole model. It counts private writable memory (RLIMIT_DATA) beyond
-what a rank has after it has trained a tiny model, so that interpreter, libraries and machine code
-are outside of it, for every contender alike. Peers train dense, since masks only add memory.
+The budget lies between the dense state of the fullest of four and of three stages, and above SAMO's
+state of the full model. It counts private writable memory (RLIMIT_DATA) beyond what a rank has
+after it has trained a tiny model, so that interpreter, libraries and machine code are outside of
+it, for every contender alike. Peers train dense, since masks only add memory.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Settings:
 
 
 def budget_of(size: Size) -> int:
-    """Bytes between what the fullest of four and of three dense stages has of state, and room."""
+    """A budget in bytes between the dense state of the fullest of four and of three stages."""
     four, three = (_most_blocks(size, stages) for stages in (4, 3))
     return ROOM + int((four * three) ** 0.5 * size.block_parameters * DENSE_BYTES)
 
 
 def _most_blocks(size: Size, stages: int) -> int:
-    """Blocks of the fullest stage; first and last stage have embedding and head besides."""
+    """Blocks of the fullest stage; first and last stage also have embedding and head."""
     first, *rest = size.split(stages)
     *middle, last = rest
     return max(first - 1, *middle, last - 1)
@@ -121,7 +121,7 @@ def measure_cap(measuring: Measuring, settings: Settings) -> dict[str, Any]:
 def _try(measuring: Measuring, run: Run) -> tuple[Run, Result]:
     """As glibc is set; where that takes too much memory, with freed blocks returned at once."""
     result = measuring.result(run, 0)
-    # Without memory some libraries end with a message of their own, or with a signal.
+    # Without memory some libraries end with a custom message, or with a signal.
     if isinstance(result, Failure):
         again = _mapped(run)
         second = measuring.result(again, 0)

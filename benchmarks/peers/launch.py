@@ -24,7 +24,7 @@ from peers.workload import Run
 POLL_SECONDS = 0.05
 STALL_SECONDS = 60.0
 """Without any CPU time of a peer's ranks after which they count as hung: some libraries lose a
-message where they get no memory, and wait for it. axsparse has a watchdog of its own."""
+message where they get no memory, and wait for it. axsparse has a watchdog."""
 STALL_CPU_SECONDS = 2.0
 LOOK_SECONDS = 5.0
 GRACE_SECONDS = 2.0
@@ -56,7 +56,7 @@ class Failure:
 
 
 def launch(run: Run, timeout: float) -> dict[str, Any] | Failure:
-    """Run a contender in processes of its own; the measures of its ranks, joined."""
+    """Run a contender in separate processes; the measures of its ranks, joined."""
     if run.case.framework == "deepspeed":
         forget_locks(Path(os.environ.get(EXTENSIONS, "nowhere")))
     with _folder() as folder:
@@ -154,7 +154,7 @@ def _start(run: Run, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class Stall:
-    """Tells when processes have used next to no CPU time for `STALL_SECONDS`."""
+    """Finds out when processes have used next to no CPU time for `STALL_SECONDS`."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         self._sessions = {process.pid for process in processes}
@@ -207,7 +207,8 @@ def _wait(
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what is left, and all that it has started; each is the leader of its own session."""
+    """End the remaining processes, and all that they have started; each leads a separate
+    session."""
     for process in processes:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -231,7 +232,7 @@ def _said(folder: Path) -> str:
 
 
 def join(run: Run, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The measures of one run from those of its ranks.
+    """The measures of one run from the measures of its ranks.
 
     A step ends when it has ended on the last rank, and takes the time between two such ends.
     """

@@ -1,4 +1,4 @@
-"""Does runs in their order, those of a log excepted."""
+"""Does runs in their order, without the ones in a log."""
 
 from __future__ import annotations
 

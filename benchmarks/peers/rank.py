@@ -28,14 +28,15 @@ DIES_WITH_PARENT = 1
 
 @dataclass
 class Record:
-    """What one rank measures; times are of the clock that all processes of a machine share."""
+    """The measurements of one rank; times are of the clock that all processes of a machine
+    share."""
 
     ends: list[float] = field(default_factory=list)
     """When each step ended here."""
     cpu: list[float] = field(default_factory=list)
     """Seconds of CPU that this rank had used by then."""
     machine: list[float] = field(default_factory=list)
-    """Seconds of CPU that the whole machine had used by then."""
+    """Seconds of CPU that the machine had used by then."""
     losses: list[Sequence[float]] = field(default_factory=list)
     """Of each step, the mean losses that this rank knows; empty where it knows none."""
     before: int = 0
@@ -102,7 +103,7 @@ def run_ours(run: Run, folder: Path) -> None:
     record = Record()
     digest = Stream(run.size, run.all_steps).digest
     record.start(run)
-    # Every rank knows the loss; that of rank 0 counts.
+    # Every rank knows the loss; rank 0's counts.
     train(run, folder / "run", lambda loss: record.end_step([] if rank else [loss]))
     record.save(folder / f"rank{rank}.json", tokens=digest)
     sys.exit()
@@ -117,7 +118,7 @@ def main() -> None:
     run_peer(run, folder)
     sys.stdout.flush()
     sys.stderr.flush()
-    # What libraries do when they are unloaded is not measured.
+    # The unloading of libraries is not measured.
     os._exit(0)
 
 

@@ -20,7 +20,7 @@ def write_report(result: Mapping[str, Any], folder: Path, name: str) -> list[Pat
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The whole result as a page."""
+    """The result as a page."""
     machine = result["machine"]
     lines = [
         "# axsparse beside its peers",

@@ -12,7 +12,7 @@ from peers.ratios import Spread, agrees, difference, digits, ratio_of, spread
 from peers.workload import DDP, PIPELINING, PLAIN, REFERENCES, Case, Precision, Run, Size
 
 LAYOUT_REFERENCE = {"1x1": PLAIN.name, "1x2": DDP.name}
-"""The dense peer of a layout that its other contenders are held against; others: 1F1B."""
+"""The dense peer of a layout that its other contenders are compared with; others: 1F1B."""
 
 
 def measure_times(
@@ -34,9 +34,9 @@ def measure_times(
 
 
 def judge(found: Measured) -> dict[Case, str]:
-    """Why the times of a case do not count, for those whose times do not.
+    """The reason why the times of a case do not count, for each such case.
 
-    Raises LookupError if a reference has not run: then no loss can be judged.
+    Raises LookupError if a reference has not run: then no loss can be compared.
     """
     references = {masked: _reference(found, key) for masked, key in REFERENCES.items()}
     wrong = {}
@@ -89,7 +89,7 @@ def _median(found: Measured, case: Case) -> float:
 
 
 def time_rows(found: Measured) -> list[dict[str, Any]]:
-    """What is reported of each case: times, ratios, agreement of losses, memory, phases."""
+    """The reported row of each case: times, ratios, agreement of losses, memory, phases."""
     wrong = judge(found)
     best = fastest_variants(found, wrong)
     rows = []

@@ -1,4 +1,5 @@
-"""What every contender computes: sizes of the model, the layouts, and who runs. Loads no torch."""
+"""The workload of every contender: sizes of the model, the layouts, and who runs. Loads no
+torch."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class Size:
     def split(self, stages: int) -> list[int]:
         """Layers of each stage, such that the largest matrix work of a stage is smallest.
 
-        Looking a token up costs nothing beside a product. Among equal splits the one whose first
+        Looking a token up costs nothing next to a product. Among equal splits the one whose first
         stages are fullest is taken, since the last stage computes the loss as well.
         """
         block, head = 12 * self.width, self.vocabulary
@@ -195,7 +196,7 @@ def cases_of_layout(layout: str) -> list[Case]:
 
 
 def cases_for(layouts: Sequence[str], precision: Precision) -> list[Case]:
-    """The cases of some layouts, preceded by those whose losses judge the others'."""
+    """The cases of some layouts, preceded by their references for losses."""
     found = [PLAIN, PLAIN_MASKED]
     for layout in layouts:
         found += [case for case in cases_of_layout(layout) if case not in found]
@@ -207,6 +208,7 @@ REFERENCES = {False: PLAIN.key, True: PLAIN_MASKED.key}
 
 
 def missing_references(cases: Sequence[Case]) -> list[str]:
-    """The keys of cases that are not among these, though their losses judge some of these."""
+    """The keys of cases that are not among these, though their losses are references for some of
+    these."""
     keys = {case.key for case in cases}
     return sorted({REFERENCES[case.is_masked] for case in cases} - keys)

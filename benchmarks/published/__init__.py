@@ -1,1 +1,1 @@
-"""The planner held against published runs, by tables of their sizes and figures."""
+"""The planner compared with published runs, by tables of their sizes and figures."""

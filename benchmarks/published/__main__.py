@@ -4,7 +4,7 @@
     python -m published                      the bundled tables
     python -m published runs.yaml            a file like one of them (`run_file.py` has its keys)
 
-Mean and worst are those of rows to which no constant was fitted.
+Mean and worst are over rows to which no constant was fitted.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class GptFormula:
         return self.body_params + self.embedding_params
 
     def of_member(self, members: int) -> GptFormula:
-        """See `Workload`. Layers are whole."""
+        """See `Workload`. Layers are not sharded."""
         if members > 1:
             raise ConfigError(f"{self.name}: the formulas cut no layers; plan with 1 member")
         return self

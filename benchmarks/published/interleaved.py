@@ -21,7 +21,7 @@ Step: TypeAlias = tuple[bool, int, int]
 
 
 def interleaved_order(stage: int, stages: int, chunks: int, microbatches: int) -> list[Step]:
-    """What a stage runs, first to last."""
+    """The actions of a stage, first to last."""
     number = max(1, microbatches // stages)
     ends = [-(-microbatches * group // number) for group in range(number + 1)]
     groups = [range(first, second) for first, second in pairwise(ends)]

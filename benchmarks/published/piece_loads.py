@@ -90,7 +90,7 @@ def _balanced(row: RunRow, model: Transformer, number: int) -> list[Piece]:
 
 @dataclass(frozen=True)
 class PieceLoad:
-    """What one piece computes for a microbatch, on one of the devices that share it."""
+    """The compute of one piece for a microbatch, on one of the devices that share it."""
 
     model: Transformer
     piece: Piece
@@ -108,7 +108,7 @@ class PieceLoad:
 
     @cached_property
     def again(self) -> Work:
-        """What the backward recomputes."""
+        """The compute that the backward repeats."""
         samples, tensor = self.row.batch.micro, self.row.layout.tensor
         recompute = self.row.training.recompute
         if recompute == "none" or (recompute == "selective" and self.model.fused_attention):

@@ -1,4 +1,4 @@
-"""Holds predictions against a file of published runs: errors, and choices."""
+"""Compares predictions with a file of published runs: errors, and choices."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def checked(row: RunRow, cluster: Cluster) -> CheckedRow:
 
 
 def published_rate(row: RunRow) -> tuple[str, float | None]:
-    """The unit and the number by which a run is judged: the first that it has."""
+    """The unit and the number by which a run is evaluated: the first that it has."""
     known = row.published
     for unit, value in (
         ("s/step", known.seconds_per_step),

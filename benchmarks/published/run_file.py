@@ -97,7 +97,7 @@ class Profiled(Section):
 
 
 class Published(Section):
-    """What the run was reported to reach."""
+    """The reported results of the run."""
 
     seconds_per_step: Positive | None = None
     samples_per_second: Positive | None = None
@@ -152,7 +152,7 @@ class RunFile:
     source: str
     """Where the figures were published."""
     constants: Mapping[str, float]
-    """Of the cluster, in the place of its own: fitted to the rows marked `fit`."""
+    """Constants that replace the cluster's: fitted to the rows marked `fit`."""
     rows: Sequence[RunRow]
 
 

@@ -1,8 +1,8 @@
 """Predicts the memory of a run's fullest device: model state, activations, the loss, and a verdict.
 
-Activations are those of Korthikanti et al. (2022) by the kind of recomputation, for as many
-microbatches as the schedule holds. What is predicted is what a training's own allocator reports;
-the verdict adds what it does not see: the libraries' share and the allocator's gaps.
+Activations follow Korthikanti et al. (2022) by the kind of recomputation, for as many microbatches
+as the schedule holds. The prediction is for the report of a training's allocator; the verdict adds
+the rest: the libraries' share and the allocator's gaps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RunMemory:
     state: float
     activations: float
     working: float
-    """What the backward of one block, or the loss, needs beside."""
+    """Temporary memory of the backward of one block, or of the loss."""
     update: float
     """Copies of gradients in fp32, which the optimizer makes when activations are gone."""
 
@@ -44,7 +44,7 @@ class RunMemory:
         return self.state + max(self.activations + self.working, self.update)
 
     def fits(self, cluster: Cluster) -> bool:
-        """Whether a device of the cluster has room for it and for what the libraries hold."""
+        """Whether a device of the cluster has memory for it and for the libraries."""
         return (1 + GAPS) * self.total + cluster.overhead_bytes <= cluster.memory_bytes
 
 

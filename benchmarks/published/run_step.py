@@ -34,8 +34,8 @@ from published.transformer import Work
 UPDATE_BYTES = 2 * (4 + 4 + 4) + 4
 """Bytes an entry for AdamW: masters and both moments are read and written, gradients read."""
 GRADIENT_PASSES = 4 + 8 + 4 + 8
-"""Bytes an entry beside: an fp32 copy of the gradient is written, unscaled, summed for the norm
-and clipped, each by a kernel of its own. axsparse does all in one pass."""
+"""Further bytes an entry: an fp32 copy of the gradient is written, unscaled, summed for the norm
+and clipped, each by a separate kernel. axsparse does all in one pass."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _tensor_seconds(row: RunRow, cluster: Cluster, placed: NodePlacement) -> flo
 def _edges(
     row: RunRow, cluster: Cluster, placed: NodePlacement, crosses: Sequence[bool]
 ) -> list[MessageCost]:
-    """What a message costs on each edge of a replica's pipeline."""
+    """The cost of a message on each edge of a replica's pipeline."""
     tensor, nbytes = row.layout.tensor, _activation_bytes(row)
     gather, share = 0.0, nbytes
     if tensor > 1 and transformer(row, fused=bool(cluster.fused_attention)).sequence_parallel:

@@ -1,10 +1,10 @@
-"""What the parts of a transformer compute, move and hold, by formula: embedding, blocks and head.
+"""The compute, traffic and memory of a transformer's parts, by formula: embedding, blocks and head.
 
-Every number is that of one microbatch on one of `tensor` devices that share each layer, as in
-Shoeybi et al. (2019): matrices and attention heads are divided, norms, dropouts and residuals are
-divided only under sequence parallelism. Work is counted in two sums, flops of matrix products and
-bytes that any kernel reads and writes: the time of large products is that of their flops, the time
-of small and thin ones, and of everything between them, that of their bytes.
+Every number is for one microbatch on one of `tensor` devices that share each layer, as in Shoeybi
+et al. (2019): matrices and attention heads are divided, norms, dropouts and residuals are divided
+only under sequence parallelism. Work is counted in two sums, flops of matrix products and bytes
+that any kernel reads and writes: large products take the time of their flops; small and thin ones,
+and everything between them, take the time of their bytes.
 
 In formulas s is the sequence, b the microbatch, h the hidden size, a the number of heads.
 """
@@ -28,7 +28,7 @@ and their sum. The backward is counted as twice that, like every other."""
 
 
 class Work(NamedTuple):
-    """What a device computes and moves."""
+    """The compute and traffic of a device."""
 
     flops: float = 0.0
     moved: float = 0.0
@@ -99,7 +99,7 @@ class Transformer:
         words = self.word_params * (1 if self.tied else 2)
         return self.layers * self.block_params + words + self.position_params
 
-    # -- flops of the whole model, for a sample ----------------------------------------------
+    # -- flops of the full model, for a sample ----------------------------------------------
 
     @property
     def block_flops(self) -> float:

@@ -1,1 +1,1 @@
-"""A published model pruned by three methods, judged by transformers, and trained on."""
+"""A published model pruned by three methods, evaluated by transformers, and trained on."""

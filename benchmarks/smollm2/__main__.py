@@ -1,7 +1,8 @@
-"""python -m smollm2: prune SmolLM2 135M by three methods, judge it, train it on, judge it again.
+"""python -m smollm2: prune SmolLM2 135M by three methods, evaluate it, train it on, evaluate it
+again.
 
 `make bench-smollm2` makes the environment and calls this. Finished cases are kept in the work
-folder, so that the same command goes on where it was cut off.
+folder, so that the same command continues where it was cut off.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ TRAINED_AT = 60
 """The sparsity, in percent, at which a pruned model is trained on for long, in two layouts."""
 CALIBRATION_SAMPLES = 16
 HEALING = ("data.sequence_length=256", "pruning.calibration_samples=128")
-"""What `axsparse prune` takes by itself."""
+"""The default settings of `axsparse prune`."""
 STEPS, BATCH = 100, 2
 """Steps of training on for long, and sequences of a step."""
 HEALING_STEPS = 30
@@ -59,7 +59,7 @@ LICENCE = Path("/usr/share/common-licenses/GPL-3")
 
 @dataclass(frozen=True)
 class Case:
-    """A model to judge."""
+    """A model to evaluate."""
 
     method: str
     """One of `METHODS`, or "dense"."""
@@ -83,7 +83,7 @@ class Case:
 
 
 def all_cases() -> Iterator[Case]:
-    """In the order in which they are run: the more telling ones first."""
+    """In the order in which they are run: the more informative ones first."""
     yield Case("dense", 0)
     at = (TRAINED_AT, *(percent for percent in SPARSITIES if percent != TRAINED_AT))
     for percent in at:
@@ -128,12 +128,12 @@ class Study:
             self._run([*command, "--out", str(self.work / "tokens")], "prepare")
 
     def record(self, case: Case) -> dict[str, Any] | None:
-        """What is known of a case that is done; None for another."""
+        """The record of a case that is done; None for another."""
         path = self._records / f"{case.name}.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def run(self, case: Case) -> None:
-        """Make the model of a case, have it judged, and write the record."""
+        """Make the model of a case, have it evaluated, and write the record."""
         began = time.monotonic()
         found: dict[str, Any] = asdict(case)
         if case.stages:
@@ -215,7 +215,7 @@ class Study:
         }
 
     def _measured(self, command: Sequence[str], log: str) -> dict[str, Any]:
-        """Run a command: seconds of the clock, those of the processors for all its processes, and
+        """Run a command: seconds of the clock, seconds of the processors for all its processes, and
         the most memory that one of them had."""
         began = time.monotonic()
         with (self.work / f"{log}.log").open("w", encoding="utf-8") as file:
@@ -259,7 +259,7 @@ class Study:
         return done.stdout
 
     def _of_environment(self, command: Sequence[str]) -> list[str]:
-        """A command whose program is that of this environment, if it has it."""
+        """A command whose program is taken from this environment, if it has it."""
         there = Path(sys.executable).parent / command[0]
         return [str(there) if there.exists() else command[0], *command[1:]]
 

@@ -1,6 +1,7 @@
-"""python -m smollm2.judge FOLDER TEXTS …: what transformers says of a model, as JSON on the screen.
+"""python -m smollm2.judge FOLDER TEXTS …: transformers' evaluation of a model, as JSON on the
+screen.
 
-The judge is independent of axsparse: it reads the exported folder and the held-out texts.
+The evaluation is independent of axsparse: it reads the exported folder and the held-out texts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WINDOW = 1_024
-"""Tokens of a window, each judged by itself."""
+"""Tokens of a window, each evaluated by itself."""
 MOST_WINDOWS = 8
 """Windows of each text, evenly spread."""
 

@@ -67,7 +67,7 @@ def random_view(image: Image.Image, size: int) -> Image.Image:
 
 
 def crop(width: int, height: int) -> tuple[int, int, int, int]:
-    """Left, top, width and height of a random part; of the whole where TRIES do not fit."""
+    """Left, top, width and height of a random part; of the full image where TRIES do not fit."""
     for _ in range(TRIES):
         area, ratio, x, y = torch.rand(4).tolist()
         pixels = (SMALLEST_AREA + (1 - SMALLEST_AREA) * area) * width * height

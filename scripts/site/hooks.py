@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: generated pages, pictures, links out of docs/."""
+"""The hooks of mkdocs for the site: generated pages, pictures, links out of docs/."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from axsparse.runtime.communication import Direction
 from axsparse.samo.state_bytes import StateFormat, TensorSize, tensor_bytes
 
 STYLE = f".picture {{{PICTURE_STYLE}}}\n"
-"""What the site's pages need beside their own style."""
+"""The styles that the site's pages need in addition to their own."""
 NUMEL = 4096 * 4096
 STAGES, MICROBATCHES = 4, 8
 SLOW = 3.0

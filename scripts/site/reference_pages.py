@@ -24,7 +24,7 @@ PROTOCOLS = {
     "Link": "axsparse.runtime.communication",
     "Collective": "axsparse.runtime.communication",
 }
-"""What may be added to, and where each protocol is defined."""
+"""The public protocols, and where each is defined."""
 
 
 def api() -> str:

@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "afternoon.py"
 def test_the_whole_afternoon_ends_with_an_accurate_model_also_in_plain_torch(
     tmp_path: Path,
 ) -> None:
-    """The example itself holds the accuracy that was reported against plain torch."""
+    """The example itself compares the accuracy that was reported with plain torch."""
     done = run_mpirun(4, [str(EXAMPLE), "run_dir=run", "layout.g_inter=2"], cwd=tmp_path)
 
     assert done.returncode == 0, done

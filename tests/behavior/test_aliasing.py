@@ -19,7 +19,7 @@ WIDTH = 16
 
 
 class Linear(nn.Module):
-    """What autograd needs of the output, the next layer must not have changed."""
+    """Its output, which autograd needs, must not be changed by the next layer."""
 
     def __init__(self, outputs: int = WIDTH) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_samples_in_memory_are_not_written_to() -> None:
 
 
 class Counting(nn.Module):
-    """Starts a count beside the activations, after having used it."""
+    """Starts a count next to the activations, after having used it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,8 +250,9 @@ MODELS: dict[str, tuple[Model, Model | None]] = {
         None,
     ),
 }
-"""What layers may do with what they are given, and the same without writing into anything: plain
-torch judges it. Where there is None, training in one stage judges."""
+"""Layers that write into their inputs or outputs, and the same without writing into anything,
+trained by plain torch as the reference. Where there is None, training in one stage is the
+reference."""
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,4 +1,4 @@
-"""What building a stage takes from the system at its peak, beside what it leaves."""
+"""The peak memory of building a stage, in addition to the memory that it leaves."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ trainer = built(16)
 print(json.dumps({"state": trainer.state_bytes().total, "held": resident_memory_bytes() - before}))
 os._exit(0)
 """
-"""What the second build of a process leaves resident, and how much of it is state."""
+"""The memory that the second build of a process leaves resident, and how much of it is state."""
 
 
 def measured_by(program: str, *arguments: str, **environment: str) -> dict[str, int]:
-    """What a program prints as JSON, in a process of its own."""
+    """The JSON that a program prints, in a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Models of one's own: tuples, integers, tensors without gradient, odd stages; as in 1×1."""
+"""Custom models: tuples, integers, tensors without gradient, odd stages; as in 1×1."""
 
 from __future__ import annotations
 

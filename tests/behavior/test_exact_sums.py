@@ -291,7 +291,7 @@ def test_running_statistics_are_the_same_with_any_number_of_replicas(row: Row) -
 
 
 def test_running_statistics_follow_torchs_own_but_for_rounding() -> None:
-    """What a step joins is what a forward after the other would have left."""
+    """The joined statistics of a step are as if the forwards had run one after the other."""
     [(_, ours)], [(_, torchs)] = (
         trained(Row((1, 1), merged(UNEVEN, steps(3), section), subject=ODD_NORMS))
         for section in (EXACT, {})

@@ -26,7 +26,7 @@ INITIAL = 2.0**6
 
 @dataclass
 class Seen:
-    """What one rank saw in the backward of each step."""
+    """The observations of one rank in the backward of each step."""
 
     scales: dict[int, float] = field(default_factory=dict)
     states: dict[int, str] = field(default_factory=dict)

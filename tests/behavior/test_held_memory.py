@@ -1,4 +1,4 @@
-"""What ranks hold is what plans count: by the allocator's word, and under a limit of the system."""
+"""Ranks hold as much as plans count: by the allocator's word, and under a limit of the system."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES = [(name, stage, every) for name in CUTS for stage in (0, 1) for every in 
 
 
 def members_of(name: str) -> int:
-    """How many members each stage has."""
+    """The number of tensor-parallel ranks of each stage."""
     return int(name.split()[2]) if "members" in name else 1
 
 
@@ -136,7 +136,7 @@ class Played:
 
 
 def planned(surveyed: Survey, name: str, stage: int, every: int) -> tuple[Schedule, float]:
-    """The schedule as training has it, and the bytes of a stage beside its state."""
+    """The schedule as training has it, and the bytes of a stage in addition to its state."""
     cut = CUTS[name][1]
     sections = {"checkpoint_activations": every}
     config = tiny_config(pipeline=sections, layout={"split": [cut, len(surveyed.layers) - cut]})

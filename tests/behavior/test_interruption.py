@@ -66,7 +66,7 @@ def test_ctrl_c_saves_says_so_once_and_leaves_nothing_behind(tmp_path: Path) -> 
 
 
 def maps_of(run: Path) -> list[str]:
-    """What the ranks of a run map; launchers start them in sessions of their own."""
+    """The memory maps of the ranks of a run; launchers start them in separate sessions."""
     lines: list[str] = []
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it may have ended

@@ -1,4 +1,4 @@
-"""What a layer hands on has one form in memory, wherever the model is cut and whenever it runs.
+"""The outputs of a layer have one form in memory, wherever the model is cut and whenever it runs.
 
 Kernels may add in another order where strides differ. The layers here go further: their results
 are other numbers for other strides or addresses, so that a difference cannot hide.
@@ -27,7 +27,7 @@ WIDTH = 16
 
 
 def form(tensor: Tensor) -> float:
-    """A number near 1 that tells strides, memory addresses and lazy negations apart."""
+    """A number near 1 that depends on strides, memory addresses and lazy negations."""
     words = (*tensor.stride(), tensor.data_ptr() % 64, int(tensor.is_neg()))
     return 1 + (hash(words) % 1009) / 2000
 
@@ -44,7 +44,7 @@ class _SeesGradient(torch.autograd.Function):
 
 
 def seen_backward(x: Tensor) -> Tensor:
-    """The same tensor, whose gradient is multiplied by a number that tells its form."""
+    """The same tensor, whose gradient is multiplied by a number that depends on its form."""
     out: Tensor = _SeesGradient.apply(x)  # type: ignore[no-untyped-call]
     return out
 
@@ -118,7 +118,7 @@ def test_samples_have_the_form_of_activations_from_the_first_call_on() -> None:
 
 
 class ReadsBuffer(nn.Module):
-    """Its result tells the form of its buffer."""
+    """Its result depends on the form of its buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_what_takes_in_a_view_can_be_recomputed() -> None:
 
 
 class Handing(nn.Module):
-    """A linear layer with a forward of one's own: `forward(linear, *inputs)`."""
+    """A linear layer with a custom forward: `forward(linear, *inputs)`."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Odd tensors through whole training steps, in every encoding, against the dense masked oracle."""
+"""Odd tensors through full training steps, in every encoding, against the dense masked oracle."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ SGD: dict[str, Any] = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.3}
 ADAMW: dict[str, Any] = {"name": "adamw"}
 OFFLOAD = {"offload": True}
 WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
-"""What makes a host wait for its device, beside copies to it."""
+"""Operations that make a host wait for its device, apart from copies to it."""
 ADAMW_TOLERANCE = 2e-4
 """Of a loss after four steps: torch's square root is one unit off in few of its values, and early
 steps, about as large as the learning rate wherever a gradient is, make much of little."""
@@ -79,14 +79,14 @@ class Placing:
 
 @pytest.fixture(autouse=True)
 def same_attention() -> Iterator[None]:
-    """What a device that torch does not know computes attention by."""
+    """The attention kernel of a device that torch does not know."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 @pytest.fixture(autouse=True)
 def device_roots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU rounds square roots, and the pretended one takes those of torch on this CPU."""
+    """A GPU rounds square roots, and the pretended one takes torch's on this CPU."""
 
     def rounded(values: Tensor) -> Tensor:
         return torch.from_numpy(np.sqrt(values.cpu().numpy())).to(values.device)
@@ -370,7 +370,8 @@ class NotesThread(torch.autograd.Function):
 
 
 def test_a_look_at_the_loss_sums_over_members_in_the_thread_of_its_rank() -> None:
-    """By itself torch has one thread for each device, in which others would wait for members."""
+    """By itself torch has one thread for each device, in which others would wait for
+    tensor-parallel ranks."""
     NotesThread.seen.clear()
     apply: Callable[[Tensor], Tensor] = NotesThread.apply
     stage = Stage(

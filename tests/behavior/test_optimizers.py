@@ -1,4 +1,4 @@
-"""Parameters with settings of their own; every optimizer by itself is in the table."""
+"""Parameters with separate settings; every optimizer by itself is in the table."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def falling(step: int) -> float:
 def test_an_optimizer_of_ones_own_is_bitwise_the_dense_one(
     g_inter: int, g_data: int, shard: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a learning rate of one's own, of which a group has its part."""
+    """With a custom learning rate, of which a group has its part."""
     settings = {"learning_rate": 0.02, "learning_rates": ["block0.*=0.01"]}
     config = config_of(settings, samo={"shard_optimizer": shard})
     groups = {

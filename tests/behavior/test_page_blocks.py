@@ -1,4 +1,4 @@
-"""Every code block and command of README and docs: all are read, and those of each page are run."""
+"""Every code block and command of README and docs: all are read, and each page's are run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ RUN_PAGES = sorted({b.page for b in ALL if b.language not in SHOWN_ONLY and b.re
 
 
 def own_words(command: str) -> list[str]:
-    """What follows `axsparse` in a command; [] for a command of something else."""
+    """The words after `axsparse` in a command; [] for a command of something else."""
     words = shlex.split(command, comments=True)
     words = words[: min((words.index(sign) for sign in (">", "|") if sign in words), default=None)]
     for at, word in enumerate(words):

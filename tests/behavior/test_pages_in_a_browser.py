@@ -103,7 +103,7 @@ def tab() -> Iterator[Tab]:
 
 
 def faults(tab: Tab, address: str, pictures: str) -> list[str]:
-    """What is wrong with a page in any window; `pictures` selects its pictures."""
+    """The faults of a page in any window; `pictures` selects its pictures."""
     tab.prefer("light")
     tab.resize(WIDTHS[0])
     tab.go(address)

@@ -1,4 +1,4 @@
-"""What `axsparse plan` recommends and what `layout.g_inter: auto` takes are the same number."""
+"""`axsparse plan` recommends the number that `layout.g_inter: auto` takes."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Noisy(nn.Module):
-    """Adds noise, in training as in evaluation, once it is told to."""
+    """Adds noise, in training as in evaluation, once it is switched on."""
 
     def __init__(self, draw: Draw, *, is_noisy: bool = True) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_no_layout_changes_what_is_drawn(source: str, in_loss: bool) -> None:
 def test_draws_that_begin_later_are_seeded_as_well(
     layout: tuple[int, int], every: int, way: str
 ) -> None:
-    """In one stage without recomputation, the backward is that of plain torch."""
+    """In one stage without recomputation, the backward is plain torch's."""
 
     def begin(trainer: Trainer) -> None:
         step = trainer.step

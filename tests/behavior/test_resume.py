@@ -116,7 +116,7 @@ def resumes(
     then: Config | None = None,
     **others: Any,
 ) -> Ran:
-    """Stops after a step, goes on under another layout, and is the run that did not stop."""
+    """Stops after a step, continues under another layout, and equals the run that did not stop."""
     stopped = ran(before, config, tmp_path / "run", stop_after=stop, **others)
     assert stopped.stopped is not None
     assert stopped.stopped.startswith(f"stopped after step {stop}, saved in ")
@@ -399,7 +399,8 @@ def evaluations(run: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("stop", by_default([3], [3, 4]))
 def test_every_evaluation_is_there_once(stop: int, tmp_path: Path) -> None:
-    """Also that of the step after which a run was stopped, and that of one which has ended."""
+    """Also the evaluation of the step after which a run was stopped, and of a run that has
+    ended."""
     train = {"steps": 6, "eval_every": 2, "eval_steps": 1, "eval_first": True}
     config = config_of(train=train)
     ended = settings(config, checkpoint={"every": 6})

@@ -1,4 +1,4 @@
-"""Runs with sparse products: the same bits in every layout, near those of dense products."""
+"""Runs with sparse products: the same bits in every layout, near the results of dense products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split backwards train the same model as whole ones, bit by bit, and the same as the oracle."""
+"""Split backwards train the same model as full ones, bit by bit, and the same as the oracle."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ WIDE_STATE: list[Settings] = [
 
 
 def stored(rows: list[Row], free: Settings) -> list[Row]:
-    """The same rows, judged by the same layout without some free settings."""
+    """The same rows, with the same layout without some free settings as the reference."""
     return [replace(row, free=free, judge=SAME_LAYOUT) for row in rows]
 
 

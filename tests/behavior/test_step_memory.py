@@ -1,4 +1,5 @@
-"""What a step allocates on top of the state: the temporaries of one block, whatever the tensor."""
+"""The allocations of a step on top of the state: the temporaries of one block, whatever the
+tensor."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ from axsparse.training.trainer import Trainer
 
 
 class Attention(nn.Module):
-    """Heads by three matrices of their own, which takes the number of heads from the tensor."""
+    """Heads by three separate matrices, which takes the number of heads from the tensor."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ CASES: list[Case] = [
         5,
     ),
 ]
-"""Stages and replicas, members, settings, free settings, and an order of arrival."""
+"""Stages and replicas, tensor-parallel ranks, settings, free settings, and an order of arrival."""
 SAME_BITS = [
     *(
         alike(layout, number, settings, free, order=order)
@@ -647,7 +647,7 @@ COUNTED: list[tuple[tuple[int, int], int, dict[str, Any], Subject]] = [
     ((1, 1), 4, {}, family("gemma")),
     ((1, 1), 2, {}, family("qwen3")),
 ]
-"""Stages and replicas, members, settings and a model."""
+"""Stages and replicas, tensor-parallel ranks, settings and a model."""
 
 
 @pytest.mark.parametrize(
@@ -656,7 +656,7 @@ COUNTED: list[tuple[tuple[int, int], int, dict[str, Any], Subject]] = [
 def test_state_and_messages_of_every_member_are_what_plans_count(
     layout: tuple[int, int], number: int, settings: dict[str, Any], subject: Subject
 ) -> None:
-    """To the byte; masks decide how many entries of a tensor each member keeps."""
+    """To the byte; masks decide how many entries of a tensor each tensor-parallel rank keeps."""
     config = tiny_config(**merged(subject.settings, settings, {"train": {"steps": 3}}))
     model = subject.model(config)
 

@@ -1,4 +1,4 @@
-"""What scripts for GPUs do before they have one: refusals, bounds, and their smallest runs."""
+"""Scripts for GPUs before they have one: refusals, bounds, and their smallest runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The planner and the simulator held against published runs and tables, and their parts by hand."""
+"""The planner and the simulator compared with published runs and tables, and their parts by
+hand."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_prune_removes_what_is_asked_for(
 def test_prune_keeps_the_newest_that_a_later_step_has_trained_on(
     run: Path, axsparse: Axsparse
 ) -> None:
-    """Those after it may hold weights that a last update has ruined."""
+    """Later checkpoints may hold weights that a last update has ruined."""
     code, out, _ = axsparse("checkpoint", "prune", run, "--keep-last", "1")
 
     assert (code, saved_steps(run / "checkpoints")) == (0, [4, 3])

@@ -134,7 +134,7 @@ def llama_settings() -> dict[str, Any]:
 def test_a_folder_is_planned_like_the_bundled_configuration_of_its_model(
     axsparse: Axsparse, llama: Path
 ) -> None:
-    """Two blocks, whose settings stand in for those of the bundled file."""
+    """Two blocks, whose settings replace the bundled file's."""
     small = json.dumps({**llama_settings(), "num_hidden_layers": 2})
     bundled = (packaged_folder("configs") / "llama3_8b.yaml").read_text()
     rewritten = llama.parent / "llama.yaml"

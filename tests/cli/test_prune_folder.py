@@ -26,7 +26,7 @@ FEW = (
     *("--set", "pruning.calibration_samples=8", "--set", "train.peak_flops=1e12"),
 )
 JUDGED = ("--set", "train.eval_steps=1")
-"""One batch is judged, which are fewer samples than calibrate."""
+"""One batch is evaluated, which are fewer samples than calibrate."""
 
 
 def pruned(cwd: Path, out: str, *more: str, ranks: int = 1) -> dict[str, torch.Tensor]:

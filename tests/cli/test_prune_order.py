@@ -1,4 +1,4 @@
-"""What `axsparse prune` is asked for, and what it refuses before any work is done."""
+"""Requests to `axsparse prune`, and its refusals before any work is done."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def commands(here: Path) -> Path:
 
 
 def log(here: Path) -> str:
-    """All that the jobs printed."""
+    """The output of all jobs."""
     return (commands(here) / "job.log").read_text()
 
 

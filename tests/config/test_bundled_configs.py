@@ -1,4 +1,4 @@
-"""The bundled configs run as they are, and those of GPT-3 are the published ones."""
+"""The bundled configs run as they are, and GPT-3's are the published ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a configuration: what is taken, where it came from, and how mistakes are told."""
+"""Reading a configuration: accepted values, their origin, and the messages for mistakes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source tree's folder of two bundled configs, beside a package without one."""
+    """A source tree's folder of two bundled configs, next to a package without one."""
     folder = tmp_path / "tree" / "configs"
     folder.mkdir(parents=True)
     (folder / "quickstart.yaml").write_text("seed: 1\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Rules between fields: which layouts and batches fit, and what is told where they do not."""
+"""Rules between fields: the layouts and batches that fit, and the messages where they do not."""
 
 from __future__ import annotations
 

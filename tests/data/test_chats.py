@@ -1,4 +1,4 @@
-"""Chats, prompts and labels: the tokens that the loss counts, beside TRL's (trl_masks.json)."""
+"""Chats, prompts and labels: the tokens that the loss counts, next to TRL's (trl_masks.json)."""
 
 from __future__ import annotations
 

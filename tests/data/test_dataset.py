@@ -1,4 +1,4 @@
-"""What a data set's members may give: which targets count, lengths, and no random numbers."""
+"""Values that a data set may give: which targets count, lengths, and no random numbers."""
 
 from __future__ import annotations
 

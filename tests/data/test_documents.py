@@ -42,7 +42,8 @@ def pieces_of(path: Path, reading: Reading | None = None) -> list[Piece]:
 
 
 def texts(data: bytes, how: str, max_line: int = 100) -> list[str | None]:
-    """The documents of a text file but those of white space; None stands for an unusable one."""
+    """The documents of a text file that are more than white space; None stands for an unusable
+    one."""
     found = read_text(io.BytesIO(data), Reading(how, max_line=max_line))
     return [s.problem or s.text for s in found if s.problem or s.text.strip()]
 

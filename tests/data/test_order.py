@@ -67,7 +67,7 @@ def test_a_step_of_a_huge_data_set_costs_only_its_batch() -> None:
 
 
 def test_the_order_stays_what_it_was() -> None:
-    """A resumed run must go on in the order it began with, on any machine and version."""
+    """A resumed run must continue in the order it began with, on any machine and version."""
     assert samples_of_step(1000, global_batch_size=8, step=124, seed=1234).tolist() == [
         *(739, 850, 180, 429, 36, 947, 990, 721)
     ]

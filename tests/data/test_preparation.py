@@ -1,4 +1,5 @@
-"""The whole preparation: what it writes, and that finished work is used and never overwritten."""
+"""The entire preparation: the files it writes, and that finished work is used and never
+overwritten."""
 
 from __future__ import annotations
 
@@ -343,7 +344,7 @@ def restartable(folder: Path, out: Path) -> Request:
 
 
 def outcome(phase: str) -> tuple[bool, bool, bool]:
-    """Whether a second run goes on, learns words, and finds everything done."""
+    """Whether a second run continues, learns words, and finds everything done."""
     goes_on = phase in (
         *("after the third record", "within a document", "after the last document"),
         "before the files are moved",

@@ -343,7 +343,7 @@ def test_the_second_use_alone_in_a_layer_has_no_bucket_of_its_own() -> None:
 
 
 def train_gpt(g_inter: int, g_data: int, **sections: Any) -> Ranks:
-    """Two steps of a small GPT, unless told otherwise."""
+    """Two steps of a small GPT by default."""
     config = tiny_config(**{"batch": {"microbatch_size": 3}, "train": {"steps": 2}, **sections})
     return train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data())
 

@@ -1,4 +1,4 @@
-"""Replicas train with buffers of their own, and evaluate with those of the first."""
+"""Replicas train with separate buffers, and evaluate with the first replica's."""
 
 from __future__ import annotations
 

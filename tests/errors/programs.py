@@ -1,4 +1,4 @@
-"""What the programs of the tables find: parts of the package, and small models and data."""
+"""The names for the programs of the tables: parts of the package, and small models and data."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ MODULES = (
 
 
 def names() -> dict[str, Any]:
-    """All that a program may use without an import."""
+    """The names that a program may use without an import."""
     found: dict[str, Any] = {}
     for module in MODULES:
         found |= {name: value for name, value in vars(module).items() if name[0] != "_"}
@@ -137,7 +137,7 @@ class Named(Both):
 
 
 class Weighing(nn.Module):
-    """A loss with a parameter of its own."""
+    """A loss with a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def build_with(**wrong: Any) -> None:
 
 
 def resolved(ranks: int = 1, grid: Grid | None = None, **sections: Any) -> RunSpec:
-    """All that `auto` decides for a small GPT."""
+    """The resolved settings of a small GPT."""
     config = tiny_config(**sections)
     model = tiny_gpt(config)
     transport: Transport = LocalTransport(LocalWorld(ranks), 0)

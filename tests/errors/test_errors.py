@@ -54,7 +54,7 @@ class Row:
 
     @property
     def fix(self) -> tuple[str, str] | None:
-        """What to replace, and by what; of an unknown setting that is in the line."""
+        """The text to replace, and its replacement; of an unknown setting both are in the line."""
         last = self.text.split("\n")[-1]
         if last.startswith("fix: "):
             old, _, new = last.removeprefix("fix: ").partition(" => ")

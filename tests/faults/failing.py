@@ -13,8 +13,8 @@ given step (the first is 1) unless it says otherwise; all other ranks train on:
     slow        the first forward of all takes longer than `watchdog.timeout`, every other some
                 milliseconds more
 
-What the tests read besides the exit code goes to RUN_DIR: `moment`, the monotonic time of the
-fault, and `cpu-<rank>.json`, what each rank used in the step of the fault.
+Files for the tests, in addition to the exit code, go to RUN_DIR: `moment`, the monotonic time of
+the fault, and `cpu-<rank>.json`, what each rank used in the step of the fault.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SLEEP_SECONDS = 3.0
 TIMEOUT = 2.0
 LONG_SECONDS, SLOW_SECONDS = 1.5 * TIMEOUT, 0.02
 WATCHED = ("stop", "stop-save", "data", "slow")
-"""Faults that the watchdog hears of; these runs have twelve steps and save every second one."""
+"""Faults that the watchdog notices; these runs have twelve steps and save every second one."""
 
 
 def stop() -> None:
@@ -64,11 +64,11 @@ FAULTS: dict[str, Callable[[], object]] = {
     "sleep": lambda: time.sleep(SLEEP_SECONDS),
     "stop": stop,
 }
-"""What happens in a forward."""
+"""Faults in a forward."""
 
 
 class Fault:
-    """What happens to this rank, and when."""
+    """The fault of this rank, and its time."""
 
     def __init__(self, kind: str, step: int, run_dir: Path) -> None:
         self.kind = kind

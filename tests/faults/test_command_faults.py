@@ -1,4 +1,4 @@
-"""What can happen to checkpoints, data, hosts and launchers before a start of the command."""
+"""Faults of checkpoints, data, hosts and launchers before a start of the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can happen to a run while it trains and saves, on real ranks: line, code, what is left."""
+"""Faults of a run while it trains and saves, on real ranks: line, code, what is left."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_place_that_is_read_only_is_refused_before_the_first_step(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
-    """A run of 2 stages × 2 replicas that was told to stop while it saved."""
+    """A run of 2 stages × 2 replicas that was asked to stop while it saved."""
     run = tmp_path_factory.mktemp("stopped") / "run"
     return run, train(run, "signal-save:4", grid="2x2")
 

@@ -150,7 +150,7 @@ def joined(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
 
 
 def attention(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
-    """Queries, keys and values of matrices of their own; heads of keys may be fewer."""
+    """Queries, keys and values of separate matrices; heads of keys may be fewer."""
     heads, size = rng.choice(PARTS), rng.choice([1, 2, 3, 4])
     each = rng.choice([1, 1, 2])
     causal, fused = rng.random() < 0.5, rng.random() < 0.5
@@ -236,7 +236,7 @@ def shared(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
 
 
 def gathered(shape: Shape, rng: Random) -> tuple[nn.Module, Splits]:
-    """What lies between sees all features, or one of the two modules is left out."""
+    """The modules in between see all features, or one of the two modules is left out."""
     features, parts = rng.choice(PARTS), rng.choice([1, 1, 2])
     choices: list[Callable[[], nn.Module]] = [
         lambda: nn.LayerNorm(features),

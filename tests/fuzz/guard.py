@@ -34,7 +34,7 @@ _PROGRAM = tuple(
         *(path for path in sys.path if path.endswith(".zip")),
     )
 )
-"""What may be read, since a program reads itself."""
+"""Paths that may be read, since a program reads itself."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _PATHS = {
     **dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod"), 1),
@@ -58,8 +58,8 @@ class Hung(BaseException):
 
 
 class _Watch:
-    """What the interpreter itself says that Python code does; there is one, since audit hooks
-    stay for good."""
+    """The interpreter's own events of Python code; there is one watch, since audit hooks stay for
+    good."""
 
     def __init__(self) -> None:
         self.folder: str | None = None
@@ -122,8 +122,7 @@ def watched(folder: Path) -> Iterator[None]:
 
 
 def read_or_refused(read: Callable[[], object], folder: Path) -> None:
-    """Read something; the only thing that may go wrong is told in one line that a terminal
-    shows as it is."""
+    """Read something; the only accepted failure is one line that a terminal shows as it is."""
     refusal: AxsparseError | None = None
     try:
         with watched(folder):

@@ -26,7 +26,7 @@ from axsparse.models.sequential import from_sequential
 
 CLASSES, SAMPLES, TIED = 5, 24, 5
 MOST_RANKS = (8, 4, 4)
-"""Of a run whose stages have members; ranks are threads, which take turns."""
+"""Limits for a run with tensor-parallel ranks; ranks are threads, which take turns."""
 GIVEN = (
     "count",
     "mask",
@@ -69,15 +69,15 @@ class Recipe:
     piece: str
     number: int = 0
     take: str = ""
-    """What becomes of the last tensor that comes beside the activations: "" leaves it, "use" adds
-    it in, "end" adds it in and drops it, "drop" only drops it."""
+    """The use of the last tensor next to the activations: "" leaves it, "use" adds it in, "end"
+    adds it in and drops it, "drop" only drops it."""
     give: str = ""
-    """One of `GIVEN` that is passed on beside the activations from here on; "" for none."""
+    """One of `GIVEN` that is passed on next to the activations from here on; "" for none."""
     frozen: bool = False
     init: bool = False
     """Whether the layer has an `init`."""
     form: str = "tuple"
-    """What is returned: "tuple", "list", "named" (a named tuple), or "tensor" for one."""
+    """The form of the output: "tuple", "list", "named" (a named tuple), or "tensor" for one."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Ends(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """A piece among tensors that are passed on beside the activations."""
+    """A piece among tensors that are passed on next to the activations."""
 
     def __init__(self, core: nn.Module, recipe: Recipe) -> None:
         super().__init__()
@@ -253,7 +253,8 @@ def plan_of(recipe: Recipe, shape: Shape) -> dict[str, TpStyle | str]:
 
 
 def shape_after(recipe: Recipe, shape: Shape) -> Shape | None:
-    """What the layer makes of a shape; None if it cannot, or makes something too large."""
+    """The shape of the layer's output; None if it cannot take the shape, or makes something too
+    large."""
     piece = ALL_PIECES.get(recipe.piece)
     if piece is not None and len(shape) not in piece.ranks:
         return None
@@ -286,7 +287,7 @@ def input_shape(case: Case) -> Shape:
 
 
 def shapes_of(case: Case) -> list[Shape] | None:
-    """What each layer gets; None if the layers do not fit each other."""
+    """The input shape of each layer; None if the layers do not fit each other."""
     found = [input_shape(case)]
     for recipe in case.layers:
         after = shape_after(recipe, found[-1])
@@ -433,7 +434,7 @@ def draw(rng: Random) -> Case:
 
 @dataclass(frozen=True)
 class Room:
-    """What all of a case allows its layers and layouts."""
+    """The limits of a case for its layers and layouts."""
 
     precision: str
     replicas: int

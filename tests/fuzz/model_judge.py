@@ -1,4 +1,4 @@
-"""Judges one generated case: trains it on one stage, under a layout, and resumes it under
+"""Checks one generated case: trains it on one stage, under a layout, and resumes it under
 another."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DRAWS = {"dropout"}
 
 
 class FoundError(AssertionError):
-    """What a case shows to be wrong."""
+    """A defect that a case shows."""
 
 
 def judge(case: Case, folder: Path) -> str:
@@ -67,7 +67,7 @@ class Judgement:
         self.model = make_model(case)
         self.data = make_data(case)
         self.surveys: dict[tuple[int, int], Survey] = {}
-        """By members and member."""
+        """By number of tensor-parallel ranks and rank."""
         self.trainers: list[Trainer] = []
         self.by_hand: list[tuple[float, float]] = []
         """Loss and norm of the first step in plain torch, and with noise in the weights."""
@@ -137,7 +137,7 @@ class Judgement:
         return survey(self.model)
 
     def survey_for(self, trainer: Trainer) -> Survey:
-        """What a rank's member has of the whole model."""
+        """The survey of a tensor-parallel rank's part of the model."""
         run, place = trainer.parts.run, trainer.parts.place
         if not run.shards:
             return self.whole
@@ -250,7 +250,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def check_bytes(trainer: Trainer, surveyed: Survey) -> None:
-    """The bytes of the live state are those of the formula."""
+    """The bytes of the live state equal the formula's."""
     parts, config, run = trainer.parts, trainer.config, trainer.parts.run
     here = {layer.spec.name for layer in parts.layers}
     ties = surveyed.ties
@@ -350,7 +350,7 @@ def first_step(
 
 
 def signature(failure: BaseException) -> str:
-    """What kind of failure it is, the same for other models."""
+    """The kind of a failure, the same for other models."""
     told = re.sub(r"-?\d[\d.e-]*|'[^']*'", "#", str(failure).split("\n")[0])
     return f"{type(failure).__name__}: {told[:90]}"
 

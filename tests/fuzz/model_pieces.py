@@ -74,7 +74,7 @@ def width(number: int) -> int:
 
 
 class Scaled(torch.autograd.Function):
-    """A function with a backward of its own, which gives no gradient to the factor."""
+    """A function with a custom backward, which gives no gradient to the factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Valid files made invalid: bytes, JSON values and YAML texts with a few places changed.
 
-A seed decides which; Hypothesis draws it, since a draw of its own for every choice would cost
-more than the reading.
+A seed decides which; Hypothesis draws it, since a separate draw for every choice would cost more
+than the reading.
 """
 
 from __future__ import annotations

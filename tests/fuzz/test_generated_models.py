@@ -2,8 +2,8 @@
 
 Half of them have layers that several tensor-parallel ranks share.
 
-`make test` judges a few, `make test-all` forty, and `AXSPARSE_MODELS=5000` so many.
-`AXSPARSE_MODELS_SEED=1` draws others, and `AXSPARSE_MODEL='{…}'` judges the one case of a line that
+`make test` checks a few, `make test-all` forty, and `AXSPARSE_MODELS=5000` so many.
+`AXSPARSE_MODELS_SEED=1` draws others, and `AXSPARSE_MODEL='{…}'` checks the one case of a line that
 a failure printed.
 """
 
@@ -46,7 +46,7 @@ def tell(counts: Counter[str], seconds: float) -> None:
 
 @pytest.mark.skipif(bool(ONE), reason="AXSPARSE_MODEL asks for one case alone")
 def test_generated_models(tmp_path: Path) -> None:
-    """Judge so many models; fails at the end with a case of each kind of failure, made smaller.
+    """Check N models; fails at the end with a case of each kind of failure, made smaller.
 
     Every third has sparse products, which have torch's bits here, so that nothing else may change.
     """

@@ -72,7 +72,7 @@ def inputs(share: float) -> Callable[[Any], Any]:
 
 @pytest.fixture(autouse=True)
 def counted(request: pytest.FixtureRequest) -> Iterator[list[int]]:
-    """How many inputs a test has had; told at its end to whoever asked for more."""
+    """How many inputs a test has had; reported at its end to whoever asked for more."""
     count = [0]
     start = time.monotonic()
     yield count

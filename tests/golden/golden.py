@@ -1,16 +1,16 @@
-"""Golden runs: the rows of `rows.yaml` are trained, and what came of them is compared.
+"""Golden runs: the rows of `rows.yaml` are trained, and their results are compared.
 
     python tests/golden/golden.py                   compare with golden.json
     python tests/golden/golden.py --update          write golden.json anew
     python tests/golden/golden.py --against REV     compare with another revision, on this machine
     python tests/golden/golden.py --rows PATTERN    only rows whose names have it (a regular
-                                                    expression), beside those that they start from
+                                                    expression), and the rows that they start from
 
 Values (losses, gradient norms, digests of weights, checkpoint and export) and texts (resolved
 configuration, screen) are compared apart: a renaming changes texts alone. Values are compared bit
-for bit where torch computes as it did on a machine of golden.json, which a fingerprint tells, else
-losses and norms within a tolerance; what rows of one run have in common (`same` in rows.yaml) is
-compared bit for bit everywhere.
+for bit where torch computes as it did on a machine of golden.json, by its fingerprint, else losses
+and norms within a tolerance; what rows of one run have in common (`same` in rows.yaml) is compared
+bit for bit everywhere.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Result:
 
 
 class Runner:
-    """Trains rows in a folder of its own, with the package that Python finds."""
+    """Trains rows in a separate folder, with the package that Python finds."""
 
     def __init__(self, folder: Path, table: Table, programs: Path) -> None:
         self._folder = folder
@@ -268,11 +268,11 @@ VARYING = (
     (r"~\S+ [kMG]?B", "~BYTES"),
     (r"\b\d+\.\d{4}\b", "NUMBER"),
 )
-"""What a screen says that depends on machine or version; numbers of four places are losses."""
+"""Parts of a screen that depend on machine or version; numbers of four places are losses."""
 LEFT_OUT = re.compile(
     r"step |.*: stage .*, layer .* of |warning: precision \S+ a CPU has no |compared .* with plain"
 )
-"""Lines of progress, which metrics.jsonl tells of, and those that depend on the CPU or its load."""
+"""Lines of progress, which are in metrics.jsonl, and lines that depend on the CPU or its load."""
 
 
 def screen_lines(done: Finished) -> list[str]:
@@ -287,7 +287,7 @@ def screen_lines(done: Finished) -> list[str]:
 
 
 def fingerprint() -> str:
-    """Which bits torch computes here, as far as a few products and functions tell."""
+    """The bits that torch computes here, as far as a few products and functions show."""
     torch.manual_seed(0)
     digest = hashlib.sha256()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -316,7 +316,7 @@ def relative(ours: float | None, theirs: float | None) -> float:
 def bit_differences(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], names: Sequence[str]
 ) -> list[str]:
-    """One line for each value that is not the same; lists tell the first step that differs."""
+    """One line for each value that is not the same; lists name the first step that differs."""
     lines = []
     for name in names:
         one, other = ours.get(name), theirs.get(name)
@@ -368,7 +368,8 @@ class Golden:
 
     @staticmethod
     def of(table: Table, results: Mapping[str, Result]) -> Golden:
-        """These results. Of a configuration a row has what differs from that of the first."""
+        """These results. Of its configuration a row has only the differences from the first
+        row's."""
         first = next(iter(table.rows))
         texts = {}
         for name, result in results.items():
@@ -433,7 +434,7 @@ def report(found: Mapping[str, Mapping[str, Sequence[str]]]) -> bool:
 def updated(table: Table, ours: Golden, old: Golden) -> Golden:
     """The committed file with these results in the place of older ones.
 
-    Values of other machines stay while they are near these; those of rows that are gone leave.
+    Values of other machines stay while they are near these; values of rows that are gone leave.
     """
     ((here, values),) = ours.bits.items()
     bits = {here: {**old.bits.get(here, {}), **values}}

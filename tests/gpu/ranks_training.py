@@ -1,5 +1,5 @@
-"""What tests start under mpirun: trains one case after another, and saves what each rank has of
-it; and how they start it.
+"""The program of tests under mpirun: trains one case after another, and saves each rank's results;
+and its launcher.
 
     mpirun -n 4 python tests/gpu/ranks_training.py FOLDER CASES.json
 
@@ -34,7 +34,7 @@ class Case(TypedDict):
 
     name: str
     layout: tuple[int, ...]
-    """Stages, replicas and, if there are several, members."""
+    """Stages, replicas and, if there are several, tensor-parallel ranks."""
     settings: dict[str, Any]
     """Sections, as of `tiny_config`."""
     overflow_at: int | None
@@ -45,7 +45,7 @@ class Case(TypedDict):
 
 
 class Outcome(TypedDict):
-    """What one rank saw, tensors on the host."""
+    """The results of one rank, tensors on the host."""
 
     losses: list[float]
     norms: list[float]
@@ -195,7 +195,8 @@ class CaseFailedError(AssertionError):
 def train_cases(
     folder: Path, cases: Sequence[Case], environment: Mapping[str, str] | None = None
 ) -> dict[str, list[Outcome] | CaseFailedError]:
-    """What every rank saw of each case, or how its job failed; all cases have one layout.
+    """The results of every rank for each case, or the failure of its job; all cases have one
+    layout.
 
     A job that fails is followed by one for the cases behind the one that it failed in; one that
     runs out of time is the last.
@@ -233,7 +234,8 @@ def _start(
 
 
 def joined(outcomes: Sequence[Outcome], key: str) -> dict[str, torch.Tensor]:
-    """The tensors of all stages and members by name; what several ranks have is the same bits."""
+    """The tensors of all stages and tensor-parallel ranks by name; replicated tensors have the same
+    bits."""
     found: dict[str, torch.Tensor] = {}
     for outcome in outcomes:
         tensors: dict[str, torch.Tensor] = outcome[key]  # type: ignore[literal-required]

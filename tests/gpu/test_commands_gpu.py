@@ -1,4 +1,5 @@
-"""What users type, on a GPU and on the CPU: both end well and have the same losses, to rounding.
+"""The commands of users, on a GPU and on the CPU: both end well and have the same losses, to
+rounding.
 
 All commands run side by side: on the CPU as many at once as there are cores for, on the GPU a few,
 since processes that share one take turns.
@@ -193,7 +194,7 @@ def jobs(
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Those of steps and of evaluations, in their order."""
+    """The losses of steps and of evaluations, in their order."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [line[key] for line in lines for key in ("loss", "eval_loss") if key in line]
 

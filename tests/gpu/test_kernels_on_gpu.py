@@ -1,4 +1,4 @@
-"""The kernels on a GPU, held against the same contract as on the emulator."""
+"""The kernels on a GPU, by the same contract as on the emulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole trainings on a GPU: several ranks share it by way of the hosts, and the oracle judges.
+"""Full trainings on a GPU: several ranks share it by way of the hosts, and the oracle is the
+reference.
 
 Every layout's cases run in one job. Rounding is not the CPU's on a GPU, hence tolerances to
 the oracle, which is plain torch on one CPU. Between layouts with equally many replicas the bits
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is
 Layout = tuple[int, ...]
 LAYOUTS: list[Layout] = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 MEMBERS: list[Layout] = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
-"""Stages, replicas and members."""
+"""Stages, replicas and tensor-parallel ranks."""
 STEPS, OVERFLOW = 6, 3
 FP32_LOSS, FP32_NORM, FP32_MASTERS = 2e-6, 5e-6, 5e-5
 """Relative, masters by the norm of each tensor. The oracle in fp64 is 4e-8, 1.3e-7 and 4e-6 away
@@ -68,7 +69,7 @@ DROPOUT: dict[str, Any] = {"model": {**SHAPE["model"], "dropout": 0.2}}
 
 
 HEADS: dict[str, Any] = {"model": {**SHAPE["model"], "num_heads": 4}}
-"""Heads for any number of members."""
+"""Heads for any number of tensor-parallel ranks."""
 OF_MEMBERS: dict[str, dict[str, Any]] = {
     "members": {},
     "members-bf16": {"precision": "bf16"},
@@ -88,7 +89,7 @@ def settings(*changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases(layout: Layout) -> list[Case]:
-    """All that is trained in a layout."""
+    """The cases of a layout."""
     wanted = {name: settings({"optimizer": chosen}) for name, chosen in OPTIMIZERS.items()}
     wanted |= {name: settings(change) for name, change in EQUAL.items()}
     wanted |= {name: settings(change) for name, change in HALVES.items()}
@@ -100,7 +101,7 @@ def cases(layout: Layout) -> list[Case]:
 
 
 def cases_of_members(layout: Layout, *changes: dict[str, Any]) -> list[Case]:
-    """All that several members train."""
+    """The cases of several tensor-parallel ranks."""
     return [
         case(name, layout, settings(HEADS, change, *changes)) for name, change in OF_MEMBERS.items()
     ]
@@ -111,8 +112,8 @@ Train = Callable[[Layout, str], list[Outcome]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Train:
-    """What the ranks of a layout saw of a case; a layout's job runs when it is first asked for,
-    with the cases of those tests that were chosen."""
+    """The results of the ranks of a layout for a case; a layout's job runs when it is first asked
+    for, with the cases of the chosen tests."""
     chosen = [item for item in request.session.items if item.path == request.path]
 
     @cache
@@ -276,7 +277,7 @@ def test_members_have_the_same_bits_over_nccl(
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[Outcome]]:
-    """A whole run of each device, and one of each from the middle of each, with its evaluation."""
+    """A full run of each device, and one of each from the middle of each, with its evaluation."""
     folder = tmp_path_factory.mktemp("moved")
     saving = settings(
         {

@@ -1,4 +1,4 @@
-"""The chunked cross entropy equals that of whole logits, and never holds all logits."""
+"""The chunked cross entropy equals the one of full logits, and never holds all logits."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TOKENS, HIDDEN, WORDS = 24, 16, 100
 FP32_TOLERANCE = 1e-5
 """Chunks sum over the words in another order (7e-7 seen)."""
 ROUNDINGS = 1.3
-"""Bound of the error with chunks, relative to that with whole logits, both measured against fp32.
-With chunks, the gradient of the hidden states is rounded to bf16 once more per chunk (1.08
+"""Bound of the error with chunks, relative to the error with full logits, both measured against
+fp32. With chunks, the gradient of the hidden states is rounded to bf16 once more per chunk (1.08
 seen)."""
 
 
 @pytest.fixture
 def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets chunks of 28 words, so that there are three whole ones and a smaller one."""
+    """Sets chunks of 28 words, so that there are three full ones and a smaller one."""
     monkeypatch.setattr(losses, "CHUNK_WORDS", 28)
     monkeypatch.setattr(losses, "CHUNK_LOGITS", TOKENS)
 

@@ -136,7 +136,7 @@ def test_start_values_on_the_meta_device_are_torchs() -> None:
 
 
 class Frequencies(nn.Linear):
-    """A buffer that is computed in `__init__` alone, as those of rotary embeddings are."""
+    """A buffer that is computed in `__init__` alone, as in rotary embeddings."""
 
     def __init__(self, *, persistent: bool) -> None:
         super().__init__(3, 3)

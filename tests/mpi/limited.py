@@ -1,7 +1,7 @@
 """Trains with no more memory than its plan says: `python limited.py PART KEY=VALUE ...`.
 
 From where the layout is decided on, each rank may take PART of the predicted peak of the fullest
-rank, beside what the process holds by then. The limit is on private writable memory
+rank, in addition to what the process holds by then. The limit is on private writable memory
 (RLIMIT_DATA), which counts what is reserved and never touched as well.
 """
 
@@ -35,7 +35,7 @@ TINY = ("model.hidden_size=32", "model.num_heads=2", "batch.global_batch_size=2"
 WIDE = "wide"
 """Given among the settings, it trains wide linear layers in place of a GPT."""
 MOST_KEPT = 32 << 20
-"""Bytes: larger blocks glibc gives back, unless told otherwise."""
+"""Bytes: larger blocks glibc gives back by default."""
 
 
 def held_bytes() -> int:
@@ -47,7 +47,7 @@ def held_bytes() -> int:
 
 
 def limited(part: float, *arguments: Any, **named: Any) -> RunSpec:
-    """What `resolve` decides; from here on memory is short."""
+    """The result of `resolve`; from here on memory is short."""
     decided = resolve(*arguments, **named)
     assert decided.prediction is not None
     peak = decided.prediction.memory_bytes

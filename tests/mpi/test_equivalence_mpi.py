@@ -1,4 +1,4 @@
-"""Rows of the table on the running number of ranks, judged as in one process."""
+"""Rows of the table on the running number of ranks, with the same references as in one process."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ COLLECTIVE = (
     operations_in_flight_may_be_polled_in_any_order,
     a_buffer_lives_until_its_operation_is_done,
 )
-"""What is different over MPI; `tests/data_parallel` has the whole contract in one process."""
+"""Promises that differ over MPI; `tests/data_parallel` has the full contract in one process."""
 needs_a_neighbour = pytest.mark.skipif(SIZE < 2, reason="one rank has no neighbour")
 
 

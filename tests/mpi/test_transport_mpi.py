@@ -16,7 +16,7 @@ SIZE = MPI.COMM_WORLD.size
 
 
 def communicators(transport: MpiTransport) -> list[MPI.Comm]:
-    """Those of a branch: of its link and its collectives."""
+    """The communicators of a branch: of its link and its collectives."""
     made = [getattr(one, "_channels", one) for one in transport._made]
     own = [vars(one) for one in made]
     found = [value for fields in own for value in fields.values() if isinstance(value, MPI.Comm)]

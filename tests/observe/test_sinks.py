@@ -31,7 +31,7 @@ CALLS: list[tuple[Any, ...]] = []
 
 
 class Writer:
-    """What torch.utils.tensorboard has, noting its calls."""
+    """A stand-in for torch.utils.tensorboard's writer that notes its calls."""
 
     def __init__(self, folder: str, purge_step: int) -> None:
         CALLS.append(("open", Path(folder).name, purge_step))
@@ -53,7 +53,7 @@ class FailingWriter(Writer):
 
 
 class WandbRun:
-    """What wandb.init gives, noting its calls."""
+    """A stand-in for the run of wandb.init that notes its calls."""
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         CALLS.append(("define", name, step_metric))

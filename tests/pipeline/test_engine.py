@@ -1,4 +1,5 @@
-"""The bound on activations in flight, held by the engine on real stages; and members on GPUs."""
+"""The bound on activations in flight, held by the engine on real stages; and tensor-parallel ranks
+on GPUs."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_a_stage_holds_no_more_activations_than_its_schedule_allows(
 
 
 def test_the_last_microbatch_completes_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums over replicas begin with it, while the backward goes on; not at the end of the step."""
+    """Sums over replicas begin with it, while the backward still runs; not at the end of the
+    step."""
     config = tiny_config(train={"steps": 1})
     said: list[bool] = []
     microbatch = GradientCollector.microbatch
@@ -211,7 +213,8 @@ def test_a_host_is_ahead_of_its_gpu_as_far_as_nothing_that_arrives_could_change_
 
 
 class Summing:
-    """A stage that sums over its members in every action, and passes on how many it has seen."""
+    """A stage that sums over its tensor-parallel ranks in every action, and passes on how many it
+    has seen."""
 
     def __init__(self, group: TensorGroup, place: Place, fails_at: int | None) -> None:
         self._group, self._place, self._fails_at = group, place, fails_at
@@ -229,11 +232,12 @@ class Summing:
 
 STAGES, MEMBERS, ROWS = 2, 4, 16
 LATE = {(0, 2): 0.002, (1, 3): 0.002, (1, 0): 0.02}
-"""How seldom a device says that it is through with what is to be sent, by stage and member."""
+"""The chance that a device says that it is done with a message to send, by stage and
+tensor-parallel rank."""
 
 
 def summed(seed: int, fails_at: int | None = None) -> list[list[float]]:
-    """What every rank of two stages of four members on stand-in devices has as its losses."""
+    """The losses of every rank of two stages of four tensor-parallel ranks on stand-in devices."""
 
     def main(transport: StandIn) -> list[float]:
         place = Grid(STAGES, 1, MEMBERS).place(transport.rank)
@@ -268,8 +272,9 @@ needs_devices = pytest.mark.skipif(
 @needs_devices
 @pytest.mark.parametrize("seed", [2, 4])
 def test_members_whose_hosts_stand_still_in_their_sums_come_through(seed: int) -> None:
-    """In these orders all would hang if an action began before its message has come to all members:
-    of either stage one host stands still and has a message for the other stage."""
+    """In these orders all would hang if an action began before its message has come to all
+    tensor-parallel ranks: of either stage one host stands still and has a message for the other
+    stage."""
     *first, last = summed(seed)
 
     assert last == [number * MEMBERS**STAGES for number in range(ROWS)]

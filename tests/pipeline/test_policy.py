@@ -68,7 +68,7 @@ SETTINGS = st.builds(
 
 @dataclass(frozen=True)
 class Moment:
-    """What could run on a stage by kind, and what its policy said (None: wait)."""
+    """The runnable actions of a stage by kind, and its policy's answer (None: wait)."""
 
     action: Action | None
     here: tuple[int, ...]
@@ -91,7 +91,7 @@ class Moment:
 
 @dataclass
 class StageLog:
-    """What one stage was told and what it said, kept apart from the policy's own counts."""
+    """The arrivals and actions of one stage, kept apart from the policy's own counts."""
 
     here: list[int]
     begun: list[int] = field(default_factory=lambda: [0, 0, 0])
@@ -253,7 +253,7 @@ def middle(bound: int) -> MessageDriven:
 
 
 def said(policy: Policy, times: int) -> str:
-    """What a policy says if it is asked so often; waits are left out."""
+    """The answers of a policy that is asked so often; waits are left out."""
     return to_text(action for action in [policy.next() for _ in range(times)] if action)
 
 

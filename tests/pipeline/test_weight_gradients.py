@@ -1,7 +1,7 @@
-"""Weight gradients that are deferred or computed sparsely are those of torch's own backward.
+"""Weight gradients that are deferred or computed sparsely equal torch's own backward.
 
-One table of modules, each with a way of using its weights; one judge, plain autograd; four ways of
-taking the gradients.
+One table of modules, each with a way of using its weights; one reference, plain autograd; four ways
+of taking the gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MICROBATCHES = 3
 
 
 class Played:
-    """A stage of one layer that trains on microbatches of its own."""
+    """A stage of one layer that trains on given microbatches."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ def assert_trained_alike(one: Played, other: Played) -> None:
 
 
 def by_torch(make: Callable[[], nn.Module], shape: tuple[int, ...], **given: Any) -> Played:
-    """What plain autograd makes."""
+    """The gradients of plain autograd."""
     torch.manual_seed(4)
     module = make().to(given.get("dtype", torch.float32))
     played = Played(module, shape, **given)
@@ -176,7 +176,7 @@ class Overridden(nn.Linear):
 
 
 class Inherited(nn.Linear):
-    """A class of one's own with torch's forward."""
+    """A custom class with torch's forward."""
 
 
 class TorchAttention(nn.Module):
@@ -312,8 +312,8 @@ USED: dict[str, tuple[Way, tuple[int, ...], list[str]]] = {
     "slope in a checkpoint": (slope_in_checkpoint(use_reentrant=False), S3, INNER),
     "slope in a reentrant checkpoint": (slope_in_checkpoint(use_reentrant=True), S3, INNER),
 }
-"""What a forward does with a linear layer, the shape of its input, and which parameters split
-backwards take for W."""
+"""Forwards with a linear layer, the shape of its input, and the parameters that split backwards
+take for W."""
 BOTH = ["weight", "bias"]
 IMAGE = (4, 6, 9, 9)
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] = {
@@ -367,7 +367,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] =
 NOT_RECOMPUTED = [
     name for name in MODULES if "reentrant" in name or "from the second" in name or name == "vjp"
 ]
-"""What torch itself cannot recompute, and what would see that it is."""
+"""Modules that torch itself cannot recompute, or that would see that they are."""
 ROUNDED = ("squared penalty", "twice and a penalty", "gradient penalty")
 """Weights with three gradients, which sparse products add in another order than autograd."""
 pytestmark = pytest.mark.filterwarnings(

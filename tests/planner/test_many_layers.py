@@ -59,7 +59,7 @@ def test_equal_layers_are_built_and_run_once() -> None:
 def test_few_loads_are_made_and_they_are_those_of_the_stages(
     stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room for a little more than an equal share, and less of it on the first stage."""
+    """Memory for a little more than an equal share, and less of it on the first stage."""
     model = SurveyedModel(tiny_config(), survey(deep_model()), "deep", {}, ADAMW)
     limit = [1.3 * LAYERS / stages] * stages
     limit[0] = 0.9 * LAYERS / stages

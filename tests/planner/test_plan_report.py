@@ -1,4 +1,4 @@
-"""What a plan says: in words, as JSON, as a page and as a trace."""
+"""The reports of a plan: in words, as JSON, as a page and as a trace."""
 
 from __future__ import annotations
 

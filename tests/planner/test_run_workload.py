@@ -1,4 +1,4 @@
-"""What the planner is told of a configured run, and what it predicts."""
+"""The planner's view of a configured run, and its prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole simulated steps: exact cases, phases, placement, jitter, many ranks."""
+"""Full simulated steps: exact cases, phases, placement, jitter, many ranks."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_the_loss_takes_the_logits_that_it_holds_at_a_time_on_the_last_stage() -
 
 
 def gpt_of(members: int, **sections: Any) -> tuple[StageLoad, StageLoad]:
-    """A GPT in one stage, whole and as one of so many members has it."""
+    """A GPT in one stage, in full and as one of N tensor-parallel ranks has it."""
     asked = tiny_config(
         **{"model": {"num_heads": 4, "tie_embeddings": False}, "samo": {"enabled": False}},
         **{"precision": "bf16", "checkpoint": {"every": 1}, **sections},

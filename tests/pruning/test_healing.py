@@ -89,7 +89,7 @@ def read_samples(config: Config) -> list[tuple[Tensor, Tensor]]:
 
 
 def healed_by_torch(model: Model, config: Config) -> dict[str, Tensor]:
-    """The whole of it, for pruning by magnitude, with torch's own Adam."""
+    """The entire healing, for pruning by magnitude, with torch's own Adam."""
     assert model.start is not None
     pruned = microbatches(config)
     dense = list(pruned)
@@ -354,7 +354,7 @@ def test_a_layer_that_puts_out_infinities_is_told(tmp_path: Path) -> None:
 def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
     changed: dict[str, Any], fits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the third layer takes are a fit to its outputs and one by the loss."""
+    """The third layer takes a fit to its outputs and one by the loss."""
     model = trained_model(tmp_path)
     config = config_of(run_dir=str(tmp_path / "run"))
     now = config_of(run_dir=str(tmp_path / "run"), **changed)

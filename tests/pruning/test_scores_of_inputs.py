@@ -69,7 +69,7 @@ def dense_modules(config: Config) -> list[tuple[str, nn.Module]]:
 
 
 def input_of(inner: nn.Module, module: nn.Module, inputs: Tensor) -> Tensor:
-    """What a module within another gets when that one is called."""
+    """The input of a module within another when the outer one is called."""
     seen: list[Tensor] = []
     hook = inner.register_forward_hook(lambda _, given, __: seen.append(given[0]))
     module(inputs)

@@ -89,7 +89,7 @@ def test_a_pattern_is_checked_and_sparsity_need_not_be_said(folder: Path) -> Non
 
 
 def refusal(config: Config, g_inter: int = 2) -> str:
-    """What all ranks are told alike."""
+    """The error that all ranks raise alike."""
     model = model_of(config)
     with pytest.raises(ConfigError) as caught:
         train_in_process(g_inter, 1, model, config, token_data())
@@ -149,7 +149,7 @@ def test_patterns_mean_tensors_by_their_global_names() -> None:
 
 
 class Vision(nn.Module):
-    """What a vision transformer has in a block, and more."""
+    """The parameters of a vision transformer's block, and more."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the user sees: lines, the bar, and whether there is a terminal to draw it on."""
+"""The output for users: lines, the bar, and whether there is a terminal to draw it on."""
 
 from __future__ import annotations
 

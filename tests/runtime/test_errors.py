@@ -1,4 +1,4 @@
-"""What users are told: each error has its exit code, is one line, and is named by a test."""
+"""Errors for users: each has its exit code, is one line, and is named by a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other, and how they end."""
+"""Exchanges between ranks, and how they end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from axsparse.runtime.local.local_world import LocalWorld
 
 
 def endings(*ends: str) -> list[str]:
-    """What each rank ends with: one "leaves", the others work together, of which one "fails"."""
+    """The end of each rank: one "leaves", the others work together, of which one "fails"."""
 
     def fail() -> None:
         raise DataError("no data here")

@@ -54,7 +54,8 @@ def test_a_message_to_no_neighbour_is_an_internal_error(rank: int, direction: Di
 
 
 def _arrivals_in_the_middle(order: int | None) -> str:
-    """What the middle of three stages sees in each call, both neighbours sending three messages."""
+    """The arrivals at the middle of three stages in each call, both neighbours sending three
+    messages."""
     world: LocalWorld[str] = LocalWorld(3, seed=order)
 
     def main(rank: int) -> str:
@@ -101,7 +102,7 @@ def test_members_that_start_different_operations_are_an_internal_error() -> None
 def test_the_end_of_an_operation_is_seen_at_once_or_after_drawn_numbers_of_looks(
     order: int | None, numbers: int
 ) -> None:
-    """Each member by itself, so that some go on while others still wait."""
+    """Each rank by itself, so that some continue while others still wait."""
     world: LocalWorld[list[int]] = LocalWorld(2, seed=order)
 
     def main(rank: int) -> list[int]:

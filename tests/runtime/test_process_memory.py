@@ -50,12 +50,12 @@ with mmap(-1, 50_000_000) as held:
     print(resident_memory_bytes() - before, peak_memory_bytes() - before)
 print(resident_memory_bytes() - before)
 """
-"""In a process of its own: one that has run tests gives memory back in between."""
+"""In a separate process: one that has run tests gives memory back in between."""
 
 
 @pytest.fixture(scope="module")
 def told() -> list[str]:
-    """What the process above prints."""
+    """The output of the process above."""
     done = run_alone(["-c", OF_A_PROCESS], python=sys.executable)
     assert done.returncode == 0, str(done)
     return done.stdout.split()

@@ -1,4 +1,4 @@
-"""What killed jobs leave in shared memory, and who removes it."""
+"""Shared memory that killed jobs leave, and who removes it."""
 
 from __future__ import annotations
 

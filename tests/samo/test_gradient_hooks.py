@@ -63,7 +63,7 @@ def collector(
 
 
 def dense_gradients(built: Sequence[BuiltLayer], seed: int = 0) -> dict[str, Tensor]:
-    """What autograd says, by global name; needs that no hooks stand."""
+    """The gradients of autograd, by global name; there must be no hooks."""
     tensors = [tensor for layer in built for tensor in layer.state.tensors]
     gradients = torch.autograd.grad(forward(built, seed), [t.parameter for t in tensors])
     return {t.name: g for t, g in zip(tensors, gradients, strict=True)}
@@ -111,7 +111,7 @@ def test_no_dense_gradient_of_a_later_layer_lives_when_an_earlier_ones_hook_runs
 
 
 def assert_sums(built: BuiltLayer, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    """The kept entries are those of two dense gradients, rounded after each."""
+    """The kept entries are the sum of two dense gradients, rounded after each."""
     dtype = built.state.gradient.dtype
     for tensor in built.state.tensors:
         at = tensor.index.positions()

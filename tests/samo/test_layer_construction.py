@@ -33,7 +33,8 @@ def build_layers(
     options: StateOptions,
     whole: Sequence[Layer] | None = None,
 ) -> list[BuiltLayer]:
-    """With three quarters of every matrix pruned; `whole` is the model if `layers` is a stage."""
+    """With three quarters of every matrix pruned; `whole` is the full model if `layers` is a
+    stage."""
     return build_layers_with(layers, ties, replace(options, masks=matrices(whole or layers, 0.75)))
 
 

@@ -46,7 +46,7 @@ def build(
 
 
 def trained(layers: list[BuiltLayer]) -> list[BuiltLayer]:
-    """After one step, so that moments and weights are no longer those of the start."""
+    """After one step, so that moments and weights have left their start values."""
     for number, layer in enumerate(layers):
         for tensor in layer.state.tensors:
             generator = torch.Generator().manual_seed(number)

@@ -92,7 +92,7 @@ def test_the_first_product_of_a_step_replaces_and_later_ones_add() -> None:
 
 
 def test_the_parts_of_a_microbatch_s_gradient_are_added_first() -> None:
-    """And rounded, as those of a dense gradient."""
+    """And rounded, as in a dense gradient."""
     case = Case()
     weight = case.weights["first.weight"]
     parameter = weight.tensor.parameter
@@ -178,7 +178,7 @@ def test_small_microbatches_want_whole_gradients() -> None:
 
 def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:
     """A tensor of which all was kept, and that a step's last microbatch did not use, is pruned: the
-    next step samples its first microbatch and has a whole gradient of its second."""
+    next step samples its first microbatch and has a full gradient of its second."""
     case = Case(dtype=torch.bfloat16, gradient_dtype=torch.bfloat16, sparsity=0)
     tensor = case.first.tensor("first.weight")
     case.collector.begin()

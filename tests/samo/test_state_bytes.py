@@ -1,4 +1,4 @@
-"""Bytes that live, three ways: of the state's tensors, by the formula, and in the whole process."""
+"""Live bytes, three ways: of the state's tensors, by the formula, and in the entire process."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def process_bytes() -> int:
 
 @pytest.fixture(scope="module")
 def frozen_past() -> Iterator[None]:
-    """What imports and other tests left behind is not looked through again and again."""
+    """Objects that imports and other tests left behind are not looked through again and again."""
     gc.collect()
     gc.freeze()
     yield

@@ -1,4 +1,4 @@
-"""What the documentation site is made of: generated pages, pictures, links; and the site itself."""
+"""The parts of the documentation site: generated pages, pictures, links; and the site itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that trains a step and says which of its sockets listen to whom, in a file of its own."""
+"""A rank that trains a step and writes to a separate file which of its sockets listen to whom."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_to_others() -> list[str]:
 
 
 def sockets(process: str) -> Iterator[str]:
-    """What the open files of a process are."""
+    """The targets of the open files of a process."""
     for number in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             yield str(number.readlink())

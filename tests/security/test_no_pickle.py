@@ -22,7 +22,7 @@ PICKLING_MPI = {
 
 
 def complaints(source: str) -> Iterator[str]:
-    """What in a module may unpickle or run what it reads."""
+    """Calls and imports of a module that may unpickle or run what it reads."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -26,7 +26,7 @@ CONFIG = tiny_config(train={"steps": 2}, checkpoint={"every": 1})
 
 
 class Planted:
-    """What makes a file once it is unpickled."""
+    """An object that makes a file once it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 CORES = 8
-"""Told to SLURM of each node, whatever the machine has."""
+"""Cores of each node for SLURM, whatever the machine has."""
 NODES = ("node1", "node2", "node3", "node4")
 PORT = 17001
-"""Of the first node; each has one of its own, since all are this machine."""
+"""Of the first node; each has another, since all are this machine."""
 END_SECONDS = 240.0
 PACKAGES = ("slurm-wlm", "munge")
 HOSTS = Path("/etc/hosts")
@@ -55,7 +55,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:
 
 
 class Cluster:
-    """The nodes, each a slurmd of its own."""
+    """The nodes, each a separate slurmd."""
 
     def __init__(self, folder: Path, later: contextlib.ExitStack) -> None:
         self._folder = folder
@@ -218,7 +218,7 @@ def _running(command: list[str], out: Path) -> Iterator[subprocess.Popen[bytes]]
 
 
 def _says(*command: str) -> str:
-    """What a command prints; nothing if it fails, as it does for jobs that are forgotten."""
+    """The output of a command; nothing if it fails, as it does for jobs that are forgotten."""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 

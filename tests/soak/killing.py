@@ -1,12 +1,12 @@
 """Kills a training again and again at random moments: `make soak CYCLES=200`.
 
 Every cycle starts a run under a layout drawn anew, and kills one rank, or all and the launcher
-(kill -9), while it starts, resumes, trains or saves; some cycles damage its newest checkpoint
-as well. Each start has to go on from the newest checkpoint that is whole. A run that reaches
-its end is compared with one that nobody touched: `axsparse compare` has to find the same bits. A
-third of the runs change their number of replicas on the way, with exact sums of gradients, and all
-draw other settings that change no bit for every start. Then the next run begins. Exits with 1 at
-the first thing that is wrong. The last run is left to come to its end.
+(kill -9), while it starts, resumes, trains or saves; some cycles damage its newest checkpoint as
+well. Each start has to continue from the newest complete checkpoint. A run that reaches its end is
+compared with one that nobody touched: `axsparse compare` has to find the same bits. A third of the
+runs change their number of replicas on the way, with exact sums of gradients, and all draw other
+settings that change no bit for every start. Then the next run begins. Exits with 1 at the first
+thing that is wrong. The last run is left to come to its end.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MEMORY = "/dev/shm/"  # noqa: S108  # where MPI libraries put it
 
 
 class WrongError(Exception):
-    """What must not happen."""
+    """An event that must not happen."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Run:
 
 
 class Job:
-    """A run that was started on ranks of its own."""
+    """A run that was started on separate ranks."""
 
     def __init__(self, run: Run, grid: str, free: int, place: Path) -> None:
         self.grid = grid
@@ -229,7 +229,7 @@ class Soak:
         return compared.stdout.strip()
 
     def end(self, run: Run) -> str:
-        """Let a run go on to its end, and compare it."""
+        """Let a run continue to its end, and compare it."""
         self._prepare(run)
         grid = self.draw.choice(LAYOUTS[self.draw.choice(run.replicas)])
         self._let_end(run, grid, self.draw.randrange(len(FREE)))
@@ -245,8 +245,8 @@ class Soak:
             raise WrongError(f"a run that nobody kills failed:\n{job.said()}")
 
     def _prepare(self, run: Run) -> int:
-        """The step to go on from, 0 for the start; all that has a checkpoint's name is whole, but
-        for one that is damaged here at times."""
+        """The step to continue from, 0 for the start; every folder with a checkpoint's name is
+        complete, but for one that is damaged here at times."""
         steps = saved_steps(run.checkpoints)
         if run.damaged not in steps or is_whole(path_of(run.checkpoints, run.damaged)):
             run.damaged = None  # it is gone, or was saved once more
@@ -311,7 +311,8 @@ class Soak:
 
 
 def _marks(run: Run) -> set[tuple[str, int]]:
-    """What is being written or removed, or was when a run was killed, and its last change."""
+    """The unfinished files that are being written or removed, or were when a run was killed, each
+    with its last change."""
     found = set()
     for path in unfinished(run.checkpoints):
         with contextlib.suppress(FileNotFoundError):  # it has got its name since

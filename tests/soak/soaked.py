@@ -1,7 +1,7 @@
 """The training that is killed again and again, on one rank.
 
-It saves every third step and resumes by itself. By a file that all ranks map it tells whoever is
-about to kill it where it is.
+It saves every third step and resumes by itself. A file that all ranks map shows its position to
+whoever is about to kill it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Status:
         _ENTRY.pack_into(self._map, rank * _ENTRY.size, *entry)
 
     def read(self, rank: int) -> Told:
-        """What a rank said last."""
+        """The last report of a rank."""
         process, phase, step = _ENTRY.unpack_from(self._map, rank * _ENTRY.size)
         return Told(process, PHASES[phase], step)
 
@@ -74,7 +74,7 @@ FREE: tuple[dict[str, Any], ...] = (
     {"pipeline": {"checkpoint_activations": 1}},
     {"samo": {"index": "mask"}, "pipeline": {"slack": 2}},
 )
-"""Settings that a run may take up or drop whenever it goes on, and that change no bit."""
+"""Settings that a run may take up or drop whenever it is resumed, and that change no bit."""
 
 
 def train(words: Sequence[str]) -> None:

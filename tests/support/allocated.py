@@ -1,4 +1,4 @@
-"""What a piece of work allocates, by the word of the allocators themselves."""
+"""The allocations of a piece of work, by the word of the allocators themselves."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """A process of Chromium, which knows no site but those of this host."""
+    """A process of Chromium, which knows only sites of this host."""
 
     def __init__(self, path: str) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)

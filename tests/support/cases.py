@@ -1,13 +1,14 @@
-"""The table of equivalences: what is trained, on which layout, and what it must be equal to.
+"""The table of equivalences: the run, its layout, and its reference.
 
-A row names settings, a layout, and a judge. Four judges know what a run must be:
+A row names settings, a layout, and a reference. There are four references:
 
 - `TORCH`: the dense masked oracle in plain torch, which adds in the order of the replicas;
 - `ONE_STAGE`: the same replicas with one stage each, without the row's free settings;
 - `ONE_RANK`: one process, likewise, for sums that no number of replicas changes;
 - `SAME_LAYOUT`: the same layout without the row's free settings.
 
-Free settings say how a model is trained, not what comes out: none of them may change a bit.
+Free settings say how a model is trained, and have no effect on the result: none of them may change
+a bit.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Subject:
     data: Callable[[], Dataset]
     validation: Callable[[], Dataset] | None = None
     settings: Settings = field(default_factory=dict, hash=False, compare=False)
-    """What differs from the defaults of `tiny_config` for all rows with this model."""
+    """The settings that differ from the defaults of `tiny_config` for all rows with this model."""
 
 
 GPT = Subject("gpt", tiny_gpt, token_data, lambda: token_data(samples=23))
@@ -110,10 +111,10 @@ WIDE_INFINITE = replace(WIDE, name="wide, infinite", data=lambda: vector_data(24
 
 @dataclass(frozen=True)
 class Row:
-    """One run and its judge."""
+    """One run and its reference."""
 
     layout: Layout
-    """Stages and replicas; each stage has `layout.g_tensor` members."""
+    """Stages and replicas; each stage has `layout.g_tensor` tensor-parallel ranks."""
     settings: Settings = field(default_factory=dict)
     free: Settings = field(default_factory=dict)
     judge: Judge = TORCH
@@ -123,7 +124,7 @@ class Row:
     tolerance: tuple[float, float] | None = None
     """Relative, of losses and of norms. None asks for equal bits of all state."""
     plain: Subject | None = None
-    """What the judge trains, if it is another way to write the same model."""
+    """The model of the reference, if it is another way to write the same model."""
     is_usual: bool = True
     """Whether `make test` runs the row; `make test-all` runs all."""
 
@@ -213,7 +214,7 @@ def freed(layouts: Sequence[Layout], free: Sequence[Settings], **others: Any) ->
 
 
 def parameters(rows: Iterable[Row], every: int = 1) -> list[Any]:
-    """The rows for `pytest.mark.parametrize`, those with the same judge one after the other.
+    """The rows for `pytest.mark.parametrize`, sorted by their reference.
 
     Of the usual rows `make test` has one in `every`.
     """
@@ -231,7 +232,7 @@ def trained(row: Row, **others: Any) -> Ranks:
 
 
 def judge(row: Row, **others: Any) -> Ranks:
-    """Train a row in this process and hold every rank against its judge; returns the ranks."""
+    """Train a row in this process and compare every rank with its reference; returns the ranks."""
     ranks = trained(row, **others)
     references = reference(row)
     for rank, (_, trace) in enumerate(ranks):
@@ -242,7 +243,7 @@ def judge(row: Row, **others: Any) -> Ranks:
 
 
 def reference(row: Row) -> list[Trace]:
-    """What the row's run must be equal to: one trace for all, one a replica, or one a rank."""
+    """The traces that the row's run must be equal to: one for all, one a replica, or one a rank."""
     config = row.judged_by()
     replicas = 1 if row.judge == ONE_RANK else row.layout[1]
     layout = row.layout if row.judge == SAME_LAYOUT else (1, replicas)
@@ -250,7 +251,7 @@ def reference(row: Row) -> list[Trace]:
 
 
 def hold(row: Row, rank: int, ours: Trace, references: Sequence[Trace]) -> None:
-    """Compare one rank with what the judge says."""
+    """Compare one rank with the reference."""
     if row.judge == SAME_LAYOUT:
         expected = references[rank]
     elif row.judge == ONE_STAGE:

@@ -1,4 +1,4 @@
-"""What every `Collective` promises, as functions that each rank of a transport calls."""
+"""The promises of every `Collective`, as functions that each rank of a transport calls."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ CONTRACT: tuple[Callable[[Transport], None], ...] = (
 
 
 class _Case:
-    """One operation: what each member puts in, and what each must find afterwards."""
+    """One operation: the input of each rank, and its expected result."""
 
     def __init__(
         self, op: Op, dtype: torch.dtype, numel: int, bounds: Sequence[int], salt: int = 0
@@ -151,7 +151,7 @@ class _Case:
         self.op, self.dtype, self.numel, self.bounds, self.salt = op, dtype, numel, bounds, salt
 
     def part(self, member: int, size: int) -> Tensor:
-        """What a member starts with: values whose sum depends on the order of adding."""
+        """The start values of a rank: their sum depends on the order of adding."""
         generator = torch.Generator().manual_seed(1000 * self.salt + member)
         if not self.dtype.is_floating_point:
             return torch.randint(0, 256, (self.numel,), generator=generator).to(self.dtype)
@@ -163,7 +163,7 @@ class _Case:
         return (torch.randn(self.numel, generator=generator) * 2.0**spread).to(self.dtype)
 
     def buffer(self, member: int, size: int = 1) -> Tensor:
-        """A member's part amid entries that belong to somebody else."""
+        """A rank's part amid entries that belong to somebody else."""
         whole = torch.full((self.numel + 2 * MARGIN,), 77).to(self.dtype)
         buffer = whole[MARGIN : MARGIN + self.numel]
         buffer.copy_(self.part(member, size))

@@ -1,4 +1,4 @@
-"""Dense optimizers that the package's are held against: torch's, and LAMB from its paper."""
+"""Dense optimizers that the package's are compared with: torch's, and LAMB from its paper."""
 
 from __future__ import annotations
 

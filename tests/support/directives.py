@@ -85,8 +85,8 @@ TABLES: dict[str, tuple[str, dict[str, str | None]]] = {
         },
     ),
 }
-"""How a directive begins, and the options that we use: the whole of a value, None for those
-without."""
+"""The prefix of a directive, and the options that we use: the pattern of a full value, None for
+options without."""
 
 
 class WrongDirectiveError(ValueError):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 SEPARATOR = 255
-"""What follows each document where tokens are bytes."""
+"""The token after each document where tokens are bytes."""
 
 
 def write_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> Path:

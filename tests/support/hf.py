@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers beside ours: logits, losses of some steps, folders."""
+"""Models of Hugging Face's transformers next to ours: logits, losses of some steps, folders."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def write_llama(
 
 
 def write_folder(folder: Path) -> None:
-    """Write a small Llama with a tokenizer of single letters, and two folders of texts beside it,
+    """Write a small Llama with a tokenizer of single letters, and two folders of texts next to it,
     `texts` and `held`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 

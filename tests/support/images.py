@@ -49,7 +49,7 @@ def image_data(size: int, channels: int = 3, samples: int = 24) -> ArrayDataset:
 
 
 def init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A `Layer.init`: weights N(0, 2 / fan-out), those of norms 1, biases 0."""
+    """A `Layer.init`: weights N(0, 2 / fan-out), norms 1, biases 0."""
     if len(shape) == 1:
         return torch.full(shape, 1.0 if name.endswith("weight") else 0.0)
     fan_out = shape[0] * math.prod(shape[2:])
@@ -95,7 +95,7 @@ class Hidden(nn.Linear):
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3 and 1×1 convolutions beside a 1×1 shortcut, each with batch normalisation."""
+    """1×1, 3×3 and 1×1 convolutions next to a 1×1 shortcut, each with batch normalisation."""
 
     def __init__(self, inputs: int, inner: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What kernels promise, as functions of the machine that they run on: `CONTRACT` has each promise
-for each case, by name."""
+"""The promises of kernels, as functions of the machine that they run on: `CONTRACT` has each
+promise for each case, by name."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def the_largest_entry_tells_what_is_not_finite(machine: Machine, value: float) -
 
 @promise([(0, 1), (0, 3 * CHUNK), (7, 40), (CHUNK // 2, BLOCK + 5), (BLOCK, 2 * BLOCK + 1)])
 def gradients_are_made_in_the_memory_of_their_sums(machine: Machine, part: tuple[int, int]) -> None:
-    """What is before them is made of the sums before them, and stays."""
+    """Gradients before them are made of the sums before them, and stay."""
     start, stop = part
     sums = torch.randint(-(2**61), 2**61, (stop,), generator=torch.Generator().manual_seed(2))
     sums >>= torch.arange(stop) % 60

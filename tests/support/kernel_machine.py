@@ -58,7 +58,7 @@ class Machine:
         return room[:end].view(values.dtype)[before // values.itemsize :]
 
     def check(self) -> None:
-        """Nothing was written beside what was put here."""
+        """Nothing was written outside the tensors that were put here."""
         assert all(bool((guard == CANARY).all()) for guard in self._guarded)
 
     def index(self, mask: Tensor, kind: DeviceKind) -> DeviceIndex:
@@ -152,7 +152,7 @@ def layer_of(
 
 @dataclass(frozen=True)
 class Case:
-    """An update rule: in numpy, and that of the package."""
+    """An update rule: in numpy, and as the package has it."""
 
     name: str
     numpy: reference.Rule
@@ -204,7 +204,8 @@ def slot_of(machine: Machine, index: DeviceIndex, layer: LayerState, shift: int 
 
 
 def empty_partials(machine: Machine, kept: int) -> Tensor:
-    """Room for the sums of squares of so many entries, with what nobody may leave there."""
+    """Memory for the sums of squares of so many entries, with values that nobody may leave
+    there."""
     return machine.put(torch.full((-(-kept // BLOCK),), -1.0, dtype=torch.float64))
 
 

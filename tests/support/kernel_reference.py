@@ -1,4 +1,4 @@
-"""What kernels compute, in numpy: every operation of fp32 with its one rounding.
+"""The results of kernels, in numpy: every operation of fp32 with its one rounding.
 
 `samo/optim/adamw.py` and `samo/optim/sgd.py` say the same in torch, whose roundings depend on the
 processor.

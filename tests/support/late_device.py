@@ -1,8 +1,8 @@
 """A device whose streams are as late as they may be, and Gloo's groups in the place of NCCL's.
 
 Compute runs when it is called. Every other stream does nothing before somebody asks for an event
-three times or waits for one, so that whatever forgets to ask finds old contents. There are no
-threads beside those that wait for Gloo, and so nothing here depends on time.
+three times or waits for one, so that whatever forgets to ask finds old contents. The only threads
+are the ones that wait for Gloo, and so nothing here depends on time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LateEvent:
         return not self.is_open
 
     def finish(self) -> None:
-        """All that was enqueued before it runs now, if it has not run yet."""
+        """Run all operations that were enqueued before it, if they have not run yet."""
         self._stream.run(self._operations)
         self.is_open = False
 

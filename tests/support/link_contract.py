@@ -1,4 +1,4 @@
-"""What every `Link` promises, as functions that each rank of a transport calls."""
+"""The promises of every `Link`, as functions that each rank of a transport calls."""
 
 from __future__ import annotations
 

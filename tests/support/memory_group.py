@@ -15,7 +15,7 @@ from axsparse.runtime import cgroups
 
 @contextmanager
 def memory_group(nbytes: int) -> Iterator[list[str]]:
-    """Words before a command that start it in a new group of so many bytes, below that of this
+    """Words before a command that start it in a new group of so many bytes, below the group of this
     process; skips the test where no such group can be made."""
     folder = _own_group() / f"axsparse-{os.getpid()}"
     try:

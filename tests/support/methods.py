@@ -1,4 +1,4 @@
-"""Every pruning method by a plain dense oracle: whole tensors, sorted."""
+"""Every pruning method by a plain dense oracle: full tensors, sorted."""
 
 from __future__ import annotations
 

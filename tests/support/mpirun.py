@@ -19,9 +19,9 @@ TESTS = Path(__file__).resolve().parents[1]
 LONGEST_SECONDS = 300.0
 """Far beyond what any job takes, on a machine that has much else to do."""
 KILLED = (9, 137, 255)
-"""How launchers tell of a rank that was killed: MPICH's mpirun by the first, others by the second.
-The third is MPICH's own: under load its helper process sometimes ends before it has told
-("control_cb … assert (!closed) failed")."""
+"""Exit codes of launchers for a rank that was killed: the first is MPICH's mpirun's, the second
+other launchers'. The third is MPICH's own: under load its helper process sometimes ends before it
+has reported ("control_cb … assert (!closed) failed")."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
@@ -39,7 +39,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Finished:
-    """How a job ended; its output is that of all ranks."""
+    """The end of a job, with the output of all ranks."""
 
     returncode: int
     """Negative if the job ran past its limit and was killed."""

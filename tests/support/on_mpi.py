@@ -15,7 +15,8 @@ Made = TypeVar("Made")
 
 
 def by_first_rank(make: Callable[[], Made]) -> Made:
-    """What the first rank makes, on all of them; the others leave it their cores meanwhile."""
+    """The object that the first rank makes, on all ranks; the others leave it their cores
+    meanwhile."""
     comm = MPI.COMM_WORLD
     made = make() if comm.rank == 0 else None
     ready = comm.Ibarrier()

@@ -1,4 +1,4 @@
-"""The judge of numerics: plain torch, one process, dense; nothing of samo/ or pipeline/.
+"""The reference of numerics: plain torch, one process, dense; nothing of samo/ or pipeline/.
 
 Gradients are masked before the norm, weights after each step. Microbatches are added in
 order within a replica, replicas in order after that; or all as integers, in any order.
@@ -34,7 +34,7 @@ MULTIPLYING = (
 
 @dataclass
 class Trace:
-    """What a run produced, by global parameter name where there is one."""
+    """The results of a run, by global parameter name where there is one."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Trace:
     masters: dict[str, Tensor] = field(default_factory=dict)
     """Kept entries only; of runs, not of the oracle."""
     kept: dict[str, Tensor] = field(default_factory=dict)
-    """Positions of kept entries; the oracle has those of pruned tensors."""
+    """Positions of kept entries; the oracle has only pruned tensors'."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """Of this rank's stage; the oracle's if all replicas have the same."""
     evaluation: object = None
@@ -89,7 +89,7 @@ def keep_mask(config: Config, name: str, weight: Tensor) -> Tensor:
 
 
 class Oracle:
-    """Trains the whole model densely, as if on one stage and `g_data` replicas."""
+    """Trains the full model densely, as if on one stage and `g_data` replicas."""
 
     def __init__(
         self,

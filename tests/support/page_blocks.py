@@ -8,7 +8,7 @@ not see, say what is not run as it stands, right before a block:
     <!-- may exit with 1: reason -->
     <!-- ranks: 4 -->                  Python under mpirun
 
-and what has to be there first: `<!-- test`, commands, `-->`, each on a line of its own, runs the
+and what has to be there first: `<!-- test`, commands, `-->`, each on a separate line, runs the
 commands; `<!-- file: NAME`, text, `-->` writes a file before anything is run, as does a block with
 title="NAME". Before each block of Python, `setup.py` of the folder is run, if there is one.
 """
@@ -31,7 +31,7 @@ PAGES = tuple(
 )
 SHELL = frozenset({"console", "sh"})
 SHOWN_ONLY = frozenset({"", "text", "json"})
-"""What programs print."""
+"""The languages of output of programs."""
 _PIECE = re.compile(
     r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$"
     r"|^<!-- (?P<comment>.*?) ?-->$",

@@ -76,7 +76,7 @@ def schedule(name: ScheduleName = "message-driven", slack: int = 1) -> Schedule:
 
 
 def planned(config: str, density: float = 1.0, machine: Cluster = SUMMIT, **question: Any) -> Plan:
-    """The plan of a bundled GPT, with whole backwards unless told."""
+    """The plan of a bundled GPT, with full backwards by default."""
     question = {"split_backward": False, **question}
     return plan(LayoutQuestion(workload=formula(config, density), cluster=machine, **question))
 
@@ -150,7 +150,7 @@ def of_three_axes(
 
 def planned_bytes(trainer: Trainer, model: Model) -> tuple[int, int]:
     """By formula: the state of a rank, given how many entries its masks keep of each tensor, and
-    what it sends to the other members of its stage in a step."""
+    the bytes that it sends to the other tensor-parallel ranks of its stage in a step."""
     run, place = trainer.parts.run, trainer.parts.place
     grid, config = place.grid, run.config
     member = Grid(1, 1, grid.g_tensor).place(place.member)

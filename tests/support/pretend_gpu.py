@@ -1,8 +1,8 @@
 """A torch device that is none: memory of the CPU behind tensors that belong elsewhere.
 
-Tensors of this device compute what those of the CPU do, and as on a GPU torch refuses to mix
-both. So a line that forgot where its tensors live fails here as it would there. Time is not
-pretended: every operation has run when its call returns.
+Tensors of this device compute as on the CPU, and as on a GPU torch refuses to mix both. So a line
+that forgot where its tensors live fails here as it would there. Time is not pretended: every
+operation has run when its call returns.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _here(leaf: Any, known: dict[int, PretendTensor]) -> Any:
 
 
 def on_host(launch: Launcher) -> Launcher:
-    """A launcher for tensors of the CPU, given those of the device."""
+    """A launcher for tensors of the CPU, given tensors of the device."""
 
     def launched(kernel: str, blocks: int, *arguments: Argument) -> None:
         launch(kernel, blocks, *map(_host, arguments))

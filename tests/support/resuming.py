@@ -1,4 +1,4 @@
-"""Runs that save, stop and go on, in this process, and all that they leave."""
+"""Runs that save, stop and resume, in this process, and all that they leave."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Layout = tuple[int, int]
 
 @dataclass
 class Ran:
-    """What a run did, and where it stood at its end."""
+    """The steps of a run, and its state at its end."""
 
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def hear_in_step(trainer: Trainer, job: Job) -> None:
 
 
 def note_state(found: Ran, trainer: Trainer) -> None:
-    """Add the state of one rank to that of the others."""
+    """Add the state of one rank to the other ranks'."""
     found.progress = trainer.progress
     for layer in trainer.parts.layers:
         state = layer.state

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def on_ranks(size: int, body: Callable[[Transport], T]) -> list[T]:
-    """What `body` returns on every rank of a world in this process."""
+    """The results of `body` on every rank of a world in this process."""
     world: LocalWorld[T] = LocalWorld(size)
     return world.run(lambda rank: body(LocalTransport(world, rank)))
 
@@ -50,7 +50,7 @@ def job_alone() -> Job:
 
 
 def tiny_config(**sections: Any) -> Config:
-    """A GPT of four layers in fp32; keyword arguments override whole sections' keys."""
+    """A GPT of four layers in fp32; keyword arguments override keys of entire sections."""
     settings: dict[str, Any] = {
         "model": {
             "num_layers": 2,
@@ -207,7 +207,7 @@ def train_in_process(
 
 
 def assert_bitwise(ours: Trace, expected: Trace) -> None:
-    """All that both traces have is the same bits; `ours` may have some tensors only.
+    """The common values of both traces have the same bits; `ours` may have some tensors only.
 
     Losses and norms of skipped steps are no numbers, and one is as good as another.
     """

@@ -1,7 +1,7 @@
 """Stand-in commands of SLURM, LSF, PBS and Flux that really run the job, on this machine at once.
 
 `install` makes a folder for PATH. A submitted job runs before the command returns, and so do the
-jobs that it submits; the exit codes of all stand in `starts.jsonl` beside the commands. Directives
+jobs that it submits; the exit codes of all stand in `starts.jsonl` next to the commands. Directives
 are read as strictly as `directives` does. The nodes are node1, node2, …; one of which a file
 NODE.down is in the folder answers nobody. Ranks under mpirun, srun and flux are processes with the
 name of their node in STANDIN_NODE.
@@ -119,7 +119,7 @@ def _submit(
 
 
 def _run(script: bytes, state: Path, environment: Mapping[str, str]) -> None:
-    """Run the script as a batch shell, in a group of its own, and note how it ended."""
+    """Run the script as a batch shell, in a separate group, and note how it ended."""
     spooled = state / "spooled.sh"
     spooled.write_bytes(script)
     launch = 'STANDIN_WARN_PID=${STANDIN_WARN_PID:-$$}; export STANDIN_WARN_PID; exec bash "$1"'

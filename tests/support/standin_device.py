@@ -33,13 +33,13 @@ POISON = 0xA5
 MOMENTS = (0, 1, 2, 3, 15)
 """How many operations may run between two questions of a host."""
 ZERO = 1e6
-"""What a device's clock shows when its host's begins."""
+"""The time of a device's clock when its host's begins."""
 Completed = dict[int, int]
 """Queue → how many of its operations are known to have completed."""
 
 
 class MisuseError(AssertionError):
-    """What a GPU, NCCL or MPI would have made wrong results or a deadlock of."""
+    """A misuse that would give wrong results or a deadlock on a GPU, NCCL or MPI."""
 
 
 class Span:
@@ -94,7 +94,7 @@ class Flag:
 
 
 class StandInMark:
-    """A `Mark` whose time is known when it is set, and told once its operation has run."""
+    """A `Mark` whose time is known when it is set, and reported once its operation has run."""
 
     def __init__(self, device: StandInDevice) -> None:
         self._device = device
@@ -128,7 +128,7 @@ class Hardware:
         self.random = random.Random(seed)  # noqa: S311 - test order
         self.queues: list[Queue] = []
         self.shared: dict[object, object] = {}
-        """What ends of one connection have in common."""
+        """The state that ends of one connection share."""
         self.frozen = False
         """Whether time passes in `finish` only."""
 
@@ -176,7 +176,7 @@ class Queue:
         return Flag(self.device, operation)
 
     def after(self, clock: Completed) -> None:
-        """What is enqueued from now on comes after what this clock knows of."""
+        """Order all operations enqueued from now on after the ones that this clock knows of."""
         merge(self._clock, clock)
 
     def run_head(self) -> None:
@@ -233,7 +233,7 @@ class StandInDevice:
         self.compute = StandInStream(self, f"the compute stream of rank {rank}")
         self._streams = 0
         self.now = 0.0
-        """What the host's clock shows; moves when it is told to."""
+        """The time of the host's clock; moves on request."""
         self._busy_until = 0.0
         self.marks = 0
         """Marks made."""
@@ -271,7 +271,7 @@ class StandInDevice:
         return tensor
 
     def read(self, tensor: Tensor) -> Tensor:
-        """What compute finds in a tensor, read some time from now and waited for."""
+        """The values that compute finds in a tensor, read some time from now and waited for."""
         found = torch.empty_like(tensor)
         out, to = Span(tensor), as_bytes(found)
 

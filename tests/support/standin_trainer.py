@@ -6,7 +6,7 @@ Every rank works by itself, and leaves in DIR: `rank-R.jsonl`, an object a start
 step, arguments, environment) and then the steps it made; `saved-R`, the last step saved; and
 `checkpoints/step-N`, empty.
 
-STANDIN_STEPS         steps of the whole run
+STANDIN_STEPS         steps of the run
 STANDIN_STEP_SECONDS  a step's length
 STANDIN_WARN_AT       the step of a first start in which rank 0 has the scheduler warn the job, and
                       all wait for it
@@ -117,7 +117,7 @@ def install(path: Path) -> Path:
 
 
 def install_with_mpirun(folder: Path) -> Path:
-    """Such an interpreter in a new folder, with the usual mpirun beside it."""
+    """Such an interpreter in a new folder, with the usual mpirun next to it."""
     from support.mpirun import mpirun_path  # a rank finds no module of the tests
 
     folder.mkdir()

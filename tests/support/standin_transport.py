@@ -36,7 +36,7 @@ WAYS: tuple[Way, ...] = ("nccl", "pinned")
 
 
 class StandInChannel:
-    """A `HostChannel`: both sequences of both ends are queues of their own, so that anything may be
+    """A `HostChannel`: both sequences of both ends are separate queues, so that anything may be
     late; memory is read and written when an operation runs, not when it is asked for."""
 
     def __init__(self, device: StandInDevice, source: int, target: int, name: str) -> None:
@@ -85,7 +85,7 @@ class StandInChannel:
 
 @dataclass
 class _Cable:
-    """What the two ends of a peer connection share."""
+    """The shared state of the two ends of a peer connection."""
 
     sends: deque[tuple[Operation, Span]] = field(default_factory=deque)
     asked: int = 0
@@ -141,8 +141,8 @@ class StandInPeer:
         closed.append(self._ends)
 
     def _check_that_it_need_not_spin(self) -> None:
-        """All that is in front of the send must be sends that are asked for already. A send that
-        is yet to come is looked at when it does."""
+        """Everything in front of the send must be sends that are asked for already. A send that is
+        yet to come is looked at when it does."""
         sends = [operation for operation, _ in self._cable.sends]
         if len(sends) <= self._cable.asked:
             return
@@ -168,7 +168,7 @@ def _is_head(operation: Operation) -> bool:
 
 @dataclass
 class _Round:
-    """One operation of a communicator: what each member brings."""
+    """One operation of a communicator: the input of each rank."""
 
     kind: tuple[object, ...]
     members: dict[int, tuple[Operation, Span]] = field(default_factory=dict)
@@ -179,12 +179,12 @@ NCCL_TYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
 }
-"""What torch has a name of NCCL's for."""
+"""The types that torch can pass to NCCL."""
 
 
 class StandInCommunicator:
-    """A `Communicator` that adds in rank order; no operation runs before all members have it at
-    the head of their queues. Members that differ in operation, or in its order among those of
+    """A `Communicator` that adds in rank order; no operation runs before all ranks have it at the
+    head of their queues. Ranks that differ in operation, or in its order among the operations of
     other communicators that they share, are found out."""
 
     def __init__(self, device: StandInDevice, name: str, ranks: Sequence[int]) -> None:
@@ -276,7 +276,7 @@ class StandInCommunicator:
         return {key: other._count for key, other in self._all.items()}
 
     def _check_order(self, before: dict[tuple[str, tuple[int, ...]], int]) -> None:
-        """Of communicators that this member shares with the one that began the operation."""
+        """Of communicators that this rank shares with the one that began the operation."""
         for key, count in self._order().items():
             if key != (self._name, self._ranks) and before.get(key, count) != count:
                 raise MisuseError(f"{self._name}: members differ in its order with {key[0]}")
@@ -352,7 +352,7 @@ class StandIn(GpuTransport):
 
 
 def _shared(device: StandInDevice, key: object, make: Callable[[], T]) -> T:
-    """What the ends of a connection have in common."""
+    """The shared state of the ends of a connection."""
     found: T = device.hardware.shared.setdefault(key, make())  # type: ignore[assignment]
     return found
 

@@ -102,7 +102,7 @@ class Sums:
 
 
 def by_gather(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
-    """The kept entries of a product, out of the whole one as autograd computes it."""
+    """The kept entries of a product, out of the full one as autograd computes it."""
     return index.gather(outer.t().mm(inner).reshape(-1), 0, index.kept)
 
 

@@ -16,7 +16,7 @@ _SEQUENCE = re.compile(r"\x1b\[([0-9]*)([A-Za-z])")
 
 @dataclass
 class Row:
-    """One row of the screen; `folds` says that its line goes on in the next row."""
+    """One row of the screen; `folds` says that its line continues in the next row."""
 
     text: str = ""
     folds: bool = False

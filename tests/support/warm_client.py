@@ -1,4 +1,4 @@
-"""Stands in for `python`: asks the server at a socket to run a command line in a fork of its own.
+"""Stands in for `python`: asks the server at a socket to run a command line in a separate fork.
 
 Called as `warm_client.py SOCKET PYTHON ARGUMENTS`. The process of the server gets all open files of
 this one, its folder and its environment, signals are handed on to it, and it ends as that one does.
@@ -14,11 +14,11 @@ import sys
 KEPT = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGTSTP, signal.SIGCONT}
 """Signals that cannot be handed on, or that are about this process."""
 SESSION = "AXSPARSE_TEST_SESSION"
-"""Tells the process of the server which session it would be in."""
+"""Names the session of the client for the process of the server."""
 
 
 def is_open(file: int) -> bool:
-    """Whether a number is that of an open file."""
+    """Whether a file of this number is open."""
     try:
         os.fstat(file)
     except OSError:

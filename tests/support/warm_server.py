@@ -141,7 +141,7 @@ def main() -> None:
 
 
 def exit_code(said: object) -> int:
-    """What Python makes of the argument of `sys.exit`."""
+    """The exit code that Python makes of the argument of `sys.exit`."""
     if said is None or isinstance(said, int):
         return said or 0
     print(said, file=sys.stderr)

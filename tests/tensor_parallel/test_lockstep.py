@@ -54,7 +54,7 @@ def stage_of(ranks: int, policies: Sequence[Policy]) -> list[Lockstep[Action]]:
 def test_ranks_of_a_stage_run_what_the_first_one_decides(
     stages: int, ranks: int, microbatches: int, is_split: bool, name: Any, order: int
 ) -> None:
-    """Messages reach each rank in an order of their own; nobody waits for ever."""
+    """Messages reach each rank in a different order; nobody waits for ever."""
     chance = random.Random(order)  # noqa: S311 - test order
     schedule = Schedule(name, 1, "alternate", split_backward=is_split)
     policies = {}

@@ -1,4 +1,4 @@
-"""What a build asks of a GPU, seen without one, and what it finds out about a model."""
+"""A build's requests to a GPU, seen without one, and its findings about a model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_order_in_which_memory_is_given_back_loops_are_loaded_and_memory_is_
     gigabytes: float | str, is_tight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freed memory goes back at once while building, and for good where there is little. Compiled
-    loops are loaded before the memory beside the state is measured."""
+    loops are loaded before the memory outside the state is measured."""
     heard: list[str] = []
 
     def note(module: ModuleType, name: str) -> None:

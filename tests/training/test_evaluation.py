@@ -40,7 +40,7 @@ def classifier(metrics: Mapping[str, MetricFunction] = TOP1) -> Model:
 
 
 def settings_of(**train: object) -> Config:
-    """29 samples in batches of 12: two whole ones, and five samples."""
+    """29 samples in batches of 12: two full ones, and five samples."""
     return tiny_config(
         batch={"global_batch_size": 12, "microbatch_size": 2},
         train={"steps": 4, "eval_every": 2, "eval_steps": 9, **train},
@@ -62,7 +62,7 @@ def test_an_evaluation_says_how_much_it_has_seen_and_can_be_repeated(
 
 
 def before_training(g_inter: int, g_data: int, model: Model) -> Evaluation:
-    """What all ranks know alike of a model that starts."""
+    """The evaluation of a model that starts, which all ranks know alike."""
     found: list[Evaluation | None] = []
 
     def look(trainer: Trainer) -> None:

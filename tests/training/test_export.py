@@ -1,4 +1,4 @@
-"""Checkpoints as weights for other libraries: the right bits, whole or not at all."""
+"""Checkpoints as weights for other libraries: the right bits, complete or not at all."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def config_of(**sections: object) -> Config:
 
 
 class Taken:
-    """What each rank's trainer gave after its last step."""
+    """The weights that each rank's trainer gave after its last step."""
 
     def __init__(self, *, trained: bool = False) -> None:
         self.trained = trained

@@ -213,7 +213,7 @@ def test_memory_that_was_found_is_tight_where_freed_blocks_would_not_fit(
 
 
 def test_a_limit_of_memory_counts_what_a_member_has() -> None:
-    """Two members need half of most, so that fewer stages fit; all ranks are used."""
+    """Two tensor-parallel ranks need half of most, so that fewer stages fit; all ranks are used."""
     deep: dict[str, Any] = {"model": {"num_layers": 10}, "samo": {"enabled": False}}
     alone, shared = (
         auto(4, 1.0, layout={"g_inter": 1, "g_tensor": members}, **deep) for members in (1, 2)

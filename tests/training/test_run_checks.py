@@ -1,4 +1,4 @@
-"""What ranks compare before a run, and which rank is said to be the odd one."""
+"""Comparisons of ranks before a run, and the rank that is named as mismatching."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_ranks_that_agree_send_no_more_than_a_digest() -> None:
 
 
 def refusals(facts: Mapping[int, Mapping[str, str]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What each rank says of these facts; rank n runs on host n."""
+    """The error of each rank about these facts; rank n runs on host n."""
 
     def body(transport: Transport) -> str:
         monkeypatch.setattr(socket, "gethostname", lambda: f"host{transport.rank}")

@@ -29,7 +29,7 @@ def opened(
     *,
     g_data: int = 1,
 ) -> list[Data | AxsparseError]:
-    """What every rank gets of `factory(rank)`, or the error it raises."""
+    """The data of `factory(rank)` on every rank, or the error it raises."""
     config = config or tiny_config()
 
     def body(transport: Transport) -> Data | AxsparseError:

@@ -28,7 +28,7 @@ def named(config: Config) -> Model:
 def reported(
     layout: tuple[int, int], config: Config, path: Path, datasets: Datasets
 ) -> Evaluation | None:
-    """What a run says of its last evaluation."""
+    """The last evaluation that a run reports."""
     looked: list[Trainer] = []
     ran(
         layout,

@@ -38,7 +38,7 @@ from axsparse.training.trainer import (
 
 
 def test_a_signal_while_a_step_computes_ends_the_run_after_that_step(tmp_path: Path) -> None:
-    """It does not wait for another whole step, which may take minutes."""
+    """It does not wait for another full step, which may take minutes."""
 
     def hear_in_third_step(trainer: Trainer) -> None:
         stop = trainer._stop

@@ -1,4 +1,4 @@
-"""What the ranks of every peer have in common."""
+"""The base of the ranks of every peer."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Ddp:
         self._optimizer = MaskedAdamW(model.parameters(), masks)
         self._silent = run.case.variant == "silent"
         # Gradients are views of the buckets, which spares a copy; buffers are the same on all
-        # replicas, and those of nn.utils.prune would otherwise be sent in every forward.
+        # replicas, and nn.utils.prune's would otherwise be sent in every forward.
         self._model: nn.Module = (
             model
             if self._silent

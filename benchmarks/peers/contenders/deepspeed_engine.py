@@ -75,7 +75,7 @@ class DeepSpeed:
 
     def step(self, number: int) -> list[float]:
         loss = self._engine.train_batch(data_iter=iter(self._seat.batch(number)))
-        # The mean over all microbatches of all replicas, which every rank is told.
+        # The mean over all microbatches of all replicas, which every rank receives.
         return [loss.item()] if self._seat.rank == 0 else []
 
 

@@ -68,8 +68,8 @@ def model_of(size: Size, precision: Any) -> ax.Model:
 
 
 def configuration(run: Run, folder: Path) -> ax.Config:
-    """The settings that make the arithmetic that of the peers; all others are the defaults, but
-    for what the variant says."""
+    """The settings for the arithmetic of the peers and for the variant; all others are the
+    defaults."""
     case = run.case
     samo: dict[str, Any] = {"enabled": case.is_masked}
     if case.variant == "sharded":
@@ -124,6 +124,6 @@ def train(run: Run, folder: Path, on_step: OnStep) -> int:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 recorded of each step: seconds of the phases, bytes sent, bytes of state."""
+    """The records of rank 0 for each step: seconds of the phases, bytes sent, bytes of state."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [row for row in map(json.loads, lines) if "step_seconds" in row]

@@ -1,6 +1,7 @@
-"""Models of Hugging Face's transformers by its own modules: every family beside transformers alone.
+"""Models of Hugging Face's transformers by its own modules: every family next to transformers
+alone.
 
-A family's test goes the whole way: logits, five steps, stages, recomputation, pruning, the exported
+A family's test goes all the way: logits, five steps, stages, recomputation, pruning, the exported
 folder and its text.
 """
 
@@ -207,7 +208,7 @@ def test_a_family_computes_trains_and_writes_as_transformers_does(
 
 @torch.no_grad()
 def greedy(model: Any, prompt: Tensor, count: int) -> list[int]:
-    """What transformers' own generation adds to a prompt."""
+    """The tokens that transformers' own generation adds to a prompt."""
     model.generation_config.eos_token_id = None
     text = model.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0)
     return list(map(int, text[0, prompt.shape[1] :]))
@@ -455,7 +456,7 @@ def test_a_model_without_a_folder_starts_as_transformers_would_in_every_pipeline
 
 
 def test_looking_at_a_head_multiplies_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch would make the zeros that stand for a head real, 2 GB of those of a Llama 3 8B."""
+    """Torch would make the zeros that stand for a head real, which take 2 GB in a Llama 3 8B."""
     shapes: list[torch.Size] = []
     linear = F.linear
 

@@ -1,4 +1,4 @@
-"""What is written appears complete or not at all."""
+"""Files and folders appear complete or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps two jobs out of one run directory."""
+"""The lock that keeps two jobs out of one run directory."""
 
 from __future__ import annotations
 

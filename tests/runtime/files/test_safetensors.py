@@ -29,7 +29,7 @@ def described(tensors: dict[str, Tensor]) -> dict[str, TensorHeader]:
 
 
 def index_of(folder: Path, weight_map: object, files: dict[str, list[str]]) -> Path:
-    """An index, and beside it files with some of the tensors."""
+    """An index, and next to it files with some of the tensors."""
     for file, names in files.items():
         write_safetensors(folder / file, {name: TENSORS[name] for name in names})
     path = folder / "model.safetensors.index.json"

@@ -54,8 +54,8 @@ def test_a_link_of_gpus_keeps_the_contract(
 def test_every_message_arrives_once_in_order_and_whole(
     way: Way, ranks: int, seed: int, sizes: list[list[int]]
 ) -> None:
-    """What a stage sends is computed late, what it receives is read by compute at once, and any
-    race between them is an error of the stand-in."""
+    """A stage's messages are computed late, received ones are read by compute at once, and any race
+    between them is an error of the stand-in."""
 
     def main(transport: SmallPieces) -> None:
         rank = transport.rank
@@ -155,7 +155,8 @@ class Frozen:
         return [q.name for q in self.hardware.queues if q.device.rank == rank and q.pending]
 
     def settle(self, *, computes: bool = True, sender_looks: bool = True) -> list[int]:
-        """What has arrived once devices have run all that they can, compute perhaps excepted."""
+        """The messages that arrived once devices have run all that they can, compute perhaps
+        excepted."""
         got: list[int] = []
         for _ in range(5):
             self.hardware.finish(but=None if computes else self.device.compute.queue)
@@ -179,8 +180,8 @@ def test_a_header_waits_for_the_tensors_and_for_the_sends_before_it() -> None:
 
 @pytest.mark.parametrize("messages", [1, 2])
 def test_nothing_waits_on_the_device_for_what_only_the_host_can_do(messages: int) -> None:
-    """A host may stand in a call that waits for its whole device: the allocator frees memory, a
-    kernel is loaded. A send that spins without its header would keep it there for ever."""
+    """A host may stand in a call that waits for all work of its device: the allocator frees memory,
+    a kernel is loaded. A send that spins without its header would keep it there for ever."""
     both = Frozen()
     for number in range(messages):
         both.send(number)
@@ -195,7 +196,7 @@ def test_nothing_waits_on_the_device_for_what_only_the_host_can_do(messages: int
 
 def test_contents_wait_on_the_device_only_once_their_header_has_left() -> None:
     """An MPI library may keep a header until its host calls it again. A send that spins by then
-    would keep a host for ever that stands in a call that waits for its whole device."""
+    would keep a host for ever that stands in a call that waits for all work of its device."""
     both = Frozen()
     both.send(0)
 

@@ -53,7 +53,7 @@ def test_gpus_that_cannot_be_connected_are_named_in_one_line(
 
 
 class FakeWork:
-    """An operation of torch's that completes when it is told to."""
+    """An operation of torch's that completes on request."""
 
     def __init__(self, name: str, failure: str = "", *, completed: bool = True) -> None:
         self.name = name
@@ -73,7 +73,7 @@ class FakeWork:
 
 
 class FakeBackend:
-    """A process group of torch's whose operations complete at once, or when they are told to."""
+    """A process group of torch's whose operations complete at once, or on request."""
 
     def __init__(self, *, at_once: bool = True, error: str = "SUCCESS") -> None:
         self.works: list[FakeWork] = []

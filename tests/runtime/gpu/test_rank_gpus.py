@@ -28,7 +28,7 @@ from axsparse.runtime.gpu.rank_gpus import (
 
 NAME = "H200"
 SET = {CONNECTIONS: "32", CONNECT_AT_ONCE: "0"}
-"""What `bind_early` sets."""
+"""The variables that `bind_early` sets."""
 
 
 def rank_of(

@@ -1,4 +1,4 @@
-"""The kernels' own source, run thread by thread on this processor, and what judges them."""
+"""The kernels' own source, run thread by thread on this processor, and its contract."""
 
 from __future__ import annotations
 

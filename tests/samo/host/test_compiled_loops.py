@@ -1,4 +1,4 @@
-"""Loops that are compiled once for all runs of a user, by a process beside the rank."""
+"""Loops that are compiled once for all runs of a user, by a process next to the rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ assert not {"numba"} & sys.modules.keys(), "numba is loaded"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, and a compiling process of its own."""
+    """An empty cache, and a separate compiling process."""
     monkeypatch.setenv("AXSPARSE_CACHE", str(tmp_path))
     helper = _Helper()
     monkeypatch.setattr(compiled_loops, "_HELPER", helper)
@@ -81,7 +81,7 @@ def test_a_second_start_compiles_nothing_and_a_broken_file_is_compiled_again(fol
 def test_ranks_that_start_at_once_share_one_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each with a compiling process of its own."""
+    """Each with a separate compiling process."""
     helpers = [_Helper(), _Helper()]
     key = "divide_shared"
     path = cache_folder() / f"{key}.o"
@@ -156,7 +156,7 @@ def test_without_numba_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def other_processor() -> Iterator[None]:
-    """What was found for this processor is found anew."""
+    """The properties of this processor are found anew."""
     for each in (has_bf16_loops, cpu_features):
         each.cache_clear()
     yield

@@ -46,7 +46,7 @@ def machine_code_for_all() -> Iterator[None]:
 
 @pytest.fixture(params=["numpy", "machine code"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What decodes a mask: with and without a compiler."""
+    """The decoder of a mask: with and without a compiler."""
     if request.param == "numpy":
         monkeypatch.setattr(base, "can_compile", lambda: False)
     elif not can_compile():
@@ -187,7 +187,7 @@ def test_values_of_any_type_move_as_they_are(kind: IndexKind, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
 def test_machine_code_writes_nothing_beside_the_entries(dtype: torch.dtype, count: int) -> None:
-    """Though it moves whole words."""
+    """Though it moves full words."""
     if not can_compile():
         pytest.skip("numba is not installed")
     index = MaskIndex(random_mask(5000, 0.7))

@@ -28,7 +28,7 @@ def put(dense: Numbers, at: int, bits: int, values: Numbers, number: int) -> int
 
 
 def moved(loop: Callable[..., int], bits: int, dense: Numbers, values: Numbers) -> int:
-    """What a compiled loop says that it moved, of entries from 3 on, to or from 5 on."""
+    """The number of entries that a compiled loop moved, from 3 on, to or from 5 on."""
     count: int = numba.njit(loop)(dense, np.int64(3), np.uint64(bits), values, np.int64(5))
     return count
 

@@ -153,7 +153,7 @@ def test_square_roots_are_the_nearest_numbers() -> None:
 def test_kept_entries_are_bitwise_those_of_a_masked_dense_run(
     name: str, kept: int, half: bool, decays: bool
 ) -> None:
-    """The master is that of an fp32 run, and a half weight is the master rounded."""
+    """The master equals an fp32 run's, and a half weight is the master rounded."""
     rule, mask = RULES[name], mask_of(kept)
     layer, tensor = one_tensor_layer(mask, rule.ours, half=half, decays=decays)
     start = random(0, len(mask)) * mask

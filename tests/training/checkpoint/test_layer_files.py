@@ -1,4 +1,4 @@
-"""What of a checkpoint is believed when it is read: nothing that does not fit the run."""
+"""Checkpoints are believed only if they fit the run."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_what_may_change_is_told_where_it_changes_the_numbers(
 def test_the_file_of_the_first_weights_may_have_moved(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run's own weights are those of its checkpoint, so that only a first file is refused."""
+    """The run's own weights are its checkpoint's, so that only a first file is refused."""
     with pytest.raises(ConfigError, match=r"^model.weights .*: 'new', but checkpoint .* with None"):
         ran((1, 1), config_of(model={"weights": "new"}), run, resume="auto")
     ran((1, 1), config_of(model={"weights": "old"}), tmp_path / "moved")

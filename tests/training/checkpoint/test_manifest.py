@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and what is believed of it."""
+"""The manifest of a checkpoint, and which of its values are believed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving while training goes on: who writes, who waits, and what a failure leaves."""
+"""Saving while training continues: who writes, who waits, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ def test_a_rank_that_fails_alone_leaves_nothing_half_named(
 def test_what_appears_when_a_rank_fails_has_appeared_when_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another run may go on there at once; a thread must not be at it any more."""
+    """Another run may continue there at once; a thread must not be at it any more."""
     may_commit = threading.Event()
 
     def slow(partial: Path, manifest: bytes) -> Path:
