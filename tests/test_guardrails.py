@@ -21,6 +21,8 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 NAMED_FILE = re.compile(r"`([\w/]+\.(?:py|yaml|sh|md|json|cuh))`")
 """A file that a page names, relative to the package or to the project."""
+NAMELESS = re.compile(r"\A\s*(?:What|Whether what|All that|Those)\b|\b(?i:those|that)\s+of\b")
+"""Matches docstrings that begin with a pronoun, or in which one stands for another noun."""
 MOST_FUNCTION_LINES = 60
 MOST_PARAMETERS = 6
 REASON = "Reason:"
@@ -241,6 +243,18 @@ def test_folders_say_what_they_hold_and_hold_no_code_of_their_own() -> None:
         assert len(tree.body) == 1, folder
     heads = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")}
     assert heads == folders() | {"."}
+
+
+def test_docstrings_name_their_object() -> None:
+    """Modules, classes and functions, and the strings below attributes."""
+    texts = {
+        f"{module}:{node.lineno}": node.value.value
+        for module, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+    assert not [where for where, text in texts.items() if NAMELESS.search(str(text))]
 
 
 def test_no_module_needs_itself_on_the_way() -> None:

@@ -1,6 +1,6 @@
 """`Model`, `Layer` and `Tie`: how a model is declared as a list of layers.
 
-Every rank has the full list, and allocates only the layers of its own stage. A custom model needs
+Every rank has the full list, and allocates only the layers of its stage. A custom model needs
 layers and a loss, as in `examples/custom_model.py`; `models.sequential.from_sequential` makes one
 of an `nn.Sequential`.
 """

@@ -32,10 +32,10 @@ def from_sequential(
 ) -> Model:
     """A model whose layers are modules; each takes what the one before returns.
 
-    The names of the layers are those in the `nn.Sequential`, or "0", "1", … in a list. `loss`,
-    `metrics` and `example` are those of `Model`. An `nn.Embedding` is an embedding, the last
-    module with parameters is the head, and all others are blocks; `kinds` overrides this for
-    the layers that it names. If the first module is an embedding, its rows are the vocabulary.
+    The layers have their names in the `nn.Sequential`, or "0", "1", … in a list. `loss`, `metrics`
+    and `example` are as in `Model`. An `nn.Embedding` is an embedding, the last module with
+    parameters is the head, and all others are blocks; `kinds` overrides this for the layers that it
+    names. If the first module is an embedding, its rows are the vocabulary.
 
     The model starts at the values of the modules, which are not changed by training. Modules
     made under `torch.device("meta")` take no memory: then each stage initialises its own
@@ -250,7 +250,7 @@ class PlainModel(nn.Sequential):
     """The modules of all layers in order, by the names of the layers."""
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What the last layer returns, a tensor or a tuple, for the inputs of the first."""
+        """The output of the last layer, a tensor or a tuple, for the inputs of the first."""
         output: Any = inputs
         for module in self:
             output = module(*output) if isinstance(output, (tuple, list)) else module(output)
@@ -301,7 +301,7 @@ def filled_modules(
 def plain_model(
     model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> nn.Sequential:
-    """What `filled_modules` makes as one module in evaluation mode: a `PlainModel`, or a copy of
+    """The result of `filled_modules` as one module in evaluation mode: a `PlainModel`, or a copy of
     the model's container with other children."""
     plain = PlainModel()
     for name, module in filled_modules(model, ties, tensors).items():

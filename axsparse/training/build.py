@@ -71,23 +71,23 @@ HEALED = "healing"
 """The folder in the run directory with the layers that are healed, until the first checkpoint has
 them."""
 OF_HEALING = ("pruning.", "data.", "model.", "seed", "precision", "batch.microbatch_size")
-"""Settings, or beginnings of settings, that decide what pruning at once and healing make of a
-layer, beside the first weights and the texts."""
+"""Settings, or prefixes of settings, that determine the result of pruning at once and healing on a
+layer, in addition to the first weights and the texts."""
 SILENT_SECONDS = 2.0
 """How long a start waits for compiled loops before it says so."""
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """All that a trainer takes over on one rank."""
+    """The objects that a trainer takes over on one rank."""
 
     parts: Parts
     progress: Progress
-    """That of the checkpoint that the run goes on from, if it does."""
+    """The progress of the checkpoint that the run is resumed from, if any."""
     saver: Saver | None = None
     """None saves nothing."""
     stop: StopRequest | None = None
-    """Whether this rank was told to stop; None lets no signal end training."""
+    """Whether this rank was asked to stop; None lets no signal end training."""
     watchdog: Watchdog | None = None
     """None lets a hang last for ever."""
 
@@ -111,8 +111,8 @@ def prepare_run(
 ) -> PreparedRun:
     """All parts of a run on this rank, its state built or read; all ranks call this together.
 
-    The arguments and errors are those of `Trainer`, with the model, the data and the configuration
-    in one form each. `open_datasets` is called on first and last stages only. Without `grid`, the
+    The arguments and errors are as in `Trainer`, with the model, the data and the configuration in
+    one form each. `open_datasets` is called on first and last stages only. Without `grid`, the
     layout of the configuration decides.
     """
     together(job.transport, lambda: _refuse_other_rules(optimizer, learning_rate))
@@ -161,7 +161,7 @@ def prepare_run(
 
 @dataclass(frozen=True)
 class PrunedLayers:
-    """What `prune_layers` has made of a model."""
+    """The results of `prune_layers`."""
 
     run: RunSpec
     healed: HealedLayers
@@ -171,7 +171,7 @@ class PrunedLayers:
     before: float
     """The mean loss of a validation target of the model as it was; NaN without validation data."""
     after: float
-    """That of the pruned model."""
+    """The same mean loss of the pruned model."""
     judged: int
     """The validation samples that these are of."""
 
@@ -252,7 +252,7 @@ def _refuse_other_rules(optimizer: object, learning_rate: object) -> None:
 
 
 def _refuse_quiet(resume: str | None) -> None:
-    """ConfigError for a quiet run that is to go on with another, since it has no run directory."""
+    """ConfigError for a quiet run that is to resume another, since it has no run directory."""
     if resume is not None:
         raise ConfigError(
             "Trainer: resume goes on in a run directory, and quiet has none; leave one of them out"
@@ -332,7 +332,8 @@ def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> Thread | N
 
 
 def _facts_of_functions(run: RunSpec) -> dict[str, str]:
-    """What must be equal on all ranks of the optimizer and the schedule, which may be functions."""
+    """The properties of optimizer and schedule that must be equal on all ranks; both may be
+    functions."""
     moments = ", ".join(run.optimizer.moments) or "none"
     return {
         "Trainer: optimizer": f"the moments {moments}",
@@ -342,7 +343,7 @@ def _facts_of_functions(run: RunSpec) -> dict[str, str]:
 
 def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
     """Wait until loops are loaded: building the state and the first step would wait for the loops,
-    and the memory beside the state is measured only after that."""
+    and the memory outside the state is measured only after that."""
     if loops is None:
         return
     loops.join(SILENT_SECONDS)
@@ -387,8 +388,8 @@ def _open_run_directory(
 
 
 def _with_stages(resumed: RunDir, run: RunSpec, config: Config) -> Sequence[str]:
-    """What is said of a run that goes on, with the number of stages where `auto` takes another one
-    than the run was written with."""
+    """The lines about a resumed run, with the number of stages where `auto` takes another one than
+    the run was written with."""
     if resumed.checkpoint is None or config.layout.g_inter != "auto":
         return resumed.notes
     written = resumed.checkpoint.manifest.config["layout"]["g_inter"]
@@ -412,7 +413,7 @@ def _build_state(
     """The layers of this rank's stage, compressed if the run has masks from the start, and how
     their state is stored.
 
-    TrainingError on all ranks where a GPU has no room for them.
+    TrainingError on all ranks where a GPU has no memory for them.
     """
     place, transport = run.place, placement.transport
     on_gpus = placement.gpu is not None
@@ -566,7 +567,8 @@ def _calibration(
 
 
 def _calibrated(transport: Transport, calibration: Calibration) -> CalibratedMasks:
-    """What a calibration draws; ConfigError on all ranks where it does not fit the model."""
+    """The masks that a calibration draws; ConfigError on all ranks where it does not fit the
+    model."""
     together(transport, calibration.check)
     return calibration.draw()
 

@@ -31,7 +31,7 @@ class Evaluation:
     """How many samples the validation data has."""
 
 
-# Reason: what is evaluated and on what, the ranks that take part, and who is told how far it is.
+# Reason: the engine and its data, the ranks that take part, and the callback for progress.
 def evaluate(
     engine: Engine,
     batches: Batches,
@@ -46,9 +46,9 @@ def evaluate(
 
     `after_batch` is called with how many batches are done and how many are wanted.
 
-    All ranks call this together. Only forward passes are run. Losses of whole microbatches,
-    which no layout divides, are added exactly and rounded once, so that their order does not
-    matter. `metrics` names the model's metrics. DataError on all ranks if no target counts.
+    All ranks call this together. Only forward passes are run. Losses of entire microbatches, which
+    no layout divides, are added exactly and rounded once, so that their order does not matter.
+    `metrics` names the model's metrics. DataError on all ranks if no target counts.
     """
     available = batches.num_evaluation_batches
     asked = available if number == "all" else min(number, available)
@@ -59,7 +59,7 @@ def evaluate(
         for step in range(asked):
             batch = prefetcher.get(step)
             for loss, *counted in (row.tolist() for row in to_host(engine.evaluate(batch))):
-                if place.member:  # all members of the last stage have the same
+                if place.member:  # all tensor-parallel ranks of the last stage have the same
                     continue
                 losses.append(loss)
                 counts = [total + count for total, count in zip(counts, counted, strict=True)]

@@ -3,10 +3,10 @@
     hf      a folder of model.safetensors, with transformers' names, and config.json
     torch   a safetensors file of dense tensors by global name
 
-The folder of `hf` is what `from_pretrained` loads. It also has the files of a tokenizer: copies of
-those beside the weights of `model.from`, or else files made from the tokenizer of the data.
-`axsparse.models.zoo.gpt2_files` knows the names and shapes of GPT-2; those of a model of
-transformers are its own.
+`from_pretrained` loads the folder of `hf`. It also has the files of a tokenizer: copies of the
+files next to the weights of `model.from`, or else files made from the tokenizer of the data.
+`axsparse.models.zoo.gpt2_files` knows the names and shapes of GPT-2; a model of transformers has
+its own.
 
 Pruned entries are zero in dense tensors. A tied weight is written once, under the name of its
 first use. Buffers are written after the parameters of their layer.
@@ -77,7 +77,7 @@ COMPANIONS = (
 """Files of a Hugging Face folder that training does not change: its tokenizer's files, and the
 settings of how it generates."""
 TEMPLATES = "additional_chat_templates"
-"""The folder beside them of chat templates with names, NAME.jinja."""
+"""The folder next to them of chat templates with names, NAME.jinja."""
 _FOLDER_FILES = {WHOLE_FILE, CONFIG_FILE}
 Value = Callable[[], Tensor]
 """Reads a tensor."""
@@ -89,13 +89,13 @@ _STEP = "step"
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What was written."""
+    """A summary of an export."""
 
     checkpoint: Checkpoint
     tensors: int
     nbytes: int
     notes: Sequence[str] = ()
-    """What the user should know of the export."""
+    """Remarks about the export for the user."""
 
 
 # Reason: these are the arguments of the Python API, all but the first three optional.
@@ -111,8 +111,8 @@ def export(
     """Verify a checkpoint and write its weights to `path`, complete or not at all.
 
     `run` and `step` name the checkpoint as in `load`. The values are the fp32 masters, or with
-    `trained` the weights in the training precision. `force` replaces what an earlier export has
-    written there. One process does this, while the run may go on.
+    `trained` the weights in the training precision. `force` replaces the files of an earlier
+    export. One process does this, while the run may continue.
 
     Raises ConfigError if the form does not suit the model or the path, OutputError if the path
     is taken or cannot be written, DataError or MissingInputError if the checkpoint is damaged
@@ -152,10 +152,10 @@ def save_folder(
     step: int,
     force: bool,
 ) -> Sequence[str]:
-    """Write a Hugging Face folder of weights in memory; returns what the user should know of it.
+    """Write a Hugging Face folder of weights in memory; returns remarks for the user.
 
-    `shapes` are those of the parameters, the other weights are buffers; `data` are the name and the
-    fingerprint of the training data. Raises what `export` raises.
+    `shapes` has the parameters' shapes, the other weights are buffers; `data` are the name and the
+    fingerprint of the training data. Raises the errors of `export`.
     """
     path = path.absolute()
     _refuse_taken(path, is_folder=True, force=force)
@@ -214,8 +214,8 @@ def _write(
     *,
     force: bool,
 ) -> int:
-    """Write tensors to `path`, into a folder if there are files beside them, complete or not at
-    all; returns their bytes."""
+    """Write tensors to `path`, into a folder if there are other files, complete or not at all;
+    returns their bytes."""
     headers = {name: header for name, (header, _) in tensors.items()}
     is_folder = files is not None
     with _new(path) as unfinished:
@@ -242,10 +242,10 @@ def load(
     """All weights and buffers of a checkpoint, dense, by global name ("block3.fc1.weight").
 
     `run` is a run directory, whose checkpoint of `step` is read, by default the newest, or one
-    checkpoint in it; "best" is that of the lowest validation loss (`checkpoint.keep_best`). Values
-    are the fp32 masters, with zeros at pruned positions; with `trained` they are the weights that
-    training computes with, in its precision. A tied weight is there once, under the name of its
-    first use. One process reads it all; no MPI is needed.
+    checkpoint in it; "best" has the lowest validation loss (`checkpoint.keep_best`). Values are the
+    fp32 masters, with zeros at pruned positions; with `trained` they are the weights that training
+    computes with, in its precision. A tied weight is there once, under the name of its first use.
+    One process reads it all; no MPI is needed.
 
     The state dict of an `nn.Sequential` that `from_sequential` made a model of has these names:
 
@@ -380,8 +380,8 @@ def _refuse_taken(path: Path, *, is_folder: bool, force: bool) -> None:
 def is_export(folder: Path) -> bool:
     """Whether an export may have written this folder.
 
-    Other programs write a tokenizer's files too, so that beside them the weights must say that
-    they were exported.
+    Other programs write a tokenizer's files too, so that weights next to them must say that they
+    were exported.
     """
     inside = {one.name for one in folder.iterdir()} if folder.is_dir() else set()
     if folder.is_symlink() or not inside:
@@ -416,8 +416,8 @@ def _of_hf(
 ) -> Tensors:
     """All tensors as transformers names and stores them.
 
-    ConfigError if the parameters, of these shapes, are not those of the model of the configuration;
-    `mend` is what the error begins and ends with.
+    ConfigError if the parameters, of these shapes, do not belong to the model of the configuration;
+    `mend` has the beginning and the end of the error.
     """
     model = model_without_weights(config)
     if shapes != survey(replace(model, example=None)).shapes:
@@ -446,7 +446,7 @@ def as_in_hf(config: Family, name: str, tensor: Tensor) -> tuple[str, Tensor]:
 def hf_files(
     config: Family, dtype: torch.dtype, tokenizer: ExportedTokenizer | None
 ) -> tuple[dict[str, bytes], list[str]]:
-    """The files beside weights of type `dtype`, by name, and what the user should know of them.
+    """The files next to weights of type `dtype`, by name, and remarks about them for the user.
 
     They are copies of the files of `model.from` as long as its folder is there; otherwise they are
     made from the settings and from the tokenizer of the training data. ConfigError if the folder of
@@ -486,7 +486,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 def _files(
     config: Config, dtype: torch.dtype, data: tuple[str, str]
 ) -> tuple[dict[str, bytes], list[str]]:
-    """The files beside weights of a run, with the tokenizer of its data if it is known; a note if
+    """The files next to weights of a run, with the tokenizer of its data if it is known; a note if
     that cannot be read any more and `model.from` names no other."""
     untold: list[str] = []
     tokenizer = None

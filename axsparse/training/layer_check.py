@@ -1,14 +1,14 @@
 """The layer check: each distinct layer of a model, compared with plain torch before the first step.
 
 One microbatch of the first step passes through the stages, forward and backward, as in training.
-Each stage takes down what its distinct layers got, returned and passed back. Then the module as the
+Each stage records the inputs, outputs and gradients of its distinct layers. Then the module as the
 user gave it repeats each of these runs by itself: with full weights, its own hooks and modes,
 without shards, recomputation, deferred gradients or sparse products. Outputs, buffers, gradients of
 inputs and gradients of weights must agree.
 
 The check leaves nothing behind: the microbatch works on copies of the buffers, attributes of
-modules are put back, random numbers are those that the first step draws again, and its gradients
-are overwritten by those of the step.
+modules are put back, the first step draws the same random numbers again, and overwrites the
+gradients.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from axsparse.training.parts import Parts
 OWN_MODELS = "axsparse.models.zoo"
 """Models that build their modules here are not a user's."""
 OWN_DECODER = f"{OWN_MODELS}.gpt"
-"""The decoder's layers, whose every layout the tests hold against plain torch."""
+"""The decoder's layers, whose every layout the tests compare with plain torch."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference, relative to a tensor's largest entry, by the precision of the run. Products
 whose terms are added in another order differ by some roundings: 1e-7, 1e-3 and 8e-3 each. What a
 layer does wrong differs by its own size."""
 NOISE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest difference of a weight gradient relative to the largest entry of all weight gradients of
-the layer: a gradient that is zero but for rounding (that of the bias of attention's keys) consists
-of such noise."""
+the layer: a gradient that is zero but for rounding (the bias of attention's keys) consists of such
+noise."""
 FIXED_POINT_UNIT = 2.0**-40
 """The unit of exact sums in the check: entries up to 2**20 fit, and 2e-12 is seen."""
 AT_ONCE = 2
@@ -138,7 +138,7 @@ def _recorded(parts: Parts, batch: Batch, runners: Sequence[LayerRunner]) -> lis
     try:
         parts.engine.train(
             replace(batch, microbatches=batch.microbatches[:1]),
-            1.0,  # The summed loss: its gradients fit every precision better than those of a mean.
+            1.0,  # The summed loss: its gradients fit every precision better than a mean's.
             1.0,
             parts.statistics.before_forward,
             # Never the last one: no sums over replicas begin.
@@ -164,7 +164,8 @@ def _first_failure(
     them go through all layers, since they gather the weights of each."""
     model, config = parts.run.model, parts.run.config
     given = [module for layer in model.layers if (module := given_module(layer)) is not None]
-    # Who gives a whole model in evaluation mode, as from_pretrained does, means to train it.
+    # Users who pass an entire model in evaluation mode, as from_pretrained returns it, mean to
+    # train it.
     is_set = any(child.training for module in given for child in module.modules())
     first: AxsparseError | None = None
     for layer, record in pairs:
@@ -191,8 +192,8 @@ def _raise(error: AxsparseError | None) -> None:
 
 
 def _gather_handed_weights(layer: BuiltLayer, record: RecordedRun) -> None:
-    """Make full tensors of the shards that a layer returns, such as that of a weight which it hands
-    to the loss, and of their gradients; tensor-parallel ranks call this together."""
+    """Make full tensors of the shards that a layer returns, such as a weight which it hands to the
+    loss, and of their gradients; tensor-parallel ranks call this together."""
     outputs = list(record.outputs)
     for tensor in layer.state.tensors:
         for number, output in enumerate(outputs):
@@ -269,7 +270,7 @@ def _filled(
 
 @dataclass(frozen=True)
 class _Comparison:
-    """One layer's run in the layout beside its run in plain torch."""
+    """One layer's run in the layout next to its run in plain torch."""
 
     parts: Parts
     layer: BuiltLayer
@@ -510,8 +511,8 @@ def _distinct(layers: Sequence[BuiltLayer]) -> list[int]:
 
 
 def _structure(module: nn.Module, seen: set[int]) -> object:
-    """The classes, settings and shapes of a module and of all below it, as a value that equals
-    that of a module like it."""
+    """The classes, settings and shapes of a module and of all below it, as a value that is equal
+    for modules that are alike."""
     if id(module) in seen:
         return "again"
     seen.add(id(module))
@@ -535,7 +536,7 @@ def _structure(module: nn.Module, seen: set[int]) -> object:
 
 
 def _setting(value: object, seen: set[int]) -> object:
-    """A value that equals that of a setting which makes no other layer; as text, which compares."""
+    """A value that is equal for settings that make the same layer; as text, which compares."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
     if isinstance(value, list | tuple):

@@ -108,7 +108,7 @@ class LiveWeights:
         return self._to_first
 
     def _send(self, group: Collective, buffer: Tensor) -> None:
-        """Move bytes from the second member of a group to the first."""
+        """Move bytes from the second rank of a group to the first."""
         if buffer.numel():
             bounds = [0, 0, buffer.numel()]
             wait(group.start(Op.ALL_GATHER, buffer, bounds), self._parts.transport.backoff)

@@ -47,7 +47,7 @@ from axsparse.training.run_recorder import make_recorder
 
 @dataclass(frozen=True)
 class Parts:
-    """All that a trainer works with on one rank; `assemble` puts it together."""
+    """The objects that a trainer works with on one rank; `assemble` puts them together."""
 
     run: RunSpec
     placement: Placement
@@ -67,12 +67,12 @@ class Parts:
     """Brings masters and moments from the host for their update; None if they stay on the
     device."""
     live: LiveMasks | None
-    """What is pruned of this rank's layers; None where nothing ever is."""
+    """The live masks of this rank's layers; None where nothing ever is pruned."""
     masking: Masking | None
     """Draws and changes masks between steps; None leaves them as they are."""
     phases: Phases
     activity: Activity
-    """Tells the watchdog what this rank is doing."""
+    """Shows the watchdog the current task of this rank."""
     recorder: Recorder
     run_dir: Path | None
     """The directory that the run writes to; None if it writes nothing."""
@@ -84,7 +84,7 @@ class Parts:
 
     @property
     def survey(self) -> Survey:
-        """What the layers of the whole model contain."""
+        """The contents of the layers of the full model."""
         return self.run.survey
 
     @property
@@ -228,8 +228,8 @@ def _products(
     layers: Sequence[BuiltLayer],
     collector: GradientCollector,
 ) -> StageProducts | None:
-    """What takes weight gradients out of backwards; None if autograd makes all of them, as in a
-    compiled layer, whose backward is one function."""
+    """The products that take weight gradients out of backwards; None if autograd makes all of them,
+    as in a compiled layer, whose backward is one function."""
     is_split = bool(run.config.pipeline.split_backward)
     if run.config.pipeline.compile is True:
         return None

@@ -80,7 +80,7 @@ class GpuMemory:
     """The memory of a GPU, in bytes."""
 
     free: int
-    """What no process had taken when this rank began to use the GPU."""
+    """Bytes that no process had taken when this rank began to use the GPU."""
     total: int
     uuid: str
     """Names the GPU, the same for all ranks that share it."""
@@ -161,7 +161,7 @@ def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, GpuMemory]:
             f"({str(reason).partition(chr(10))[0]}); see nvidia-smi there, or leave it out by "
             "CUDA_VISIBLE_DEVICES"
         ) from reason
-    # Without this, torch rounds the factors of fp32 convolutions to 10 bits, and those of all
+    # Without this, torch rounds the factors of fp32 convolutions to 10 bits, and the factors of all
     # matrix products where a variable of NVIDIA's containers says so.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -180,7 +180,7 @@ def found_budget(
 ) -> MemoryBudget:
     """The memory budget of the rank that may take least, the same on every rank.
 
-    `memory` is that of this rank's GPU; without one a rank shares its host's memory with the other
+    `memory` belongs to this rank's GPU; without one a rank shares its host's memory with the other
     ranks there. All ranks call this together.
     """
     on_host = memory is None

@@ -52,7 +52,7 @@ class Spike:
 
 
 class SpikeHistory(_Counters):
-    """The losses by which the next one is judged, alike on every rank."""
+    """The recent losses by which the next one is found to be a spike, alike on every rank."""
 
     losses: Annotated[list[float], Field(max_length=10_000)] = []
     """The losses of the last good steps, oldest first."""

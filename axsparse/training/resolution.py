@@ -80,27 +80,27 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """All that decides the `auto` settings of a run beside its configuration."""
+    """The inputs that decide the `auto` settings of a run, in addition to its configuration."""
 
     model: Model
     survey: Survey
-    """What the model's layers contain and cost."""
+    """The contents and costs of the model's layers."""
     transport: Transport
     """Gives the number of ranks, and which of them this one is."""
     grid: Grid | None = None
-    """The layout given in Python, which comes before that of the configuration."""
+    """The layout given in Python, which overrides the configuration's."""
     score: Score | None = None
     """A pruning criterion of the user's own."""
     budget: MemoryBudget = UNLIMITED
     """The memory of a rank, equal on all; without limit if that is not known."""
     saved: Mapping[str, int] | None = None
-    """Kept entries of the pruned tensors in the checkpoint that the run goes on from."""
+    """Kept entries of the pruned tensors in the checkpoint that the run is resumed from."""
     on_host: bool = True
     """Whether ranks compute on CPUs."""
     optimizer: Optimizer | None = None
-    """An optimizer of the user's own, which comes before that of the configuration."""
+    """A custom optimizer, which overrides the configuration's."""
     learning_rate: LearningRate | None = None
-    """A schedule of the user's own, which comes before that of the configuration."""
+    """A custom schedule, which overrides the configuration's."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ class RunSpec:
     """The score by which entries are kept."""
     optimizer: Optimizer
     learning_rate: LearningRate | None
-    """A schedule of the user's own; None for that of the configuration."""
+    """A custom schedule; None for the configuration's."""
     groups: Mapping[str, ParameterGroup]
-    """The parameters that have settings of their own, by name; both uses of a tied weight."""
+    """The parameters that have separate settings, by name; both uses of a tied weight."""
     kept_at_start: Mapping[str, int]
     """The number of entries of each pruned tensor that state is built with.
 
@@ -133,17 +133,16 @@ class RunSpec:
     on_host: bool = True
     """Whether ranks compute on CPUs."""
     room: float = math.inf
-    """Bytes that this rank may take beside what its process held at its start."""
+    """Bytes that this rank may take in addition to its process's at its start."""
     shards: Mapping[str, TensorShard] = field(default_factory=dict)
     """The last shard of each sharded parameter, by name."""
     member: Survey | None = None
-    """What the tensor-parallel rank that holds most has of the model; None where layers are not
+    """The shard of the model on the tensor-parallel rank that holds most; None where layers are not
     sharded."""
 
     @property
     def counted(self) -> list[str]:
-        """`Survey.counted`, with the names of its shards in the place of that of a sharded
-        tensor."""
+        """`Survey.counted`, with the names of its shards in place of a sharded tensor's name."""
         return [
             name
             for full in self.survey.counted
@@ -184,7 +183,7 @@ class RunSpec:
 
     @property
     def memory_is_tight(self) -> bool:
-        """Whether there is no room for freed blocks that the C library keeps."""
+        """Whether there is no memory for freed blocks that the C library keeps."""
         if self.prediction is None or not self.on_host:
             return False
         return self.prediction.memory_bytes * (1 + HOLES) > self.room
@@ -267,7 +266,7 @@ def _subject(
     kept: Mapping[str, int],
     criterion: Criterion,
 ) -> SurveyedModel:
-    """What the planner is asked about; `kept` as `RunSpec.kept_at_start`."""
+    """The model about which the planner is asked; `kept` as `RunSpec.kept_at_start`."""
     return SurveyedModel(
         cutting.config,
         inputs.survey,
@@ -321,7 +320,7 @@ def _settled(config: Config, inputs: RunInputs, grid: Grid, slack: int) -> Confi
 
 
 def _compiled(config: Config, inputs: RunInputs, grid: Grid) -> bool | Literal["loss"]:
-    """What `pipeline.compile: auto` has torch.compile fuse.
+    """The decision of `pipeline.compile: auto`.
 
     With several stages, splitting backwards wins more than fusing layers may. In small microbatches
     a GPU waits for its host, which needs longer for fused layers than for others.
@@ -421,8 +420,8 @@ def _with(config: Config, values: Mapping[str, Any]) -> Config:
 def parameter_groups(
     config: Config, survey: Survey, targets: Targets | None
 ) -> dict[str, ParameterGroup]:
-    """The settings that some parameters have of their own; ConfigError for an entry of
-    another form, or with a pattern that no parameter matches."""
+    """The separate settings of some parameters; ConfigError for an entry of another form, or with a
+    pattern that no parameter matches."""
     settings, names, shapes = config.optimizer, survey.counted, survey.shapes
     rates = _own_values("optimizer.learning_rates", settings.learning_rates, names)
     decays = _own_values("optimizer.weight_decays", settings.weight_decays, names)

@@ -60,13 +60,13 @@ def check_weights_are_loaded(config: Config, model: Model, targets: Targets) -> 
 
 
 START = "start values"
-"""The name of the fact that differs where each rank has drawn start values of its own."""
+"""The name of the fact that differs where ranks have drawn different start values."""
 MENDS = {START: "call torch.manual_seed before you make the modules"}
-"""What mends a difference in a fact, where starting all ranks alike does not mend it."""
+"""Suggestions for differences in a fact that starting all ranks alike does not resolve."""
 
 
 def facts_of(config: Config, survey: Survey) -> dict[str, str]:
-    """What must be equal on all ranks: every version, every setting, every layer."""
+    """The facts that must be equal on all ranks: every version, every setting, every layer."""
     settings = {key: str(value) for key, value in flat(config.model_dump()).items()}
     layers = {f"layer {layer.name}": repr(layer.parameters) for layer in survey.layers}
     return {

@@ -1,4 +1,4 @@
-"""Opens the data on the ranks that read it, and tells all ranks its size."""
+"""Opens the data on the ranks that read it, and broadcasts its size to all ranks."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Data:
     training: Batches
     validation: Batches | None
     unit: Unit
-    """What is counted as a target: a token, or a sample."""
+    """The unit of a target: a token, or a sample."""
     fingerprint: str
     """The fingerprint of the training samples."""
 
     @property
     def entry(self) -> DataEntry:
-        """What a checkpoint says of the training data, with the position at their beginning."""
+        """The entry of the training data in a checkpoint, with the position at their beginning."""
         return DataEntry(
             name=self.name,
             fingerprint=self.fingerprint,
@@ -63,12 +63,12 @@ def open_data(
     *,
     pinned: bool = False,
 ) -> Data:
-    """Open the data on the first and last stage, and tell all ranks its size.
+    """Open the data on the first and last stage, and broadcast its size to all ranks.
 
     With `pinned`, batches are put into pinned memory, from which a GPU copies without waiting.
 
-    Raises on all ranks what opening raised on any, DataError if two ranks read different
-    data, and what `check_data` raises.
+    Raises on all ranks the error of opening on any, DataError if two ranks read different data, and
+    the errors of `check_data`.
     """
     reads = run.place.is_first or run.place.is_last
     separate = config.data.separate_documents
@@ -162,7 +162,7 @@ MEMBERS = (
 
 def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
     """Open the datasets; DataError if the function returns something else, or datasets that do not
-    tell documents apart where `separate` asks for it."""
+    separate documents where `separate` asks for it."""
     opened = open_datasets()
     if not isinstance(opened, Datasets):
         mend = f"; for each, {mend_for(opened)}" if isinstance(opened, DataLoader) else ""
@@ -190,7 +190,7 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
 
 
 def _facts_of(datasets: Datasets) -> dict[str, Any]:
-    """What the other ranks need to know of the data, and what reading ranks compare."""
+    """The facts that the other ranks need about the data, and that reading ranks compare."""
     training, validation = datasets.training, datasets.validation
     return {
         "name": training.name,

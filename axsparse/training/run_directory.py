@@ -37,14 +37,14 @@ from axsparse.training.checkpoint.verification import (
 from axsparse.training.progress import Progress
 
 AUTO = "auto"
-"""The value of `resume` that means the newest whole checkpoint of the run, if there is one."""
+"""The value of `resume` that means the newest complete checkpoint of the run, if there is one."""
 CONFIG_FILE = "config.yaml"
 MOST_CONFIG_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory that a run writes to, and the checkpoint that it goes on from, if any."""
+    """The directory that a run writes to, and the checkpoint that it is resumed from, if any."""
 
     found: Path | None = None
     """The directory of the run that is gone on with; None if the run gets a new one."""
@@ -52,7 +52,7 @@ class RunDir:
     """The checkpoint that all ranks have verified, which may be in another run's directory; None
     starts from the beginning."""
     notes: tuple[str, ...] = ()
-    """Lines that tell the user what there was and what was chosen."""
+    """Lines for the user about the existing checkpoints and the chosen one."""
     lock: RunLock | None = None
     """Keeps other jobs out of the directory; None on ranks other than 0, and without one."""
     overwrites: bool = False
@@ -96,7 +96,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
     """Find the run that `resume` means, lock its directory on rank 0, and choose its checkpoint.
 
     `resume` is None for a new run, `AUTO`, or the path of a checkpoint or of a run. Of a run the
-    newest whole checkpoint is chosen. All ranks call this together and verify the checkpoint
+    newest complete checkpoint is chosen. All ranks call this together and verify the checkpoint
     together; an error is raised on all of them.
     """
     locks: list[RunLock] = []
@@ -164,11 +164,11 @@ def open_run_dir(config: Config, transport: Transport, run: RunDir) -> RunDir:
 def make_run_dir(config: Config, *, overwrite: bool = False) -> tuple[Path, RunLock]:
     """Make the directory of a new run, and lock it.
 
-    With `overwrite`, what another run has recorded and saved there is removed.
+    With `overwrite`, records and checkpoints of another run there are removed.
 
-    A directory is free if it has none of the files that a run writes, or those of a run that ended
-    before its first step. Under `run_dir: auto` that holds for the last directory of the name only,
-    since a later `--resume auto` means the last one.
+    A directory is free if it has none of the files that a run writes, or if its run ended before
+    the first step. Under `run_dir: auto` that holds for the last directory of the name only, since
+    a later `--resume auto` means the last one.
 
     OutputError if the directory holds or is used by another run, or cannot be written.
     """
@@ -248,7 +248,7 @@ def _take(path: Path, lock: RunLock) -> bool:
 
 
 def _holds_run(path: Path) -> bool:
-    """Whether a directory has records of a run, or an empty metrics.jsonl beside checkpoints."""
+    """Whether a directory has records of a run, or an empty metrics.jsonl next to checkpoints."""
     try:
         return bool((path / METRICS_FILE).stat().st_size or steps_in(path))
     except FileNotFoundError:
@@ -299,8 +299,8 @@ def settings_in(text: str) -> dict[str, str]:
 def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | None]:
     """The run directory, None if a new one is wanted, and the checkpoint that `resume` names.
 
-    The checkpoint is None if `resume` names a run, or none at all. A checkpoint that is not in
-    the directory of the configuration begins a run of its own.
+    The checkpoint is None if `resume` names a run, or none at all. A checkpoint that is not in the
+    directory of the configuration begins a separate run.
     """
     if resume is None:
         return None, None

@@ -46,7 +46,7 @@ def make_recorder(
     beside = max(0, resident_memory_bytes() - live) + SMALL_BLOCKS if placement.gpu is None else 0.0
     own.append(beside)
     rows = sum_by_owner(transport.world, transport.backoff, own)
-    # What the fullest process holds beside its model state, most of it libraries.
+    # The memory of the fullest process in addition to its model state, most of it libraries.
     overhead, predicted = max(row[2] for row in rows), run.prediction
     peak_bytes = None if predicted is None else predicted.memory_bytes + overhead
     sequences = config.batch.global_batch_size
@@ -84,7 +84,7 @@ def _banner(
     state_bytes: int,
     predicted_bytes: float | None,
 ) -> Iterator[str]:
-    """The lines of the banner; `state_bytes` are those of the fullest rank."""
+    """The lines of the banner; `state_bytes` belong to the fullest rank."""
     layout = ModelLayout(
         run.model.name,
         run.survey,
@@ -106,7 +106,7 @@ def _banner(
 
 
 def _pruned(run: RunSpec) -> list[str]:
-    """What is pruned, and what stays dense."""
+    """The pruned tensors, and the ones that stay dense."""
     if run.targets is None:
         return []
     return pruning_lines(run.survey, run.targets, run.config.pruning)
@@ -127,7 +127,7 @@ def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:
 
 
 def _planned(run: RunSpec, memory_bytes: float) -> str:
-    """What the banner says of the prediction; `memory_bytes` is the predicted peak of a rank."""
+    """The banner's text on the prediction; `memory_bytes` is the predicted peak of a rank."""
     prediction = run.prediction
     assert prediction is not None, "it has a peak"
     text = f"peak of a rank ~{format_bytes(memory_bytes)}"

@@ -56,10 +56,10 @@ def tokens(
 
 
 ModelSource = Model | Hf | str | None
-"""A model, `ax.hf(folder)`, the name of a model such as "gpt", or None: that of the settings."""
+"""A model, `ax.hf(folder)`, the name of a model such as "gpt", or None for the settings' model."""
 DataSource = Dataset | tuple[Dataset, Dataset] | Datasets | Tokens | Callable[[], Datasets] | None
 """Training data, a pair with validation data, `ax.tokens(path)`, a function that opens them where
-they are read, or None: those of the settings."""
+they are read, or None for the settings' data."""
 
 
 @dataclass(frozen=True)

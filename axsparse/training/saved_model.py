@@ -90,8 +90,8 @@ def evaluate_saved(
     """Evaluate on the first `number` global batches of the validation data, or on all.
 
     `after_batch` is called with how many batches are done and how many are to be done. The model
-    must have its trained weights. Microbatches, precision and the number of threads are those of
-    the run, so that on the same kind of machine the result is the same.
+    must have its trained weights. Microbatches, precision and the number of threads are the run's,
+    so that on the same kind of machine the result is the same.
 
     Raises ConfigError if there are no validation data, DataError if the data are not the run's.
     """
@@ -139,7 +139,7 @@ def evaluate_saved(
 
 
 def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
-    """The validation data, after a check that the data are those of the run."""
+    """The validation data, after a check that the data are the run's."""
     training, validation = datasets.training, datasets.validation
     data = DataEntry(
         name=training.name, fingerprint=training.fingerprint, samples=len(training), position=0

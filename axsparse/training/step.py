@@ -1,7 +1,7 @@
 """One training step: microbatches in, weights out. `Step.train_step` is the step on one screen.
 
 Behind it are the checks that replicas have the same weights and masks, and the steps that update
-nothing: why, and when that ends the run. All ranks receive the same verdict and judge alike, so
+nothing: why, and when that ends the run. All ranks receive the same verdict and decide alike, so
 that an error about skipped steps is raised on all ranks.
 """
 
@@ -146,7 +146,7 @@ class Step:
             return self._prefetcher.get(self._progress.step)
 
     def _begin_step(self) -> None:
-        """Open a step, whose first gradient of each parameter overwrites that of the last step."""
+        """Open a step, whose first gradient of each parameter overwrites the last step's."""
         self._refuse_frozen()
         if self._units is not None:
             ties = self._parts.survey.ties
@@ -214,7 +214,7 @@ class Step:
         notice: Callable[[], Notice] = lambda: NOTHING,
         digest: int = 0,
     ) -> Verdict:
-        """Tell all ranks the loss, the norm, and whether both are finite."""
+        """Agree on all ranks on the loss, the norm, and whether both are finite."""
         parts = self._parts
         with parts.phases("optimizer"):
             squares = norm_partials([layer.state for layer in parts.layers], self._counted)
@@ -364,8 +364,8 @@ class Step:
         )
 
     def _name_once(self, text: str, names: Sequence[str]) -> None:
-        """Print a text, in which "{}" stands for those of the names that it has not named before,
-        if there are any.
+        """Print a text, in which "{}" stands for the names that it has not named before, if there
+        are any.
 
         Of the replicas of a stage, the first one prints it.
         """
@@ -523,7 +523,7 @@ class SkippedSteps:
         """The error of a run whose steps do not update any more.
 
         It names the newest checkpoint whose weights a step has trained on, if there is one: a later
-        one may hold ruined weights, so that a run that goes on from it would end again at once.
+        one may hold ruined weights, so that a run that is resumed from it would end again at once.
         """
         mend, run = "lower optimizer.learning_rate, or look at the data", self._parts.run_dir
         steps = [] if run is None else saved_steps(run / CHECKPOINTS)

@@ -79,29 +79,29 @@ class Trainer:
 
         Args:
             model: `ax.from_sequential(modules, loss)` or another `ax.Model`, `ax.hf(folder)`, the
-                name of a model such as "gpt", or None for that of the settings.
+                name of a model such as "gpt", or None for the settings' model.
             data: The training data, a pair (training, validation), `ax.tokens(path)`, or None for
-                those of the settings. A function that returns `ax.Datasets` is called on the first
+                the settings' data. A function that returns `ax.Datasets` is called on the first
                 and last stages only, which read.
             config: The path or name of a configuration, a dictionary of settings by dotted keys or
-                by sections, or what `ax.configure` returns.
+                by sections, or an `ax.Config`.
             score: A pruning criterion: a function from a tensor's name and fp32 weights to a score
                 for each entry, of which the highest are kept.
             optimizer: An update rule (`samo/optim/optimizer.py` explains it), in place of
                 `optimizer.name`.
             learning_rate: A peak, or a function from the number of a step, counted from 0, to its
-                learning rate, in place of the section `schedule`. A run that goes on is given
+                learning rate, in place of the section `schedule`. A resumed run is given
                 functions again, since no checkpoint contains any.
             quiet: Neither print nor write anything; there is no run directory.
-            resume: "auto" goes on from the newest whole checkpoint of the run directory if there is
-                one; else the path of a run or checkpoint.
-            overwrite: Begin anew in the `run_dir` of the settings, and remove what another run has
-                recorded and saved there.
+            resume: "auto" continues from the newest complete checkpoint of the run directory if
+                there is one; else the path of a run or checkpoint.
+            overwrite: Begin anew in the `run_dir` of the settings, and remove the records and
+                checkpoints of another run there.
             settings: Settings by the last part of their key, such as `g_inter=2` for
                 `layout.g_inter`. They win over `config`.
 
         Raises, on all ranks alike, ConfigError, DataError, MissingInputError or OutputError, and
-        TrainingError where a GPU has no room for the state.
+        TrainingError where a GPU has no memory for the state.
         """
         job = own_job()
         if isinstance(learning_rate, (int, float)):
@@ -172,8 +172,8 @@ class Trainer:
         """The numbers of the steps that are left, counted from 1, for a loop that calls `step`.
 
         Between two steps masks change, and the run evaluates, saves and records, as in `train`.
-        After the last step the run ends as `train` ends it. A loop that is left before goes on
-        where another one begins; `close` saves what it has done.
+        After the last step the run ends as `train` ends it. A loop that is left before continues
+        where another one begins; `close` saves its steps.
         """
         self._refuse_closed("the loop")
         self._awaits_step = False
@@ -219,12 +219,11 @@ class Trainer:
         """Run all steps that are left, with evaluations, checkpoints and records, and close.
 
         The callbacks are called on every rank, between two steps: `on_step(steps done, result)`
-        after each; then `on_checkpoint(step, folder)` for each checkpoint that has become whole,
-        which are written beside the steps; then `on_evaluation(steps done, evaluation)`. An
-        exception in one of them ends the run. If one returns True, on any rank, the run ends there
-        as it ends after its last step. A run without evaluations warns of an `on_evaluation`, which
-        it never calls. StoppedError on all ranks once a signal ends it before the
-        last step and all is saved.
+        after each; then `on_checkpoint(step, folder)` for each complete checkpoint, which are
+        written in the background; then `on_evaluation(steps done, evaluation)`. An exception in one
+        of them ends the run. If one returns True, on any rank, the run ends there as it ends after
+        its last step. A run without evaluations warns of an `on_evaluation`, which it never calls.
+        StoppedError on all ranks once a signal ends it before the last step and all is saved.
         """
         self._refuse_closed("train")
         self._callbacks = {
@@ -286,7 +285,7 @@ class Trainer:
             raise
 
     def _end(self) -> None:
-        """End the run after its last step: all is saved, and the result judged."""
+        """End the run after its last step: all is saved, and the result checked."""
         parts = self.parts
         with self._ending_on_failure():
             parts.recorder.flush()
@@ -303,7 +302,7 @@ class Trainer:
         """End the run, all threads and the record; weights and evaluations can still be had.
 
         All ranks call this together. In the middle of a run it saves, as a signal does, so that
-        `resume="auto"` goes on from here; while an exception is handled it does not, since other
+        `resume="auto"` continues from here; while an exception is handled it does not, since other
         ranks may not have raised it. It is safe to call this twice.
         """
         is_in_progress = self in self._job.in_progress and sys.exc_info()[0] is None
@@ -452,9 +451,9 @@ class Trainer:
 
         The values are the fp32 masters, zero where pruned, or with `trained` the weights in the
         training precision. Of a model that is made around another, `named(name)` gives the name
-        that a weight has in the model of the settings, or None to leave it out. `force` replaces
-        an earlier folder. All ranks call this together, before, between or after steps; rank 0
-        needs memory for the whole model. Raises, on all ranks alike, ConfigError for a model that
+        that a weight has in the model of the settings, or None to leave it out. `force` replaces an
+        earlier folder. All ranks call this together, before, between or after steps; rank 0 needs
+        memory for the full model. Raises, on all ranks alike, ConfigError for a model that
         transformers does not have, and OutputError.
         """
         parts, found = self.parts, self.state_dict(trained=trained)
@@ -491,7 +490,7 @@ class Trainer:
         Its weights are copies of the fp32 masters, zero where pruned, or with `trained` of the
         weights in the training precision. It is in evaluation mode, and its state dict has the
         global names. All ranks call this together, before, between or after steps; rank 0 needs
-        memory for the whole model. ConfigError for a layer that has a dot in its name.
+        memory for the full model. ConfigError for a layer that has a dot in its name.
         """
         model = self.parts.run.model
         refuse_dotted_names(model)
@@ -543,7 +542,7 @@ class Trainer:
         return verdict
 
     def _train_step(self) -> Verdict:
-        """`Step.train_step`, in which all ranks also learn whether any of them was told to stop or
+        """`Step.train_step`, in which all ranks also learn whether any of them was asked to stop or
         still writes a checkpoint."""
         stop, saver = self._stop, self._saver
         verdict = self._step.train_step(
@@ -576,7 +575,7 @@ class Trainer:
                 self.parts.recorder.say(f"{name} ends the run after step {self.steps_done}/{total}")
 
     def _tell_of_checkpoints(self) -> None:
-        """Call `on_checkpoint` for the checkpoints that have become whole."""
+        """Call `on_checkpoint` for the checkpoints that are complete since the last call."""
         if self._saver is not None:
             for step in self._saver.take_whole():
                 folder = path_of(self._saver.folder, step)
@@ -625,9 +624,9 @@ class Trainer:
         return sync.gradient_bytes_sent, others
 
     def _heed_signal(self) -> None:
-        """Learn on all ranks, outside of a step, whether any of them was told to stop.
+        """Learn on all ranks, outside of a step, whether any of them was asked to stop.
 
-        StoppedError if so, and if nothing has been done yet that had to be saved.
+        StoppedError if so, and if there is nothing yet to be saved.
         """
         stop, saver, transport = self._stop, self._saver, self.parts.transport
         if stop is None or saver is None or self._is_over:
@@ -660,7 +659,7 @@ def build(
     config: Config,
     **how: Any,
 ) -> Trainer:
-    """A trainer on a rank of a job that is connected already; `how` is that of `prepare_run`."""
+    """A trainer on a rank of a job that is connected already; `how` is passed to `prepare_run`."""
     trainer = Trainer.__new__(Trainer)
     trainer._take_over(job, prepare_run(job, model, open_datasets, config, **how))
     return trainer
@@ -671,7 +670,7 @@ OnStep = Callable[[int, Verdict], object]
 OnEvaluation = Callable[[int, Evaluation], object]
 """`on_evaluation(steps done, evaluation)`, after each evaluation; True ends the run."""
 OnCheckpoint = Callable[[int, Path], object]
-"""`on_checkpoint(step, folder)`, once the checkpoint of a step is whole; True ends the run."""
+"""`on_checkpoint(step, folder)`, once the checkpoint of a step is complete; True ends the run."""
 
 
 def _refuse_no_functions(callbacks: Mapping[str, object]) -> None:

@@ -220,7 +220,7 @@ def sequential(modules: Any, **settings: Any) -> Model:
 
 
 def small(inputs: int = 3, outputs: int = 4) -> Callable[[], nn.Module]:
-    """What builds a matrix."""
+    """A builder of a matrix."""
     return partial(nn.Linear, inputs, outputs, bias=False)
 
 
@@ -229,7 +229,7 @@ def frozen() -> nn.Module:
 
 
 def with_parameter(value: Tensor, name: str = "k") -> Callable[[], nn.Module]:
-    """What builds a module with one more parameter."""
+    """A builder of a module with one more parameter."""
 
     def build() -> nn.Module:
         module = nn.Linear(3, 4)
@@ -240,7 +240,7 @@ def with_parameter(value: Tensor, name: str = "k") -> Callable[[], nn.Module]:
 
 
 def with_buffer(value: Tensor) -> Callable[[], nn.Module]:
-    """What builds a module with a buffer."""
+    """A builder of a module with a buffer."""
 
     def build() -> nn.Module:
         module = nn.Linear(3, 4)
@@ -251,7 +251,7 @@ def with_buffer(value: Tensor) -> Callable[[], nn.Module]:
 
 
 def surveyed(*layers: Any, ties: Sequence[tuple[str, str]] = ()) -> survey.Survey:
-    """What is found out about a model; builds alone become layers a, b and c with an init."""
+    """The survey of a model; builds alone become layers a, b and c with an init."""
     named = zip("abc"[: len(layers)], layers, strict=True)
     made = [
         each if isinstance(each, Layer) else Layer(name, each, init=random_init)

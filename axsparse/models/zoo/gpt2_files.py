@@ -54,7 +54,7 @@ def turned(name: str, tensor: Tensor) -> Tensor:
 
 
 def start_from_gpt2(model: Model, file: WeightFile, config: GptConfig) -> Model:
-    """A copy of a model that starts at a file, whose names are ours or those of transformers.
+    """A copy of a model that starts at a file, whose names are ours or transformers'.
 
     In the latter case the config.json next to the file, if there is one, is compared with the
     settings: no shape shows the number of heads, for example.

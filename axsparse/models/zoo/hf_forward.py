@@ -1,9 +1,9 @@
 """The own forward of a causal language model of transformers, run with stand-ins for its layers.
 
-One such run shows where a model can be cut: which modules come before its layers and behind them,
-and that each layer gets the result of the one before. Later ones make what layers get beside the
-hidden states, for every shape, and what lies before and behind them where no module alone does it.
-Shapes are those of `hf_models`.
+One such run shows where a model can be cut: which modules come before its layers and after them,
+and that each layer gets the result of the one before. Later runs make the other arguments of layers
+next to the hidden states, for every shape, and compute the parts before and after the layers where
+no single module does. Shapes are as in `hf_models`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from axsparse.models.zoo.hf_experts import GATES
 from axsparse.runtime.errors import ConfigError
 
 REMEMBERED = 4
-"""Microbatches whose masks and positions are kept: with documents told apart each has its own."""
+"""Microbatches whose masks and positions are kept: with separate documents each has its own."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What the model's forward gives to one layer behind the hidden states."""
+"""The arguments that the model's forward passes to one layer after the hidden states."""
 
 
 class _Reached(Exception):  # noqa: N818 - it ends a forward, and is no error
@@ -57,12 +57,12 @@ class _StandIn(nn.Module):
 
 @dataclass
 class _Watched:
-    """What one forward of the model between embeddings and head has shown."""
+    """A recording of one forward of the model between embeddings and head."""
 
     given: list[tuple[Tensor, Arguments]] = field(default_factory=list)
-    """What each layer was given, in the order of the calls."""
+    """The arguments of each layer, in the order of the calls."""
     returned: list[Tensor] = field(default_factory=list)
-    """What its stand-in returned."""
+    """The results of its stand-in."""
     calls: dict[str, list[tuple[int, Any, Any]]] = field(default_factory=dict)
     """The calls of the other modules, by name: how many layers had been called, the first argument,
     and the result."""
@@ -84,7 +84,7 @@ class Forward:
         self.list_path, self.layers = _only_list(causal)
         self.owner_path, _, self._list_name = self.list_path.rpartition(".")
         self.owner: Any = causal.get_submodule(self.owner_path)
-        """The module that has the list of layers, and embeddings and norm beside it."""
+        """The module that has the list of layers, and next to it embeddings and norm."""
         self._embedding_width = causal.get_input_embeddings().weight.shape[1]
         self.head_name, head = _head(causal)
         self.head: Any = head
@@ -141,7 +141,7 @@ class Forward:
         return output
 
     def outputs(self, head: nn.Module, hidden: Tensor, gates: tuple[Tensor, ...] = ()) -> Any:
-        """What the model's own forward returns for these hidden states; with outputs of routers
+        """The result of the model's own forward for these hidden states; with outputs of routers
         its loss is the balancing loss alone."""
         beside = {GATES: gates} if gates else {}
 
@@ -164,7 +164,8 @@ class Forward:
         return child(input_ids=tokens, use_cache=False, **asked)
 
     def arguments(self, hidden: Tensor, starts: Tensor | None = None) -> list[Arguments]:
-        """What the model's forward gives to its layers beside these hidden states."""
+        """The arguments that the model's forward passes to its layers next to these hidden
+        states."""
         if hidden.is_meta:
             # Masks look into positions: they are made on the CPU, of documents half as long.
             real = torch.zeros(hidden.shape[:2], dtype=hidden.dtype).unsqueeze(-1)
@@ -183,7 +184,7 @@ class Forward:
             return self._remembered[key]
 
     def check_separates(self) -> None:
-        """ConfigError for a model whose forward does not tell documents apart by positions."""
+        """ConfigError for a model whose forward does not separate documents by positions."""
         hidden = torch.zeros(1, 4, 1)
         try:
             halves = self._recorded(hidden, torch.tensor([[0, 0, 2, 2]], dtype=torch.int32))
@@ -448,7 +449,7 @@ def _is_alone(
 
 
 def _leaves(value: object) -> list[object]:
-    """All values in tuples, and those of the keyword arguments themselves."""
+    """The values in tuples and in keyword arguments, at any depth."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         return [leaf for each in (*value[0], *value[1].values()) for leaf in _leaves(each)]
     if isinstance(value, tuple):

@@ -4,7 +4,7 @@ Any model that the installed transformers knows is taken, if it is embeddings, o
 norm and a head. The cut is found by watching the model's own forward, never by its name
 (`hf_forward`).
 
-Names of parameters are those of transformers' state dict. Shapes: B sequences of a microbatch, S
+Names of parameters are as in transformers' state dict. Shapes: B sequences of a microbatch, S
 tokens, E embedding width, H hidden size, V vocabulary.
 
 Layers pass two more tensors on to the next layer, next to the hidden states: `starts`, (B, S)

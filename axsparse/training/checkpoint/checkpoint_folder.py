@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints, in which each appears whole or not at all.
+"""The folder of a run's checkpoints, in which each appears completely or not at all.
 
     step-40/        a checkpoint
     step-60.tmp/    one that is being written, or was when the run was killed
@@ -22,7 +22,7 @@ from axsparse.training.progress import Progress
 CHECKPOINTS = "checkpoints"
 """The name of this folder in a run directory."""
 UNFINISHED, REMOVED = ".tmp", ".old"
-"""What is appended to the name of a checkpoint that is being written, or being removed."""
+"""Suffixes of the name of a checkpoint that is being written, or being removed."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _REMAINS = re.compile(rf"{_STEP.pattern}({re.escape(UNFINISHED)}|{re.escape(REMOVED)})")
 
@@ -44,7 +44,7 @@ def step_of(path: Path) -> int | None:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint, whole or damaged, newest first."""
+    """The steps that have a checkpoint, complete or damaged, newest first."""
     steps = (step_of(path) for path in _folders(folder))
     return sorted((step for step in steps if step is not None), reverse=True)
 
@@ -112,8 +112,8 @@ def outdated(
 ) -> list[int]:
     """The steps whose checkpoints are to be removed.
 
-    Kept are the `keep_last` newest whole ones, everything newer than those, and the multiples
-    of `keep_every`. A damaged checkpoint does not count as one of the newest.
+    Kept are the `keep_last` newest complete ones, everything newer than those, and the multiples of
+    `keep_every`. A damaged checkpoint does not count as one of the newest.
     """
     whole = 0
     gone = []
@@ -128,8 +128,8 @@ def outdated(
 def kept_besides(
     folder: Path, progress: Progress, is_whole: Callable[[int], bool]
 ) -> dict[int, str]:
-    """The steps whose checkpoints stay beside the newest ones, and why; `progress` is that of the
-    newest.
+    """The steps whose checkpoints stay in addition to the newest ones, and why; `progress` is the
+    newest checkpoint's.
 
     Weights that no later step has trained on may be ruined already. So the newest checkpoint whose
     weights a later step has trained on stays as well.

@@ -26,7 +26,7 @@ FIRST_COST = 1.0
 MEASURED = 5
 """How many of the last saves count."""
 TOLD_AGAIN = 1.5
-"""Users are told of another interval once it is so many times longer or shorter."""
+"""The factor by which an interval must change until users get another message about it."""
 
 
 def best_interval(cost: float, between_failures: float) -> float:
@@ -44,13 +44,13 @@ def expected_loss(cost: float, interval: float, between_failures: float) -> floa
 
 
 class SaveInterval:
-    """Asks for a checkpoint when it is time; one rank has it, and the agreement tells all others.
+    """Asks for a checkpoint when it is time; one rank has it, and the agreement informs all others.
 
     It looks at the clock, so that runs save at other steps each time. Saving changes no bit.
     """
 
     def __init__(self, mtbf_hours: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`mtbf_hours` is the mean time between failures of the whole job."""
+        """`mtbf_hours` is the mean time between failures of the job."""
         self._between_failures = mtbf_hours * 3600
         self._hours = mtbf_hours
         self._clock = clock

@@ -7,13 +7,13 @@
     buffer/NAME    a buffer that is part of the model's state, of the first replica, in its own
                    type; complex32 and complex128, which the format lacks, as pairs of reals
 
-NAME is the global name of the parameter; a tied weight is saved under the name of its first
-use. Half-precision weights are not saved: they are the rounded masters (`samo/precision.py`).
-What the pruning method needs is in a second file, as KIND/NAME.
+NAME is the global name of the parameter; a tied weight is saved under the name of its first use.
+Half-precision weights are not saved: they are the rounded masters (`samo/precision.py`). The state
+of the pruning method is in a second file, as KIND/NAME.
 
 The contents do not depend on the layout, nor on how indices, masters and shards are stored. A rank
-opens only the files of its own layers. It reads the masters of all their kept entries, since its
-dense weights follow from those, but only the moments of its own shard.
+opens only the files of its layers. It reads the masters of all their kept entries, from which its
+dense weights follow, but only the moments of its shard.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class TensorCopy:
     is_shard: bool = False
     """Whether all tensor-parallel ranks of the stage must ask for the value together."""
     is_fixed: bool = False
-    """Whether training never changes the value, so that it can be read while training goes on."""
+    """Whether training never changes the value, so that it can be read while training continues."""
 
 
 @dataclass(frozen=True)
 class LayerContents:
-    """What the files of one layer contain."""
+    """The contents of the files of one layer."""
 
     name: str
     files: Mapping[str, Mapping[str, TensorCopy]]
@@ -83,7 +83,7 @@ class LayerContents:
 def contents_of(
     number: int, layer: BuiltLayer, ties: Mapping[str, str], masking: MaskingState | None
 ) -> LayerContents:
-    """What is saved of the layer that has this number in the model, counted from 0."""
+    """The saved contents of the layer that has this number in the model, counted from 0."""
     state = layer.state
     of_layer: dict[str, TensorCopy] = {}
     parameters: dict[str, ParameterEntry] = {}
@@ -274,9 +274,9 @@ def _load_shard(files: CheckpointFiles, saved: str, state: LayerState, tensor: T
 
 
 ANOTHER = "resume from another one"
-"""What helps where a checkpoint is damaged."""
+"""The suggestion where a checkpoint is damaged."""
 OWN_OPTIMIZER = "go on with the optimizer that it has"
-"""What helps where a checkpoint lacks a moment."""
+"""The suggestion where a checkpoint lacks a moment."""
 
 
 class CheckpointFiles:
@@ -302,7 +302,7 @@ class CheckpointFiles:
         return {key: file.described(key) for key in file.shapes}
 
     def read(self, kind: str, name: str, expected: TensorHeader) -> Tensor:
-        """What was saved of a parameter."""
+        """The saved tensor of a parameter."""
         return self.read_buffer(self._layer_of[name], name, expected, kind)
 
     def read_buffer(

@@ -29,7 +29,7 @@ _TAIL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n?\Z')
 FileName = Annotated[
     str, Field(pattern=r"\A[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors\z", max_length=200)
 ]
-"""The name of a file beside the manifest; files of other names are never opened."""
+"""The name of a file next to the manifest; files of other names are never opened."""
 
 
 class _Strict(BaseModel):
@@ -73,7 +73,7 @@ class DataEntry(_Strict):
 
 
 class CheckpointManifest(_Strict):
-    """Everything that a checkpoint holds beside its tensors."""
+    """The contents of a checkpoint, apart from its tensors."""
 
     format: Literal[1]
     progress: Progress
@@ -91,8 +91,8 @@ class CheckpointManifest(_Strict):
 
     @model_validator(mode="after")
     def _the_position_follows_from_the_steps(self) -> CheckpointManifest:
-        """A position of other steps is of another checkpoint; its batches are the configuration's,
-        whose own values are compared with those of the run that goes on."""
+        """The position fits the step, else it belongs to another checkpoint; its batches are the
+        saved configuration's, which is compared with the resumed run's."""
         batch = self.config.get("batch")
         size = batch.get("global_batch_size") if isinstance(batch, dict) else None
         batches = self.progress.step

@@ -1,10 +1,10 @@
 """Saves training between two steps: all ranks copy, their threads write, rank 0 commits.
 
-Each replica of a stage writes some of its layers: training copies them and goes on, while a
+Each replica of a stage writes some of its layers: training copies them and continues, while a
 thread writes the copies and reads the files back. Once the agreement of a step says that every
-rank's thread has ended, rank 0 gathers what was written and lets the checkpoint appear, in a
-thread too. So no more than one checkpoint is under way, and it costs no step a collective of
-its own.
+rank's thread has ended, rank 0 gathers the entries of the written files and lets the checkpoint
+appear, in a thread too. So no more than one checkpoint is under way, and it costs no step a
+separate collective.
 """
 
 from __future__ import annotations
@@ -84,14 +84,15 @@ class Saver:
     def __init__(self, run_dir: RunDir, parts: Parts) -> None:
         """Saves to a run directory, whose lock is released when this closes.
 
-        The activity of `parts` is told of every piece that a thread writes or reads back.
+        Every piece that a thread writes or reads back counts as progress in the activity of
+        `parts`.
         """
         self.folder = run_dir.path / folders.CHECKPOINTS
         checkpoint = run_dir.checkpoint
         resumed_at = None if checkpoint is None else checkpoint.step
         is_own = checkpoint is not None and _is_in(checkpoint.path, self.folder)
         self.resumed_step = resumed_at if is_own else None
-        """The step of the checkpoint of this folder that the run went on from; None without."""
+        """The step of the checkpoint of this folder that the run was resumed from; None without."""
         self._config = parts.run.config
         # Only rank 0, which writes manifests, asks git.
         self._git = checkout_commit() if parts.place.rank == 0 else None
@@ -144,7 +145,7 @@ class Saver:
         method = self._parts.masking
         masking = MaskingState(MethodState()) if method is None else method.state()
         layers = self._dealt_layers(masking)
-        # Of the members that share a stage of a replica the first one writes.
+        # Of the tensor-parallel ranks of a stage the first one writes.
         is_first = self._parts.place.member == 0
         dealt = [layer for layer, is_own in layers if is_own and is_first]
         step = progress.step
@@ -201,14 +202,14 @@ class Saver:
             self._pending = None
 
     def _measure(self, held_seconds: float) -> None:
-        """Take note of what a checkpoint has cost, and tell users what follows."""
+        """Note the cost of a checkpoint, and print the resulting interval."""
         if self._interval is not None:
             said = self._interval.end(held_seconds)
             if said is not None:
                 self._parts.recorder.say(said)
 
     def take_whole(self) -> list[int]:
-        """The steps whose checkpoints have become whole since the last call, alike on all ranks."""
+        """The steps whose checkpoints are complete since the last call, alike on all ranks."""
         taken, self._appeared = self._appeared, []
         return taken
 
@@ -269,7 +270,7 @@ class Saver:
             pending.committing = self._background.do(lambda: self._commit(pending.folder, manifest))
 
     def _result(self, work: Future[T], path: Path) -> T:
-        """What a thread's work at a path made; OutputError if it failed."""
+        """The result of a thread's work at a path; OutputError if it failed."""
         try:
             with self._writing(path):
                 return work.result()
@@ -329,7 +330,8 @@ class Saver:
                 self._parts.activity.beat()
 
     def _is_whole(self, step: int) -> bool:
-        """Whether a checkpoint is whole; those of earlier processes are read to find out."""
+        """Whether a checkpoint is complete; checkpoints of earlier processes are read to find
+        out."""
         if step not in self._whole and is_whole(folders.path_of(self.folder, step)):
             self._whole.add(step)
         self._parts.activity.beat()
@@ -345,9 +347,9 @@ def _to_copy(
 ) -> Iterator[tuple[TensorCopy, bool]]:
     """The tensors whose values this rank asks for, and whether its replica writes them.
 
-    It asks for the tensors that it writes, and for every tensor that all replicas, or all members
-    of the one that writes, gather together; the order is the same on all of them. `is_first` says
-    whether this rank is the member that writes.
+    It asks for the tensors that it writes, and for every tensor that all replicas, or all
+    tensor-parallel ranks of the writing replica, gather together; the order is the same on all of
+    them. `is_first` says whether this rank is the tensor-parallel rank that writes.
     """
     for layer, is_own in layers:
         for file in layer.files.values():

@@ -1,5 +1,5 @@
-"""Opens the checkpoint that is meant, and checks that its files are as they were written, and that
-a run may go on from it, which needs the same model, data and settings."""
+"""Opens the named checkpoint, and checks that its files are as they were written, and that a run
+may be resumed from it, which needs the same model, data and settings."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
 def read_entry(folder: Path, name: str, expected: int | None = None) -> FileEntry:
     """The size and hash of a file on the disk; MissingInputError if it cannot be read.
 
-    A file of another size than `expected` is not read: its hash is that of no bytes.
+    A file of another size than `expected` is not read: its hash is the hash of no bytes.
     """
     digest = xxhash.xxh3_128()
     with (
@@ -117,12 +117,12 @@ def is_whole(path: Path) -> bool:
 
 
 def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
-    """The checkpoint that a path names: itself, or that of `step` in a run, or its newest.
+    """The checkpoint that a path names: itself, or the one of `step` in a run, or its newest.
 
-    "best" is that of the lowest validation loss, as the newest one remembers it.
+    "best" has the lowest validation loss, as the newest one remembers it.
 
     ConfigError if the path is a checkpoint and a step is given, MissingInputError if there is no
-    such checkpoint, and what `open_checkpoint` raises.
+    such checkpoint, and the errors of `open_checkpoint`.
     """
     with reading(f"{run}:", "name a run that has saved a checkpoint, or a checkpoint"):
         named = run.resolve()
@@ -165,10 +165,10 @@ def verify_together(transport: Transport, path: Path) -> Checkpoint:
 def newest_whole(
     transport: Transport, run_dir: Path, steps: Sequence[int]
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint, and a line for each damaged one that is newer.
+    """The newest complete checkpoint, and a line for each damaged one that is newer.
 
-    `steps` are those of the run's checkpoints, newest first. The checkpoint is None if there are
-    no steps; DataError on all ranks if none of the checkpoints is whole.
+    `steps` are the steps of the run's checkpoints, newest first. The checkpoint is None if there
+    are no steps; DataError on all ranks if none of the checkpoints is complete.
     """
     skipped: list[str] = []
     for step in steps:
@@ -187,7 +187,7 @@ def newest_whole(
 
 
 def _tried(transport: Transport, path: Path) -> Checkpoint | str:
-    """The checkpoint if it is whole, otherwise what is wrong with it."""
+    """The checkpoint if it is complete, otherwise its defect."""
     try:
         return verify_together(transport, path)
     except (DataError, MissingInputError) as reason:
@@ -208,7 +208,7 @@ def steps_in(run_dir: Path) -> list[int]:
     return saved_steps(run_dir / CHECKPOINTS)
 
 
-# -- whether a run may go on from it --------------------------------------------------------
+# -- whether a run may be resumed from it --------------------------------------------------------
 
 MEANS = (
     *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path"),
@@ -223,7 +223,7 @@ FREE = (
     *(*MEANS, "data.blend", "data.validation", "train.steps", "train.eval_"),
     "pruning.calibration_samples",
 )
-"""Keys, or beginnings of keys, whose values may change in a run that goes on."""
+"""Keys, or prefixes of keys, whose values may change in a resumed run."""
 TOLD = (
     *("optimizer.learning_rate", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay"),
     *("optimizer.clip_norm", "optimizer.nesterov", "schedule.", "loss_scale.", "train.threads"),
@@ -236,7 +236,7 @@ path may be given; the change is printed."""
 
 
 def refuse_other_model(checkpoint: Checkpoint, survey: Survey) -> None:
-    """DataError if the parameters or layers of the model differ from those of the checkpoint."""
+    """DataError if the parameters or layers of the model differ from the checkpoint's."""
     there = {
         name: entry.shape
         for layer in checkpoint.manifest.layers.values()
@@ -264,7 +264,7 @@ def refuse_other_model(checkpoint: Checkpoint, survey: Survey) -> None:
 
 
 def refuse_other_data(checkpoint: Checkpoint, data: DataEntry) -> None:
-    """DataError if the training data differ from those of the checkpoint; their path may differ."""
+    """DataError if the training data differ from the checkpoint's; their path may differ."""
     there = checkpoint.manifest.data
     for what in ("samples", "fingerprint"):
         if getattr(there, what) != getattr(data, what):
