@@ -67,8 +67,7 @@ def _decided(config: Config, ranks: int) -> Config:
     from axsparse.runtime.local.local_transport import LocalTransport
     from axsparse.runtime.local.local_world import LocalWorld
     from axsparse.samo.precision import DTYPES
-    from axsparse.training.placement import decided_precision
-    from axsparse.training.resolution import RunInputs, resolve
+    from axsparse.training.plan import decided_precision, plan_run
 
     # How ranks communicate decides no other setting, and need not be there to be looked at.
     asked = config.model_copy(update={"transport": "auto"})
@@ -76,7 +75,7 @@ def _decided(config: Config, ranks: int) -> Config:
     model = named_model(asked)
     surveyed = survey(model, DTYPES[asked.precision])
     world: LocalWorld[None] = LocalWorld(ranks)
-    decided = resolve(asked, RunInputs(model, surveyed, LocalTransport(world, 0))).config
+    decided = plan_run(asked, model, surveyed, LocalTransport(world, 0)).config
     return decided.model_copy(update={"transport": config.transport})
 
 

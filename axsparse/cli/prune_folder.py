@@ -108,7 +108,7 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
         model = together(transport, lambda: named_model(config))
         opened = partial(open_datasets, config)
         done = prune_layers(job, model, opened, config, order.work / "layers")
-    start, targets = model.start, done.run.targets
+    start, targets = model.start, done.plan.targets
     assert start is not None and targets is not None, "the model is of a folder, and pruned"
     kept: dict[str, int] = {}
 
@@ -127,7 +127,7 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     folder = order.work / PRUNED if adapts else order.out
 
     def write() -> int:
-        return export_folder(done.run.config, done.run.survey, read, folder) if is_first else 0
+        return export_folder(done.plan.config, done.plan.survey, read, folder) if is_first else 0
 
     with timings.of("export"):
         nbytes = together(transport, write)
@@ -137,7 +137,7 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     kept = json.loads(text_of_first(transport, json.dumps(kept)))
     blocks = {
         layer.name: errors
-        for layer in done.run.survey.layers
+        for layer in done.plan.survey.layers
         if (errors := done.healed.errors(layer.name)) is not None
     }
     return Facts(
@@ -157,8 +157,8 @@ def _state_of(order: PruneOrder, done: PrunedLayers, kept: Mapping[str, int]) ->
     """The bytes of one rank's state if the pruned model is trained on as the settings say."""
     config = configure(order.config, order.overrides())
     run = replace(
-        done.run,
-        config=done.run.config.model_copy(update={"optimizer": config.optimizer}),
+        done.plan,
+        config=done.plan.config.model_copy(update={"optimizer": config.optimizer}),
         optimizer=optimizer_of(config.optimizer),
     )
     return run.state_bytes(run.survey.layers, kept)
@@ -178,8 +178,8 @@ def _adapt(
     more = ("samo.enabled=false", setting("model.from", pruned))
     config = together(transport, lambda: configure(order.config, order.overrides(*more)))
     together(transport, partial(check_config, config))
-    assert done.run.targets is not None, "something is pruned"
-    adapted = partial(with_adapters, matrices=done.run.targets.shapes, rank=order.rank)
+    assert done.plan.targets is not None, "something is pruned"
+    adapted = partial(with_adapters, matrices=done.plan.targets.shapes, rank=order.rank)
     with timings.of("training"):
         trainer = _built(job, config, adapted, resume="auto")
         trainer.train()
@@ -197,7 +197,7 @@ def _adapt(
         def read(_: str, name: str) -> Tensor | None:
             return counted(name, _merged_value(weights, start, name))
 
-        return export_folder(config, done.run.survey, read, order.out)
+        return export_folder(config, done.plan.survey, read, order.out)
 
     with timings.of("merging"):
         nbytes = together(transport, write)
@@ -245,7 +245,7 @@ def _prune_whole(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     with timings.of("evaluation"):
         evaluation = trainer.evaluate()
         after = math.nan if evaluation is None else evaluation.loss
-    targets, state = trainer.parts.run.targets, trainer.state_bytes().total
+    targets, state = trainer.parts.plan.targets, trainer.state_bytes().total
     assert targets is not None, "something is pruned"
     trainer.close()
 

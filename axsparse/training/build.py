@@ -60,10 +60,15 @@ from axsparse.training.checkpoint.verification import (
     refuse_other_settings,
 )
 from axsparse.training.parts import Parts, assemble
-from axsparse.training.placement import Placement, bind_rank, decided_precision, found_budget
+from axsparse.training.placement import Placement, bind_rank
+from axsparse.training.plan import (
+    RunPlan,
+    decided_precision,
+    found_budget,
+    plan_run,
+    refuse_odd_rank,
+)
 from axsparse.training.progress import Progress
-from axsparse.training.resolution import RunInputs, RunSpec, resolve
-from axsparse.training.run_checks import facts_of, refuse_odd_rank
 from axsparse.training.run_data import Data, open_data, with_example
 from axsparse.training.run_directory import RunDir, find_run, open_run_dir
 
@@ -131,30 +136,29 @@ def prepare_run(
 
     existing = RunDir() if quiet else find_run(config, transport, resume)
     existing = replace(existing, overwrites=overwrite)
-    inputs = RunInputs(
-        model,
-        surveyed,
-        transport,
-        grid,
-        score,
-        found_budget(config, transport, placement.memory),
-        None if existing.checkpoint is None else existing.checkpoint.manifest.pruned,
+    deciding = partial(
+        plan_run,
+        *(config, model, surveyed, transport),
+        grid=grid,
+        score=score,
+        budget=found_budget(config, transport, placement.memory),
+        saved=None if existing.checkpoint is None else existing.checkpoint.manifest.pruned,
         on_host=placement.gpu is None,
         optimizer=optimizer,
         learning_rate=learning_rate,
     )
-    run = together(transport, lambda: resolve(config, inputs))
-    loops = _prepare_process(job, run, transport)
+    plan = together(transport, deciding)
+    loops = _prepare_process(job, plan, transport)
 
-    data = open_data(run, config, transport, open_datasets, pinned=placement.pins)
-    directory = None if quiet else _open_run_directory(job, run, config, data.entry, existing)
+    data = open_data(plan, config, transport, open_datasets, pinned=placement.pins)
+    directory = None if quiet else _open_run_directory(job, plan, config, data.entry, existing)
     _wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
-    layers, options = _build_state(run, placement, data, existing.checkpoint, job.run_dir)
-    parts = assemble(run, layers, options, data, placement, job.run_dir)
+    layers, options = _build_state(plan, placement, data, existing.checkpoint, job.run_dir)
+    parts = assemble(plan, layers, options, data, placement, job.run_dir)
     job.keep_branch(parts)
     if existing.checkpoint is not None:
         together(transport, partial(_load, existing.checkpoint, parts))
-    if run.on_host and not run.memory_is_tight:
+    if plan.on_host and not plan.memory_is_tight:
         keep_freed_blocks()
     return _prepared(job, parts, directory)
 
@@ -163,7 +167,7 @@ def prepare_run(
 class PrunedLayers:
     """The results of `prune_layers`."""
 
-    run: RunSpec
+    plan: RunPlan
     healed: HealedLayers
     """A file for each layer of which something is pruned."""
     pruned: Sequence[str]
@@ -196,24 +200,26 @@ def prune_layers(
     placement, config = _place(job, config)
     transport = placement.transport
     surveyed = _survey(model, config, transport)
-    inputs = RunInputs(model, surveyed, transport, on_host=placement.gpu is None)
-    run = together(transport, lambda: resolve(config, inputs))
-    _prepare_process(job, run, transport)
-    if run.on_host:
+    on_host = placement.gpu is None
+    plan = together(
+        transport, lambda: plan_run(config, model, surveyed, transport, on_host=on_host)
+    )
+    _prepare_process(job, plan, transport)
+    if plan.on_host:
         keep_freed_blocks()  # A layer takes what the one before has freed: 16 % of healing's time.
-    data = open_data(run, config, transport, open_datasets)
+    data = open_data(plan, config, transport, open_datasets)
     count, judged = 0, Batch(0, (), 0)
     if data.validation is not None:
-        batches, count = run.config.train.eval_steps, data.validation.num_samples
+        batches, count = plan.config.train.eval_steps, data.validation.num_samples
         if batches != "all":
-            count = min(count, batches * run.config.batch.global_batch_size)
+            count = min(count, batches * plan.config.batch.global_batch_size)
         judged = _alone(data.validation, count).evaluation(0)
-    options = _state_options(run, _replicas(run, transport), placement)
-    own = [model.layers[number] for number in run.stages[run.place.stage]]
-    healed = _healed_layers(run, data, folder)
-    says = partial(print, flush=True) if run.place.replica == 0 else lambda _: None
+    options = _state_options(plan, _replicas(plan, transport), placement)
+    own = [model.layers[number] for number in plan.stages[plan.place.stage]]
+    healed = _healed_layers(plan, data, folder)
+    says = partial(print, flush=True) if plan.place.replica == 0 else lambda _: None
     calibration = replace(
-        _calibration(run, own, options, transport, data, judged),
+        _calibration(plan, own, options, transport, data, judged),
         says=says,
         healed=healed,
         forgets=True,
@@ -221,7 +227,7 @@ def prune_layers(
     losses = json.dumps(_calibrated(transport, calibration).losses)
     known = gather_texts(transport.world, transport.backoff, losses)
     before, after = next(json.loads(text) for text in known if text != "[]")
-    return PrunedLayers(run, healed, calibration.pruned, before, after, count)
+    return PrunedLayers(plan, healed, calibration.pruned, before, after, count)
 
 
 # -- settings -----------------------------------------------------------------------------
@@ -315,30 +321,19 @@ def _survey(
     return with_costs(surveyed, text_of_first(transport, costs))
 
 
-def _prepare_process(job: Job, run: RunSpec, transport: Transport) -> Thread | None:
+def _prepare_process(job: Job, plan: RunPlan, transport: Transport) -> Thread | None:
     """Check that all ranks run the same code and settings, and set up this process; returns the
     thread that loads compiled loops, if the stage has tensors that are worth them."""
-    job.where = str(run.place)
-    facts = {**facts_of(run.config, run.survey), **_facts_of_functions(run)}
-    together(transport, lambda: refuse_odd_rank(transport, facts))
-    torch.set_num_threads(run.config.train.threads)
-    if run.on_host:
+    job.where = str(plan.place)
+    together(transport, lambda: refuse_odd_rank(transport, plan.facts))
+    torch.set_num_threads(plan.config.train.threads)
+    if plan.on_host:
         # Memory that a build takes for a while would leave holes between the blocks that stay.
         give_back_at_once()
-        layers = run.layers_of(run.place.stage)
+        layers = plan.layers_of(plan.place.stage)
         if any(size.numel > FEW for layer in layers for size in layer.parameters):
-            return prepare_loops(run.dtype, run.types, run.optimizer)
+            return prepare_loops(plan.dtype, plan.types, plan.optimizer)
     return None
-
-
-def _facts_of_functions(run: RunSpec) -> dict[str, str]:
-    """The properties of optimizer and schedule that must be equal on all ranks; both may be
-    functions."""
-    moments = ", ".join(run.optimizer.moments) or "none"
-    return {
-        "Trainer: optimizer": f"the moments {moments}",
-        "Trainer: learning_rate": "none" if run.learning_rate is None else "a function",
-    }
 
 
 def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
@@ -360,7 +355,7 @@ def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
 
 
 def _open_run_directory(
-    job: Job, run: RunSpec, config: Config, data: DataEntry, resumed: RunDir
+    job: Job, plan: RunPlan, config: Config, data: DataEntry, resumed: RunDir
 ) -> RunDir:
     """Open the run directory and write what is known at the start; from now on signals save.
 
@@ -371,15 +366,15 @@ def _open_run_directory(
     def fits() -> list[str]:
         if resumed.checkpoint is None:
             return []
-        refuse_other_model(resumed.checkpoint, run.survey)
+        refuse_other_model(resumed.checkpoint, plan.survey)
         refuse_other_data(resumed.checkpoint, data)
-        return refuse_other_settings(resumed.checkpoint, run.config, config)
+        return refuse_other_settings(resumed.checkpoint, plan.config, config)
 
     changes = together(transport, fits)
     opened = open_run_dir(config, transport, resumed)
-    together(transport, lambda: opened.begin(run.config) if transport.rank == 0 else None)
+    together(transport, lambda: opened.begin(plan.config) if transport.rank == 0 else None)
     if transport.rank == 0:
-        notes = _with_stages(resumed, run, config)
+        notes = _with_stages(resumed, plan, config)
         for line in (*notes, *changes):
             print(f"axsparse: {line}", flush=True)
     job.run_dir = opened.path
@@ -387,13 +382,13 @@ def _open_run_directory(
     return opened
 
 
-def _with_stages(resumed: RunDir, run: RunSpec, config: Config) -> Sequence[str]:
+def _with_stages(resumed: RunDir, plan: RunPlan, config: Config) -> Sequence[str]:
     """The lines about a resumed run, with the number of stages where `auto` takes another one than
     the run was written with."""
     if resumed.checkpoint is None or config.layout.g_inter != "auto":
         return resumed.notes
     written = resumed.checkpoint.manifest.config["layout"]["g_inter"]
-    now = run.place.grid.g_inter
+    now = plan.place.grid.g_inter
     if written == now:
         return resumed.notes
     *others, goes_on = resumed.notes
@@ -404,7 +399,7 @@ def _with_stages(resumed: RunDir, run: RunSpec, config: Config) -> Sequence[str]
 
 
 def _build_state(
-    run: RunSpec,
+    plan: RunPlan,
     placement: Placement,
     data: Data,
     checkpoint: Checkpoint | None,
@@ -415,26 +410,28 @@ def _build_state(
 
     TrainingError on all ranks where a GPU has no memory for them.
     """
-    place, transport = run.place, placement.transport
+    place, transport = plan.place, placement.transport
     on_gpus = placement.gpu is not None
     group = TensorGroup(place, transport, on_gpus=on_gpus) if place.grid.g_tensor > 1 else None
     sharding = None if group is None else Sharding(group)
-    options = replace(_state_options(run, _replicas(run, transport), placement), sharding=sharding)
-    stage_layers = [run.model.layers[number] for number in run.stages[place.stage]]
+    options = replace(
+        _state_options(plan, _replicas(plan, transport), placement), sharding=sharding
+    )
+    stage_layers = [plan.model.layers[number] for number in plan.stages[place.stage]]
     masks: Masks | None
     if checkpoint is None:
-        masks = _first_masks(run, stage_layers, options, transport, data, run_dir)
+        masks = _first_masks(plan, stage_layers, options, transport, data, run_dir)
     else:
         masks = CheckpointMasks(checkpoint)
     # SparseGPT and healing change weights as well.
     start = masks if isinstance(masks, CalibratedMasks) and masks.changes_weights else options.start
-    planned = None if run.prediction is None else run.prediction.memory_bytes
+    planned = None if plan.prediction is None else plan.prediction.memory_bytes
 
     def construct() -> list[BuiltLayer]:
         where = f"building {place}"
         with explained(place.rank, lambda: where, StateBytes, planned, run_dir):
             return build_layers(
-                stage_layers, run.survey.ties, replace(options, masks=masks, start=start)
+                stage_layers, plan.survey.ties, replace(options, masks=masks, start=start)
             )
 
     return together(transport, construct), options
@@ -445,44 +442,44 @@ def _alone(batches: Batches, samples: int) -> Batches:
     return replace(batches, global_batch_size=samples, replica=0, g_data=1)
 
 
-def _loss_of(run: RunSpec, targets: Tensor, outputs: tuple[Tensor, ...]) -> Tensor:
+def _loss_of(plan: RunPlan, targets: Tensor, outputs: tuple[Tensor, ...]) -> Tensor:
     """The summed loss of a microbatch."""
-    return run.model.loss(*outputs, targets.to(outputs[0].device))
+    return plan.model.loss(*outputs, targets.to(outputs[0].device))
 
 
-def _replicas(run: RunSpec, transport: Transport) -> Replicas:
+def _replicas(plan: RunPlan, transport: Transport) -> Replicas:
     """The ranks that hold the same layers as this one."""
-    place = run.place
+    place = plan.place
     return Replicas(
         transport.collective(
             f"agreements of stage {place.stage}", place.grid.column(place.stage, place.member)
         ),
         transport.backoff,
-        shard=bool(run.config.samo.shard_optimizer),
+        shard=bool(plan.config.samo.shard_optimizer),
     )
 
 
-def _state_options(run: RunSpec, replicas: Replicas, placement: Placement) -> StateOptions:
+def _state_options(plan: RunPlan, replicas: Replicas, placement: Placement) -> StateOptions:
     """How the state of every layer is stored, before there are masks."""
     backend = placement.backend
-    if run.config.samo.offload:
+    if plan.config.samo.offload:
         assert placement.gpu is not None, "the settings were checked"
         backend = replace(backend, host=placement.gpu.pinned)
     return StateOptions(
-        dtype=run.dtype,
-        gradient_dtype=run.gradient_dtype,
-        moments=run.optimizer.moments,
-        seed=run.config.seed,
+        dtype=plan.dtype,
+        gradient_dtype=plan.gradient_dtype,
+        moments=plan.optimizer.moments,
+        seed=plan.config.seed,
         masks=None,
-        index=run.config.samo.index,
+        index=plan.config.samo.index,
         replicas=replicas,
-        start=run.model.start,
+        start=plan.model.start,
         backend=backend,
     )
 
 
 def _first_masks(
-    run: RunSpec,
+    plan: RunPlan,
     own: Sequence[Layer],
     options: StateOptions,
     transport: Transport,
@@ -495,20 +492,20 @@ def _first_masks(
     Ranks communicate while they draw masks, so that no `together` can stand around the drawing: a
     rank that fails there ends the job.
     """
-    if run.targets is None or not run.starts_pruned:
+    if plan.targets is None or not plan.starts_pruned:
         return None
-    if run.targets.mask_file is not None:
-        return run.targets.mask_file
-    ties, pruning = run.survey.ties, run.config.pruning
+    if plan.targets.mask_file is not None:
+        return plan.targets.mask_file
+    ties, pruning = plan.survey.ties, plan.config.pruning
     heals, is_shown = (
         pruning.heal != "none",
-        run_dir is not None and run.place.replica == 0 == run.place.member,
+        run_dir is not None and plan.place.replica == 0 == plan.place.member,
     )
-    if pruning.method in METHODS or run.criterion.sees_inputs or heals:
-        size = min(pruning.calibration_samples, run.config.batch.microbatch_size)
+    if pruning.method in METHODS or plan.criterion.sees_inputs or heals:
+        size = min(pruning.calibration_samples, plan.config.batch.microbatch_size)
         judged = _alone(data.training, size).training(0)
-        calibration = _calibration(run, own, options, transport, data, judged)
-        healed = _healed_layers(run, data, run_dir / HEALED) if heals and run_dir else None
+        calibration = _calibration(plan, own, options, transport, data, judged)
+        healed = _healed_layers(plan, data, run_dir / HEALED) if heals and run_dir else None
         says: Callable[[str], None] = partial(print, flush=True) if is_shown else lambda _: None
         drawn = _calibrated(transport, replace(calibration, says=says, healed=healed))
         for before, after in [drawn.losses] if drawn.losses else []:
@@ -523,15 +520,15 @@ def _first_masks(
         for value in start_values(layer, ties, options).items()
         if value[0] not in ties
     )
-    total = partial(stage_total, run.place, transport)
+    total = partial(stage_total, plan.place, transport)
     if pruning.method == "zeros":
-        return masks_of_zeros(run.targets, pruning, values, total)
-    return masks_of_start(run.targets, run.criterion, values, total)
+        return masks_of_zeros(plan.targets, pruning, values, total)
+    return masks_of_start(plan.targets, plan.criterion, values, total)
 
 
 # Reason: all of it is what a calibration is made of.
 def _calibration(
-    run: RunSpec,
+    plan: RunPlan,
     own: Sequence[Layer],
     options: StateOptions,
     transport: Transport,
@@ -539,25 +536,25 @@ def _calibration(
     judged: Batch,
 ) -> Calibration:
     """The calibration of a run, of which the losses of some samples are known afterwards."""
-    pruning = run.config.pruning
-    assert run.targets is not None, "a run that prunes nothing draws no masks"
+    pruning = plan.config.pruning
+    assert plan.targets is not None, "a run that prunes nothing draws no masks"
     fit = Fit(pruning.heal_passes, pruning.heal_rate, pruning.heal_batch, options.replicas)
     samples, heals = data.training.first(pruning.calibration_samples), pruning.heal != "none"
-    shapes, layers = run.targets.shapes, run.model.layers
+    shapes, layers = plan.targets.shapes, plan.model.layers
     pruned = [
         layer.name
-        for layer in run.survey.layers
+        for layer in plan.survey.layers
         if any(parameter.name in shapes for parameter in layer.parameters)
     ]
     last = [layer.name for layer in layers].index(pruned[-1])
     return Calibration(
-        LayerPruning(pruning.method, run.targets, run.criterion, run.survey.ties),
+        LayerPruning(pruning.method, plan.targets, plan.criterion, plan.survey.ties),
         own,
         pruned,
         options,
-        run.place,
+        plan.place,
         transport,
-        partial(_loss_of, run),
+        partial(_loss_of, plan),
         samples,
         judged,
         fit=fit if heals else None,
@@ -573,9 +570,9 @@ def _calibrated(transport: Transport, calibration: Calibration) -> CalibratedMas
     return calibration.draw()
 
 
-def _healed_layers(run: RunSpec, data: Data, folder: Path) -> HealedLayers:
+def _healed_layers(plan: RunPlan, data: Data, folder: Path) -> HealedLayers:
     """Where layers are kept that are healed; what decides them is in their fingerprint."""
-    settings, start = flat(run.config.model_dump(mode="json")), run.model.start
+    settings, start = flat(plan.config.model_dump(mode="json")), plan.model.start
     decides = {
         key: value
         for key, value in settings.items()
@@ -583,7 +580,7 @@ def _healed_layers(run: RunSpec, data: Data, folder: Path) -> HealedLayers:
     }
     of = (json.dumps(decides), "" if start is None else start.fingerprint, data.fingerprint)
     fingerprint = hashlib.sha256("\n".join(of).encode()).hexdigest()
-    is_first = run.place.replica == 0 == run.place.member
+    is_first = plan.place.replica == 0 == plan.place.member
     return HealedLayers(folder, fingerprint, writes=is_first)
 
 
@@ -598,7 +595,7 @@ def _load(checkpoint: Checkpoint, parts: Parts) -> None:
 
 def _prepared(job: Job, parts: Parts, directory: RunDir | None) -> PreparedRun:
     """With a run directory, a run also has a saver and a watchdog."""
-    config = parts.run.config
+    config = parts.plan.config
     if directory is None:
         return PreparedRun(parts, Progress.at_start(config))
     progress = directory.progress or Progress.at_start(config)

@@ -162,7 +162,7 @@ def _first_failure(
     """The error of the first layer that differs; `samples` are the inputs of the first pair as the
     data set has them, on the first stage. Tensor-parallel ranks call this together: all of
     them go through all layers, since they gather the weights of each."""
-    model, config = parts.run.model, parts.run.config
+    model, config = parts.plan.model, parts.plan.config
     given = [module for layer in model.layers if (module := given_module(layer)) is not None]
     # Users who pass an entire model in evaluation mode, as from_pretrained returns it, mean to
     # train it.
@@ -317,12 +317,12 @@ class _Comparison:
         except Exception:
             return
         for number, pair in enumerate(zip(record.outputs, outputs, strict=False)):
-            found = _difference(*pair, TOLERANCE[self.parts.run.dtype])
+            found = _difference(*pair, TOLERANCE[self.parts.plan.dtype])
             if found is not None:
                 raise ConfigError(
                     f"layer {name}: output {number} differs by {found[0]:.2g}, where the largest "
                     f"entry is {found[1]:.2g}, if its inputs are not rounded to "
-                    f"{self.parts.run.config.precision} before; shift and scale samples in the "
+                    f"{self.parts.plan.config.precision} before; shift and scale samples in the "
                     f"data set, or set precision: fp32; {self._mend('')}"
                 )
 
@@ -334,7 +334,7 @@ class _Comparison:
         name, record = self.layer.spec.name, self.record
         again = forward_plainly(name, self.module, record, record.inputs)
         return len(again) != len(plain.outputs) or any(
-            _difference(one, other, TOLERANCE[self.parts.run.dtype]) is not None
+            _difference(one, other, TOLERANCE[self.parts.plan.dtype]) is not None
             for one, other in zip(again, plain.outputs, strict=True)
         )
 
@@ -345,7 +345,7 @@ class _Comparison:
 
     def _difference(self, plain: Run) -> tuple[str, float, float] | None:
         """The first tensor that differs: its name, by how much, and its largest entry."""
-        record, dtype = self.record, self.parts.run.dtype
+        record, dtype = self.record, self.parts.plan.dtype
         if len(plain.outputs) != len(record.outputs):
             return "the number of outputs", len(record.outputs), len(plain.outputs)
         for number, pair in enumerate(zip(record.outputs, plain.outputs, strict=True)):
@@ -411,7 +411,7 @@ class _Comparison:
                 )
         if any(tensor.shard is not None for tensor in self.layer.state.tensors):
             return SHARDED
-        if not _is_of_forward(what) and self.parts.run.config.pipeline.checkpoint_activations:
+        if not _is_of_forward(what) and self.parts.plan.config.pipeline.checkpoint_activations:
             return (
                 "a second forward of it, for the backward, may give something else: try "
                 "pipeline.checkpoint_activations: 0"

@@ -72,7 +72,7 @@ class LiveWeights:
         """The tensors of this stage, in the same order on all of its replicas."""
         for layer in self._parts.layers:
             prefix, state = layer.spec.name, layer.state
-            dtype = self._parts.run.dtype if trained else torch.float32
+            dtype = self._parts.plan.dtype if trained else torch.float32
             for local, parameter in layer.module.named_parameters():
                 name = f"{prefix}.{local}"
                 value: Callable[[], Tensor]

@@ -40,7 +40,7 @@ from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.lockstep import Lockstep, MeetingLink
 from axsparse.tensor_parallel.modules import Sharding, sharded_loss, sharded_products
 from axsparse.training.placement import Placement
-from axsparse.training.resolution import RunSpec
+from axsparse.training.plan import RunPlan
 from axsparse.training.run_data import Data
 from axsparse.training.run_recorder import make_recorder
 
@@ -49,7 +49,7 @@ from axsparse.training.run_recorder import make_recorder
 class Parts:
     """The objects that a trainer works with on one rank; `assemble` puts them together."""
 
-    run: RunSpec
+    plan: RunPlan
     placement: Placement
     data: Data
     layers: Sequence[BuiltLayer]
@@ -80,12 +80,12 @@ class Parts:
     @property
     def place(self) -> Place:
         """The stage and replica of this rank."""
-        return self.run.place
+        return self.plan.place
 
     @property
     def survey(self) -> Survey:
         """The contents of the layers of the full model."""
-        return self.run.survey
+        return self.plan.survey
 
     @property
     def transport(self) -> Transport:
@@ -99,7 +99,7 @@ class Parts:
 
 
 def assemble(
-    run: RunSpec,
+    plan: RunPlan,
     layers: list[BuiltLayer],
     options: StateOptions,
     data: Data,
@@ -110,33 +110,33 @@ def assemble(
 
     All ranks call this together, since they open their links.
     """
-    place, config, transport = run.place, run.config, placement.transport
-    recorder = make_recorder(run, layers, data, placement, run_dir)
+    place, config, transport = plan.place, plan.config, placement.transport
+    recorder = make_recorder(plan, layers, data, placement, run_dir)
     phases = Phases() if placement.gpu is None else DevicePhases(placement.gpu)
     states, backoff = [layer.state for layer in layers], transport.backoff
     column = place.grid.column(place.stage, place.member)
     gradients = transport.collective(f"gradients of stage {place.stage}", column)
-    ties = _stage_ties(run, layers, transport)
+    ties = _stage_ties(plan, layers, transport)
     sync = GradientSync(
-        states, ties, replicas=gradients, wire_dtype=run.dtype, backoff=backoff, phases=phases
+        states, ties, replicas=gradients, wire_dtype=plan.dtype, backoff=backoff, phases=phases
     )
     collector = GradientCollector(states, sync.ready, phases.compression)
     group = options.sharding.group if isinstance(options.sharding, Sharding) else None
-    products = _products(run, layers, collector)
+    products = _products(plan, layers, collector)
     link = _link(transport.link(place), group, phases, products)
     engine = Engine(
         Rank(place, backoff, phases, placement.gpu),
-        _stage(run, layers, products, group),
+        _stage(plan, layers, products, group),
         link,
-        schedule=configured_schedule(run.config.pipeline),
+        schedule=configured_schedule(plan.config.pipeline),
         while_idle=sync.advance,
         around=decides_alone if group is None else partial(Lockstep, group, action),
     )
-    live = _live_masks(run, layers, options, transport)
-    masking = choose_masking(config, run.criterion, live, starts_pruned=run.starts_pruned)
+    live = _live_masks(plan, layers, options, transport)
+    masking = choose_masking(config, plan.criterion, live, starts_pruned=plan.starts_pruned)
     gpu = placement.gpu if config.samo.offload else None
     return Parts(
-        run=run,
+        plan=plan,
         placement=placement,
         data=data,
         layers=layers,
@@ -146,7 +146,7 @@ def assemble(
         collector=collector,
         sync=sync,
         weights=WeightGather(gradients, backoff, phases),
-        statistics=_statistics(run, layers, options),
+        statistics=_statistics(plan, layers, options),
         replicas=options.replicas,
         offload=None if gpu is None else Offload(gpu, states, backoff),
         live=live,
@@ -159,24 +159,24 @@ def assemble(
 
 
 def _statistics(
-    run: RunSpec, layers: Sequence[BuiltLayer], options: StateOptions
+    plan: RunPlan, layers: Sequence[BuiltLayer], options: StateOptions
 ) -> RunningStatistics:
     """The running statistics of this stage, which are common to its replicas where sums are
     exact."""
-    is_exact = run.config.samo.gradient == "exact"
-    microbatches = num_microbatches(run.config.batch) if is_exact else None
+    is_exact = plan.config.samo.gradient == "exact"
+    microbatches = num_microbatches(plan.config.batch) if is_exact else None
     modules = [layer.module for layer in layers]
     return RunningStatistics(modules, options.replicas, microbatches)
 
 
 def _live_masks(
-    run: RunSpec, layers: list[BuiltLayer], options: StateOptions, transport: Transport
+    plan: RunPlan, layers: list[BuiltLayer], options: StateOptions, transport: Transport
 ) -> LiveMasks | None:
     """The pruned tensors of these layers; None if nothing is ever pruned."""
-    if run.targets is None:
+    if plan.targets is None:
         return None
-    pattern, ties = run.criterion.pattern, run.survey.ties
-    return LiveMasks(layers, ties, run.targets, pattern, options, run.place, transport)
+    pattern, ties = plan.criterion.pattern, plan.survey.ties
+    return LiveMasks(layers, ties, plan.targets, pattern, options, plan.place, transport)
 
 
 def _link(
@@ -192,13 +192,13 @@ def _link(
 
 
 def _stage(
-    run: RunSpec,
+    plan: RunPlan,
     layers: list[BuiltLayer],
     products: StageProducts | None,
     group: TensorGroup | None,
 ) -> Stage:
     """The computation of this rank's layers; the loss belongs to the last stage."""
-    place, config, model = run.place, run.config, run.model
+    place, config, model = plan.place, plan.config, plan.model
     pipeline = config.pipeline
     loss = model.loss
     if group is not None:
@@ -217,43 +217,45 @@ def _stage(
         ],
         loss=loss if place.is_last else None,
         metrics=model.metrics if place.is_last else {},
-        input_dtype=run.dtype if place.is_first else None,
+        input_dtype=plan.dtype if place.is_first else None,
         seed=config.seed,
         products=products,
     )
 
 
 def _products(
-    run: RunSpec,
+    plan: RunPlan,
     layers: Sequence[BuiltLayer],
     collector: GradientCollector,
 ) -> StageProducts | None:
     """The products that take weight gradients out of backwards; None if autograd makes all of them,
     as in a compiled layer, whose backward is one function."""
-    is_split = bool(run.config.pipeline.split_backward)
-    if run.config.pipeline.compile is True:
+    is_split = bool(plan.config.pipeline.split_backward)
+    if plan.config.pipeline.compile is True:
         return None
-    if run.targets is not None and run.config.samo.sparse_products is not False:
-        collector.allow_sparse_products(run.targets.shapes)
+    if plan.targets is not None and plan.config.samo.sparse_products is not False:
+        collector.allow_sparse_products(plan.targets.shapes)
     modules = [(layer.spec.name, layer.module) for layer in layers]
     beside = set[nn.Module]().union(*(sharded_products(layer.module) for layer in layers))
     products = StageProducts(modules, collector, is_split=is_split, beside=beside)
     return products if is_split or len(products) else None
 
 
-def _stage_ties(run: RunSpec, layers: Sequence[BuiltLayer], transport: Transport) -> list[StageTie]:
+def _stage_ties(
+    plan: RunPlan, layers: Sequence[BuiltLayer], transport: Transport
+) -> list[StageTie]:
     """The ties with a use on this stage, in an order that all stages share."""
-    place = run.place
+    place = plan.place
     tensors = {
         tensor.name: Use(layer.state, tensor) for layer in layers for tensor in layer.state.tensors
     }
     pairs: dict[tuple[int, int], Collective] = {}
     stage_ties = []
-    for second, first in run.survey.ties.items():
+    for second, first in plan.survey.ties.items():
         uses = tuple(tensors[name] for name in (first, second) if name in tensors)
         if not uses:  # on other stages, or frozen
             continue
-        stages = (run.stage_of(first), run.stage_of(second))
+        stages = (plan.stage_of(first), plan.stage_of(second))
         if stages[0] != stages[1] and stages not in pairs:
             ranks = [place.grid.rank(stage, place.replica, place.member) for stage in stages]
             pairs[stages] = transport.collective(f"tie {first}", ranks)

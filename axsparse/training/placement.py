@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -13,12 +12,6 @@ import torch
 import torch.distributed as dist
 
 from axsparse.config.schema import Config
-from axsparse.planner.memory_budget import (
-    GPU_OVERHEAD,
-    HOST_OVERHEAD,
-    MemoryBudget,
-    memory_budget,
-)
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_of, together
@@ -36,17 +29,11 @@ from axsparse.runtime.gpu.rank_gpus import (
 )
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 from axsparse.runtime.process_memory import (
-    host_memory_bytes,
     peak_gpu_memory_bytes,
     peak_memory_bytes,
-    resident_memory_bytes,
 )
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.launch import CupyLauncher
-from axsparse.samo.precision import DTYPES, cpu_multiplies
-
-CONTEXT_BYTES = 1.2e9
-"""Bytes of a GPU that a process takes as soon as it uses it (1.05 GB on an H100)."""
 
 
 @dataclass(frozen=True)
@@ -122,30 +109,6 @@ def bind_rank(transport: Transport, config: Config) -> Placement:
     return Placement(reaching, backend, gpu, table, memory)
 
 
-def decided_precision(
-    config: Config, transport: Transport, *, on_host: bool
-) -> tuple[Config, Sequence[str]]:
-    """The configuration with `precision: auto` decided, and a line if a CPU lacks the type.
-
-    All ranks call this together.
-    """
-    asked = config.precision
-    wanted = "bf16" if asked == "auto" else asked
-    has_type = not on_host or cpu_multiplies(DTYPES[wanted])
-    is_slow = sum_of(transport, [float(not has_type)]) != [0.0]
-    lines = []
-    if is_slow and asked == "auto":
-        wanted = "fp32"
-        lines = ["precision auto: fp32, since a CPU has no instructions for bf16"]
-    elif is_slow:
-        lines = [
-            f"warning: precision {asked}: a CPU has no instructions for it, and multiplies "
-            "matrices 3 to 20 times as slowly as in fp32, in more memory than is planned; choose "
-            "auto"
-        ]
-    return config.decided({"precision": wanted}), lines
-
-
 def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, GpuMemory]:
     """Take a GPU for this process, and return its kernels, its streams and its memory.
 
@@ -173,33 +136,3 @@ def _read(text: str) -> RankGpu:
     fields = json.loads(text)
     gpu = fields.pop("gpu")
     return RankGpu(**fields, gpu=None if gpu is None else Gpu(**gpu))
-
-
-def found_budget(
-    config: Config, transport: Transport, memory: GpuMemory | None = None
-) -> MemoryBudget:
-    """The memory budget of the rank that may take least, the same on every rank.
-
-    `memory` belongs to this rank's GPU; without one a rank shares its host's memory with the other
-    ranks there. All ranks call this together.
-    """
-    on_host = memory is None
-    if memory is None:
-        here = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
-    else:
-        here = f"{memory.total} {memory.total - memory.free} {memory.uuid}"
-    texts = gather_texts(transport.world, transport.backoff, here)
-    found = [text.split(maxsplit=2) for text in texts]
-    ranks = Counter(where for _, _, where in found)
-    given = config.layout.memory_per_rank
-    limit = None if given == "auto" else given * 1e9
-    budgets = []
-    for total, taken, where in found:
-        if on_host:
-            overhead = max(HOST_OVERHEAD, int(taken))
-        else:
-            of_others = int(taken) / ranks[where] - CONTEXT_BYTES
-            overhead = GPU_OVERHEAD + max(0.0, of_others)
-        share = int(total) / ranks[where]
-        budgets.append(memory_budget(share, overhead, on_host=on_host, limit=limit))
-    return min(budgets, key=lambda budget: budget.for_model)

@@ -25,8 +25,7 @@ from axsparse.runtime.errors import DataError
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.seeds import preserved_rng
 from axsparse.training.checkpoint.manifest import DataEntry
-from axsparse.training.resolution import RunSpec
-from axsparse.training.run_checks import odd_rank
+from axsparse.training.plan import RunPlan, odd_rank
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Data:
 
 
 def open_data(
-    run: RunSpec,
+    plan: RunPlan,
     config: Config,
     transport: Transport,
     open_datasets: Callable[[], Datasets],
@@ -70,7 +69,7 @@ def open_data(
     Raises on all ranks the error of opening on any, DataError if two ranks read different data, and
     the errors of `check_data`.
     """
-    reads = run.place.is_first or run.place.is_last
+    reads = plan.place.is_first or plan.place.is_last
     separate = config.data.separate_documents
     datasets = together(transport, lambda: _open(open_datasets, separate) if reads else None)
     read_here = None if datasets is None else _facts_of(datasets)
@@ -82,7 +81,7 @@ def open_data(
         lambda: check_data(
             config,
             source=facts["name"],
-            words=run.model.vocab_size,
+            words=plan.model.vocab_size,
             vocab_size=facts["vocab_size"],
             num_samples=facts["samples"],
         ),
@@ -90,12 +89,12 @@ def open_data(
 
     batches = partial(
         Batches,
-        global_batch_size=run.config.batch.global_batch_size,
-        microbatch_size=run.config.batch.microbatch_size,
-        replica=run.place.replica,
-        g_data=run.place.grid.g_data,
-        seed=run.config.seed,
-        vocab_size=run.model.vocab_size,
+        global_batch_size=plan.config.batch.global_batch_size,
+        microbatch_size=plan.config.batch.microbatch_size,
+        replica=plan.place.replica,
+        g_data=plan.place.grid.g_data,
+        seed=plan.config.seed,
+        vocab_size=plan.model.vocab_size,
         pinned=pinned,
     )
     training = batches(

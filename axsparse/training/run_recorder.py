@@ -25,29 +25,29 @@ from axsparse.runtime.process_memory import resident_memory_bytes
 from axsparse.samo.backend import HOST
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.training.placement import Placement
-from axsparse.training.resolution import RunSpec
+from axsparse.training.plan import RunPlan
 from axsparse.training.run_data import Data
 from axsparse.training.run_directory import METRICS_FILE
 
 
 def make_recorder(
-    run: RunSpec,
+    plan: RunPlan,
     layers: Sequence[BuiltLayer],
     data: Data,
     placement: Placement,
     run_dir: Path | None,
 ) -> Recorder:
     """The recorder of every rank; on rank 0 it has a screen, which shows the banner."""
-    config, survey, transport = run.config, run.survey, placement.transport
+    config, survey, transport = plan.config, plan.survey, placement.transport
     live = sum(layer.state.live_bytes().total for layer in layers)
     peak = config.train.peak_flops
-    own = [live, matrix_peak(run.dtype, placement.backend.device) if peak == "auto" else peak]
+    own = [live, matrix_peak(plan.dtype, placement.backend.device) if peak == "auto" else peak]
     # Memory of the host does not count where state and activations are on a GPU.
     beside = max(0, resident_memory_bytes() - live) + SMALL_BLOCKS if placement.gpu is None else 0.0
     own.append(beside)
     rows = sum_by_owner(transport.world, transport.backoff, own)
     # The memory of the fullest process in addition to its model state, most of it libraries.
-    overhead, predicted = max(row[2] for row in rows), run.prediction
+    overhead, predicted = max(row[2] for row in rows), plan.prediction
     peak_bytes = None if predicted is None else predicted.memory_bytes + overhead
     sequences = config.batch.global_batch_size
     figures = RunFigures(
@@ -62,22 +62,22 @@ def make_recorder(
     )
     if run_dir is None:
         return Recorder(transport.world, transport.backoff, figures, None, None)
-    slow = _slow_ranks(run, transport)
+    slow = _slow_ranks(plan, transport)
     if transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
     console = make_console(sys.stdout)
-    lines = _banner(run, data, transport, run_dir, int(max(row[0] for row in rows)), peak_bytes)
-    start = run.model.start
+    lines = _banner(plan, data, transport, run_dir, int(max(row[0] for row in rows)), peak_bytes)
+    start = plan.model.start
     note = start.note() if isinstance(start, FromFile) else ""
     notes = (*filter(None, [note]), *remarks(config, data.training.num_samples))
-    for line in (*placement.table, *lines, *notes, *_pruned(run)):
+    for line in (*placement.table, *lines, *notes, *_pruned(plan)):
         console.line(line)
     file = open_records(config, run_dir, run_dir / METRICS_FILE)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
 
 
 def _banner(
-    run: RunSpec,
+    plan: RunPlan,
     data: Data,
     transport: Transport,
     run_dir: Path,
@@ -86,56 +86,56 @@ def _banner(
 ) -> Iterator[str]:
     """The lines of the banner; `state_bytes` belong to the fullest rank."""
     layout = ModelLayout(
-        run.model.name,
-        run.survey,
-        run.stages,
-        run.place.grid,
+        plan.model.name,
+        plan.survey,
+        plan.stages,
+        plan.place.grid,
         transport.name,
         dense_bytes=max(
-            run.state_bytes(run.layers_of(stage), {}) for stage in range(len(run.stages))
+            plan.state_bytes(plan.layers_of(stage), {}) for stage in range(len(plan.stages))
         ),
         live_bytes=state_bytes,
     )
     return banner(
-        run.config,
+        plan.config,
         layout,
         data=f"{data.name}: {format_count(data.training.num_samples)} samples",
         metrics=run_dir / METRICS_FILE,
-        planned="" if predicted_bytes is None else _planned(run, predicted_bytes),
+        planned="" if predicted_bytes is None else _planned(plan, predicted_bytes),
     )
 
 
-def _pruned(run: RunSpec) -> list[str]:
+def _pruned(plan: RunPlan) -> list[str]:
     """The pruned tensors, and the ones that stay dense."""
-    if run.targets is None:
+    if plan.targets is None:
         return []
-    return pruning_lines(run.survey, run.targets, run.config.pruning)
+    return pruning_lines(plan.survey, plan.targets, plan.config.pruning)
 
 
-def _slow_ranks(run: RunSpec, transport: Transport) -> SlowRanks | None:
+def _slow_ranks(plan: RunPlan, transport: Transport) -> SlowRanks | None:
     """Compares the ranks' speed; None if `watchdog.slow_ratio` is not set."""
-    settings = run.config.watchdog
+    settings = plan.config.watchdog
     if settings.slow_ratio is None:
         return None
     return SlowRanks(
-        run.place.grid,
-        [sum(run.survey.layers[layer].work for layer in stage) for stage in run.stages],
+        plan.place.grid,
+        [sum(plan.survey.layers[layer].work for layer in stage) for stage in plan.stages],
         gather_texts(transport.world, transport.backoff, socket.gethostname()),
         ratio=settings.slow_ratio,
         steps=settings.slow_steps,
     )
 
 
-def _planned(run: RunSpec, memory_bytes: float) -> str:
+def _planned(plan: RunPlan, memory_bytes: float) -> str:
     """The banner's text on the prediction; `memory_bytes` is the predicted peak of a rank."""
-    prediction = run.prediction
+    prediction = plan.prediction
     assert prediction is not None, "it has a peak"
     text = f"peak of a rank ~{format_bytes(memory_bytes)}"
     if prediction.step_seconds is not None:
         text += f" · step ~{prediction.step_seconds:.3g} s"
     if prediction.sum_bytes:
         text += f" · a member sends {format_bytes(prediction.sum_bytes)} a step"
-    if run.memory_is_tight:
+    if plan.memory_is_tight:
         text += ", which is tight: freed memory goes back at once, at some 8 % of the time"
     if prediction.reason is not None:
         text += f" · {prediction.reason}"

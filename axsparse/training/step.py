@@ -46,7 +46,7 @@ class Step:
     def __init__(self, parts: Parts, progress: Progress) -> None:
         """The steps count in `progress`. All ranks call this together; TrainingError if replicas
         have other weights or masks than replica 0."""
-        config = parts.run.config
+        config = parts.plan.config
         self.skips = SkippedSteps(parts, progress)
         """The steps that updated nothing."""
         self._config = config
@@ -63,7 +63,7 @@ class Step:
             self._units = Units(num_microbatches(config.batch), progress.exponents)
         checks = config.train.check_layers
         self._checks_layers = (
-            checks is True if progress.step else is_checked(parts.run.model, checks)
+            checks is True if progress.step else is_checked(parts.plan.model, checks)
         )
         """Whether the coming step compares the layers with plain torch first."""
         self._named: dict[str, set[str]] = {}
@@ -260,7 +260,7 @@ class Step:
             factor = clip_factor(verdict.grad_norm, settings.clip_norm)
             update(
                 [layer.state for layer in parts.layers],
-                parts.run.optimizer,
+                parts.plan.optimizer,
                 hyper,
                 factor / progress.loss_scale,
                 own={
@@ -269,7 +269,7 @@ class Step:
                         learning_rate=self.learning_rate(group.peak),
                         weight_decay=group.weight_decay,
                     )
-                    for name, group in parts.run.groups.items()
+                    for name, group in parts.plan.groups.items()
                 },
                 updated=parts.weights.updated,
                 visits=iter if parts.offload is None else parts.offload.visits,
@@ -299,7 +299,7 @@ class Step:
 
     def learning_rate(self, peak: float) -> float:
         """The learning rate of the coming step for parameters with this peak."""
-        return self._progress.learning_rate(self._config, self._parts.run.learning_rate, peak)
+        return self._progress.learning_rate(self._config, self._parts.plan.learning_rate, peak)
 
     def close(self) -> None:
         """End the thread that reads ahead; safe to call twice."""
@@ -340,7 +340,7 @@ class Step:
             for tensor in layer.state.owned
             if parts.place.member == 0 or tensor.shard is not None
         }
-        names = parts.run.counted
+        names = parts.plan.counted
         self._counted = [name for name in names if name in kept]
         return Agreement(transport.world, transport.backoff, parts.place, names, kept)
 
@@ -460,7 +460,7 @@ class SkippedSteps:
     def __init__(self, parts: Parts, progress: Progress) -> None:
         self.reason: str | None = None
         """Why the last step updated nothing; None if it did update."""
-        self._config = parts.run.config
+        self._config = parts.plan.config
         self._parts = parts
         self._progress = progress
 
@@ -548,7 +548,7 @@ class SkippedSteps:
             rank = grid.rank(grid.g_inter - 1, verdict.bad_loss)
             return f"{grid.place(rank)}: the loss is not finite"
         assert verdict.culprit is not None, "a loss or a gradient is not finite"
-        stage = parts.run.stage_of(verdict.culprit)
+        stage = parts.plan.stage_of(verdict.culprit)
         shard = int(verdict.culprit.rpartition("#")[2]) if "#" in verdict.culprit else 0
         column = grid.column(stage, shard)
         # A single replica sums nothing, so that its gradients are looked at only once.

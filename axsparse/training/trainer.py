@@ -121,7 +121,7 @@ class Trainer:
     def _take_over(self, job: Job, prepared: PreparedRun) -> None:
         """Begin where a run that is prepared stands."""
         self.parts = parts = prepared.parts
-        self.config = parts.run.config
+        self.config = parts.plan.config
         self.last_evaluation: Evaluation | None = None
         self._job = job
         self.progress = prepared.progress
@@ -408,7 +408,7 @@ class Trainer:
                 parts.engine,
                 validation,
                 self.config.train.eval_steps,
-                tuple(parts.run.model.metrics),
+                tuple(parts.plan.model.metrics),
                 transport=parts.transport,
                 place=parts.place,
             )
@@ -492,7 +492,7 @@ class Trainer:
         global names. All ranks call this together, before, between or after steps; rank 0 needs
         memory for the full model. ConfigError for a layer that has a dot in its name.
         """
-        model = self.parts.run.model
+        model = self.parts.plan.model
         refuse_dotted_names(model)
         tensors = self._live_weights.collect(trained=trained, caches=True)
         return None if tensors is None else plain_model(model, self.parts.survey.ties, tensors)
@@ -721,7 +721,7 @@ def last_lines(progress: Progress, saver: Saver | None) -> Iterator[str]:
 def make_tracing(parts: Parts, steps_done: int) -> TraceRecorder | None:
     """Traces some steps, but not this run's first, which allocates and compiles; None if no step
     is to be traced, or there is no run directory."""
-    train, folder = parts.run.config.train, parts.run_dir
+    train, folder = parts.plan.config.train, parts.run_dir
     if train.trace == 0 or folder is None:
         return None
     last = min(steps_done + 1 + train.trace, train.steps)

@@ -26,7 +26,7 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.precision import DTYPES
-from axsparse.training.resolution import RunInputs, resolve
+from axsparse.training.plan import plan_run
 
 RANKS = 8
 SMALL = ("batch.global_batch_size=32", "layout.g_inter=auto", "data.source=stdlib")
@@ -67,15 +67,15 @@ def trained(loaded: Config, memory: float, *, on_host: bool) -> int | None:
     overhead = HOST_OVERHEAD if on_host else GPU_OVERHEAD
     model = model_without_weights(loaded)
     world: LocalWorld[None] = LocalWorld(RANKS)
-    inputs = RunInputs(
-        model,
-        survey(model, DTYPES[loaded.precision]),
-        LocalTransport(world, 0),
-        budget=memory_budget(memory, overhead, on_host=on_host),
-        on_host=on_host,
-    )
     with contextlib.suppress(ConfigError):
-        return resolve(loaded, inputs).place.grid.g_inter
+        return plan_run(
+            loaded,
+            model,
+            survey(model, DTYPES[loaded.precision]),
+            LocalTransport(world, 0),
+            budget=memory_budget(memory, overhead, on_host=on_host),
+            on_host=on_host,
+        ).place.grid.g_inter
     return None
 
 

@@ -51,15 +51,15 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.index import base as index_base
 from axsparse.samo.precision import DTYPES
-from axsparse.training import resolution, run_sources
-from axsparse.training.resolution import RunInputs, RunSpec, resolve
+from axsparse.training import plan, run_sources
+from axsparse.training.plan import RunPlan, plan_run
 from axsparse.training.trainer import build
 
 MODULES = (
     *(planner_cases, preparing, runs, mask_files, load, validate),
     *(batches, documents, preparation, stdlib, token_file, layer_cost, survey),
     *(auto_layout, cluster, plan_model, criteria, mask_file, targets, safetensors, run_lock),
-    *(index_base, resolution, run_sources),
+    *(index_base, plan, run_sources),
 )
 
 
@@ -201,14 +201,14 @@ def build_with(**wrong: Any) -> None:
     world.run(lambda rank: build(Job(LocalTransport(world, rank)), **{**arguments, **wrong}))
 
 
-def resolved(ranks: int = 1, grid: Grid | None = None, **sections: Any) -> RunSpec:
+def resolved(ranks: int = 1, grid: Grid | None = None, **sections: Any) -> RunPlan:
     """The resolved settings of a small GPT."""
     config = tiny_config(**sections)
     model = tiny_gpt(config)
     transport: Transport = LocalTransport(LocalWorld(ranks), 0)
     surveyed = survey.survey(model, DTYPES[config.precision])
     loaded = config.with_origins("test", {})
-    return resolve(loaded, RunInputs(model, surveyed, transport, grid))
+    return plan_run(loaded, model, surveyed, transport, grid=grid)
 
 
 # -- models -----------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Judgement:
 
     def survey_for(self, trainer: Trainer) -> Survey:
         """The survey of a tensor-parallel rank's part of the model."""
-        run, place = trainer.parts.run, trainer.parts.place
+        run, place = trainer.parts.plan, trainer.parts.place
         if not run.shards:
             return self.whole
         key = place.grid.g_tensor, place.member
@@ -251,7 +251,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 def check_bytes(trainer: Trainer, surveyed: Survey) -> None:
     """The bytes of the live state equal the formula's."""
-    parts, config, run = trainer.parts, trainer.config, trainer.parts.run
+    parts, config, run = trainer.parts, trainer.config, trainer.parts.plan
     here = {layer.spec.name for layer in parts.layers}
     ties = surveyed.ties
     kept = {

@@ -28,7 +28,7 @@ from axsparse.models.losses import summed_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.job import Job, run
 from axsparse.runtime.process_memory import M_MMAP_THRESHOLD, give_back_at_once
-from axsparse.training.resolution import RunSpec, resolve
+from axsparse.training.plan import RunPlan, plan_run
 from axsparse.training.trainer import build
 
 TINY = ("model.hidden_size=32", "model.num_heads=2", "batch.global_batch_size=2")
@@ -46,9 +46,9 @@ def held_bytes() -> int:
     raise AssertionError("the system does not say")
 
 
-def limited(part: float, *arguments: Any, **named: Any) -> RunSpec:
-    """The result of `resolve`; from here on memory is short."""
-    decided = resolve(*arguments, **named)
+def limited(part: float, *arguments: Any, **named: Any) -> RunPlan:
+    """The result of `plan_run`; from here on memory is short."""
+    decided = plan_run(*arguments, **named)
     assert decided.prediction is not None
     peak = decided.prediction.memory_bytes
     if decided.place.rank == 0:
@@ -102,7 +102,7 @@ def train(job: Job, part: float, overrides: list[str]) -> None:
     small = [*TINY, *precision] if WIDE in overrides else overrides
     steps(job, [*small, "model.num_layers=1"], 1)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MOST_KEPT)
-    vars(axsparse.training.build)["resolve"] = partial(limited, part)
+    vars(axsparse.training.build)["plan_run"] = partial(limited, part)
     steps(job, overrides, 2)
 
 

@@ -151,7 +151,7 @@ def of_three_axes(
 def planned_bytes(trainer: Trainer, model: Model) -> tuple[int, int]:
     """By formula: the state of a rank, given how many entries its masks keep of each tensor, and
     the bytes that it sends to the other tensor-parallel ranks of its stage in a step."""
-    run, place = trainer.parts.run, trainer.parts.place
+    run, place = trainer.parts.plan, trainer.parts.place
     grid, config = place.grid, run.config
     member = Grid(1, 1, grid.g_tensor).place(place.member)
     here = survey_of_member(model, survey(model, run.dtype), member, run.dtype)

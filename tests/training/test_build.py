@@ -26,9 +26,9 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST, Backend
-from axsparse.training import placement
+from axsparse.training import plan
 from axsparse.training.placement import GpuMemory, Placement
-from axsparse.training.resolution import RunSpec
+from axsparse.training.plan import RunPlan
 from axsparse.training.trainer import Trainer, build
 
 
@@ -97,7 +97,7 @@ def test_the_order_in_which_memory_is_given_back_loops_are_loaded_and_memory_is_
     for name in ("give_back_at_once", "_wait_for_loops", "keep_freed_blocks"):
         note(axsparse.training.build, name)
     note(axsparse.training.parts, "make_recorder")
-    monkeypatch.setitem(vars(placement), "resident_memory_bytes", lambda: 10**8)
+    monkeypatch.setitem(vars(plan), "resident_memory_bytes", lambda: 10**8)
     layout = {"g_inter": 1, "memory_per_rank": gigabytes}
     config = tiny_config(samo={"enabled": False}, layout=layout)
 
@@ -151,13 +151,13 @@ def without_example(*modules: nn.Module) -> Model:
     return from_sequential(list(modules), summed_loss)
 
 
-def built(model: Model, ranks: int, data: ArrayDataset) -> tuple[list[RunSpec], list[int]]:
+def built(model: Model, ranks: int, data: ArrayDataset) -> tuple[list[RunPlan], list[int]]:
     """The runs of all ranks, and how often each has opened the data."""
     config = image_config(layout={"g_inter": "auto"}, pruning={"sparsity": 0.0})
-    world: LocalWorld[RunSpec] = LocalWorld(ranks)
+    world: LocalWorld[RunPlan] = LocalWorld(ranks)
     opened = [0] * ranks
 
-    def on(rank: int) -> RunSpec:
+    def on(rank: int) -> RunPlan:
         def open_datasets() -> Datasets:
             opened[rank] += 1
             return Datasets(data, None)
@@ -165,7 +165,7 @@ def built(model: Model, ranks: int, data: ArrayDataset) -> tuple[list[RunSpec], 
         job = Job(LocalTransport(world, rank))
         trainer = build(job, model, open_datasets, config, quiet=True)
         trainer.close()
-        return trainer.parts.run
+        return trainer.parts.plan
 
     return world.run(on), opened
 

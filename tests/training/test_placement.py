@@ -7,10 +7,9 @@ import socket
 import pytest
 import torch
 from support.late_device import LateDevice
-from support.runs import on_ranks, tiny_config
+from support.runs import tiny_config
 
 from axsparse.config.schema import Config
-from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu.rank_gpus import Gpu
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -48,46 +47,6 @@ def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch
     assert (placement.transport, placement.backend, placement.gpu) == (transport, backend, gpu)
     assert placement.memory is memory and placement.pins
     assert len(placement.table) == 1 and placement.table[0].endswith("rank 0 → GPU 0 (H200)")
-
-
-@pytest.mark.parametrize(
-    ("asked", "lacking", "on_host", "decided", "said"),
-    [
-        ("auto", [], True, "bf16", ""),
-        ("auto", [torch.float16], True, "bf16", ""),
-        ("auto", [torch.bfloat16], False, "bf16", ""),
-        ("auto", [torch.bfloat16], True, "fp32", "precision auto: fp32, since a CPU has no"),
-        ("bf16", [torch.bfloat16], True, "bf16", "warning: precision bf16: a CPU has no"),
-        ("fp32", [torch.bfloat16], True, "fp32", ""),
-    ],
-)
-def test_without_a_precision_cpus_that_lack_bf16_train_in_fp32_and_a_line_says_so(
-    asked: str,
-    lacking: list[torch.dtype],
-    on_host: bool,
-    decided: str,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(placing, "cpu_multiplies", lambda dtype: dtype not in lacking)
-    given = tiny_config(precision=asked).with_origins("test", {})
-    transport = LocalTransport(LocalWorld(1), 0)
-
-    found, lines = placing.decided_precision(given, transport, on_host=on_host)
-
-    assert found.precision == decided
-    assert [line[: len(said)] for line in lines] == [said] * bool(said)
-
-
-def test_all_ranks_train_in_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts = iter([True, False])  # with and without bf16
-    monkeypatch.setattr(placing, "cpu_multiplies", lambda dtype: next(hosts))
-    given = tiny_config(precision="auto").with_origins("test", {})
-
-    def body(transport: Transport) -> str:
-        return placing.decided_precision(given, transport, on_host=True)[0].precision
-
-    assert on_ranks(2, body) == ["fp32", "fp32"]
 
 
 def test_the_most_memory_of_a_rank_is_that_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from axsparse.models.survey import survey
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
 from axsparse.runtime.grid import Grid
-from axsparse.training.resolution import RunInputs, resolve
+from axsparse.training.plan import plan_run
 from axsparse.training.run_data import Data, open_data
 
 
@@ -35,8 +35,8 @@ def opened(
     def body(transport: Transport) -> Data | AxsparseError:
         model = tiny_gpt(config)
         loaded = config.with_origins("quick", {})
-        inputs = RunInputs(model, survey(model), transport, Grid(g_inter, g_data))
-        run = resolve(loaded, inputs)
+        layout = Grid(g_inter, g_data)
+        run = plan_run(loaded, model, survey(model), transport, grid=layout)
         try:
             return open_data(run, loaded, transport, partial(factory, transport.rank))
         except AxsparseError as error:

@@ -22,9 +22,9 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST
 from axsparse.samo.optim.optimizer import optimizer_of
-from axsparse.training import placement
+from axsparse.training import plan
 from axsparse.training.placement import Placement
-from axsparse.training.resolution import HOLES
+from axsparse.training.plan import HOLES
 from axsparse.training.trainer import build
 
 
@@ -54,7 +54,7 @@ def test_on_a_gpu_the_plan_is_the_gpus_and_the_table_is_shown(
     monkeypatch.setitem(
         vars(axsparse.training.run_recorder), "resident_memory_bytes", lambda: 10**10
     )
-    monkeypatch.setitem(vars(placement), "resident_memory_bytes", lambda: 10**8)
+    monkeypatch.setitem(vars(plan), "resident_memory_bytes", lambda: 10**8)
     config = tiny_config(
         run_dir=str(tmp_path),
         samo={"enabled": False},
@@ -89,7 +89,7 @@ def test_the_banner_says_what_members_take_and_send(
         job = Job(LocalTransport(world, rank))
         trainer = build(job, tiny_gpt(config), lambda: Datasets(token_data(), None), config)
         trainer.close()
-        return trainer.parts.run.prediction
+        return trainer.parts.plan.prediction
 
     found, _ = world.run(planned)
 

@@ -93,7 +93,7 @@ class Saver:
         is_own = checkpoint is not None and _is_in(checkpoint.path, self.folder)
         self.resumed_step = resumed_at if is_own else None
         """The step of the checkpoint of this folder that the run was resumed from; None without."""
-        self._config = parts.run.config
+        self._config = parts.plan.config
         # Only rank 0, which writes manifests, asks git.
         self._git = checkout_commit() if parts.place.rank == 0 else None
         self._settings = self._config.checkpoint

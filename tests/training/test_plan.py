@@ -1,17 +1,19 @@
-"""Every `auto` decided, and what a transport or a grid cannot run refused."""
+"""Every `auto` decided, what a transport or a grid cannot run refused, and an odd rank named."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.runs import tiny_config, tiny_gpt
+from support.runs import on_ranks, tiny_config, tiny_gpt
 
+import axsparse
 from axsparse.config.load import configure, to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
@@ -23,8 +25,8 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.precision import DTYPES
-from axsparse.training import resolution
-from axsparse.training.resolution import RunInputs, RunSpec, resolve
+from axsparse.training import plan
+from axsparse.training.plan import RunPlan, plan_run, refuse_odd_rank
 
 
 def transport(ranks: int = 1, name: str = "local") -> Transport:
@@ -34,13 +36,14 @@ def transport(ranks: int = 1, name: str = "local") -> Transport:
     return made
 
 
-def decided(config: Config, on: Transport, grid: Grid | None = None, **inputs: Any) -> RunSpec:
+def decided(config: Config, on: Transport, grid: Grid | None = None, **inputs: Any) -> RunPlan:
     model = tiny_gpt(config)
     surveyed = survey(model, DTYPES[config.precision])
-    return resolve(config.with_origins("test", {}), RunInputs(model, surveyed, on, grid, **inputs))
+    given = config.with_origins("test", {})
+    return plan_run(given, model, surveyed, on, grid=grid, **inputs)
 
 
-def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> RunSpec:
+def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> RunPlan:
     return decided(config, transport(ranks), grid)
 
 
@@ -151,7 +154,7 @@ def budget_of(gigabytes: float | str) -> MemoryBudget:
     return MemoryBudget(math.inf if isinstance(gigabytes, str) else gigabytes * 1e9, 0.0)
 
 
-def limited(limit: float | str, ranks: int = 4, **sections: Any) -> RunSpec:
+def limited(limit: float | str, ranks: int = 4, **sections: Any) -> RunPlan:
     sections = {"layout": {"memory_per_rank": limit}, "precision": "bf16", **sections}
     sections["pipeline"] = {"split_backward": False, **sections.get("pipeline", {})}
     config = tiny_config(model={"num_layers": 8}, pruning={"sparsity": 0.9}, **sections)
@@ -160,14 +163,14 @@ def limited(limit: float | str, ranks: int = 4, **sections: Any) -> RunSpec:
 
 def auto(
     ranks: int = 4, limit: float | str = "auto", found: float | None = None, **sections: Any
-) -> RunSpec:
+) -> RunPlan:
     layout = {"memory_per_rank": limit, **sections.pop("layout", {})}
     config = tiny_config(layout=layout, **sections)
     budget = budget_of(limit) if found is None else MemoryBudget(found, 0.0)
     return decided(config, transport(ranks), budget=budget)
 
 
-def stages(run: RunSpec) -> int:
+def stages(run: RunPlan) -> int:
     return run.place.grid.g_inter
 
 
@@ -262,7 +265,7 @@ def test_a_layout_that_is_given_is_kept_and_predicted() -> None:
         (partial(limited, 3e-4, pipeline={"schedule": "gpipe"}), "no split of 10 layers"),
     ],
 )
-def test_a_machine_that_is_too_small_is_refused(ask: Callable[[], RunSpec], text: str) -> None:
+def test_a_machine_that_is_too_small_is_refused(ask: Callable[[], RunPlan], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         ask()
 
@@ -334,7 +337,7 @@ def test_auto_fuses_large_microbatches_of_our_own_decoder_on_a_gpu(
     expected: bool | str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(resolution, "has_compiler", lambda: True)
+    monkeypatch.setattr(plan, "has_compiler", lambda: True)
     batch = {"global_batch_size": 32, "microbatch_size": 8}
     sections = {"model": {**WIDE, "sequence_length": 1024}, "batch": batch, **changes}
     config = tiny_config(**sections)
@@ -345,7 +348,134 @@ def test_auto_fuses_large_microbatches_of_our_own_decoder_on_a_gpu(
 
 
 def test_auto_fuses_nothing_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolution, "has_compiler", lambda: False)
+    monkeypatch.setattr(plan, "has_compiler", lambda: False)
     config = tiny_config(model={**WIDE, "sequence_length": 1024})
 
     assert decided(config, transport(), on_host=False).config.pipeline.compile is False
+
+
+# -- precision ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "lacking", "on_host", "decided", "said"),
+    [
+        ("auto", [], True, "bf16", ""),
+        ("auto", [torch.float16], True, "bf16", ""),
+        ("auto", [torch.bfloat16], False, "bf16", ""),
+        ("auto", [torch.bfloat16], True, "fp32", "precision auto: fp32, since a CPU has no"),
+        ("bf16", [torch.bfloat16], True, "bf16", "warning: precision bf16: a CPU has no"),
+        ("fp32", [torch.bfloat16], True, "fp32", ""),
+    ],
+)
+def test_without_a_precision_cpus_that_lack_bf16_train_in_fp32_and_a_line_says_so(
+    asked: str,
+    lacking: list[torch.dtype],
+    on_host: bool,
+    decided: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan, "cpu_multiplies", lambda dtype: dtype not in lacking)
+    given = tiny_config(precision=asked).with_origins("test", {})
+    transport = LocalTransport(LocalWorld(1), 0)
+
+    found, lines = plan.decided_precision(given, transport, on_host=on_host)
+
+    assert found.precision == decided
+    assert [line[: len(said)] for line in lines] == [said] * bool(said)
+
+
+def test_all_ranks_train_in_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = iter([True, False])  # with and without bf16
+    monkeypatch.setattr(plan, "cpu_multiplies", lambda dtype: next(hosts))
+    given = tiny_config(precision="auto").with_origins("test", {})
+
+    def body(transport: Transport) -> str:
+        return plan.decided_precision(given, transport, on_host=True)[0].precision
+
+    assert on_ranks(2, body) == ["fp32", "fp32"]
+
+
+# -- the same on all ranks ----------------------------------------------------------------------
+
+
+def test_facts_hold_every_version_every_setting_and_every_layer() -> None:
+    config = tiny_config()
+
+    facts = decided(config, transport()).facts
+
+    assert facts["torch"] == torch.__version__
+    assert facts["axsparse"] == axsparse.__version__
+    assert facts["batch.global_batch_size"] == "12"
+    assert facts["precision"] == "fp32"
+    assert "block1.fc1.weight" in facts["layer block1"]
+    assert facts["ties"] == "{'head.weight': 'embed.token.weight'}"
+    leaves = sum(
+        len(value) if isinstance(value, dict) else 1 for value in config.model_dump().values()
+    )
+    assert facts["start values"] == "drawn from the seed"
+    assert len(facts) == 5 + leaves + 4 + 2 + 2
+
+
+def test_ranks_that_agree_send_no_more_than_a_digest() -> None:
+    def body(transport: Transport) -> int:
+        refuse_odd_rank(transport, {"layers": "x" * 40_000})
+        return transport.world.bytes_sent
+
+    digest, count, others = 64, 8, 2
+
+    assert max(on_ranks(3, body)) <= others * (digest + 2 * count)
+
+
+def refusals(facts: Mapping[int, Mapping[str, str]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The error of each rank about these facts; rank n runs on host n."""
+
+    def body(transport: Transport) -> str:
+        monkeypatch.setattr(socket, "gethostname", lambda: f"host{transport.rank}")
+        try:
+            refuse_odd_rank(transport, facts[transport.rank])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return on_ranks(len(facts), body)
+
+
+def test_the_odd_rank_is_named_with_its_host_and_both_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = {rank: {"torch": "2.13", "seed": "9" if rank == 2 else "1"} for rank in range(4)}
+
+    said = refusals(facts, monkeypatch)
+
+    assert (
+        said
+        == [
+            "seed: rank 2 on host host2 has 9, the others have 1; start all ranks with the same "
+            "command, configuration and environment"
+        ]
+        * 4
+    )
+
+
+def test_of_two_ranks_both_are_named_and_drawn_modules_have_a_mend_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = {rank: {"start values": f"modules {rank}"} for rank in range(2)}
+
+    assert refusals(facts, monkeypatch)[0] == (
+        "start values: rank 1 on host host1 has modules 1, rank 0 has modules 0; call "
+        "torch.manual_seed before you make the modules"
+    )
+
+
+def test_a_fact_that_a_rank_lacks_is_nothing_and_long_ones_are_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = {0: {"layer a": "x" * 90}, 1: {"layer a": "x" * 90}, 2: dict[str, str]()}
+
+    assert (
+        f"layer a: rank 2 on host host2 has nothing, the others have {'x' * 57}...;"
+        in refusals(facts, monkeypatch)[0]
+    )

@@ -1,0 +1,594 @@
+"""The plan of a run, in which no `auto` is left, the same on every rank.
+
+`plan_run` goes from the configuration as it was written to a `RunPlan`. docs/reference/auto.md
+names the place that decides each setting. After it come the precision and the memory, which are
+decided before, and the check that all ranks have the same plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+
+from axsparse.config.messages import shorten
+from axsparse.config.model_config import GptConfig
+from axsparse.config.schema import Config, num_microbatches, sample_length
+from axsparse.config.validate import check_batch, check_rounds, check_split
+from axsparse.models.layer import Model
+from axsparse.models.start_weights import FromFile
+from axsparse.models.survey import LayerInfo, Survey, match, named_value
+from axsparse.models.tensor_shard import TensorShard
+from axsparse.pipeline.partition import split_by_hand
+from axsparse.planner.auto_layout import (
+    Choice,
+    balanced,
+    check_grid,
+    chosen_layout,
+    cluster_of,
+    fitting_slack,
+    resolve_grid,
+)
+from axsparse.planner.cutting import Cutting
+from axsparse.planner.layout import DEFAULT_SLACK
+from axsparse.planner.memory_budget import (
+    GPU_OVERHEAD,
+    HOST_OVERHEAD,
+    UNLIMITED,
+    MemoryBudget,
+    memory_budget,
+)
+from axsparse.planner.run_workload import (
+    Prediction,
+    has_costs,
+    predict,
+    splits_backward,
+)
+from axsparse.planner.surveyed_model import SurveyedModel, state_format
+from axsparse.pruning.criteria import Criterion, Score, configured_criterion
+from axsparse.pruning.targets import (
+    Targets,
+    kept_at_start,
+    starts_pruned,
+    what_is_pruned,
+)
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first
+from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.process_memory import host_memory_bytes, resident_memory_bytes
+from axsparse.runtime.provenance import versions
+from axsparse.samo.layer_state import StateTypes
+from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
+from axsparse.samo.precision import DTYPES, accumulates_in_half, cpu_multiplies
+from axsparse.samo.state_bytes import master_kind, stage_bytes
+from axsparse.tensor_parallel.plan import check_ties
+from axsparse.training.checkpoint.verification import flat
+from axsparse.training.placement import GpuMemory
+
+COMPILED_WIDTH = 1024
+"""From which hidden size on `pipeline.compile: auto` is true on a GPU."""
+COMPILED_WORK = 2.7e10
+"""From how many tokens of a microbatch times the squared hidden size on it fuses the layers: on an
+H200, GPT-3 2.7B is 8 % faster by it with 8,192 tokens, and slower with 2,048."""
+CONTEXT_BYTES = 1.2e9
+"""Bytes of a GPU that a process takes as soon as it uses it (1.05 GB on an H100)."""
+HOLES = 0.3
+"""The part of a process's memory that may be freed blocks, which glibc keeps."""
+START = "start values"
+"""The name of the fact that differs where ranks have drawn different start values."""
+MENDS = {START: "call torch.manual_seed before you make the modules"}
+"""Suggestions for differences in a fact that starting all ranks alike does not resolve."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """The settings of a parameter that `optimizer.learning_rates` or `weight_decays` name."""
+
+    peak: float
+    """Its peak learning rate."""
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run with every `auto` decided, as one rank sees it."""
+
+    config: Config
+    model: Model
+    survey: Survey
+    stages: Sequence[range]
+    """The layers of each stage."""
+    place: Place
+    targets: Targets | None
+    """The pruned tensors; None trains dense."""
+    criterion: Criterion
+    """The score by which entries are kept."""
+    optimizer: Optimizer
+    learning_rate: LearningRate | None
+    """A custom schedule; None for the configuration's."""
+    groups: Mapping[str, ParameterGroup]
+    """The parameters that have separate settings, by name; both uses of a tied weight."""
+    kept_at_start: Mapping[str, int]
+    """The number of entries of each pruned tensor that state is built with.
+
+    Under one threshold for all tensors it is an even spread, since the true numbers depend on the
+    weights. A run that resumes has the numbers that were saved.
+    """
+    prediction: Prediction | None
+    """The planner's memory and time; None for a model without an example."""
+    on_host: bool
+    """Whether ranks compute on CPUs."""
+    memory_budget: float
+    """Bytes that this rank may take in addition to its process's at its start."""
+    shards: Mapping[str, TensorShard]
+    """The last shard of each sharded parameter, by name."""
+    largest_rank: Survey
+    """The shard of the model on the tensor-parallel rank that holds most."""
+
+    @property
+    def counted(self) -> list[str]:
+        """`Survey.counted`, with the names of its shards in place of a sharded tensor's name."""
+        return [
+            name
+            for full in self.survey.counted
+            for name in (
+                [f"{full}#{n}" for n in range(self.shards[full].count)]
+                if full in self.shards
+                else [full]
+            )
+        ]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of weights, activations and messages."""
+        return DTYPES[self.config.precision]
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The type in which gradients are accumulated."""
+        kinds = {"fp32": torch.float32, "exact": torch.int64}
+        return kinds.get(self.config.samo.gradient, self.dtype)
+
+    @property
+    def types(self) -> StateTypes:
+        """The forms in which the state of a layer is stored."""
+        master = master_kind(half=self.dtype != torch.float32)
+        index = self.config.samo.index
+        return StateTypes(self.gradient_dtype, master, self.optimizer.moments, index)
+
+    def layers_of(self, stage: int) -> list[LayerInfo]:
+        """The layers of a stage, as one rank has them."""
+        return [self.largest_rank.layers[number] for number in self.stages[stage]]
+
+    @property
+    def starts_pruned(self) -> bool:
+        """Whether state is built compressed; otherwise it is dense until the first pruning."""
+        return starts_pruned(self.config, self.targets)
+
+    @property
+    def memory_is_tight(self) -> bool:
+        """Whether there is no memory for freed blocks that the C library keeps."""
+        if self.prediction is None or not self.on_host:
+            return False
+        return self.prediction.memory_bytes * (1 + HOLES) > self.memory_budget
+
+    def state_bytes(self, layers: Sequence[LayerInfo], kept: Mapping[str, int]) -> int:
+        """Bytes of model state of one rank that holds these layers; `kept` as in `stage_bytes`."""
+        stored = state_format(self.config, self.optimizer, self.place.grid.g_data)
+        return stage_bytes(layers, self.survey.ties, kept, stored).total
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The facts that must be equal on all ranks: every version, every setting, every layer."""
+        settings = {key: str(value) for key, value in flat(self.config.model_dump()).items()}
+        layers = {f"layer {layer.name}": repr(layer.parameters) for layer in self.survey.layers}
+        return {
+            **versions(),
+            **settings,
+            **layers,
+            "ties": repr(self.survey.ties),
+            START: self.survey.start or "drawn from the seed",
+            "Trainer: optimizer": f"the moments {', '.join(self.optimizer.moments) or 'none'}",
+            "Trainer: learning_rate": "none" if self.learning_rate is None else "a function",
+        }
+
+    def stage_of(self, name: str) -> int:
+        """The stage that holds a parameter or a shard of it."""
+        layer = self.survey.layer_of(name.rpartition("#")[0] or name)
+        return next(number for number, stage in enumerate(self.stages) if layer in stage)
+
+
+# Reason: all that decides the settings of a run beside its configuration, most of it optional.
+def plan_run(
+    config: Config,
+    model: Model,
+    survey: Survey,
+    transport: Transport,
+    *,
+    grid: Grid | None = None,
+    score: Score | None = None,
+    budget: MemoryBudget = UNLIMITED,
+    saved: Mapping[str, int] | None = None,
+    on_host: bool = True,
+    optimizer: Optimizer | None = None,
+    learning_rate: LearningRate | None = None,
+) -> RunPlan:
+    """Decide every `auto` of a configuration that `check_config` lets pass.
+
+    The result is the same on every rank but for its place. `survey` has the contents and costs of
+    the model's layers. A grid, a score, an optimizer and a schedule given in Python override the
+    configuration's. `budget` is the memory of a rank, equal on all. `saved` has the kept entries of
+    the pruned tensors in the checkpoint that the run is resumed from.
+
+    ConfigError for what this transport, number of ranks or model cannot run.
+    """
+    check_transport(config, transport, on_host=on_host)
+    targets = what_is_pruned(config, survey)
+    draws = targets is not None and targets.mask_file is None
+    if targets is not None and draws and config.pruning.method in ("zeros", "sparsegpt"):
+        check_weights_are_loaded(config, model, targets)
+    kept = kept_at_start(config, targets) if saved is None else saved
+    criterion = configured_criterion(config, score)
+    optimizer = optimizer or optimizer_of(config.optimizer)
+    cutting = Cutting(config, model, survey)
+    subject = SurveyedModel(
+        config,
+        survey,
+        config.name,
+        kept,
+        optimizer,
+        on_host=on_host,
+        has_masks=saved is not None,
+        sees_inputs=criterion.sees_inputs,
+        sees_gradients=criterion.sees_gradients,
+        cutting=cutting,
+    )
+    cluster = cluster_of(config)
+    choice = None if grid else chosen_layout(config, subject, cluster, transport.size, budget)
+    grid = _grid(config, transport.size, len(survey.layers), grid or choice)
+    slack = DEFAULT_SLACK
+    if choice is not None:
+        slack = choice.row.layout.schedule.slack
+    elif config.layout.memory_per_rank != "auto" and has_costs(survey):
+        slack = fitting_slack(subject, config, grid, budget)
+    decided = _settled(config, grid, slack, _compiled(config, model, grid, on_host=on_host))
+    groups = parameter_groups(config, survey, targets)
+    shards = cutting.shards(grid.g_tensor)
+    ties = _ties(survey, shards, grid.g_tensor)
+    if draws:
+        check_rounds(config, decided)
+    largest = subject.of_member(grid.g_tensor)
+    # Stages that the user has chosen are tried in whatever memory, unless a limit is given.
+    is_limited = choice is not None or config.layout.memory_per_rank != "auto"
+    stages: Sequence[range]
+    if config.layout.split == "auto":
+        limit = budget if is_limited else UNLIMITED
+        stages = balanced(config, decided, grid, largest, limit)
+    else:
+        stages = split_by_hand(config.layout.split)
+
+    def state_of(config: Config) -> list[int]:
+        stored, layers = state_format(config, optimizer, grid.g_data), largest.survey.layers
+        each = ([layers[number] for number in stage] for stage in stages)
+        return [stage_bytes(stage, ties, largest.kept, stored).total for stage in each]
+
+    sizes = tuple(map(len, stages))
+    decided = _with(
+        decided, {"layout.split": sizes, "samo.shard_optimizer": _shares(decided, state_of)}
+    )
+    prediction = None
+    if has_costs(survey):
+        reason = None if choice is None else choice.reason
+        known = replace(subject, config=decided)
+        prediction = predict(known, cluster, decided, grid, slack, reason)
+    return RunPlan(
+        config=decided,
+        model=model,
+        survey=replace(survey, ties=ties),
+        stages=stages,
+        place=grid.place(transport.rank),
+        targets=targets,
+        criterion=criterion,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        groups=groups,
+        kept_at_start=kept,
+        prediction=prediction,
+        on_host=on_host,
+        memory_budget=budget.for_model,
+        shards=shards,
+        largest_rank=largest.survey,
+    )
+
+
+def _grid(config: Config, ranks: int, num_layers: int, given: Grid | Choice | None) -> Grid:
+    """The grid that is given in Python, that the planner chose, or that the configuration asks
+    for."""
+    if isinstance(given, Grid):
+        check_grid(given, ranks, num_layers)
+        check_split(config, given.g_inter, num_layers)
+        grid = given
+    else:
+        if given is not None:
+            config = _with(config, {"layout.g_inter": given.row.layout.grid.g_inter})
+        grid = resolve_grid(config, ranks, num_layers)
+    check_batch(config, grid)
+    return grid
+
+
+def _settled(config: Config, grid: Grid, slack: int, compiled: bool | Literal["loss"]) -> Config:
+    """The configuration with every `auto` replaced but `layout.split` and `samo.shard_optimizer`,
+    which need the rest; `slack` and `compiled` are for the section `pipeline`."""
+    pruning, steps = config.pruning, config.train.steps
+    automatic: dict[str, object] = {
+        "data.sequence_length": sample_length(config),
+        "pipeline.slack": slack,
+        "pipeline.split_backward": splits_backward(config.pipeline, grid.g_inter),
+        "pipeline.compile": compiled,
+        "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
+        "pruning.until_step": max(round(steps * 0.5), pruning.at_step, 1),
+        "schedule.decay_steps": max(steps, config.schedule.warmup_steps),
+    }
+    written = flat(config.model_dump())
+    asked = {key: value for key, value in automatic.items() if written[key] == "auto"}
+    layout = {f"layout.{key}": getattr(grid, key) for key in ("g_inter", "g_data", "g_tensor")}
+    return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})
+
+
+def _compiled(config: Config, own: Model, grid: Grid, *, on_host: bool) -> bool | Literal["loss"]:
+    """The decision of `pipeline.compile: auto`.
+
+    With several stages, splitting backwards wins more than fusing layers may. In small microbatches
+    a GPU waits for its host, which needs longer for fused layers than for others.
+    """
+    model = config.model
+    may = (
+        not on_host
+        and own.name == model.name
+        and grid.g_inter == grid.g_tensor == 1
+        and config.pipeline.split_backward is not True
+        and has_compiler()
+    )
+    if not may or not isinstance(model, GptConfig) or model.hidden_size < COMPILED_WIDTH:
+        return False
+    tokens = config.batch.microbatch_size * sample_length(config)
+    return True if tokens * model.hidden_size**2 >= COMPILED_WORK else "loss"
+
+
+def has_compiler() -> bool:
+    """Whether torch.compile can make kernels of a GPU here: Triton calls a C compiler."""
+    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
+    return find_spec("triton") is not None and any(map(shutil.which, compilers))
+
+
+def _ties(survey: Survey, shards: Mapping[str, TensorShard], ranks: int) -> dict[str, str]:
+    """The ties of a model and of its shards on `ranks` tensor-parallel ranks."""
+    check_ties(survey.ties, shards)
+    return {
+        **survey.ties,
+        **{
+            f"{second}#{index}": f"{first}#{index}"
+            for second, first in survey.ties.items()
+            for index in range(ranks if first in shards else 0)
+        },
+    }
+
+
+def _shares(config: Config, state_of: Callable[[Config], Sequence[int]]) -> bool:
+    """Whether replicas share the optimizer state: for `auto` if that makes a rank's state smaller.
+    `state_of` gives the bytes of one rank of each stage.
+
+    Time does not decide (docs/decisions/041-waiting-and-start-up.md).
+    """
+    asked = config.samo.shard_optimizer
+    if asked != "auto":
+        return asked
+    shared, full = (
+        state_of(_with(config, {"samo.shard_optimizer": shares})) for shares in (True, False)
+    )
+    return any(here < there for here, there in zip(shared, full, strict=True))
+
+
+def _gradient(config: Config, grid: Grid) -> str:
+    """The precision in which gradients are accumulated."""
+    if config.samo.gradient == "exact":
+        return "exact"
+    if config.precision == "fp32":
+        return "fp32"
+    if config.samo.gradient != "auto":
+        return config.samo.gradient
+    return "half" if accumulates_in_half(num_microbatches(config.batch, grid.g_data)) else "fp32"
+
+
+def _with(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy with some leaves "section.key" set."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, leaf = key.partition(".")
+        sections.setdefault(section, {})[leaf] = value
+    return config.model_copy(
+        update={
+            section: getattr(config, section).model_copy(update=leaves)
+            for section, leaves in sections.items()
+        }
+    )
+
+
+def parameter_groups(
+    config: Config, survey: Survey, targets: Targets | None
+) -> dict[str, ParameterGroup]:
+    """The separate settings of some parameters; ConfigError for an entry of another form, or with a
+    pattern that no parameter matches."""
+    settings, names, shapes = config.optimizer, survey.counted, survey.shapes
+    rates = _own_values("optimizer.learning_rates", settings.learning_rates, names)
+    decays = _own_values("optimizer.weight_decays", settings.weight_decays, names)
+    if targets is not None and config.pruning.rate_power:
+        for name, kept in targets.kept().items():
+            density = kept / math.prod(targets.shapes[name])
+            usual = settings.learning_rate * density**-config.pruning.rate_power
+            rates.setdefault(name, usual)
+    groups = {}
+    for name in names:
+        if name in rates or name in decays:
+            decay = settings.weight_decay if len(shapes[name]) >= 2 else 0.0
+            peak = rates.get(name, settings.learning_rate)
+            groups[name] = ParameterGroup(peak, decays.get(name, decay))
+    return groups | {second: groups[of] for second, of in survey.ties.items() if of in groups}
+
+
+def _own_values(key: str, entries: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """The value of each parameter that an entry `pattern=value` names; the last one counts."""
+    values: dict[str, float] = {}
+    for entry in entries:
+        form = "pattern=value with a value of at least 0; write it like head.*=0.01"
+        pattern, value = named_value(key, entry, math.inf, form)
+        named = match([pattern], names, key, "no trained parameter")
+        values.update(dict.fromkeys(named, value))
+    return values
+
+
+# -- what a transport and a model cannot run ----------------------------------------------------
+
+
+def check_transport(config: Config, transport: Transport, *, on_host: bool) -> None:
+    """ConfigError for a way to communicate that these ranks cannot take."""
+    setting = config.transport
+    # One process that has loaded MPI needs it as little as one that has not.
+    if setting == "local" and transport.size > 1:
+        raise ConfigError(
+            f"{config.where('transport')}: local is for one process, but {transport.size} ranks "
+            "are running; choose auto or mpi"
+        )
+    if setting not in ("auto", "local") and transport.name == "local":
+        raise ConfigError(
+            f"{config.where('transport')}: no MPI library was found; load the site's MPI module, "
+            "install axsparse[mpich], or choose auto"
+        )
+    # One rank on a GPU has nobody to talk to and keeps MPI's transport.
+    if setting == "nccl" and transport.name.startswith("mpi") and on_host:
+        raise ConfigError(
+            f"{config.where('transport')}: nccl is for ranks that compute on GPUs, and these "
+            "compute on CPUs; choose auto or mpi"
+        )
+
+
+def check_weights_are_loaded(config: Config, model: Model, targets: Targets) -> None:
+    """ConfigError unless all that is pruned starts at loaded weights, as some methods need."""
+    start, method = model.start, config.pruning.method
+    if start is None:
+        raise ConfigError(
+            f"{config.where('pruning.method')}: {method} looks at loaded weights, and none are "
+            "loaded; set model.from or model.weights"
+        )
+    anew = [name for name in targets.shapes if isinstance(start, FromFile) and name in start.new]
+    if anew:
+        raise ConfigError(
+            f"{config.where('pruning.method')}: {method} looks at loaded weights, and {anew[0]} "
+            "begins anew; name it in pruning.exclude, or choose another method"
+        )
+
+
+# -- before a plan: precision and memory ---------------------------------------------------------
+
+
+def decided_precision(
+    config: Config, transport: Transport, *, on_host: bool
+) -> tuple[Config, Sequence[str]]:
+    """The configuration with `precision: auto` decided, and a line if a CPU lacks the type.
+
+    All ranks call this together.
+    """
+    asked = config.precision
+    wanted = "bf16" if asked == "auto" else asked
+    has_type = not on_host or cpu_multiplies(DTYPES[wanted])
+    is_slow = sum_of(transport, [float(not has_type)]) != [0.0]
+    lines = []
+    if is_slow and asked == "auto":
+        wanted = "fp32"
+        lines = ["precision auto: fp32, since a CPU has no instructions for bf16"]
+    elif is_slow:
+        lines = [
+            f"warning: precision {asked}: a CPU has no instructions for it, and multiplies "
+            "matrices 3 to 20 times as slowly as in fp32, in more memory than is planned; choose "
+            "auto"
+        ]
+    return config.decided({"precision": wanted}), lines
+
+
+def found_budget(
+    config: Config, transport: Transport, memory: GpuMemory | None = None
+) -> MemoryBudget:
+    """The memory budget of the rank that may take least, the same on every rank.
+
+    `memory` belongs to this rank's GPU; without one a rank shares its host's memory with the other
+    ranks there. All ranks call this together.
+    """
+    on_host = memory is None
+    if memory is None:
+        here = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
+    else:
+        here = f"{memory.total} {memory.total - memory.free} {memory.uuid}"
+    texts = gather_texts(transport.world, transport.backoff, here)
+    found = [text.split(maxsplit=2) for text in texts]
+    ranks = Counter(where for _, _, where in found)
+    given = config.layout.memory_per_rank
+    limit = None if given == "auto" else given * 1e9
+    budgets = []
+    for total, taken, where in found:
+        if on_host:
+            overhead = max(HOST_OVERHEAD, int(taken))
+        else:
+            of_others = int(taken) / ranks[where] - CONTEXT_BYTES
+            overhead = GPU_OVERHEAD + max(0.0, of_others)
+        share = int(total) / ranks[where]
+        budgets.append(memory_budget(share, overhead, on_host=on_host, limit=limit))
+    return min(budgets, key=lambda budget: budget.for_model)
+
+
+# -- the same on all ranks -----------------------------------------------------------------------
+
+
+def refuse_odd_rank(transport: Transport, facts: Mapping[str, str]) -> None:
+    """ConfigError if a fact differs between ranks; names the odd rank and its host."""
+    odd = odd_rank(transport, facts)
+    if odd is not None:
+        fact, text = odd
+        mend = "start all ranks with the same command, configuration and environment"
+        raise ConfigError(f"{text}; {MENDS.get(fact, mend)}")
+
+
+def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> tuple[str, str] | None:
+    """A fact that differs between ranks, and on which rank and host; None if all are equal.
+
+    Rank 0 has facts. All ranks call this together; those whose facts are None are not compared.
+    """
+    text_here = json.dumps(None if facts is None else {"host": socket.gethostname(), **facts})
+    # Facts of a large model are 40 kB, so that all ranks' are only gathered to name the odd one.
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    is_other = digest != text_of_first(transport, digest) and facts is not None
+    if sum_of(transport, [float(is_other)]) == [0.0]:
+        return None
+    texts = gather_texts(transport.world, transport.backoff, text_here)
+    everyone = {rank: json.loads(text) for rank, text in enumerate(texts) if text != "null"}
+    for fact in everyone[0]:
+        values = Counter(there.get(fact, "nothing") for there in everyone.values())
+        common = values.most_common(1)[0][0]
+        for rank, there in everyone.items():
+            if fact != "host" and (has := there.get(fact, "nothing")) != common:
+                others = "the others have" if len(everyone) > 2 else "rank 0 has"
+                return fact, (
+                    f"{fact}: rank {rank} on host {there['host']} has {shorten(has)}, {others} "
+                    f"{shorten(common)}"
+                )
+    return None
