@@ -1,4 +1,4 @@
-"""`axsparse train`: trains what a configuration file describes, on all ranks."""
+"""`axsparse train`: trains the model of a configuration file, on all ranks."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _failure(path: Path) -> AxsparseError | None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    """Print what the manifests say, without reading the files that they name."""
+    """Print the contents of the manifests, without reading the files that they name."""
     from axsparse.training.checkpoint import verification
 
     for checkpoint in _checkpoints(arguments.path):

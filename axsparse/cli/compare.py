@@ -63,7 +63,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _settings(one: Path, other: Path, *, is_same: bool) -> Iterator[str]:
-    """A line with the settings that differ; of runs that are the same, those that must not."""
+    """A line with the settings that differ; for equal runs, the settings that must not differ."""
     from axsparse.training.checkpoint.verification import FREE
     from axsparse.training.run_directory import config_text, settings_in
 

@@ -1,4 +1,4 @@
-"""`axsparse config show | schema`: says where each setting comes from, and what there may be."""
+"""`axsparse config show | schema`: shows where each setting comes from, and the schema of all."""
 
 from __future__ import annotations
 

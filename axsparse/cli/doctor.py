@@ -105,7 +105,7 @@ def look(run_dir: Path) -> Facts:
 
 
 def findings(ranks: Sequence[Facts]) -> Iterator[str]:
-    """The lines of the report, those that are wrong or slow with what would mend it."""
+    """The lines of the report, with a suggestion for each wrong or slow value."""
     first, hosts = ranks[0], [rank["host"] for rank in ranks]
     yield f"{OK} versions: {', '.join(f'{name} {first[name]}' for name in SAME if first[name])}"
     for rank, name in itertools.product(ranks, SAME):

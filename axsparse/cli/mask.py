@@ -1,4 +1,4 @@
-"""`axsparse mask`: says what a mask file holds."""
+"""`axsparse mask`: shows the contents of a mask file."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def parser() -> CommandParser:
 
 
 def _add_question(add: Callable[..., object]) -> None:
-    """The options that say what is to fit where."""
+    """The options for the model, the devices and their memory."""
     add(
         "model",
         metavar="FOLDER_OR_CONFIG",
@@ -314,7 +314,7 @@ def _collecting_less() -> Iterator[None]:
 
 @contextmanager
 def _said_after(seconds: float, line: str) -> Iterator[None]:
-    """Write a line on a terminal's stderr if what is within takes longer."""
+    """Write a line on a terminal's stderr if the block within takes longer."""
     said = threading.Timer(seconds, partial(print, line, file=sys.stderr, flush=True))
     said.daemon = True
     if sys.stderr.isatty():

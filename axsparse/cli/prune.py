@@ -1,4 +1,5 @@
-"""`axsparse prune`: prunes and heals a model of a folder, or says what a run would prune."""
+"""`axsparse prune`: prunes and heals a model of a folder, or lists the tensors that a run would
+prune."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def parser() -> CommandParser:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Do what is asked, and end the process with the exit code."""
+    """Do the requested work, and end the process with the exit code."""
     read = parser()
     arguments = read.parse_args(argv)
     if arguments.dry_run:

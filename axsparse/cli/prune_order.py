@@ -40,7 +40,7 @@ TRAINED = 1024
 
 
 ONE_BY_ONE = ("magnitude", "random", "wanda", "sparsegpt")
-"""Methods that prune a layer without looking at those behind it."""
+"""Methods that prune a layer without looking at the layers after it."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class PruneOrder:
         return implied
 
     def take(self) -> RunLock:
-        """Reserve the folder of the work for this process, and remove what killed ones began.
+        """Reserve the folder of the work for this process, and remove unfinished files of killed
+        ones.
 
         ConfigError if the place is taken, OutputError if it cannot be written, InUseError if
         another process has it.

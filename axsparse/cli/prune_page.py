@@ -1,4 +1,4 @@
-"""The page about a model that `axsparse prune` has pruned: what came of it, in Markdown."""
+"""The page about a model that `axsparse prune` has pruned: its results, in Markdown."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _noted(notes: list[str]) -> Iterator[None]:
 
 
 def _sparsity(run: Path, name: str, notes: list[str]) -> Bars | None:
-    """A chart of what the newest checkpoint that can be read has removed of each layer.
+    """A chart of the pruned share of each layer in the newest readable checkpoint.
 
     Only manifests are read. A checkpoint that a run removes meanwhile is no mistake.
     """

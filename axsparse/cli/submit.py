@@ -124,7 +124,7 @@ def parser() -> CommandParser:
 
 
 def _add_request(add: Callable[..., object]) -> None:
-    """The options that say what the job asks the scheduler for."""
+    """The options for the resources that the job requests from the scheduler."""
     add("--nodes", metavar="N", type=whole(), default="1", help="default %(default)s")
     add("--gpus-per-node", metavar="N", type=whole(0), default="0", help="default %(default)s")
     add("--ranks", metavar="N", type=whole(), help="over all nodes; by default one for each GPU")
@@ -175,7 +175,8 @@ def _add_request(add: Callable[..., object]) -> None:
 
 
 def script(job: argparse.Namespace, config: Config, run_dir: Path) -> str:
-    """The script of a job that trains in `run_dir`; ConfigError for what does not fit together."""
+    """The script of a job that trains in `run_dir`; ConfigError for options that do not fit
+    together."""
     ranks = job.ranks or job.nodes * job.gpus_per_node
     if not ranks:
         raise ConfigError("--ranks: not given, nor --gpus-per-node; say how many ranks to start")
@@ -335,7 +336,7 @@ def _submit(job: argparse.Namespace) -> None:
 
 
 def hand_over(text: bytes, command: tuple[str, ...]) -> str:
-    """Submit a script and return what the scheduler prints; ConfigError if it refuses."""
+    """Submit a script and return the scheduler's output; ConfigError if it rejects the script."""
     if shutil.which(command[0]) is None:
         raise MissingInputError(
             f"{command[0]}: no such command; submit from a login node of the cluster, or print "

@@ -153,7 +153,8 @@ _GPT2_SIZES = {
     "vocab_size": ("vocab_size", 50257),
     "tie_word_embeddings": ("tie_embeddings", True),
 }
-"""Its name of a setting → our name, and the value that it assumes if a file leaves it out."""
+"""transformers' name of a setting → our name, and the value that it assumes if a file leaves it
+out."""
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _GPT2_FIXED: Mapping[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
@@ -167,7 +168,7 @@ _GPT2_FIXED: Mapping[str, tuple[Any, ...]] = {
 
 
 def from_gpt2(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of our GPT, by name; DataError for what it cannot represent.
+    """The settings of our GPT, by name; DataError for models that it cannot represent.
 
     Dropout is none of them, since it is a matter of training.
     """
@@ -265,7 +266,8 @@ def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
 def refuse_other_settings(
     path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str
 ) -> None:
-    """ConfigError if some of our settings are others in a config.json, as transformers reads both.
+    """ConfigError if some of our settings have other values in a config.json, as transformers reads
+    both.
 
     `where` is the place of our settings. Those that we leave to transformers are not compared.
     """

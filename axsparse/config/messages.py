@@ -1,4 +1,4 @@
-"""The lines about settings that are refused: where a setting was given, and what pydantic says."""
+"""The lines about rejected settings: where a setting was given, and pydantic's reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Setting:
 
     value: Any
     origin: str
-    """Where it was given: "quickstart.yaml:12", "--set" or "configure"."""
+    """The place where a setting was given: "quickstart.yaml:12", "--set" or "configure"."""
 
 
 FOREIGN_KEYS = {
@@ -36,11 +36,11 @@ FOREIGN_KEYS = {
 }
 """Name that other libraries have for a setting, and that looks like no key of ours -> the key."""
 _MENDS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
-"""Pydantic's error type -> what to write in YAML, where pydantic's text does not say it."""
+"""Pydantic's error type -> the suggestion in YAML, where pydantic's text has none."""
 
 
 def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigError:
-    """The error about the first wrong key, in one line, and how many others are wrong."""
+    """The error about the first wrong key, in one line, and the number of other wrong keys."""
     problems: dict[str, list[Any]] = {}
     for problem in error.errors(include_url=False):
         problems.setdefault(_key_of(problem), []).append(problem)

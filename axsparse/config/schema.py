@@ -138,11 +138,12 @@ class PipelineConfig(Section):
     """In which order a stage works."""
 
     schedule: Literal["message-driven", "1f1b", "gpipe"] = "message-driven"
-    """`message-driven`: what has arrived decides what runs next. `1f1b` (a forward and a
-    backward in turn) and `gpipe` (all forwards, then all backwards; holds all activations) are
-    fixed orders, for comparison: the same losses, bit by bit."""
+    """`message-driven`: arrivals decide the next action. `1f1b` (a forward and a backward in turn)
+    and `gpipe` (all forwards, then all backwards; holds all activations) are fixed orders, for
+    comparison: the same losses, bit by bit."""
     prefer: Literal["alternate", "backward", "forward"] = "alternate"
-    """message-driven: what runs when a forward and a backward have both arrived."""
+    """message-driven: the action that runs first when a forward and a backward have both
+    arrived."""
     slack: Natural | Auto = "auto"
     """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 if
     memory requires it. With `layout.cluster`, as many as are worth their memory: see
@@ -189,12 +190,12 @@ class PruningConfig(Section):
         "iterative",
     ] = "magnitude"
     """Once, at `at_step`: `magnitude` keeps the largest absolute weights, `random` a random choice,
-    `custom` what the Python API's `score` says, `zeros` what is not zero in the loaded weights,
-    `wanda` the largest |weight| × norm of its input in each row, over `calibration_samples`;
-    `sparsegpt` removes what changes the outputs least, and changes the kept weights to make up;
-    `snip` the largest |weight × gradient| of one batch. Over time: `early-bird` searches dense
-    until the mask of largest weights settles; `gradual` prunes more and more; `iterative` prunes,
-    rewinds and trains again (lottery tickets)."""
+    `custom` the entries of highest `score` of the Python API, `zeros` the nonzeros of the loaded
+    weights, `wanda` the largest |weight| × norm of its input in each row, over
+    `calibration_samples`; `sparsegpt` removes what changes the outputs least, and changes the kept
+    weights to make up; `snip` the largest |weight × gradient| of one batch. Over time: `early-bird`
+    searches dense until the mask of largest weights settles; `gradual` prunes more and more;
+    `iterative` prunes, rewinds and trains again (lottery tickets)."""
     sparsity: Rate = 0.9
     """Fraction of the entries of the pruned tensors that is removed; 0 prunes nothing. zeros: the
     fraction that is zero, to the hundredth; runs are planned with it."""
@@ -229,7 +230,7 @@ class PruningConfig(Section):
     """early-bird: how masks differ. `churn`: fraction of the kept entries that is replaced;
     `hamming`: fraction of all entries, by which at high sparsity even random masks are close."""
     undrawn: Literal["fail", "draw"] = "fail"
-    """early-bird: what happens if no mask has settled by `until_step`."""
+    """early-bird: the reaction if no mask has converged by `until_step`."""
     rewind_step: Natural | Literal["auto", "never"] = "auto"
     """Step whose weights the kept entries return to after each pruning; warm-up and decay of the
     learning rate then begin anew. 0: the initial weights; any other step costs 4 bytes an entry
@@ -241,9 +242,8 @@ class PruningConfig(Section):
     pass through the model before the first step."""
     heal: Literal["none", "blocks"] = "none"
     """Before the first step, for loaded weights that are pruned at once: `blocks` fits the kept
-    weights, norms and biases of one layer after the other to what the dense layer put out, and of
-    the last one by the loss as well, over the calibration samples, and takes the state of one
-    layer."""
+    weights, norms and biases of one layer after the other to the dense layer's outputs, and of the
+    last one by the loss as well, over the calibration samples, and takes the state of one layer."""
     heal_passes: Count = 2
     """heal: how often all calibration samples are seen."""
     heal_batch: Count = 1
@@ -257,8 +257,8 @@ class PruningConfig(Section):
     SMET (arXiv 2606.00888), 0 divides nothing. Those that `optimizer.learning_rates` names have
     theirs."""
     mask: PathText | None = None
-    """A mask file, or a run that has found a mask: what is kept from the start, under any layout.
-    It replaces method and sparsities of this section."""
+    """A mask file, or a run that has found a mask, which is applied from the start, under any
+    layout. It replaces method and sparsities of this section."""
 
     @model_validator(mode="after")
     def _patterns_keep_as_much_everywhere(self) -> PruningConfig:
@@ -346,10 +346,11 @@ class SamoConfig(Section):
     integers, so that a run has the same bits with any number of replicas."""
     sparse_products: bool | Literal["auto"] = "auto"
     """On CPUs that multiply bf16 (AVX-512 BF16), with numba and at most two threads a rank: compute
-    the products of linear layers with mostly pruned weights from what is kept, the gradient of the
-    weight where at most a fifth is kept, the other two where 0.3 are (0.05 on CPUs with AMX). At a
-    tenth they take a third of the time. Rounding is as ever, but sums are added in another order.
-    `auto` and `true` are the same: in the plain linear modules of every model, yours included."""
+    the products of linear layers with mostly pruned weights from the kept entries, the gradient of
+    the weight where at most a fifth is kept, the other two where 0.3 are (0.05 on CPUs with AMX).
+    At a tenth they take a third of the time. Rounding is as ever, but sums are added in another
+    order. `auto` and `true` are the same: in the plain linear modules of every model, yours
+    included."""
     shard_optimizer: bool | Literal["auto"] = False
     """Each replica holds and updates only its share of master weights and moments (ZeRO stage 1):
     the same losses, as many bytes sent. `auto`: where there are replicas to share with."""
@@ -458,11 +459,11 @@ class ScheduleConfig(Section):
     step_every: Count = 1000
     """step: steps between two falls of the learning rate, counted from the first of the run."""
     step_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """step: what each fall multiplies the learning rate by."""
+    """step: the factor by which each fall multiplies the learning rate."""
 
 
 class TrainConfig(Section):
-    """How long the run is and what it reports."""
+    """The length of the run and its reports."""
 
     steps: Count = 100
     """Optimizer steps."""
@@ -479,7 +480,7 @@ class TrainConfig(Section):
     `metrics.jsonl` then; 0 never looks."""
     check_layers: bool | Auto = "auto"
     """Whether each distinct layer is compared with plain torch before the first step, by its
-    outputs and gradients for one microbatch; what differs ends the run. `auto` does so for all
+    outputs and gradients for one microbatch; a difference ends the run. `auto` does so for all
     models but the package's own decoder, and not in a run that is resumed."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Torch's CPU threads in each rank; fixed, since the numerics depend on them."""
@@ -498,8 +499,8 @@ class CheckpointConfig(Section):
 
     every: Natural | Auto = 500
     """Steps between two checkpoints; the last step is saved as well. 0 saves only when the run is
-    asked to stop (SIGUSR1, SIGTERM). `auto` measures what a save costs, and saves as often as loses
-    the least time with `mtbf_hours`."""
+    asked to stop (SIGUSR1, SIGTERM). `auto` measures the cost of a save, and chooses the interval
+    that loses the least time with `mtbf_hours`."""
     mtbf_hours: Annotated[float, Field(gt=0.0, le=1e6)] = 24.0
     """Mean hours between two failures of the job, for `every: auto`: the mean hours of one host,
     divided by the number of hosts."""
@@ -534,13 +535,13 @@ class WatchdogConfig(Section):
     70; five times as many until the first step is done. It has to be longer than the longest
     forward or backward, and than your own work between two steps. 0 never ends a run."""
     slow_ratio: Annotated[float, Field(gt=1.0)] | None = 1.5
-    """A rank that computes so many times as long as others is warned of; null never warns."""
+    """A rank that computes so many times as long as the others is reported; null never warns."""
     slow_steps: Count = 20
     """Steps whose compute times are added up for `slow_ratio`."""
 
 
 class ObserveConfig(Section):
-    """Where copies of the records of `metrics.jsonl` go; what fails there never ends a run."""
+    """Copies of the records of `metrics.jsonl`; an error there never ends a run."""
 
     tensorboard: bool = False
     """Whether `tensorboard/` in the run directory has them; needs `axsparse[tensorboard]`."""
@@ -550,13 +551,13 @@ class ObserveConfig(Section):
 
 @dataclass
 class Source:
-    """Where a configuration was read. It is no part of what that says: any two are equal."""
+    """The origin of a configuration. It does not count in comparisons: any two are equal."""
 
     name: str | None = None
     """The stem of its file, or another name that was given to it; None if it has none."""
     settings: Mapping[str, tuple[Any, str | None]] = field(default_factory=dict)
-    """Dotted key -> the value that it had there, and what set it: a line, or an override; None if
-    the value counts as a default."""
+    """Dotted key -> its value there, and its origin: a line, or an override; None if the value
+    counts as a default."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Source)
@@ -593,13 +594,13 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate moves."""
     train: TrainConfig = TrainConfig()
-    """How long the run is and what it reports."""
+    """The length of the run and its reports."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints of the run."""
     watchdog: WatchdogConfig = WatchdogConfig()
     """When the run counts as hung, and a rank as slow."""
     observe: ObserveConfig = ObserveConfig()
-    """Where copies of the records go."""
+    """Copies of the records."""
     transport: Literal["auto", "nccl", "mpi", "local"] = "auto"
     """How ranks communicate: `mpi` (between GPUs by way of pinned host memory), `nccl` for
     transfers between GPUs, `local` for a single process without MPI. `auto` takes NCCL if each rank
@@ -607,7 +608,7 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
     """Seed of initial weights, masks, dropout and the order of the data."""
     run_dir: PathText = "auto"
-    """Where the run writes; `auto` is `runs/<config name>`, numbered if that exists."""
+    """The run directory; `auto` is `runs/<config name>`, numbered if that exists."""
 
     @property
     def name(self) -> str:
@@ -616,7 +617,7 @@ class Config(Section):
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """Dotted key -> what set it: "quickstart.yaml:12", "--set", or "configure" for values of a
+        """Dotted key -> its origin: "quickstart.yaml:12", "--set", or "configure" for values of a
         program, which copies with other values have, too. Keys that nobody set are absent."""
         origins: dict[str, str | None] = {}
         for section in self.model_fields_set:

@@ -19,7 +19,7 @@ Natural = Annotated[int, Field(ge=0, le=10**9)]
 Width = Annotated[int, Field(ge=1, le=10**7)]
 """A size of a tensor: products of two fit torch's whole numbers."""
 Few = Annotated[int, Field(ge=1, le=10_000)]
-"""A count of what a process makes one by one, such as layers."""
+"""A number of things that a process makes one by one, such as layers."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A fraction that may be 0 but never 1: a sparsity, a dropout, a decay coefficient."""
@@ -28,7 +28,7 @@ FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list)
 
 
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{)")
-"""Matches what is left of a variable that is not set."""
+"""Matches the remains of a variable that is not set."""
 
 
 def _expanded(text: str) -> str:

@@ -19,7 +19,7 @@ MASKS = ("completion_mask", "assistant_masks")
 PADDING = "attention_mask"
 """The column next to token ids that is 0 for padding, which is no text."""
 MAGIC = b"ARROW1"
-"""Begins an Arrow file with a table of contents; what `datasets` writes is a stream without one."""
+"""Begins an Arrow file with a table of contents; `datasets` writes a stream without one."""
 ROWS = 1024
 """Rows of a Parquet file that are decoded at a time."""
 
@@ -81,7 +81,7 @@ def _opened(pyarrow: Any, file: BinaryIO | NativeFile) -> Any:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """OSError for what pyarrow raises when a file is damaged."""
+    """OSError for pyarrow's errors about a damaged file."""
     try:
         yield
     except (ValueError, KeyError, TypeError, NotImplementedError, MemoryError) as reason:

@@ -149,8 +149,8 @@ class Batches:
     def _plain(
         self, samples: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """The inputs and the targets of samples, without gradients; DataError if they are not what
-        `Dataset.read` may return."""
+        """The inputs and the targets of samples, without gradients; DataError if `Dataset.read`
+        must not return them."""
         if self.dataset is None:
             return (), None
         size = len(samples)
@@ -208,7 +208,7 @@ class Batches:
 
 
 def whole_number(count: object, what: str, least: int = 0) -> int:
-    """A number of targets, by which losses are divided; DataError for what is no such number."""
+    """A number of targets, by which losses are divided; DataError for anything else."""
     try:
         whole: int = int(count)  # type: ignore[call-overload]  # the error says what it rejects
         if whole == count and whole >= least:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from axsparse.runtime.errors import ConfigError
 
 MARKS = re.compile(r"\{%-?\s*generation\b")
-"""Begins, in a template, what the assistant says."""
+"""The beginning of the assistant's words in a template."""
 ASSISTANT = "assistant"
 ROLES = {"human": "user", "gpt": ASSISTANT}
-"""ShareGPT's names of the roles that have others in templates."""
+"""ShareGPT's names of roles, and their names in templates."""
 TOOLS, KWARGS = "tools", "chat_template_kwargs"
 """Columns next to the messages, which `apply_chat_template` gets."""
 TEMPLATE = "chat_template"
@@ -76,7 +76,7 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     counts: list[bool]
-    """Whether a token belongs to what the assistant says, so that the loss counts it."""
+    """Whether a token belongs to the assistant's words, so that the loss counts it."""
 
 
 class ChatTemplate:

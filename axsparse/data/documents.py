@@ -112,7 +112,7 @@ class Stretch(NamedTuple):
     problem: str | None = None
     """Why the document cannot be used."""
     content: Content | None = None
-    """Of a document that is no text, what it is instead."""
+    """The content of a document that is no text."""
 
 
 Reader = Callable[[BinaryIO, Reading], Iterator[Stretch]]
@@ -365,7 +365,7 @@ class Source:
 def find_sources(
     training: Sequence[Path], validation: Sequence[Path], out: Path, reading: Reading
 ) -> tuple[list[Source], list[str]]:
-    """The files that are named, and those below named folders in the order of their paths.
+    """The named files, and the files below named folders in the order of their paths.
 
     Hidden files, links to folders, the folder `out` and files of folders that `reading` does not
     take are skipped. Each file is read once, as validation data if it is named as both. Returned
@@ -443,7 +443,7 @@ class Piece(NamedTuple):
     read: int
     """Bytes of the file that have been read so far."""
     content: Content | None = None
-    """Of a document that is no text, what it is instead."""
+    """The content of a document that is no text."""
 
 
 def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Piece]:

@@ -25,9 +25,10 @@ from axsparse.runtime.errors import DataError, MissingInputError, reading
 
 COLUMN = "input_ids"
 HEADER = struct.Struct("<9sQBQQ")
-"""Of an .idx file: magic, version, type of ids, number of sequences, number of documents + 1.
-The length of each sequence (int32) follows, then the byte of the .bin at which it begins (int64),
-then the sequence that each document begins with (int64), then perhaps a byte for each sequence."""
+"""The header of an .idx file: magic, version, type of ids, number of sequences, number of documents
++ 1. The length of each sequence (int32) follows, then the byte of the .bin at which it begins
+(int64), then the sequence that each document begins with (int64), then perhaps a byte for each
+sequence."""
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 TYPES = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}
 """Types of ids by their numbers; of signed ones, whose ids are not negative."""
@@ -83,7 +84,7 @@ class InPlace:
 
 
 def in_place(path: Path, where: str) -> tuple[InPlace, InPlace | None] | None:
-    """Training and validation ids at a path; None if what lies there is none of these formats.
+    """Training and validation ids at a path; None if the path has none of these formats.
 
     `where` names the setting in messages. Raises DataError for damaged files, MissingInputError for
     files that cannot be read, ConfigError for Arrow files without pyarrow.

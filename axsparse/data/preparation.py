@@ -148,7 +148,7 @@ class Progress(BaseModel):
         return ", ".join(f"{count} {name}" for name, count in self.left_out.items())
 
     def leave_out(self, place: str, problem: str) -> None:
-        """Count a document that cannot be used, by its reason without what stands in brackets."""
+        """Count a document that cannot be used, by its reason without the part in brackets."""
         kind = problem.partition(" (")[0]
         self.left_out[kind] = self.left_out.get(kind, 0) + 1
         if len(self.examples) < EXAMPLES:
@@ -315,7 +315,7 @@ class _Run:
     def __init__(
         self, request: Request, sources: Sequence[Source], folder: Path, console: Console
     ) -> None:
-        """`folder` is for what is not finished; it may have the files of an earlier run."""
+        """`folder` is for unfinished files; it may have the files of an earlier run."""
         self.size = sum(source.size for source in sources)
         """Bytes of all sources."""
         self._request = request
@@ -470,7 +470,7 @@ class _Run:
         )
 
     def _report(self, progress: Progress, tokenizer: Tokenizer) -> None:
-        """Say what was left out and what was written, and show the first tokens as text."""
+        """Report the left out and the written documents, and show the first tokens as text."""
         console = self._console
         if progress.left_out:
             total = sum(progress.left_out.values())
@@ -489,7 +489,7 @@ class _Run:
 
 
 class _Encoder:
-    """Makes of documents what stands in the files of tokens."""
+    """Encodes documents as the files of tokens store them."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, *, marked: bool
@@ -521,7 +521,7 @@ class _Encoder:
 
     def end(self, piece: Piece, ids: Tokens) -> Tokens:
         """The ids after the last piece of a document: a text's own last tokens and the separator,
-        unless they or the given ids end with it; no target, where others are none."""
+        unless they or the given ids end with it; no target, where others are not."""
         separator = self._tokenizer.separator
         is_text = piece.content is None or isinstance(piece.content, Completion)
         last = self._tokenizer.last.tolist() if is_text else []

@@ -139,7 +139,7 @@ class Subwords:
 
     @contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
-        """DataError for what the library raises: an Exception, or a panic of Rust, which is none.
+        """DataError for the library's errors: an Exception, or a panic of Rust, which is none.
 
         Its module, pyo3_runtime, cannot be imported.
         """

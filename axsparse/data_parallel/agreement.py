@@ -53,7 +53,8 @@ class Report:
     """A number below 2⁵³ that is equal for equal weights; 0 on all ranks where weights are not
     compared."""
     fits: Mapping[str, Fit] = field(default_factory=dict)
-    """Where sums are exact: how the largest entry of each tensor fits that has a gradient here."""
+    """Where sums are exact: the fit of the largest entry of each tensor that has a gradient
+    here."""
 
 
 @dataclass(frozen=True)

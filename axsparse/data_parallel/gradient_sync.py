@@ -41,7 +41,7 @@ class _Bucket:
 
     layer: LayerState
     part: range
-    """Its entries in the layer's `owned_sums`."""
+    """The range of the layer's `owned_sums`."""
     wire: Tensor | None = None
     """The copy that is sent; None if the gradient buffer itself is."""
     work: Work | None = None
@@ -103,7 +103,7 @@ class GradientSync:
         self.advance()
 
     def advance(self) -> None:
-        """Start the sums that may start and move those under way on; never waits."""
+        """Start the sums that may start and advance the running ones; never waits."""
         with self._phases("collective"):
             self._advance()
 
@@ -241,7 +241,7 @@ class WeightGather:
         self._under_way: list[tuple[LayerState, Work]] = []
 
     def updated(self, layer: LayerState) -> None:
-        """Send this replica's share of a layer, which is updated, and push what is under way."""
+        """Send this replica's share of a layer, which is updated, and advance the running sends."""
         if not layer.shares.is_sharded or not layer.owned:
             return
         layer.collect_weights()

@@ -44,7 +44,7 @@ class RunningStatistics:
         self._layers = [[slot for slot in slots(module) if slot.persists] for module in modules]
         self._replicas = replicas
         self._shares = shard_bounds(microbatches or 0, replicas.size)
-        """Where the microbatches of each replica begin and end, if statistics are common."""
+        """The bounds of each replica's microbatches, if statistics are common."""
         self._is_common = microbatches is not None
         self._before: list[tuple[BufferSlot, Tensor]] = []
         self._left: list[Tensors] = []
@@ -76,7 +76,7 @@ class RunningStatistics:
             slot.put(own)
 
     def finish(self) -> None:
-        """Close a step that counts: join what the microbatches of all replicas left.
+        """Close a step that counts: join the statistics after the microbatches of all replicas.
 
         All replicas of a stage call this together.
         """
@@ -92,11 +92,11 @@ class RunningStatistics:
         self._before, self._left = [], []
 
     def _note(self) -> None:
-        """Note what a microbatch has left."""
+        """Note the statistics after a microbatch."""
         self._left.append([slot.tensor for slot, _ in self._before])
 
     def undo(self) -> None:
-        """Set the running statistics back to those at `begin`, after a step that is skipped."""
+        """Reset the running statistics to their values at `begin`, after a step that is skipped."""
         for slot, tensor in self._before:
             slot.put(tensor)
         self._before, self._left = [], []
@@ -156,8 +156,7 @@ class RunningStatistics:
 
 
 def _join(norm: Sequence[tuple[BufferSlot, Tensor]], left: Sequence[Tensors]) -> None:
-    """Put what all microbatches of a step together make of the statistics of one normalisation into
-    their places.
+    """Store the statistics of one normalisation after all microbatches of a step.
 
     `norm` has the statistics that the step began with, and `left` those that each microbatch left.
     """

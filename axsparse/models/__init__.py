@@ -1,1 +1,1 @@
-"""Models as lists of layers: what a model declares, and what is found out about it."""
+"""Models as lists of layers: their declaration, and their survey."""

@@ -53,7 +53,7 @@ class TpStyle:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: how to build its module, and what pruning and partitioning must know of it.
+    """One layer: how to build its module, and the facts that pruning and partitioning need.
 
     The module's forward takes the output of the layer before, a tensor or a tuple of tensors
     (passed as separate arguments), and returns a tensor or a tuple of tensors, dense and real or
@@ -127,7 +127,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Model:
-    """A list of layers, the loss, and what else is known of the model.
+    """A list of layers, the loss, and further facts about the model.
 
     `models.survey.survey` checks the declaration and raises ConfigError if it does not fit.
     """
@@ -195,7 +195,7 @@ def odd_values(tensor: Tensor, *, trained: bool) -> str:
 
 
 class StartValues(Protocol):
-    """Start values for all parameters of a model, in place of those that its layers draw.
+    """Start values for all parameters of a model, which replace the layers' drawn ones.
 
     `start_weights.FromFile` reads them from a file, `sequential.OwnValues` from modules in memory.
     For custom values, set `Model.start` to an object with these members. Every rank has one, and
@@ -245,7 +245,7 @@ class _NoDraws(TorchFunctionMode):
 
 
 def on_meta(layer: Layer) -> nn.Module:
-    """The module of a layer on the meta device, without memory; raises what `build` does."""
+    """The module of a layer on the meta device, without memory; raises the errors of `build`."""
     with torch.device("meta"), _NoDraws():
         return layer.build()
 

@@ -1,4 +1,4 @@
-"""Measures what each layer of a model costs on one sample, by running it on the meta device.
+"""Measures the cost of each layer of a model for one sample, by running it on the meta device.
 
 There nothing is computed and nothing is stored; flops and bytes are counted by shapes. A layer
 whose shapes depend on values runs where it will train.
@@ -36,8 +36,8 @@ class CostError(ConfigError):
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one sample's forward pass leaves in memory, in the precision of the run, and what
-    its backward can put off."""
+    """Bytes that one sample's forward pass leaves in memory, in the precision of the run, and the
+    bytes that its backward can defer."""
 
     inputs: int
     """The inputs of the layer, from the layer before."""
@@ -46,14 +46,14 @@ class Activations:
     outputs: int
     """The outputs of the layer, for the next one."""
     widest: int
-    """The largest tensor among what is saved and the outputs; its gradient is as large."""
+    """The largest tensor among the saved ones and the outputs; its gradient is as large."""
     deferred: int = 0
     """Bytes that a split backward keeps for deferred weight gradients: inputs and output gradients
     of the linear and convolution calls whose weight nothing else uses."""
     weight_flops: float = 0.0
     """Flops of the gradients that a split backward puts off."""
     summing: int = 0
-    """The largest buffer in which a rank exchanges a tensor with others that hold other shards."""
+    """The largest buffer in which a rank exchanges a tensor with the ranks of other shards."""
 
 
 class LayerSums(NamedTuple):
@@ -69,7 +69,7 @@ NO_SUMS = LayerSums(NO_SUM, NO_SUM, NO_SUM)
 
 
 class SumCounter(Protocol):
-    """Counts what tensor-parallel ranks exchange while a layer runs."""
+    """Counts the exchanges of tensor-parallel ranks while a layer runs."""
 
     @property
     def largest(self) -> int:
@@ -208,8 +208,8 @@ class Tracer:
         device: torch.device | None = None,
     ) -> None:
         """`example` is the input of the first layer, of as many samples. Floating-point tensors are
-        cast to `dtype`. `counter` counts what the ranks sum that share the layers, if any do. With
-        a `device` layers really run, there."""
+        cast to `dtype`. `counter` counts the sums over tensor-parallel ranks, if layers are
+        sharded. With a `device` layers really run, there."""
         self._dtype, self._samples, self.device = dtype, samples, device
         self._counter = counter
         self._flow = tuple(map(self._input, example))

@@ -78,7 +78,8 @@ def from_sequential(
 
 
 def _refuse_more(modules: nn.Sequential) -> None:
-    """ConfigError for what no stage would run or train, since stages have the children alone."""
+    """ConfigError for code that no stage would run or train, since stages have the children
+    alone."""
     forwards = (nn.Sequential.forward, PlainModel.forward)
     tensors = {**modules._parameters, **modules._buffers}
     hooks = (

@@ -215,7 +215,7 @@ class FromFile:
         return self.convert(name, tensor)
 
     def note(self) -> str:
-        """A text for the user that names what begins anew; empty if nothing does."""
+        """A text for the user that names the tensors that begin anew; empty if there are none."""
         if not self.new:
             return ""
         left = f"; left out of it: {some_of(self.unused)}" if self.unused else ""

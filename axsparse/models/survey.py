@@ -1,4 +1,4 @@
-"""Finds out what a model consists of, layer by layer, without allocating memory for it.
+"""Surveys the contents of a model, layer by layer, without allocating memory for it.
 
 `survey` builds every layer on the meta device, checks the model's declaration, and returns
 names, shapes and costs.
@@ -51,9 +51,9 @@ MULTIPLYING = (
     nn.RNNCellBase,
     nn.MultiheadAttention,
 )
-"""Modules whose weights are matrices that multiply what passes through; these are pruned by
-default. A module with an attribute `multiplies` says so by itself. One with an attribute
-`expert_inputs` has stacks of matrices, one for each expert (see `ParameterInfo`)."""
+"""Modules whose weights are matrices that multiply their inputs; these are pruned by default. A
+module with an attribute `multiplies` says so by itself. One with an attribute `expert_inputs` has
+stacks of matrices, one for each expert (see `ParameterInfo`)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ParameterInfo:
     multiplies: bool = True
     """Whether it is a weight of a linear, convolution, recurrent or attention module."""
     expert_inputs: int = 0
-    """Of a stack of matrices, one for each expert, the dimension of their inputs: 2 in (experts,
+    """The dimension of the inputs in a stack of matrices, one for each expert: 2 in (experts,
     outputs, inputs), 1 in (experts, inputs, outputs). 0: it is no stack."""
 
     @property
@@ -144,7 +144,7 @@ class Survey:
     loss_logits: Callable[[int], int] | None = None
     """`Model.loss_logits`."""
     loss_sums: LayerSums = NO_SUMS
-    """As `LayerInfo.sums`, of the loss."""
+    """Sums over tensor-parallel ranks in the loss, as `LayerInfo.sums`."""
 
     @property
     def num_params(self) -> int:

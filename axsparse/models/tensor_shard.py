@@ -15,7 +15,7 @@ from axsparse.models.layer import Layer
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Where a shard lies in the full tensor: one of `count` consecutive parts of a dimension."""
+    """The place of a shard in the full tensor: one of `count` consecutive parts of a dimension."""
 
     full_shape: tuple[int, ...]
     dim: int
@@ -27,7 +27,7 @@ class TensorShard:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Where the shard begins and ends in each packed matrix."""
+        """The bounds of the shard in each packed matrix."""
         size = self.full_shape[self.dim] // self.packed
         return self.index * size // self.count, (self.index + 1) * size // self.count
 

@@ -1,4 +1,4 @@
-"""The banner: the first lines on the screen say what is trained, where, and what it costs."""
+"""The banner: the first lines on the screen, with the model, the layout, and their cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Charts, which matplotlib draws, and what all HTML pages share: frame, tables, legends, colours.
+"""Charts, which matplotlib draws, and the common parts of all HTML pages: frame, tables, legends,
+colours.
 
 A chart is drawn as inline SVG of a page, or with others as one PNG picture. Everywhere else in the
 house a chart is only data: `Lines`, `Areas`, `Bars` or `Timeline`. In a page its texts and axes
@@ -144,7 +145,7 @@ class Lines:
     curves: Sequence[Curve]
     across: str = "step"
     logarithmic: bool = False
-    """Whether values lie on a logarithmic axis; those that are not positive are left out."""
+    """Whether values lie on a logarithmic axis, which leaves out values that are not positive."""
     across_logarithmic: bool = False
     """Whether steps lie on a logarithmic axis, too; each step is then labelled with its number."""
     crosses: Sequence[float] = ()
@@ -207,7 +208,7 @@ class Lines:
 
 
 def _lonely(ys: Sequence[float]) -> list[int]:
-    """Where a value has no neighbour, so that no line goes through it."""
+    """The positions of values without a neighbour, so that no line goes through them."""
     known = [False, *map(math.isfinite, ys), False]
     return [n for n in range(len(ys)) if known[n + 1] and not known[n] and not known[n + 2]]
 
@@ -218,7 +219,7 @@ class Areas:
 
     title: str
     edges: Sequence[float]
-    """Where each stretch of steps begins, and where the last one ends."""
+    """The beginning of each stretch of steps, and the end of the last one."""
     parts: Mapping[str, Sequence[float]]
     """For each stretch the value of a part, from the bottom."""
     key: Mapping[str, str]

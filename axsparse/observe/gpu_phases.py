@@ -1,4 +1,4 @@
-"""The phases of a GPU: what its compute stream was busy with, and what it waited for.
+"""The phases of a GPU: the seconds in which its compute stream worked, and waited, by cause.
 
 The host runs ahead of its GPU, so the host's clock says little. Instead, the host sets marks on
 the compute stream wherever it begins or ends a phase of work, and asks for their times after the

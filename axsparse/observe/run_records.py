@@ -17,7 +17,8 @@ from axsparse.runtime.errors import DataError, MissingInputError, reading
 
 Value = float | str | None
 Record = Mapping[str, Value]
-"""One line; truth values are 0 and 1, and None stands for what is no text and no finite number."""
+"""One line; truth values are 0 and 1, and None stands for values that are no text and no finite
+number."""
 
 
 @dataclass(frozen=True)

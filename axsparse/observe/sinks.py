@@ -193,7 +193,7 @@ def refuse_missing_packages(config: Config) -> None:
 
 
 def open_records(config: Config, run_dir: Path, path: Path) -> MetricsFile:
-    """Where the records of a run go; OutputError if metrics.jsonl cannot be opened."""
+    """The writers of a run's records; OutputError if metrics.jsonl cannot be opened."""
     observe, sinks = config.observe, []
     if observe.tensorboard:
         folder = run_dir / "tensorboard"

@@ -104,7 +104,7 @@ def _phase(name: str) -> str:
 
 
 def write(path: Path, spans: Iterable[Span], source: str) -> None:
-    """Write a trace; OutputError if it cannot be written. `source` says what was traced."""
+    """Write a trace; OutputError if it cannot be written. `source` names the traced run or plan."""
 
     def rank(span: Span) -> tuple[int, int]:
         return span.replica, span.stage
@@ -134,7 +134,7 @@ def join(path: Path, parts: Sequence[Path], source: str) -> None:
 
 
 def _pieces(parts: Iterable[str], source: str) -> Iterator[str]:
-    """The text of a trace in pieces: the events of its ranks, and around them what JSON needs."""
+    """The text of a trace in pieces: the events of its ranks, between JSON's brackets."""
     yield '{"traceEvents": [\n'
     for number, each in enumerate(parts):
         yield BETWEEN if number else ""

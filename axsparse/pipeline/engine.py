@@ -42,7 +42,7 @@ EVALUATED = 1 << 40
 trains does not confuse them with training microbatches."""
 MOST_AHEAD = 2
 """How many unfinished actions a GPU may have: one that runs and one queued behind it. With more,
-the order would depend on how far the host is ahead, and not on what has arrived."""
+the order would depend on how far the host is ahead, and not on arrivals."""
 AHEAD_ALONE = 8
 """The same of a stage without neighbours, where nothing arrives: a GPU that runs small microbatches
 must not wait until its host has launched the next backward."""

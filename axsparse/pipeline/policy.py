@@ -49,7 +49,7 @@ class Action:
 
     @property
     def direction(self) -> Direction | None:
-        """Where the result travels, and whence the input has come; None for weight gradients."""
+        """The direction of the result and of the input; None for weight gradients."""
         return None if self.kind is Kind.WEIGHT else Direction(self.kind)
 
 
@@ -126,7 +126,8 @@ class Policy(Protocol):
 
 
 class MessageDriven:
-    """AxoNN's policy: run what has arrived, within a bound on what a stage holds.
+    """AxoNN's policy: run the microbatches that have arrived, within a bound on the activations of
+    a stage.
 
     A microbatch is in flight from its forward to its backward, when all its activations are kept,
     and with split backwards deferred from its backward to its weight gradients, for which the

@@ -125,7 +125,8 @@ class _Simulation:
         self._durations = durations
         self._edges = edges
         self._events: list[tuple[float, int, int, int, Message | None]] = []
-        """Each is (time, 0 for an arrival and 1 for a decision, number, stage, what arrives)."""
+        """Tuples of time, 0 for an arrival and 1 for a decision, number, stage, and arrived
+        message."""
         self._number = 0
         """The number of the last event, which orders events of one time and kind."""
 

@@ -1,4 +1,5 @@
-"""Who takes the gradients of a stage's linear and convolution weights, and when.
+"""Deferral of the gradients of a stage's linear and convolution weights: who computes them, and
+when.
 
 A backward computes gradients of activations, and of weights. Of the plain modules of a stage
 (`models/module_products.py`) the gradient of the weight can be taken out of the backward:
@@ -60,7 +61,7 @@ class _Waiting:
     left: Counter[nn.Parameter] = field(default_factory=Counter)
     """How many gradients of each weight are not computed yet."""
     sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    """The sum of those that are computed, of weights that have further ones."""
+    """The sum of the computed gradients of weights that have further ones."""
     arrived: set[nn.Parameter] = field(default_factory=set)
     """The weights of which the backward will defer no further gradient."""
 
@@ -96,9 +97,8 @@ class DeferredGradients:
         return any(waiting.left[weight] for waiting in self._waiting.values())
 
     def arrive(self, weight: nn.Parameter) -> bool:
-        """Note that the backward which runs has made all gradients of a weight; returns whether it
-        has deferred any, so that what autograd has accumulated in the weight has to wait as
-        well."""
+        """Note that the current backward has made all gradients of a weight; returns whether it has
+        deferred any, so that autograd's gradient in the weight has to wait as well."""
         current = self._current
         if current is None or weight not in current.left:
             return False
@@ -150,7 +150,8 @@ class DeferredGradients:
         return False
 
     def _compute(self, waiting: _Waiting, place: int) -> None:
-        """Compute the deferred gradients at this place, and collect what is complete by it."""
+        """Compute the deferred gradients at this place, and collect the weights that are
+        complete."""
         deferred = waiting.each[place]
         del waiting.each[place]
         weights, gradients = deferred.weights, deferred.gradients()
@@ -210,7 +211,7 @@ class WeightProducts:
         saved: tuple[Tensor, Tensor],
         compute: Callable[..., list[Tensor]],
     ) -> list[Tensor | None]:
-        """Defer the gradients, or accumulate what is kept of them; None for each that is taken.
+        """Defer the gradients, or accumulate their kept entries; None for each that is taken.
 
         A weight on which others than the collector have hooks keeps its gradient in autograd, where
         those hooks expect it. So does every weight in a backward that a layer starts by itself,
@@ -330,7 +331,7 @@ class StageProducts:
 
     @contextmanager
     def backward_of(self, microbatch: int) -> Iterator[None]:
-        """The backward of a microbatch; what is recomputed there calls the products as well."""
+        """The backward of a microbatch; forwards that it recomputes call the products as well."""
         self.is_in_backward = True
         try:
             if self.deferred is None:
@@ -390,7 +391,7 @@ def _uncompiled(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def _has_hooks(weight: nn.Parameter) -> bool:
-    """Whether others than the collector have hooks on a weight."""
+    """Whether a weight has hooks other than the collector's."""
     hooks = weight._post_accumulate_grad_hooks or ()
     return bool(weight._backward_hooks) or len(hooks) > 1
 

@@ -30,7 +30,7 @@ class Baseline:
     formula: str
     """Bytes of state for each parameter, on a device."""
     nbytes: float
-    """Of a device, overhead included."""
+    """Bytes of a device, overhead included."""
 
 
 def baselines(

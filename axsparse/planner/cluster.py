@@ -27,7 +27,7 @@ DEFAULT_CLUSTER = "laptop"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a constant comes from."""
+    """The origin of a constant."""
 
     kind: Kind
     source: str
@@ -57,7 +57,7 @@ class Cluster:
     """Seconds from the end of sending to the arrival, in which neither is busy."""
     message_overhead: float | None = None
     """Seconds that sending or receiving a message takes from a stage whatever its bytes, as its
-    host waits for the device before it launches what follows."""
+    host waits for the device before it launches the next kernels."""
     inter_node_bandwidth: float
     """B_p between nodes."""
     inter_node_latency: float
@@ -80,7 +80,7 @@ class Cluster:
     """τ: the time of the products that make gradients of weights, relative to as many flops at
     `efficiency`; None: 1."""
     traffic: float | None = None
-    """Bytes that kernels move, over those that `benchmarks/published/transformer.py` counts; None
+    """Bytes that kernels move, relative to the count of `benchmarks/published/transformer.py`; None
     where `efficiency` carries that time as well."""
     fused_attention: float | None = None
     """1 if the cluster's usual software computes attention without storing scores, 0 or None if

@@ -35,7 +35,7 @@ from axsparse.planner.plan_report import (
 from axsparse.runtime.console import format_bytes
 
 MOST_LAYOUTS = 6
-"""Of a table that stands open."""
+"""Rows of a table that is not folded."""
 
 
 MEMORY_COLOURS = {
@@ -104,7 +104,7 @@ def _timeline(row: Row) -> Timeline:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    """A bar for each stage, and a line at what a rank may take."""
+    """A bar for each stage, and a line at the memory budget of a rank."""
     best = plan.recommended
     there = {name for stage in best.memory for name, value in asdict(stage).items() if value}
     key = {name: colour for name, colour in MEMORY_COLOURS.items() if name in there}

@@ -1,4 +1,4 @@
-"""A way to train on a number of devices, what the planner is asked about it, and what it says.
+"""A layout on a number of devices, the search request to the planner, and its result.
 
 `Layout` has the memory that each of its stages needs; `Row` adds its predicted step.
 """
@@ -69,7 +69,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutQuestion:
-    """A question to the planner: what is trained, on which devices, and what may be tried."""
+    """A search request to the planner: the model, the devices, and the layouts to try."""
 
     workload: Workload
     cluster: Cluster

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from axsparse.planner.baselines import Baseline
 
 MOST_ROOM = 0.85
-"""The part of what a rank may take beyond which no slack is taken: plans are estimates, and a
+"""The part of a rank's memory budget beyond which no slack is taken: plans are estimates, and a
 machine that is nearly full is slow."""
 
 
@@ -163,7 +163,7 @@ def _is_fewest(question: LayoutQuestion, grid: Grid, size: int) -> bool:
 
 
 def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
-    """The layouts that fit, and those that do not, in the order in which they are tried.
+    """The layouts that fit, and the rejected ones, in the order in which they are tried.
 
     ConfigError if the question has one number of tensor-parallel ranks, and the model cannot be
     sharded so.
@@ -213,7 +213,7 @@ def why_not_members(question: LayoutQuestion, members: int) -> str | None:
 
 
 def _try_grid(question: LayoutQuestion, grid: Grid) -> tuple[list[Row], list[Rejection]]:
-    """The microbatch sizes at which this grid fits, and those at which it does not."""
+    """The microbatch sizes at which this grid fits, and the sizes at which it does not."""
     rows: list[Row] = []
     why, sizes = _impossible(question, grid), question.microbatch_sizes
     if why is not None:

@@ -1,4 +1,4 @@
-"""Plans for a configured model: survey it, see what is pruned, and ask the layout search.
+"""Plans for a configured model: survey it, find its pruned tensors, and search the layouts.
 
 This is what `axsparse plan` and `ax.plan_for` call.
 """
@@ -228,7 +228,7 @@ class Subject:
 
 
 def _name(question: LayoutQuestion) -> str:
-    """The method of what is planned."""
+    """The method of the planned training."""
     return "samo" if question.workload.is_pruned else "dense"
 
 

@@ -119,8 +119,7 @@ class Prediction:
     """The predicted memory and time of a run."""
 
     memory_bytes: float
-    """Memory of the fullest rank until the first checkpoint, without what the process holds before
-    it builds anything."""
+    """Memory of the fullest rank until the first checkpoint, without its process's at the start."""
     step_seconds: float | None
     """Predicted seconds of a step; None without a cluster."""
     reason: str | None

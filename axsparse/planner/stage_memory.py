@@ -31,8 +31,7 @@ class StageMemory:
     optimizer: float
     """Optimizer state; if state is offloaded, the part of it that is on the GPU for its update."""
     activations: float
-    """Activations of the microbatches in flight, and what those that wait for their weight
-    gradients hold."""
+    """Activations of the microbatches in flight, and inputs of deferred weight gradients."""
     working: float
     """Temporary memory of one layer's backward: gradients of activations, and the activations
     themselves if it recomputes them."""
@@ -111,7 +110,7 @@ def most_held(
 def _most_of_order(
     schedule: Schedule, stage: int, g_inter: int, microbatches: int, size: float
 ) -> float:
-    """As `most_held`, of an order that is known beforehand."""
+    """The result of `most_held` for a static order."""
     change = {Kind.FORWARD: 1.0, Kind.BACKWARD: size - 1, Kind.WEIGHT: -size}
     actions = schedule.order(stage, g_inter, microbatches)
     return max(accumulate(change[each.kind] for each in actions))
@@ -132,7 +131,7 @@ def needed(need: float, room: float) -> str:
 
 
 def of_memory(need: float, budget: float) -> str:
-    """ "3.1 of 72": gigabytes that are needed, and those that there are."""
+    """A text such as "3.1 of 72": needed and available gigabytes."""
     return f"{gigabytes(need)} of {float(gigabytes(budget)):g}"
 
 

@@ -33,7 +33,7 @@ from axsparse.runtime.grid import Grid
 
 KERNEL_BYTES = 4.3
 """Bytes that kernels read and write for each byte that a transformer's layer leaves behind or hands
-on: `benchmarks/published/transformer.py` counts 4.1 to 4.9 times what a survey counts, for GPT-3 XL
+on: `benchmarks/published/transformer.py` counts 4.1 to 4.9 times as many as a survey, for GPT-3 XL
 to 13B."""
 
 

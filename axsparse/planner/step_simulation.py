@@ -75,7 +75,8 @@ def simulate_step(
 
 
 def joined_step(costs: StepCosts, pipelines: dict[int, PipelineRun], microbatches: int) -> StepRun:
-    """A step from the pipelines of its replicas: what follows the last backward, and the phases."""
+    """A step from the pipelines of its replicas: the work after the last backward, and the
+    phases."""
     runs = pipelines.values()
     reduced = max(
         max(run.stages[stage].end for run in runs) + costs.all_reduce[stage]

@@ -54,8 +54,8 @@ class CalibrationMemory:
     """Bytes of one stage while its masks are drawn from samples."""
 
     moments: Sequence[tuple[float, float]] = ((0.0, 0.0),)
-    """Of each moment that may be the fullest, what does not depend on the microbatch size, and what
-    each sample of a microbatch takes."""
+    """For each moment that may be the fullest, the bytes that do not depend on the microbatch size,
+    and the bytes for each sample of a microbatch."""
     drawn: float = 0.0
     """The masks and changed weights of the stage, which stay until its state is built."""
 
@@ -66,7 +66,7 @@ class CalibrationMemory:
 
 @dataclass(frozen=True)
 class Behind:
-    """Bytes of what lies behind the last pruned layer of a model, which is fitted by the loss."""
+    """Bytes of the layers after the last pruned layer of a model, which is fitted by the loss."""
 
     state: float = 0.0
     """The layers behind it."""
@@ -211,8 +211,8 @@ class SurveyedModel:
     _loads: dict[tuple[Contents, int, bool], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Loads by what their layers are: a search asks for the same stages repeatedly, and stages of
-    equal layers have equal loads."""
+    """Loads by the contents of their layers: a search asks for the same stages repeatedly, and
+    stages of equal layers have equal loads."""
 
     @property
     def precision(self) -> Precision:

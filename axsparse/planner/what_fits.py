@@ -24,14 +24,14 @@ class Least:
     """The layout that needs least memory of a number of devices."""
 
     nbytes: float
-    """Memory of a device with which a plan finds a layout, rounded up to what is shown."""
+    """Memory of a device with which a plan finds a layout, rounded up as it is shown."""
     layout: Layout
     loads: Sequence[StageLoad]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why no layout fits, and what would."""
+    """The reason why no layout fits, and sufficient memory or devices."""
 
     method: str
     question: LayoutQuestion
@@ -39,7 +39,7 @@ class Refusal:
     least: Least
     fewest: int | None
     """The fewest devices of this memory that would do; None if no number does, or if the number of
-    replicas is given, so that others were not tried."""
+    replicas is given, so that no others were tried."""
     recomputes: bool
     """Whether activations are recomputed."""
     baselines: Sequence[Baseline]

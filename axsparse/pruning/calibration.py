@@ -155,8 +155,8 @@ class Calibration:
         targets: Sequence[Tensors],
         masks: CalibratedMasks,
     ) -> None:
-        """Draw the masks of one layer, and replace its inputs in `flow` by its outputs, and those
-        in `dense` by its outputs with the weights from before."""
+        """Draw the masks of one layer, and replace its inputs in `flow` by its outputs, and its
+        inputs in `dense` by its outputs with the weights from before."""
         built = self._built(layer)
         first = len(flow) - len(dense)
         for number, inputs in enumerate(dense):
@@ -180,7 +180,7 @@ class Calibration:
         targets: Sequence[Tensors],
         masks: CalibratedMasks,
     ) -> tuple[float, float] | None:
-        """Draw the masks of one layer and fit what is kept; returns the errors before and after
+        """Draw the masks of one layer and fit its kept weights; returns the errors before and after
         the last fit, None if nothing is fitted."""
 
         def pass_samples() -> None:
@@ -210,7 +210,7 @@ class Calibration:
         return built
 
     def _take_healed(self, built: BuiltLayer, masks: CalibratedMasks) -> bool:
-        """Take what an earlier start has made of a layer; False if it did not come so far."""
+        """Read a layer that an earlier start has finished; False if it did not come so far."""
         assert self.healed is not None
         file = self.healed.read(built.spec.name)
         agreed = self.fit is None or self.fit.all_agree(file is not None)
@@ -235,7 +235,7 @@ class Calibration:
         masks: CalibratedMasks,
         errors: tuple[float, float] | None,
     ) -> None:
-        """Write what was made of a layer, if anything is pruned there."""
+        """Write the results of a layer, if anything is pruned there."""
         kept: dict[str, Tensor] = {}
         for tensor in built.state.owned:
             name = tensor.name
@@ -295,7 +295,7 @@ class Calibration:
         return errors
 
     def _refuse_no_numbers(self, layer: str, before: float, after: float) -> None:
-        """TrainingError where a layer's outputs, or what healing has made of them, are none."""
+        """TrainingError where the error of a layer is not finite, before or after healing."""
         if not math.isfinite(before):
             raise TrainingError(
                 f"pruning.heal: {layer} puts out numbers in {self.options.dtype} that are not "
@@ -315,7 +315,7 @@ class Calibration:
     def _differences(
         self, built: BuiltLayer, flow: Sequence[Tensors], wanted: Sequence[Tensors]
     ) -> Errors:
-        """The errors of what a layer puts out."""
+        """The errors of a layer's outputs."""
 
         def errors(number: int) -> tuple[Tensor, int]:
             outputs = self._forward(built, number, flow[number])
@@ -326,7 +326,7 @@ class Calibration:
     def _losses(
         self, built: BuiltLayer, flow: Sequence[Tensors], targets: Sequence[Tensors]
     ) -> Errors:
-        """The losses of what the model says with a layer, through the layers behind it."""
+        """The losses of the model with a layer, through the layers after it."""
         through = [built, *map(self._built, self.behind)]
 
         def errors(number: int) -> tuple[Tensor, int]:
@@ -341,7 +341,8 @@ class Calibration:
         return errors
 
     def _forward(self, built: BuiltLayer, number: int, inputs: Tensors) -> Tensors:
-        """The outputs of a layer for a microbatch; what it draws is the same in every pass."""
+        """The outputs of a layer for a microbatch; its random numbers are the same in every
+        pass."""
         name, module = built.spec.name, built.module
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")

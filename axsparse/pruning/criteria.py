@@ -192,7 +192,7 @@ def configured_criterion(config: Config, score: Score | None) -> Criterion:
 
 
 def _refuse_missing_arguments(config: Config, score: Score) -> None:
-    """ConfigError for a score that takes what the method does not have when it draws masks."""
+    """ConfigError for a score with arguments that the method does not have when it draws masks."""
     pruning = config.pruning
     draws_later = pruning.method in ("gradual", "iterative") or (
         pruning.method == "custom" and pruning.at_step > 0
@@ -231,7 +231,7 @@ def _takes(score: Score, argument: str) -> bool:
 
 
 def _refuse_other_arguments(score: Score) -> None:
-    """ConfigError for a score that cannot be called with what there is for it."""
+    """ConfigError for a score that cannot be called with its arguments."""
     try:
         parameters = signature(score)
     except (TypeError, ValueError):  # as above

@@ -268,8 +268,8 @@ def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:
 
 
 def _sizes(masters: Mapping[str, Tensor]) -> dict[str, float]:
-    """The root mean square of each tensor's entries that are not zero; of a tensor of zeros, the
-    largest of the others."""
+    """The root mean square of each tensor's nonzero entries; a tensor of zeros gets the largest of
+    the other tensors'."""
     sizes = {
         name: math.sqrt(float(master.square().sum()) / max(int(master.count_nonzero()), 1))
         for name, master in masters.items()

@@ -1,4 +1,4 @@
-"""Which entries of a matrix stay, by what passes through it: Wanda and SparseGPT.
+"""Selection of a matrix's entries by its inputs: Wanda and SparseGPT.
 
 Matrices are (outputs, inputs); x is one token's inputs; sums are over all tokens of all samples.
 
@@ -116,7 +116,7 @@ class WandaStatistics(InputStatistics):
 
 
 class PatchStatistics(WandaStatistics):
-    """Sums of squares of what each entry of a convolution's weight is multiplied with."""
+    """Sums of squares of the inputs of each entry of a convolution's weight."""
 
     def __init__(self, convolution: Convolution) -> None:
         sizes = convolution.in_channels, *convolution.kernel_size
@@ -197,8 +197,9 @@ class SparseGptStatistics(InputStatistics):
 
     @staticmethod
     def working(shape: tuple[int, ...]) -> int:
-        """Three matrices of inputs² while the factor is made; then that, weights and mask, and the
-        larger of what decides a block, which torch sorts, and of what a block leaves behind it."""
+        """Three matrices of inputs² while the factor is made; then one, weights and mask, and the
+        larger of the scores of a block, which torch sorts, and of the errors that a block
+        leaves."""
         entries, block = shape[0] * shape[1], shape[0] * min(BLOCK, shape[1])
         square = 4 * shape[1] ** 2
         return max(3 * square, square + 5 * entries + max(28 * block, 4 * (entries + block)))

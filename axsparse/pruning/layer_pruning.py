@@ -1,5 +1,5 @@
-"""Prunes one layer: gathers what its matrices get as input, draws their masks, and puts the kept
-entries into its weights.
+"""Prunes one layer: gathers statistics of its matrices' inputs, draws their masks, and puts the
+kept entries into its weights.
 
 `input_statistics` has the methods that look at inputs, and `expert_statistics` their way through
 the experts of a mixture. A score of the user's own may decide by the norms that Wanda gathers

@@ -231,7 +231,7 @@ def masks_of_zeros(
     total: Callable[[Tensor], Tensor],
 ) -> ZeroMasks:
     """The masks of the zeros in the weights of all stages; ConfigError, on all ranks alike, where
-    the zeros are not what the settings say.
+    the zeros do not fit the settings.
 
     `values` has, by name, functions that give the initial weights of the tensors that count on
     this rank, one at a time. `total` sums a vector of integers over all ranks, which call this

@@ -30,7 +30,7 @@ def canonical(tensor: Tensor) -> Tensor:
 
 
 def _default_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of new memory; kernels read also those that `is_contiguous` ignores."""
+    """The strides of new memory; kernels also read strides that `is_contiguous` ignores."""
     strides, stride = [], 1
     for size in reversed(tensor.shape):
         strides.append(stride)

@@ -113,7 +113,7 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for the sends and release what the link holds; all ranks of the grid close
+        """Wait for the sends and release the link's resources; all ranks of the grid close
         together. A message that its receiver has not taken by then may be dropped."""
         ...
 
@@ -218,7 +218,7 @@ class Backoff(Protocol):
 
 
 def shard_bounds(numel: int, size: int) -> list[int]:
-    """Where even shards of a flat buffer start and end: rank r owns [b[r], b[r + 1])."""
+    """The bounds of even shards of a flat buffer: rank r owns [b[r], b[r + 1])."""
     return [rank * numel // size for rank in range(size + 1)]
 
 
@@ -243,7 +243,7 @@ class Closable(Protocol):
 
 
 class Transport(Protocol):
-    """How one rank reaches the others."""
+    """The connections of one rank to the others."""
 
     name: str
     """Shown on the screen and in `config.yaml`."""

@@ -108,7 +108,7 @@ class HostChannel(Protocol):
         ...
 
     def receive(self, piece: Tensor) -> Event:
-        """Start receiving into a flat tensor of bytes, which has the size of what is sent."""
+        """Start receiving into a flat tensor of bytes, which has the size of the sent message."""
         ...
 
 

@@ -53,7 +53,7 @@ class Closable(Protocol):
     """A trainer as a job sees it."""
 
     def close(self) -> None:
-        """Save what was left in the middle, and end all threads."""
+        """Save a run that was left in the middle, and end all threads."""
         ...
 
 
@@ -74,7 +74,7 @@ class Job:
         self.where = f"rank {transport.rank}"
         """Names this rank in messages; "rank 3 (stage 1, replica 1)" once there is a grid."""
         self.run_dir: Path | None = None
-        """Where tracebacks of internal errors go; None until there is a run directory."""
+        """The file for tracebacks of internal errors; None until there is a run directory."""
         self.in_progress: list[Closable] = []
         """The trainers whose runs have begun and are not closed."""
         self._branches: list[tuple[Transport, Callable[[], object | None]]] = []
@@ -180,7 +180,7 @@ def _line_of_all(job: Job, failure: AxsparseError) -> str | None:
 
 
 def _leave(job: Job) -> None:
-    """Close what is open, once all ranks have nothing left to do.
+    """Close all resources, once all ranks have nothing left to do.
 
     All ranks have to make the same trainers: if one makes another, all end with ConfigError; if one
     trains on, the others wait until the watchdog ends them. What was left in the middle of its run

@@ -10,13 +10,13 @@ from axsparse.runtime.errors import ConfigError
 LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
 """An MPI launcher sets one of these environment variables in every process, to its rank."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE")
-"""Where launchers say how many ranks they started: Open MPI's mpirun; MPICH's mpirun and srun
-with a PMI; jsrun."""
+"""The variables in which launchers say how many ranks they started: Open MPI's mpirun; MPICH's
+mpirun and srun with a PMI; jsrun."""
 SRUN_SIZE = "SLURM_STEP_NUM_TASKS"
 """The number of processes that srun started. If one of `SIZE_VARIABLES` is set as well, these may
 be the daemons of an mpirun, one a node; SLURM_NTASKS then counts daemons, too."""
 JOB_SIZE = "AXSPARSE_RANKS"
-"""Where a job script of `axsparse submit` says how many ranks it starts."""
+"""The variable in which a job script of `axsparse submit` says how many ranks it starts."""
 
 
 def write_line(text: str) -> None:

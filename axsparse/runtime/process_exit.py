@@ -1,4 +1,4 @@
-"""The one way out of the process; docs/reference/exit-codes.md says what each code means."""
+"""The one way out of the process; docs/reference/exit-codes.md explains each code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def exit_at_once(code: int) -> NoReturn:
 
 
 def flush_streams() -> None:
-    """Write out what stdout and stderr still have; a reader that has gone is no mistake."""
+    """Flush stdout and stderr; a reader that has gone is no mistake."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:

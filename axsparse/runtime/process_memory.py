@@ -86,7 +86,7 @@ def _set_malloc(setting: int, value: int) -> bool:
 
 
 def host_memory_bytes(cgroup: Path = cgroups.CGROUP, own: Path = cgroups.OWN) -> int:
-    """Bytes of memory of this machine, or what a container or a job may have of it."""
+    """Bytes of memory of this machine, or the limit of its container or job."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([whole, *_limits(cgroup, own)])
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers come from: versions of packages, and the commit of the checkout."""
+"""Provenance of a run's numbers: versions of packages, and the commit of the checkout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a run's numbers may depend on, and the type of the machine."""
+    """Versions of packages that a run's numbers may depend on, and the type of the machine."""
     return {
         "axsparse": __version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, never on which rank draws them or when."""
+"""Random numbers that depend on their purpose, never on which rank draws them or when."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def seed_all(*key: int | str) -> None:
 
 
 def seed_main() -> None:
-    """Start these generators as on every other rank, for what `main` of a job draws."""
+    """Start these generators as on every other rank, for draws in `main` of a job."""
     torch.manual_seed(0)
     random.seed(0)
     if isinstance(_NUMPY.get_bit_generator(), np.random.MT19937):  # others take no seed

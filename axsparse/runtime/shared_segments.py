@@ -49,7 +49,7 @@ def leftovers(shared: Path, processes: Path) -> list[str]:
 
 
 def remove_leftovers(shared: Path = SHARED, processes: Path = PROCESSES) -> None:
-    """Remove what earlier jobs of this user left, for a job that starts on this host."""
+    """Remove the segments of earlier jobs of this user, for a job that starts on this host."""
     with contextlib.suppress(OSError):
         for name in leftovers(shared, processes):
             with contextlib.suppress(OSError):

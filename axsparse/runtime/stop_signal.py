@@ -37,7 +37,7 @@ class StopRequest:
         self.reason: str | None = None
         """The name of the first signal; None if there was none."""
         self.echo_seconds = 5.0
-        """How long after the first signal others are taken for the same one."""
+        """Seconds after the first signal in which further ones count as the same."""
         self._heard_at = 0.0
         self._leave = leave
         self._pipe: tuple[int, int] | None = None

@@ -1,1 +1,1 @@
-"""SAMO: what is kept of each parameter, and how it is stored and updated."""
+"""SAMO: the kept entries of each parameter, and how they are stored and updated."""

@@ -1,4 +1,4 @@
-"""Where training state lives, and what computes on it there: torch on a CPU, kernels on a GPU.
+"""Backends of training state: torch on a CPU, kernels on a GPU.
 
 Start values and masks are made on the host and moved to the device; what pruning scores and
 checkpoints hold is moved back to the host. Everything else stays on the device.

@@ -31,7 +31,7 @@ from axsparse.samo.host.compiled_loops import Loop, can_compile
 ADD = Loop("axsparse.samo.host.step_loops", "add_integers")
 SMALL = 4096
 """Tensors of up to this number of kept entries are added for several microbatches at once, on CPUs,
-by torch: most tensors of a transformer are vectors, for which a call costs more than what it does.
+by torch: most tensors of a transformer are vectors, for which a call costs more than its work.
 Longer ones take a compiled loop."""
 TOGETHER = 8
 """For how many microbatches, at most."""
@@ -66,7 +66,7 @@ def add(sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bo
 
 
 def add_parts(sums_K: Tensor, parts: Tensor, unit: float, most: Tensor, *, adds: bool) -> None:
-    """As `add` of each of some parts, `(parts, kept)`, in one operation for all of them."""
+    """The sum of `add` over some parts, `(parts, kept)`, in one operation for all of them."""
     if not parts.numel():
         return  # nothing of the tensor is kept
     torch.maximum(most, parts.abs().amax().float(), out=most)
@@ -82,7 +82,7 @@ def add_parts(sums_K: Tensor, parts: Tensor, unit: float, most: Tensor, *, adds:
 def _add_by_loop(
     sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bool
 ) -> None:
-    """As `add`, with the same bits wherever all entries fit."""
+    """A faster `add`, with the same bits wherever all entries fit."""
     if values_K.dtype == torch.float16:
         values_K = values_K.float()
     values = (values_K.view(torch.uint16) if values_K.itemsize == 2 else values_K).numpy()
@@ -106,12 +106,12 @@ class Fit(IntEnum):
     """How the largest entry of a tensor in any microbatch fits its unit."""
 
     COARSE = 0
-    """It has fewer than `LEAST_BITS` bits, and is not zero."""
+    """The entry has fewer than `LEAST_BITS` bits, and is not zero."""
     ROOMY = 1
     """A unit of half the size would leave the margin as well."""
     GOOD = 2
     TOO_LARGE = 3
-    """It does not fit."""
+    """The entry does not fit."""
     NOT_FINITE = 4
 
 
@@ -125,8 +125,8 @@ class Units:
         self._room = 62 - math.ceil(math.log2(PARTS * microbatches))
         """Bits that an entry of one microbatch may have."""
         self._jump = self._room - LEAST_BITS
-        """By how many bits a unit changes for the next pass: what was too large is not coarse then,
-        and what was coarse is not too large."""
+        """Bits by which a unit changes for the next pass: too large an entry does not become
+        coarse, nor a coarse one too large."""
         assert self._jump > 0, "so many microbatches leave no room"
         self._exponents = exponents
 
@@ -153,7 +153,7 @@ class Units:
 
     def follow(self, fits: Mapping[str, Fit]) -> bool:
         """Choose the units for the next pass; returns whether this step's gradients count, or are
-        to be computed again. `fits` has the largest of what all ranks report of a tensor."""
+        to be computed again. `fits` has the largest report of all ranks on a tensor."""
         again: dict[str, int] = {}
         smaller: dict[str, int] = {}
         for name, fit in fits.items():

@@ -87,7 +87,7 @@ class GradientCollector:
         ]
 
     def begin(self) -> None:
-        """Open a step: the first gradient of each tensor replaces what is there."""
+        """Open a step: the first gradient of each tensor replaces the last step's."""
         self._is_last = self._has_seen_last = False
         self._running.clear()
         self._sampled.clear()

@@ -36,8 +36,8 @@ class BuiltLayer:
     state: LayerState
 
     def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank answers for, with global names: shards, and on the first
-        of several tensor-parallel ranks those that all of them have."""
+        """The parameters that this rank answers for, with global names: shards, and on the first of
+        several tensor-parallel ranks also the replicated ones."""
         shards = {id(t.parameter): t.name for t in self.state.tensors if t.shard is not None}
         is_first = self.state.group is None or self.state.group.rank == 0
         for name, parameter in self.module.named_parameters():
@@ -70,7 +70,7 @@ class StateOptions:
     start: StartValues | None = None
     """The values that the model starts from; None leaves that to its layers."""
     backend: Backend = HOST
-    """The device of the state, and what computes there."""
+    """The device of the state, and its compute functions."""
 
     @property
     def types(self) -> StateTypes:
@@ -183,8 +183,8 @@ def full_module(built: BuiltLayer) -> nn.Module:
 
 
 def full_weights(built: BuiltLayer) -> Iterator[tuple[str, Tensor]]:
-    """The full parameters of a layer as they are now, by their names within it; those that are not
-    sharded are no copies.
+    """The full parameters of a layer as they are now, by their names within it; unsharded ones are
+    no copies.
 
     Tensor-parallel ranks go through them together.
     """

@@ -42,7 +42,7 @@ class StateTypes:
     gradient: torch.dtype
     """The type of accumulated gradients: the weights' type, fp32, or int64 for exact sums."""
     master: MasterKind
-    """Where the fp32 master weights are."""
+    """The place of the fp32 master weights."""
     moments: tuple[str, ...] = ()
     """Names of the optimizer's moments."""
     index: IndexKind = "int32"
@@ -248,7 +248,7 @@ class LayerState:
                 tensor.full_kept = tensor.kept
         self._lay_gradient(self._zeros(self.shares.total, types.gradient))
         self.most = self._zeros(len(self.tensors) if self.is_exact else 0)
-        """Of each tensor, the largest absolute value that sums of integers took in this step."""
+        """By tensor, the largest absolute value that sums of integers took in this step."""
         for number, tensor in enumerate(self.tensors if self.is_exact else ()):
             tensor.most = self.most[number : number + 1]
         self.optimizer_state = OptimizerState(self.shares, types.master, types.moments, backend)
@@ -304,7 +304,7 @@ class LayerState:
         return slice(tensor.offset, tensor.offset + tensor.kept)
 
     def accumulate(self, tensor: TensorState, dense: Tensor) -> None:
-        """Add a dense gradient's kept entries; the first of a step replaces what was there."""
+        """Add a dense gradient's kept entries; the first of a step replaces the last step's."""
         dense_D = dense.reshape(-1)
         if self.is_exact:
             on_device = tensor.index.on_device
@@ -356,7 +356,7 @@ class LayerState:
         tensor.is_summed = True
 
     def begin_step(self) -> None:
-        """Open a step: the first gradient of each tensor replaces what is there."""
+        """Open a step: the first gradient of each tensor replaces the last step's."""
         for tensor in self.tensors:
             tensor.accumulated = tensor.is_summed = False
             tensor.waiting.clear()
@@ -364,7 +364,7 @@ class LayerState:
             self.most.zero_()
 
     def complete_sums(self) -> None:
-        """Add what waits to be added: all gradients of a step are in."""
+        """Add the waiting gradients: all gradients of a step are in."""
         for tensor in self.tensors:
             if tensor.waiting:
                 self._add_waiting(tensor)
@@ -425,14 +425,14 @@ class LayerState:
         return self.gathered(tensor, mask_D).view(-1)
 
     def _dense_full(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
-        """A tensor in its shape, on the host, from the kept values of what is here."""
+        """A tensor in its shape, on the host, from its kept values here."""
         tensor = self.by_full_name[name]
         values_K = values(tensor)
         is_dense = tensor.kept == tensor.parameter.numel()
         return self.gathered(tensor, values_K.cpu() if is_dense else self._dense(tensor, values_K))
 
     def _kept_of_full(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
-        """The kept entries of a tensor, on the host, from those that are here."""
+        """The kept entries of a tensor, on the host, from the entries here."""
         tensor = self.by_full_name[name]
         if tensor.shard is None:
             return values(tensor).cpu()
@@ -440,8 +440,8 @@ class LayerState:
         return dense_D if tensor.full_kept == tensor.full_numel else dense_D[self.mask(name)]
 
     def gathered(self, tensor: TensorState, part: Tensor) -> Tensor:
-        """Values of a full tensor in its shape, from those that are here and on other ranks, which
-        call this together."""
+        """Values of a full tensor in its shape, from the shards here and on other ranks, which call
+        this together."""
         if tensor.shard is None:
             return part.view(tensor.full_shape)
         assert self.group is not None, f"{tensor.name} is sharded"

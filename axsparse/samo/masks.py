@@ -1,4 +1,4 @@
-"""Masks, which say what entries of which tensors are kept, and the pruning of live state by them.
+"""Masks, the kept entries of each pruned tensor, and the pruning of live state by them.
 
 `samo/layer_construction.py` and `prune_in_place` take any `Masks`; `pruning/` has the
 implementations, from scores, from a mask file or from a checkpoint. Live state is pruned one

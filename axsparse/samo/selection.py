@@ -44,8 +44,8 @@ def by_magnitude(scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a selection ends: scores with keys above `key` are kept, and of those with this key the
-    first `ties`, by position."""
+    """The threshold of a selection: scores with keys above `key` are kept, and of the scores with
+    this key the first `ties`, by position."""
 
     key: int
     ties: int

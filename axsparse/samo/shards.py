@@ -25,7 +25,7 @@ of the numerics: the norm is a sum of one partial a block."""
 
 
 def share_bounds(kept: Sequence[int], replicas: int) -> list[int]:
-    """Where the shares of a layer's kept entries begin and end: replica r has [b[r], b[r + 1]).
+    """The bounds of the shares of a layer's kept entries: replica r has [b[r], b[r + 1]).
 
     `kept` has the kept entries of each tensor, in the order of the layer's flat buffers. The bounds
     are the ends of blocks nearest to equal shares, so a share may be empty in a small layer.

@@ -61,7 +61,7 @@ that offsets of 8 bytes still leave a mask below 0.129 bytes an entry."""
 MASK_WORD = 64
 """Dense entries of a word, the unit in which a mask is read."""
 MasterKind: TypeAlias = Literal["weight", "fp32"]
-"""Where fp32 master weights are: in an fp32 weight, or in a buffer."""
+"""The place of fp32 master weights: an fp32 weight, or a buffer."""
 MASTER_BYTES: dict[MasterKind, int] = {"weight": 0, "fp32": 4}
 MOMENT_BYTES = 4
 VISITS = 2
@@ -86,7 +86,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Bytes on the device that trains: all but what is offloaded."""
+        """Bytes on the device that trains: all state but the offloaded."""
         return sum(self._parts()) - self.offloaded
 
     def _parts(self) -> Iterable[int]:
@@ -151,7 +151,7 @@ class TensorSize:
 
 
 def master_kind(*, half: bool) -> MasterKind:
-    """Where the masters of half-precision or fp32 weights are."""
+    """The place of the masters of half-precision or fp32 weights."""
     return "fp32" if half else "weight"
 
 

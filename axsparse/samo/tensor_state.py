@@ -52,7 +52,7 @@ class TensorState:
     is_summed: bool = False
     """Whether this step's sums of integers have something in them."""
     shard: TensorShard | None = None
-    """Where it lies in the full tensor, if it is a shard of one."""
+    """The place in the full tensor, if this is a shard of one."""
     full_kept: int = 0
     """Kept entries of the full tensor, on all ranks."""
 
@@ -125,7 +125,7 @@ class Shares:
         self.lay_out()
 
     def lay_out(self) -> None:
-        """Set all offsets and bounds from what the tensors keep now."""
+        """Set all offsets and bounds from the present kept entries of the tensors."""
         total = 0
         for tensor in self.tensors:
             tensor.offset = total
@@ -149,7 +149,7 @@ class Shares:
                 yield start, stop
 
     def held_slice(self, tensor: TensorState, start: int, stop: int) -> slice:
-        """Where a tensor's kept entries [start, stop) stand in the buffers of held entries."""
+        """The place of a tensor's kept entries [start, stop) in the buffers of held entries."""
         shift = tensor.offset - self.held.start
         begin, end = shift + start, shift + stop
         assert begin == end or 0 <= begin < end <= len(self.held), "another replica holds these"
@@ -158,7 +158,8 @@ class Shares:
     def gathered(
         self, tensor: TensorState, read: Callable[[int, int], Tensor], device: torch.device
     ) -> Tensor:
-        """A tensor's fp32 values of all kept entries, `(kept,)`; may be what `read` returns.
+        """A tensor's fp32 values of all kept entries, `(kept,)`; may be the result of `read`
+        itself.
 
         `read(start, stop)` returns the values of held entries. Where the state is sharded, all
         replicas call this together, and the result is on `device`.
@@ -180,11 +181,11 @@ class Relocation:
     """
 
     def __init__(self, positions: Tensor, changed: TensorState, shares: Shares) -> None:
-        """`changed` will keep these positions (int64, ascending, on the layer's device) of those
-        that it keeps now."""
+        """`positions` (int64, ascending, on the layer's device) are the kept ones of `changed` that
+        stay."""
         old_positions = changed.index.positions()
         self._before = torch.searchsorted(old_positions, positions)
-        """The number of each entry that stays, among those that were kept."""
+        """The number of each entry that stays, among the entries that were kept."""
         fits = positions.numel() == 0 or int(self._before[-1]) < old_positions.numel()
         assert fits and torch.equal(old_positions[self._before], positions), "masks only shrink"
         self._changed, self._shares = changed, shares
@@ -207,7 +208,8 @@ class Relocation:
         return complete
 
     def carry_over(self, old: Tensor, new: Tensor) -> None:
-        """Copy what stays from a flat buffer of all owned entries into one of the new layout."""
+        """Copy the entries that stay from a flat buffer of all owned entries into one of the new
+        layout."""
         for tensor in self._shares.owned:
             before = old[self._places[tensor.name]]
             after = new[tensor.offset : tensor.offset + tensor.kept]

@@ -24,8 +24,8 @@ from axsparse.tensor_parallel.modules import Sharding, sharded_loss
 
 
 class SilentCollective:
-    """A group of which only this rank is there. It sends nothing, leaves buffers as they are, and
-    counts what it would have sent."""
+    """A group that has only this rank. It sends nothing, leaves buffers as they are, and counts the
+    bytes that it would have sent."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

@@ -1,4 +1,4 @@
-"""The tensor-parallel ranks of one stage, and what they exchange.
+"""The tensor-parallel ranks of one stage, and their exchanges.
 
 Each of T ranks holds one shard of every sharded tensor. Partial results are summed in the order of
 the ranks.
@@ -31,7 +31,7 @@ class TensorGroup:
         self.idle: Callable[[], object] = _nothing
         """Called while this rank waits for others, so that its messages are sent."""
         self.beside: Callable[[Work], object] = _nothing
-        """Called with a sum that is under way, to compute what need not wait for it."""
+        """Called with a running sum, to compute meanwhile."""
         self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around the waiting."""
         self.fixed_bytes = 0
@@ -44,7 +44,7 @@ class TensorGroup:
         ranks = [grid.rank(place.stage, place.replica, member) for member in range(self.size)]
         self._ranks = transport.collective("members", ranks)
         self._arrivals: dict[Direction, Collective] = {}
-        """On GPUs, what counts the messages that have come to all ranks of the group."""
+        """On GPUs, the counter of messages that have come to all ranks of the group."""
         for direction in Direction if on_gpus else ():
             self._arrivals[direction] = transport.collective(f"arrivals {direction.name}", ranks)
         self._sending: list[Work] = []
@@ -91,7 +91,8 @@ class TensorGroup:
         return known[3]
 
     def end_sharded(self) -> None:
-        """Forget what column-parallel modules have kept for the row-parallel module that ends."""
+        """Forget the inputs that column-parallel modules have kept for the row-parallel module that
+        ends."""
         self._copied = None
 
     # -- the next action ----------------------------------------------------------------
@@ -124,7 +125,7 @@ class TensorGroup:
     # -- details ------------------------------------------------------------------------
 
     def _exchange(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> None:
-        """Carry out an operation in place, and compute meanwhile what can be."""
+        """Carry out an operation in place, and compute meanwhile."""
         with self._keeping():
             work = self._ranks.start(op, buffer, bounds)
             self.beside(work)
@@ -251,7 +252,7 @@ def reduce_from_tp(group: TensorGroup, part: Tensor) -> Tensor:
 
 
 def gather_from_tp(group: TensorGroup, shard: TensorShard, part: Tensor) -> Tensor:
-    """The full tensor from the shards of all ranks; what follows is alike on all of them."""
+    """The full tensor from the shards of all ranks; all of them compute the rest alike."""
     apply: Callable[..., Tensor] = _Gather.apply
     return apply(group, shard, part)
 

@@ -105,8 +105,8 @@ class Lockstep(Policy[A]):
         self._due, self._is_last = self._make(kind, microbatch), bool(is_last)
 
     def _has_input(self, action: A) -> bool:
-        """Whether an action could run here: what needs no message can, and what the stage expects
-        no further message for."""
+        """Whether an action could run here: one that needs no message can, and one for which the
+        stage expects no further message."""
         for direction in Direction:
             if action.kind == direction and self._policy.expects(direction):
                 return action.microbatch < self._here[direction]

@@ -131,7 +131,7 @@ class Replicated(nn.Module):
 
 
 def _shard_experts(module: nn.Module, group: TensorGroup) -> None:
-    """Have a module of sharded parameters give what all ranks' shards give together."""
+    """Have a module of sharded parameters return the sum over all ranks' shards."""
 
     def copied(value: Any) -> Any:
         is_number = isinstance(value, Tensor) and value.is_floating_point()
@@ -154,7 +154,7 @@ class Sharding:
     group: TensorGroup
 
     def shard(self, layer: Layer, module: nn.Module) -> dict[str, TensorShard]:
-        """As `shard_module`."""
+        """See `shard_module`."""
         return shard_module(layer, module, self.group)
 
 
@@ -207,7 +207,7 @@ OF_DEVICES = re.compile("memory|device|CUDA")
 
 
 class _Forward:
-    """The forward of a sharded layer, which has an error of what it raises."""
+    """The forward of a sharded layer, with one error for torch's errors."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._run = name, module.forward

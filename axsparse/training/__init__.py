@@ -1,1 +1,1 @@
-"""One training job: how its parts are built and joined, its loop, and what it leaves behind."""
+"""One training job: how its parts are built and joined, its loop, and its outputs."""

@@ -357,7 +357,7 @@ def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
 def _open_run_directory(
     job: Job, plan: RunPlan, config: Config, data: DataEntry, resumed: RunDir
 ) -> RunDir:
-    """Open the run directory and write what is known at the start; from now on signals save.
+    """Open the run directory and write the initial records; from now on signals save.
 
     A checkpoint that does not fit is refused before anything in the directory changes.
     """
@@ -571,7 +571,7 @@ def _calibrated(transport: Transport, calibration: Calibration) -> CalibratedMas
 
 
 def _healed_layers(plan: RunPlan, data: Data, folder: Path) -> HealedLayers:
-    """Where layers are kept that are healed; what decides them is in their fingerprint."""
+    """The folder of healed layers; the settings that decide them are in their fingerprint."""
     settings, start = flat(plan.config.model_dump(mode="json")), plan.model.start
     decides = {
         key: value

@@ -261,7 +261,7 @@ class Weights:
     """The parameters and buffers of a checkpoint, each read when it is asked for."""
 
     def __init__(self, checkpoint: Checkpoint, *, trained: bool) -> None:
-        """Verifies the files of all layers first; raises what `verify` raises."""
+        """Verifies the files of all layers first; raises the errors of `verify`."""
         self.checkpoint = checkpoint
         layers = checkpoint.manifest.layers
         verify(checkpoint, [layer.file for layer in layers.values()])
@@ -398,7 +398,8 @@ def is_export(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _new(path: Path) -> Iterator[Path]:
-    """As `new_path`, with OutputError in place of OSError; makes the folder that `path` is in."""
+    """The same as `new_path`, with OutputError in place of OSError; makes the folder that `path` is
+    in."""
     with writing(f"--out: {path}", "free the disk, or choose another place"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_path(path) as unfinished:

@@ -60,8 +60,8 @@ noise."""
 FIXED_POINT_UNIT = 2.0**-40
 """The unit of exact sums in the check: entries up to 2**20 fit, and 2e-12 is seen."""
 AT_ONCE = 2
-"""How many layers of a stage are compared after one pass of the microbatch: what is kept of a run
-is about as much as a layer's activations."""
+"""Layers of a stage that are compared after one pass of the microbatch: the recording of a run
+takes about as much as a layer's activations."""
 SILENT_SECONDS = 1.0
 """A check that takes longer says so."""
 SHARDED = (
@@ -440,7 +440,7 @@ def _summed(state: LayerState, tensor: TensorState, start: int, stop: int) -> Te
 def _gradient_difference(
     ours: Tensor | None, plain: Tensor | None, tolerance: float
 ) -> tuple[float, float] | None:
-    """As `_difference`, where no gradient is a gradient of zeros."""
+    """See `_difference`; no gradient counts as a gradient of zeros."""
     if ours is None and plain is None:
         return None
     if ours is None or plain is None:

@@ -1,4 +1,4 @@
-"""The parts that one rank trains with, and how each is given the others that it needs."""
+"""The parts that one rank trains with, and how each is given the other parts that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each rank computes, on which GPU if it has one, and how it reaches the others."""
+"""Placement of ranks: the device of each, and the transport to the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from axsparse.samo.cuda.launch import CupyLauncher
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this rank computes and how it reaches the others."""
+    """The device of this rank, and its transport to the others."""
 
     transport: Transport
     backend: Backend

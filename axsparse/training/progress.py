@@ -92,7 +92,8 @@ class BestEntry(_Counters):
 
 
 class Progress(_Counters):
-    """The counters of a run, the same on all ranks; a checkpoint stores those between two steps."""
+    """The counters of a run, the same on all ranks; a checkpoint stores their values between two
+    steps."""
 
     step: Count
     """Number of steps done, skipped ones included."""
@@ -191,7 +192,7 @@ class Progress(_Counters):
         )
 
     def end_step(self) -> None:
-        """Count a step; what is due between two steps has not been done after it."""
+        """Count a step; the work between two steps has not been done after it."""
         self.step += 1
         self.evaluated = self.masked = False
 

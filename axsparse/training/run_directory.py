@@ -56,7 +56,7 @@ class RunDir:
     lock: RunLock | None = None
     """Keeps other jobs out of the directory; None on ranks other than 0, and without one."""
     overwrites: bool = False
-    """Whether a new run removes what another has recorded and saved in its directory."""
+    """Whether a new run removes the records and checkpoints of another in its directory."""
     made: Path | None = None
     """The new directory, once `open_run_dir` has made it."""
 
@@ -69,7 +69,7 @@ class RunDir:
 
     @property
     def progress(self) -> Progress | None:
-        """Where training stands; None at its beginning.
+        """The state of training; None at its beginning.
 
         In another run directory than the checkpoint's, there is no best checkpoint yet.
         """
@@ -229,7 +229,7 @@ def _is_run(path: Path, where: str) -> bool:
 
 
 def _clear(path: Path) -> None:
-    """Remove what a run has recorded and saved in its directory, and no other files."""
+    """Remove a run's records and checkpoints in its directory, and no other files."""
     for name in (CHECKPOINTS, TRACES):
         if (path / name).is_dir():
             shutil.rmtree(path / name)

@@ -162,7 +162,7 @@ def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen among those that the model thinks likely."""
+    """The rule that chooses the next token among the likely ones."""
 
     temperature: float = 0.0
     """Logits are divided by it before a token is drawn; 0 takes the most likely one."""

@@ -199,7 +199,7 @@ class Step:
 
     @property
     def _compares_replicas(self) -> bool:
-        """Whether the present step is one of those that compare replicas."""
+        """Whether replicas are compared in the present step."""
         every, step = self._config.train.compare_replicas_every, self._progress.step + 1
         return bool(every) and step % every == 0
 

@@ -153,7 +153,7 @@ class Trainer:
 
     @property
     def steps_done(self) -> int:
-        """Steps since the run began, including those before it was resumed."""
+        """Steps since the run began, including steps before it was resumed."""
         return self.progress.step
 
     @property
@@ -193,8 +193,8 @@ class Trainer:
         return self.steps_done + 1
 
     def step(self) -> Verdict:
-        """One training step: forward, backward, sums and update, and before it what stands between
-        two steps, unless the loop has done that.
+        """One training step: forward, backward, sums and update, and before it the work between two
+        steps, unless the loop has done it.
 
         The result has `loss` and `grad_norm`, measured before the update. All ranks call this
         together. ConfigError after the last step, or after `close`; StoppedError on all ranks if a
@@ -244,7 +244,7 @@ class Trainer:
             )
 
     def _make_ready(self) -> bool:
-        """Do what stands before the coming step; False if none follows."""
+        """Do the work before the coming step; False if none follows."""
         if not self._is_ready:
             with self._ending_on_failure():
                 if self not in self._job.in_progress:

@@ -268,7 +268,7 @@ class Forward:
     # -- what a run shows --------------------------------------------------------------------
 
     def _watch(self) -> tuple[bool, _Watched]:
-        """Whether layers return tuples, and what a forward of two tokens has shown.
+        """Whether layers return tuples, and the recording of a forward of two tokens.
 
         ConfigError if the forward is not one layer after the other.
         """

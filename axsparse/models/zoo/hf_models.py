@@ -70,7 +70,8 @@ PLANNED = {
 }
 """Our style of a module or a parameter, by the name that a plan of transformers has for it."""
 OF_ALL_FEATURES = ("colwise_gather_output", "rowwise_split_input")
-"""Names of plans for modules around what needs all features, so that heads may be divided."""
+"""Names of plans for modules around operations that need all features, so that heads may be
+divided."""
 
 ROW = 8
 """Features of experts that stay together: torch multiplies by stacks of matrices only where their
@@ -139,7 +140,7 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
 
 @dataclass(frozen=True)
 class Part:
-    """A layer of axsparse: some modules of the model, and what it does with them."""
+    """A layer of axsparse: some modules of the model, and the function that runs them."""
 
     name: str
     """The path of the module, or of the parent that all the modules have."""
@@ -201,7 +202,8 @@ class Cut:
         self._refuse_what_is_left()
 
     def __deepcopy__(self, memo: object) -> Cut:
-        """The modules of a model are copied for each stage, and share what finds their inputs."""
+        """The modules of a model are copied for each stage, and share the search for their
+        inputs."""
         return self
 
     # -- the parts ------------------------------------------------------------------------

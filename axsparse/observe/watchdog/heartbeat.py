@@ -37,7 +37,8 @@ class Heartbeat:
     process: int
 
     def __str__(self) -> str:
-        """As in "compute (F3) of step 25", or "checkpoint after step 25 (collective)"."""
+        """A description such as "compute (F3) of step 25", or "checkpoint after step 25
+        (collective)"."""
         if self.task == "training":
             action = f" ({self.action})" if self.action else ""
             return f"{self.phase}{action} of step {self.step}"

@@ -1,4 +1,4 @@
-"""Finds the rank that the others wait for in a run that hangs, and writes the report."""
+"""Finds the straggler of a run that hangs, and writes the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RankView:
 
 
 def laggard(ranks: Sequence[RankView]) -> RankView:
-    """The rank that the others wait for.
+    """The straggler, the rank that the others wait for.
 
     That is a silent rank, since its Python does not run; otherwise a rank that does not wait;
     otherwise a rank that is not there. If all ranks wait, messages were lost. Among several such
@@ -80,7 +80,7 @@ def report(ranks: Sequence[RankView], line: str) -> str:
 
 
 def state_line(view: RankView) -> str:
-    """One line on what a rank is doing."""
+    """One line on the current task of a rank."""
     heartbeat = view.heartbeat
     if heartbeat is None:
         return f"{view.place}: has left, or never began to train"

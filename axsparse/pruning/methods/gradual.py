@@ -61,10 +61,9 @@ class GradualPruning:
         *,
         geometric: bool = False,
     ) -> None:
-        """Without a `criterion`, `sensitivity` decides. With `geometric`, each round
-        removes the same share of what is left; without, the sparsity rises as a cubic. There is at
-        least one round.
-        """
+        """Without a `criterion`, `sensitivity` decides. With `geometric`, each round removes the
+        same share of the kept entries; without, the sparsity rises as a cubic. There is at least
+        one round."""
         assert rounds.count >= 1
         self._live = live
         self._criterion = criterion

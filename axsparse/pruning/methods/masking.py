@@ -60,7 +60,7 @@ class Masking(Protocol):
     """
 
     def before_step(self, now: Moment) -> Change | None:
-        """Change the masks if it is time to, and return what was done; None if nothing was.
+        """Change the masks if it is time to, and return the change; None if there is none.
 
         Called on all ranks once before every step. It may prune the state, rewind the weights, and
         compute gradients with `now.gradients()`. Raises TrainingError, on all ranks alike, if the
@@ -70,7 +70,8 @@ class Masking(Protocol):
 
     @property
     def unfinished(self) -> str | None:
-        """A text for the user that says what is missing if the run ends now; None if nothing is."""
+        """A text for the user about a search that is unfinished if the run ends now; None if there
+        is none."""
         ...
 
     def state(self) -> MaskingState:

@@ -37,7 +37,8 @@ def new_path(path: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what killed processes have left of `new_path(path)`; no other process may use it."""
+    """Remove unfinished files of killed processes of `new_path(path)`; no other process may use
+    it."""
     for left in path.absolute().parent.glob(f".{glob.escape(path.name)}{UNFINISHED}*"):
         _remove(left)
 

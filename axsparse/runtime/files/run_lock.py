@@ -94,7 +94,7 @@ class RunLock:
 
 
 def _holder(path: Path) -> str:
-    """Who holds a directory, according to the contents of its lock file."""
+    """The owner of a directory, according to the contents of its lock file."""
     try:
         holder = json.loads(path.read_bytes())
         job = f"job {holder['job']}, " if holder["job"] is not None else ""

@@ -70,10 +70,10 @@ MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, 
 
 
 NO_TEXT = re.compile("[\0\ud800-\udfff]")
-"""Matches names that JSON can express and neither files nor screens can: those with zero bytes or
+"""Matches names that JSON can express and neither files nor screens can: names with zero bytes or
 halves of surrogate pairs."""
 NO_PLAIN_FILE = re.compile(rf"[/\\:\0\ud800-\udfff]|(?<!{re.escape(SUFFIX)})\Z")
-"""Matches what is not the name of a safetensors file in the same folder."""
+"""Matches names that no safetensors file in the same folder may have."""
 MOST_SAID = 120
 """Letters of a reason that is shown."""
 
@@ -175,7 +175,7 @@ class SafetensorsIndex:
     """The tensors of all files of an index."""
 
     def __init__(self, path: Path) -> None:
-        """DataError if it is no index, or if a file does not have what the index says;
+        """DataError if it is no index, or if a file does not have the tensors of the index;
         MissingInputError if a file that it names cannot be read."""
         self.path: Path = path
         places = _weight_map(path)

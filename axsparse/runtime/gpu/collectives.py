@@ -98,7 +98,7 @@ class NcclCollective:
             self._awaited.popleft()
 
     def close(self) -> None:
-        """Wait for what is under way; whoever made the communicator closes it."""
+        """Wait for the running operations; whoever made the communicator closes it."""
         if self._last is not None:
             wait(self._last, self._backoff)
 
@@ -186,7 +186,7 @@ class StagedCollective:
             self._works.popleft()
 
     def close(self) -> None:
-        """Wait for what is under way; whoever made the hosts' collective closes it."""
+        """Wait for the running operations; whoever made the hosts' collective closes it."""
         self._backoff.reset()
         while self._works:
             self.advance()

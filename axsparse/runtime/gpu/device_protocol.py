@@ -31,8 +31,8 @@ class Stream(Protocol):
         ...
 
     def wait(self, event: Event) -> None:
-        """Start what is enqueued from now on after this event, one of the same device; on the
-        compute stream also after what a communicator has begun there."""
+        """Start all later work of the stream after this event, one of the same device; on the
+        compute stream also after the operations that a communicator has begun there."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -114,7 +114,7 @@ class PeerConnection(Protocol):
         ...
 
     def receive(self, content: Tensor) -> Event:
-        """Enqueue the receiving of bytes into memory of the size of what is sent."""
+        """Enqueue the receiving of bytes into memory of the size of the sent message."""
         ...
 
     def close(self) -> None:

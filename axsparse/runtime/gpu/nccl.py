@@ -226,7 +226,7 @@ class NcclGroup:
                 return
 
     def _started(self, start: Callable[[], Any]) -> Operation:
-        """An operation that runs behind what this group's stream has been given."""
+        """An operation that runs after all earlier work of this group's stream."""
         with torch.cuda.stream(self.stream.stream):
             work = start()
         return Operation(work, self._backend, self.stream)

@@ -1,4 +1,4 @@
-"""Which GPU each rank has: its binding, the table of all ranks, and what NCCL needs of them."""
+"""Which GPU each rank has: its binding, the table of all ranks, and NCCL's requirements."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Gpu:
     uuid: str
     """The same in all processes, whichever devices each of them may see."""
     bus_address: str = ""
-    """Its machine and its place on the bus there; empty if torch does not say. Slices of one GPU
-    (MIG) have this in common, and NCCL cannot connect devices that do."""
+    """The machine and the place on its bus; empty if torch does not say. Slices of one GPU (MIG)
+    have this in common, and NCCL cannot connect devices that do."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RankGpu:
     rank: int
     host: str
     number: int | None = None
-    """The number of its GPU among those that it may use; None if it may use none."""
+    """The number of the rank's GPU among the visible ones; None if there are none."""
     gpu: Gpu | None = None
     nccl: bool = False
     """Whether the rank's torch is built with NCCL."""
@@ -183,7 +183,7 @@ def choose_gpu_transport(
 
 
 def problem_of_nccl(rank_gpus: Sequence[RankGpu]) -> str | None:
-    """Why these ranks cannot use NCCL, and what would mend it; None if they can."""
+    """The reason why these ranks cannot use NCCL, and a suggestion; None if they can."""
     lacking = next((one for one in rank_gpus if not one.nccl), None)
     if lacking is not None:
         return (

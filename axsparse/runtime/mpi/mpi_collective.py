@@ -103,7 +103,7 @@ class MpiCollective:
             self._works.popleft()
 
     def close(self) -> None:
-        """Wait for what is under way and free the communicators."""
+        """Wait for the running operations and free the communicators."""
         self._backoff.reset()
         while self._works:
             self.advance()
@@ -131,7 +131,8 @@ class MpiCollective:
     def _scatter(
         self, buffer: Tensor, bounds: list[int]
     ) -> tuple[Requests, Callable[[], Requests]]:
-        """Send every shard to its owner; the requests, and how to add what has come by them.
+        """Send every shard to its owner; the requests, and a function that adds the received
+        shards.
 
         The messages are single ones, since MPICH moves an `Ialltoallv` between processes of one
         node on by a few kilobytes a call only: 8 MB took it 150 ms with sleeps between the calls.
@@ -166,7 +167,7 @@ class MpiCollective:
         return requests, add
 
     def _gather(self, buffer: Tensor, bounds: list[int]) -> Requests:
-        """Send this member's shard to all others."""
+        """Send this rank's shard to all others."""
         return [
             self._gathering.Iallgatherv(
                 MPI.IN_PLACE,

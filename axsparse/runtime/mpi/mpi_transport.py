@@ -30,8 +30,8 @@ START_SECONDS = 600.0
 """How long a rank waits for all others to start MPI. MPICH's mpirun does not notice a process
 that ends before it has started MPI, and all others would wait for ever."""
 FORWARDED_SECONDS = 0.3
-"""How long a launcher has to pass on a last line. It drops what it has not read by the abort, as
-MPICH's did on a machine with more to do than cores."""
+"""How long a launcher has to pass on a last line. It drops output that it has not read by the
+abort, as MPICH's did on a machine with more to do than cores."""
 
 
 class MpiTransport:

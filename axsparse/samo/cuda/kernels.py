@@ -49,7 +49,7 @@ MASTERS: dict[MasterKind, str] = {"weight": "MasterIsWeight", "fp32": "MasterBuf
 
 
 def compress(index: DeviceIndex, dense_D: Tensor, gradient_K: Tensor, *, accumulate: bool) -> None:
-    """Move a dense gradient's kept entries into `gradient_K`, or add them to what is there.
+    """Move a dense gradient's kept entries into `gradient_K`, or add them to it.
 
     `dense_D` has the weight's type, `gradient_K` the same or fp32.
     """
@@ -75,7 +75,7 @@ def add_exact(
     *,
     accumulate: bool,
 ) -> None:
-    """As `fixed_point.add` of a dense gradient's kept entries, with the same bits."""
+    """The operation of `fixed_point.add` on a dense gradient's kept entries, with the same bits."""
     check(dense_D, "dense gradient", tuple(NUMBERS), index.numel)
     check(sums_K, "sums", (torch.int64,), index.kept)
     check(most, "largest entry", (torch.float32,), 1)
@@ -92,7 +92,7 @@ def add_exact(
 
 
 def finish_exact(launch: Launcher, sums: Tensor, part: slice, unit: float) -> None:
-    """As `fixed_point.in_fp32`, with the same bits."""
+    """The operation of `fixed_point.in_fp32`, with the same bits."""
     check(sums, "sums", (torch.int64,), sums.numel())
     first = part.start
     while first < part.stop:

@@ -142,8 +142,8 @@ def multiplies_matrices() -> bool:
 
 @cache
 def cache_folder() -> Path:
-    """Where object files are: `AXSPARSE_CACHE`, else a folder of the user's cache, else, where that
-    cannot be written, one of this process."""
+    """The folder of object files: `AXSPARSE_CACHE`, else a folder of the user's cache, else, where
+    that cannot be written, a folder of this process."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("AXSPARSE_CACHE") or Path(base) / "axsparse") / "loops"
     try:
@@ -202,8 +202,8 @@ def _key(module: str, name: str, kinds: tuple[Kind, ...]) -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """The object file, which stands in `path` behind its digest; None if there is no such file, or
-    if its contents are not what was written."""
+    """The object file, which stands in `path` after its digest; None if there is no such file, or
+    if its contents have changed."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -283,7 +283,7 @@ def _function(key: str, code: bytes, kinds: tuple[Kind, ...]) -> Any:
 
 
 def _forget_pages_of_llvm() -> None:
-    """Give back what loading has read of LLVM's own code, some 35 MB; it is read again if needed.
+    """Free LLVM's own code, some 35 MB that loading has read; it is read again if needed.
 
     These pages are never written, and all processes share them.
     """

@@ -40,7 +40,7 @@ _support: Any = numpy_support
 
 
 def main() -> None:
-    """Compile what is asked for."""
+    """Compile the requested loops."""
     while select.select([sys.stdin], [], [], IDLE)[0]:
         line = sys.stdin.readline()
         if not line:

@@ -28,7 +28,7 @@ alloca_once, for_range = _cgutils.alloca_once, _cgutils.for_range
 
 
 def compiled(function: Callable[..., Any], **settings: Any) -> Any:
-    """A function that numba compiles, without what only Python needs to call it.
+    """A function that numba compiles, without the parts that only Python needs to call it.
 
     Of an argument that is None, numba leaves out what follows `if argument is not None`.
     """
@@ -43,7 +43,7 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 def compiles_to(name: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Marks the function that returns what is compiled for the types of `name`'s arguments."""
+    """Marks the function that returns the code to compile for the types of `name`'s arguments."""
     decorate: Callable[[Callable[..., Any]], Any] = _extending.overload(name, strict=False)
     return decorate
 

@@ -46,7 +46,7 @@ entries."""
 DENSEST_WITH_AMX = 0.05
 """The same density on processors that multiply matrix tiles at once."""
 FEWEST_TOKENS = 64
-"""Of fewer tokens the dense product is nearly as quick."""
+"""Fewest tokens for sparse products: below, the dense product is nearly as quick."""
 MOST_THREADS = 2
 """Kept entries are computed by one thread; by more than so many the dense product is as quick."""
 STRETCH = 1024
@@ -66,7 +66,7 @@ def can_sample(tensor: TensorState) -> bool:
 
 
 def can_multiply(tensor: TensorState) -> bool:
-    """Whether products with this weight are to be computed from what is kept of it at present."""
+    """Whether products with this weight are to be computed from its present kept entries."""
     return _is_sparse(tensor, DENSEST_WITH_AMX if multiplies_matrices() else DENSEST)
 
 

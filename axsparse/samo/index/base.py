@@ -174,7 +174,7 @@ class MaskIndex:
         return self._decoded(0, self.kept)
 
     def csr(self, width: int) -> tuple[Array, Array]:
-        """As `Int32Index.csr`."""
+        """See `Int32Index.csr`."""
         return _csr(DIVIDE_BITS, self._words(), width, (self._numel, self.kept))
 
     def _words(self) -> Array:

@@ -58,7 +58,7 @@ LearningRate: TypeAlias = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Hyper:
-    """The settings of one step; `OptimizerConfig` of `config/schema.py` says what each means."""
+    """The settings of one step; `OptimizerConfig` of `config/schema.py` explains each."""
 
     step: int
     """Number of this update, from 1; skipped steps do not count."""

@@ -173,7 +173,7 @@ class _Step:
 
 
 def refuse_result(function: str, result: object) -> None:
-    """ConfigError if a function of a user's own returned what it should have written."""
+    """ConfigError if a custom function returned values that it should have written."""
     if result is not None:
         raise ConfigError(
             f"optimizer: {function} returned {type(result).__name__}, of which nothing is done; "

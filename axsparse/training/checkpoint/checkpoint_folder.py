@@ -100,7 +100,7 @@ def remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder, or a link to one, but not what the link points to."""
+    """Delete a folder, or a link to one, but not the link's target."""
     if path.is_symlink():
         path.unlink()
     else:

@@ -1,4 +1,4 @@
-"""The files of a layer: what they contain, which replica writes them, and how they are read back.
+"""The files of a layer: their contents, which replica writes them, and how they are read back.
 
     mask/NAME      uint8, one bit an entry as in mask files; of pruned tensors only
     master/NAME    fp32 weights of the kept entries, in ascending position
@@ -250,7 +250,7 @@ def _load_tensor(
 
 
 def _load_shard(files: CheckpointFiles, saved: str, state: LayerState, tensor: TensorState) -> None:
-    """As `_load_tensor`, of a shard: the full tensor is read."""
+    """The part of `_load_tensor` for a shard: the full tensor is read."""
     header, numel, mask_D = (
         TensorHeader(torch.float32, (tensor.full_kept,)),
         tensor.full_numel,
@@ -315,8 +315,8 @@ class CheckpointFiles:
     def entries(
         self, kind: str, name: str, expected: TensorHeader, mend: str = ANOTHER
     ) -> Callable[[int, int], Tensor]:
-        """A function that reads the entries [start, stop) of what was saved of a parameter; `mend`
-        says what to do if nothing of the kind was."""
+        """A function that reads the entries [start, stop) of a parameter's saved tensor; `mend` is
+        the suggestion if there is none."""
         key, layer = f"{kind}/{name}", self.checkpoint.manifest.layers[self._layer_of[name]]
         return partial(self._checked(layer.file, key, expected, mend).read_part, key)
 

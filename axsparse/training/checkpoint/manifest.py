@@ -57,7 +57,7 @@ class LayerEntry(_Strict):
 
     file: FileName
     masking: FileName | None
-    """The file of what the pruning method needs of this layer; None if it needs nothing."""
+    """The file of the pruning method's state of this layer; None if it has none."""
     parameters: dict[str, ParameterEntry]
     """By global name; a tied weight is in the layer of its first use only."""
 

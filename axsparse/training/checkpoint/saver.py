@@ -214,7 +214,7 @@ class Saver:
         return taken
 
     def finish(self) -> None:
-        """Wait until no checkpoint is under way; raises what `advance` raises."""
+        """Wait until no checkpoint is under way; raises the errors of `advance`."""
         while (pending := self._pending) is not None:
             wait(pending.work)
             self.advance(any_writing=False)
@@ -250,7 +250,7 @@ class Saver:
     # -- what all ranks do together -----------------------------------------------------
 
     def _collect(self, pending: _PendingCheckpoint) -> None:
-        """Gather what all ranks have written, and let rank 0 begin to commit it."""
+        """Gather the entries of all ranks' files, and let rank 0 begin to commit it."""
         try:
             files = together(self._transport, lambda: self._result(pending.writing, pending.folder))
         except OutputError:
@@ -308,7 +308,7 @@ class Saver:
         )
 
     def _commit(self, folder: Path, manifest: CheckpointManifest) -> None:
-        """Let the checkpoint appear, and remove those that are outdated; runs in a thread."""
+        """Let the checkpoint appear, and remove outdated ones; runs in a thread."""
         for name, entry in manifest.files.items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != entry.bytes:
@@ -457,7 +457,8 @@ class CopyQueue:
                 self._changed.notify_all()
 
     def all_put(self) -> None:
-        """Let the reader read what there is, since no more fits or no more will come."""
+        """Let the reader read the pieces that there are, since no more fits or no more will
+        come."""
         with self._changed:
             self._may_read = True
             self._changed.notify_all()

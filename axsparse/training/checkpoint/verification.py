@@ -231,8 +231,8 @@ TOLD = (
 )
 """Keys that may change and are printed if they do, since later steps then compute other values."""
 START = ("model.from", "model.weights", "model.new")
-"""Keys that say what the first weights are. The weights of a checkpoint replace those, so another
-path may be given; the change is printed."""
+"""Keys of the first weights. The weights of a checkpoint replace them, so another path may be
+given; the change is printed."""
 
 
 def refuse_other_model(checkpoint: Checkpoint, survey: Survey) -> None:
