@@ -90,65 +90,7 @@ def test_parts_that_fail_or_break_are_rows_and_the_exit_code(
     assert rows() == [("big", "pass", ""), broken, ("speed", "pass", "")]
 
 
-def test_only_some_tests_of_a_part_are_run_where_they_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_check, "environment", lambda _: ([], None))
-    monkeypatch.setattr(gpu_check.Host, "look", lambda _: dict(SEEN))
-    begun: list[list[str]] = []
-
-    def run(_: object, command: list[str], seconds: float) -> gpu_check.Ended:
-        del seconds
-        begun.append(command)
-        return gpu_check.Ended(4, "", "nothing was chosen")
-
-    monkeypatch.setattr(gpu_check.Host, "run", run)
-    words = ["--part", "numerics", "--only", "members and bf16", "--save", str(tmp_path / "a.json")]
-
-    assert gpu_check.main(words) == 1
-
-    [command] = begun
-    assert command[-2:] == ["-k", "members and bf16"]
-
-
-def test_kernels_are_judged_by_the_copy_and_by_torch() -> None:
-    def timed(ms: float, share: float) -> dict[str, list[float]]:
-        return {"ms": [ms] * 3, "share of copy bandwidth": [share] * 3}
-
-    shares = {
-        "measured on": {"machine": "x"},
-        "copy": timed(1, 1),
-        "compress, int32": timed(2, 0.79),
-        "AdamW, int32": timed(3, 0.8),
-        "compress, torch": timed(8, 0.2),
-        "AdamW, torch": timed(2.9, 0.9),
-    }
-
-    rows = gpu_check.bandwidths("kernels", shares)
-
-    assert [(row.check, row.outcome) for row in rows] == [
-        ("compress, int32, of the copy's bandwidth", "fail"),
-        ("AdamW, int32, of the copy's bandwidth", "pass"),
-        ("compress, int32, against torch", "pass"),
-        ("AdamW, int32, against torch", "fail"),
-    ]
-
-
 # -- gpu_kernels and gpu_train --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "bytes_each"), [("int32", [2.63, 5.00]), ("mask", [2.36, 4.73])])
-def test_a_tenth_of_the_entries_moves_so_many_bytes_a_parameter(
-    kind: Any, bytes_each: list[float]
-) -> None:
-    numel, kept = 100_000_000, 10_000_000
-
-    found = (
-        gpu_kernels.compress_bytes(numel, kept, kind),
-        gpu_kernels.step_bytes(numel, kept, kind, 2),
-    )
-
-    assert [value / numel for value in found] == pytest.approx(bytes_each, abs=0.006)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++ or clang++)")

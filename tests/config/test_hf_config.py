@@ -123,16 +123,6 @@ def test_what_transformers_has_not_or_we_do_not_compute_is_refused_by_name(
     assert said.startswith(f"config.json: {told}")
 
 
-def test_broken_folders_are_told_in_one_line(folder: Any, tmp_path: Path) -> None:
-    assert refusal(tmp_path, kind=MissingInputError) == (
-        f"model.from: {str(tmp_path)!r} has no config.json; name a Hugging Face folder of "
-        "config.json and safetensors"
-    )
-    assert refusal(folder([1]), kind=DataError) == "config.json: is list, not settings; get it anew"
-    (tmp_path / "config.json").write_text("{")
-    assert refusal(tmp_path, kind=DataError).startswith("config.json: cannot be read as JSON")
-
-
 def test_settings_of_a_file_may_be_nested_and_have_each_name_once(tmp_path: Path) -> None:
     text = "model:\n  name: hf\n  hf: {model_type: llama, layers: [{a: 1}, null], %s}\n"
     (tmp_path / "run.yaml").write_text(text % "b: 1")

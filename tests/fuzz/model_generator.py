@@ -258,7 +258,7 @@ def shape_after(recipe: Recipe, shape: Shape) -> Shape | None:
     piece = ALL_PIECES.get(recipe.piece)
     if piece is not None and len(shape) not in piece.ranks:
         return None
-    if recipe.piece in ("refused", "late writer", "tied"):
+    if recipe.piece == "tied":
         return shape
     kind = torch.int64 if recipe.piece in FRONTS else torch.float32
     with torch.random.fork_rng(devices=[]):  # Whatever device a test has pretended.
@@ -451,8 +451,7 @@ def _draw_layers(rng: Random, inputs: str, room: Room) -> tuple[Recipe, ...]:
         front = "cut front" if is_cut and rng.random() < 0.7 else "front"
         layers.append(Recipe(front, init=rng.random() < 0.5))
         shape = (8, 6)
-    names = [name for name, piece in PIECES.items() if not piece.refused or rng.random() < 0.03]
-    names = [*names, "linear", "linear", "tied", "tied"]
+    names = [*PIECES, "linear", "linear", "tied", "tied"]
     cut = list(CUT_PIECES)
     for _ in range(rng.randrange(2, 5 if is_cut else 8)):
         for _ in range(20):
@@ -491,8 +490,6 @@ def _draw_recipe(rng: Random, name: str) -> Recipe:
     give = rng.choice(GIVEN) if rng.random() < 0.25 else ""
     number = rng.randrange(10_000 if name in CUT_PIECES else 60)
     take = rng.choice(["use", "end", "drop"]) if rng.random() < 0.4 else ""
-    if name == "late writer":
-        take = ""  # Otherwise it would write into a sum of its inputs, which only it sees.
     return Recipe(
         name,
         number,
@@ -518,12 +515,10 @@ def _draw_pruning(rng: Random, steps: int) -> dict[str, Any]:
         found["rewarm_steps"] = rng.choice([0, 0, 1])
     elif method == "early-bird":
         found |= {"interval": 1, "undrawn": "draw", "until_step": 7, "steps": 9, "threshold": 1.0}
-    elif method in ("gradual", "iterative"):
+    else:
         found |= {"interval": 1, "until_step": steps - 1, "at_step": rng.choice([0, 1])}
         if found["at_step"] == 1 and steps == 3:
             found["at_step"] = 0
-    else:
-        found |= {"interval": 1, "until_step": steps - 1}
     return found
 
 

@@ -51,7 +51,6 @@ class Piece:
     """Whether its forward draws random numbers."""
     moves: bool = False
     """Whether its output in training depends on statistics that it changes."""
-    refused: bool = False
     batches: bool = False
     """Whether a microbatch of one sample is too small for it."""
     fp32_only: bool = False
@@ -584,20 +583,6 @@ def _pool(shape: Shape, number: int) -> nn.Module:
     )[number % 6]
 
 
-def _refused(shape: Shape, number: int) -> nn.Module:
-    match number % 5:
-        case 0:
-            return Apply(lambda self, x: {"x": x})
-        case 1:
-            return Apply(lambda self, x: torch.complex(x.float(), x.float()))
-        case 2:
-            return Apply(lambda self, x: x.flatten(1).to_sparse())
-        case 3:
-            return nn.LazyLinear(3)
-        case _:
-            return Apply(lambda self, x: None)
-
-
 PIECES: Mapping[str, Piece] = {
     "linear": Piece(lambda shape, number: nn.Linear(shape[-1], width(number), bias=number % 3 > 0)),
     "weights": Piece(_weights),
@@ -628,7 +613,6 @@ PIECES: Mapping[str, Piece] = {
     "pool": Piece(_pool, ranks=(2, 3), fp32_only=True),
     "table": Piece(_table),
     "sparse table": Piece(partial(_table, sparse=True)),
-    "max norm": Piece(partial(_table, max_norm=0.5), refused=True),
     "scaled by frequency": Piece(partial(_table, scale_grad_by_freq=True)),
     "buffers": Piece(_buffers, itself=True),
     "odd buffers": Piece(partial(_buffers, types=ODD_TYPES), itself=True),
@@ -636,6 +620,5 @@ PIECES: Mapping[str, Piece] = {
     "moving": Piece(_moving, itself=True, moves=True),
     "dropout": Piece(_dropout),
     "random": Piece(_random, random=True),
-    "refused": Piece(_refused, refused=True),
 }
-"""By name. Those that must be refused are drawn seldom."""
+"""By name."""

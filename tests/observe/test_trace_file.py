@@ -18,7 +18,7 @@ from axsparse.observe.trace_file import (
     read,
     write,
 )
-from axsparse.runtime.errors import MissingInputError, OutputError
+from axsparse.runtime.errors import OutputError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -53,16 +53,6 @@ def test_a_trace_is_what_chrome_opens(tmp_path: Path) -> None:
     }
     assert ("process_name", "replica 1") in names and ("thread_name", "stage 1") in names
     assert whole["otherData"]["source"] == "test"
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        MissingInputError, match=r"trace .*none.json: cannot be read \(.*name the file of a trace"
-    ):
-        read(tmp_path / "none.json")
-    (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=r"the trace cannot be written \(.*; choose another"):
-        write(tmp_path / "file" / "trace.json", SPANS, "test")
 
 
 def test_joined_parts_are_the_trace_and_are_gone(tmp_path: Path) -> None:

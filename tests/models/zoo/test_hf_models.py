@@ -7,7 +7,6 @@ folder and its text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -558,48 +557,18 @@ def planted(folder: Path, changed: dict[str, Tensor | None]) -> None:
     write_safetensors(folder / "model.safetensors", kept)
 
 
-def with_index(folder: Path, file: str) -> None:
-    """Replace the file of weights by an index that names another file."""
-    planted(folder, {})
-    names = SafetensorsFile(folder / "model.safetensors").shapes
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": dict.fromkeys(names, file)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def pickled(folder: Path) -> None:
-    planted(folder, {})
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
-
-
-def classifier(folder: Path) -> None:
-    """A head for classes instead of words, as transformers saves it; its embeddings are tied, so
-    that no weight of a language model would be missing."""
-    transformers = pytest.importorskip("transformers")
-    settings = {**SMALL_LLAMA["hf"], "tie_word_embeddings": True, "num_labels": 3}
-    config = transformers.LlamaConfig(**settings)
-    transformers.LlamaForSequenceClassification(config).save_pretrained(folder)
-
-
-HOSTILE: dict[str, Callable[[Path], None]] = {
-    "an index that points outside": partial(with_index, file="../model.safetensors"),
-    "an index of an absolute path": partial(with_index, file="/etc/passwd"),
+OTHER_TENSORS: dict[str, Callable[[Path], None]] = {
     "a tensor less": partial(planted, changed={Q: None}),
     "a tensor more": partial(planted, changed={"model.layers.7.evil": torch.zeros(1)}),
     "another shape": partial(planted, changed={DOWN: torch.zeros(32, 43)}),
-    "integers": partial(planted, changed={Q: torch.zeros(32, 32, dtype=torch.int64)}),
-    "no finite numbers": partial(planted, changed={Q: torch.full((32, 32), torch.nan)}),
-    "a pickle": pickled,
-    "a head for classification": classifier,
 }
 
 
 @pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
-def test_hostile_folders_are_refused_in_one_line_and_nothing_runs(
+def test_folders_of_other_tensors_are_refused_in_one_line(
     case: str, line: str, tmp_path: Path
 ) -> None:
-    HOSTILE[case](tmp_path / "folder")
+    OTHER_TENSORS[case](tmp_path / "folder")
     config = config_from(tmp_path / "folder")
 
     def start() -> None:
@@ -607,7 +576,6 @@ def test_hostile_folders_are_refused_in_one_line_and_nothing_runs(
         train_in_process(1, 1, model, config, token_data())
 
     assert refusal(start, AxsparseError, tmp_path) == line
-    assert not Path("executed").exists()
 
 
 def test_settings_beside_weights_have_to_be_those_of_the_model(tmp_path: Path) -> None:

@@ -11,19 +11,14 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import ran, settings
-from support.runs import FEW_MICROBATCHES, tiny_config, tiny_gpt, token_data
+from support.runs import FEW_MICROBATCHES, tiny_config, token_data
 
 from axsparse.config.schema import Config
-from axsparse.data.dataset import Datasets
 from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensors
-from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, load_layers
 from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.verification import is_whole, open_checkpoint, read_entry, verify
-from axsparse.training.trainer import build
 
 
 def config_of(**sections: Any) -> Config:
@@ -283,15 +278,6 @@ def test_a_rank_reads_the_files_of_its_own_layers_only(
     files = {name: {file[5:-12] for stage, file in opened if stage == name} for name, _ in opened}
     assert files["embed+block0"] == {"embed", "block0"}
     assert files["block1+head"] == {"block1", "head", "embed"}  # the tied weight
-
-
-def test_resuming_needs_a_run_directory() -> None:
-    job, config = Job(LocalTransport(LocalWorld(1), 0)), config_of()
-
-    with pytest.raises(ConfigError, match="resume goes on in a run directory, and quiet has none"):
-        build(
-            job, tiny_gpt(config), lambda: Datasets(token_data()), config, quiet=True, resume="auto"
-        )
 
 
 # -- files that are not as they were written ------------------------------------------------
