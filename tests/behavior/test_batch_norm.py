@@ -35,7 +35,6 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.data_parallel.agreement import Verdict
 from axsparse.models.layer import Layer, Model
-from axsparse.runtime.errors import ConfigError
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.trainer import Trainer
 
@@ -243,39 +242,6 @@ def test_other_buffers_that_a_forward_changes_are_recomputed_as_they_were(
 
     [calls] = [trace.buffers["count1.calls"] for trace in traces if "count1.calls" in trace.buffers]
     assert calls.item() == 12
-
-
-def one_layer(module: type[nn.Module]) -> Model:
-    return Model([Layer("odd", module), Layer("out", lambda: nn.Linear(WIDTH, 5))], summed_loss)
-
-
-class InEvaluation(Counter):
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            self.calls += 1
-        out: Tensor = self.linear(x)
-        return out
-
-
-def test_a_buffer_that_an_evaluation_changes_is_refused_unless_it_is_a_cache() -> None:
-    class Cache(InEvaluation):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(1), persistent=False)
-
-    settings = config(train={"steps": 1, "eval_steps": 1})
-    data = vector_data()
-
-    with pytest.raises(
-        ConfigError,
-        match=r"^layer odd: an evaluation changes buffer 'calls', and must leave training as it "
-        r"is; change it only where self.training, or register it with persistent=False if it is "
-        r"a cache$",
-    ):
-        train_in_process(2, 1, one_layer(InEvaluation), settings, data, validation=data)
-    [(trainer, _)] = train_in_process(1, 1, one_layer(Cache), settings, data, validation=data)
-    assert trainer.last_evaluation is not None
-    assert math.isfinite(trainer.last_evaluation.loss)
 
 
 # -- buffers that replicas change in their own way: said once, since a checkpoint has the first's

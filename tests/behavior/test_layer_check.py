@@ -144,38 +144,11 @@ def own_torch(seed: int = 3) -> nn.Module:
     )
 
 
-def own_numpy() -> nn.Module:
-    chance = np.random.default_rng(3)
-    return Doing(lambda _, x: x * torch.from_numpy(chance.random(WIDTH)).float())
-
-
-def own_python() -> nn.Module:
-    chance = random.Random(3)  # noqa: S311 - noise
-    return Doing(lambda _, x: x * chance.random())
-
-
-def second_call() -> nn.Module:
-    """Writes into its input from the second call on, and scales its output by what it found."""
-
-    def later(self: Any, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * 2 if self.calls > 1 else x
-
-    return Doing(later, calls=0)
-
-
 ROWS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a generator of torch": (own_torch, CALLS),
-    "a generator of numpy": (own_numpy, CALLS),
-    "a generator of Python": (own_python, CALLS),
     "a count outside of buffers": (counting, CALLS),
-    "a change from the second call on": (second_call, CALLS),
     "torch's numbers in a backward": (partial(noisy, lambda: float(torch.rand(()))), BACKWARD),
     "numpy's numbers in a backward": (partial(noisy, lambda: float(np.random.rand())), BACKWARD),
-    "Python's numbers in a backward": (
-        partial(noisy, lambda: random.random()),  # noqa: S311 - noise
-        BACKWARD,
-    ),
 }
 
 

@@ -186,28 +186,3 @@ def test_start_values_of_every_source_do_not_depend_on_the_layout(source: str, b
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     assert not torch.equal(weights[0]["l0.weight"], weights[0]["l1.weight"])
-
-
-class Dropped(nn.Linear):
-    """Draws in the forward, and again where it is recomputed, which is seeded."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(x), 0.3)
-
-
-def train(recompute: int) -> None:
-    layers = [
-        Layer("noisy", lambda: Dropped(16, 16)),
-        Layer("out", lambda: nn.Linear(16, 5), kind="head"),
-    ]
-    config = tiny_config(
-        batch={"global_batch_size": 4, "microbatch_size": 2},
-        train={"steps": 2},
-        pipeline={"checkpoint_activations": recompute},
-    )
-    train_in_process(1, 1, Model(layers, summed_loss), config, vector_data())
-
-
-@pytest.mark.parametrize("recompute", [0, 1])
-def test_a_forward_that_draws_is_recomputed_alike(recompute: int) -> None:
-    train(recompute)
