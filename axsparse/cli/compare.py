@@ -125,7 +125,7 @@ def _differences(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
     if [*mine.layers] != [*theirs.layers]:
         yield "they are of different models"
         return
-    # A checkpoint at the end of a run is written after what is due between two steps.
+    # A checkpoint at the end of a run is written after the work between two steps.
     progress = [
         manifest.progress.model_dump(exclude={"evaluated", "masked"}) for manifest in (mine, theirs)
     ]

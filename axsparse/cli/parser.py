@@ -179,7 +179,7 @@ def add_run(add: Callable[..., object]) -> None:
 
 
 def require_configuration(arguments: argparse.Namespace, command: str) -> None:
-    """End the process with 78 if neither `--config` nor a `--set` says what is trained."""
+    """End the process with 78 if neither `--config` nor a `--set` names a model or data."""
     if arguments.config is None and not arguments.overrides:
         refuse(
             f"{command}: nothing says what to train; name a configuration, such as "

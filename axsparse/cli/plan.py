@@ -158,7 +158,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     with waiting, _collecting_less():
         config, notes = _read(arguments)
         check_config(config)
-        # Imported late, so that --help and mistakes in what the user wrote do not load torch.
+        # Imported late, so that --help and mistakes of the user do not load torch.
         from axsparse.observe.charts import check_installed
         from axsparse.planner.plan_model import subject
 

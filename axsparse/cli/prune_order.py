@@ -27,8 +27,8 @@ from axsparse.training.export import is_export
 
 PAGE = "README.md"
 ORDER, PRUNED = "order.json", "pruned"
-"""In the folder of the work, the file that says what is trained there, and the pruned folder whose
-adapters are trained."""
+"""The names in the folder of the work of the settings of the training, and of the pruned folder
+whose adapters are trained."""
 Heal = Literal["none", "blocks", "adapters", "train"]
 """The healing after the pruning; `train` trains the pruned model on for `train.steps`, and
 `adapters` its adapters."""

@@ -296,7 +296,8 @@ def refuse_other_heads(path: Path, theirs: Mapping[str, Any]) -> None:
 
 
 def hf_sizes(where: object, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes in settings of transformers that a run asks for; raises what `hf_settings` does."""
+    """The sizes in settings of transformers that a run asks for; raises the errors of
+    `hf_settings`."""
     settings = hf_settings(where, theirs)
     sizes = {"vocab_size": settings.vocab_size}
     longest = getattr(settings, "max_position_embeddings", None)

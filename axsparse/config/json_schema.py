@@ -19,7 +19,7 @@ def editor_schema() -> dict[str, Any]:
     """
     schema = Config.model_json_schema()
     usual, *others = (family.__name__ for family in FAMILIES.values())
-    # Without a name the settings are those of the first family; `from` may name any other.
+    # Without a name the settings belong to the first family; `from` may name any other.
     schema["properties"]["model"]["anyOf"] = schema["properties"]["model"].pop("oneOf")
     for family in others:
         named = [{"required": ["name"]}, {"required": ["from"]}]

@@ -98,8 +98,8 @@ def token_sources(data: DataConfig) -> list[tuple[str, float]]:
 
 
 class BatchConfig(Section):
-    """How many sequences a step sees. They are cut into microbatches, which replicas share: some
-    may take one more than others, and the last microbatch may be smaller."""
+    """Sequences of a step. They are cut into microbatches, which replicas share: some may take one
+    more than others, and the last microbatch may be smaller."""
 
     global_batch_size: Count = 48
     """Sequences of one optimizer step over all replicas."""
@@ -126,9 +126,9 @@ class LayoutConfig(Section):
     of the stages, among the splits that fit the memory of a rank."""
     memory_per_rank: Annotated[float, Field(gt=0.0)] | Auto = "auto"
     """GB (10⁹ bytes) that the process of a rank may take, everything included: of a GPU, or of a
-    host. `auto`: all of a GPU, or 80 % of what the host or its cgroup has for each of its ranks.
-    Python, torch and MPI take 0.4 GB of it on a host; a plan leaves 3 GB of a GPU to CUDA and
-    NCCL."""
+    host. `auto`: all of a GPU, or 80 % of the memory of the host or its cgroup for each of its
+    ranks. Python, torch and MPI take 0.4 GB of it on a host; a plan leaves 3 GB of a GPU to CUDA
+    and NCCL."""
     cluster: PathText | None = None
     """A cluster file (`benchmarks/calibrate.py` measures one), or the name of a bundled one: its
     constants predict the time of a step. null predicts memory only."""

@@ -90,7 +90,7 @@ def refusing() -> Iterator[None]:
 
 def import_pyarrow() -> Any:
     """The library; raises ConfigError if it is not installed."""
-    # Its own pool of memory would keep what is freed.
+    # Its own pool of memory would keep freed blocks.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     try:
         import pyarrow

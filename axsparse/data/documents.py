@@ -398,7 +398,8 @@ def _files(
     paths: Sequence[Path], out: Path, reading: Reading, unreadable: list[str]
 ) -> Iterator[Path]:
     for given in paths:
-        # Megatron's ids are named by their index, by themselves, or by what both names begin with.
+        # Megatron's ids are named by their index, by themselves, or by the common prefix of both
+        # names.
         index = Path(f"{given.with_suffix('') if given.suffix == '.bin' else given}.idx")
         path = index if index.is_file() else given
         if path.is_file():

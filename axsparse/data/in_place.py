@@ -158,7 +158,7 @@ def megatron(index: Path, data: Path, where: str) -> InPlace:
         if first[0] or first[-1] != sequences or (np.diff(first) < 0).any():
             what = f"has documents that do not divide its {sequences} sequences"
             _refuse(where, index, what, mend)
-        # A document without sequences at the end begins behind the last one.
+        # A document without sequences at the end begins after the last one.
         positions: NDArray[np.int64] = (np.append(places, end) // dtype.itemsize)[first[:-1]]
         return positions
 

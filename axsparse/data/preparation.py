@@ -521,7 +521,8 @@ class _Encoder:
 
     def end(self, piece: Piece, ids: Tokens) -> Tokens:
         """The ids after the last piece of a document: a text's own last tokens and the separator,
-        unless they or the given ids end with it; no target, where others are not."""
+        unless they or the given ids end with it; no target, where the document marks its
+        targets."""
         separator = self._tokenizer.separator
         is_text = piece.content is None or isinstance(piece.content, Completion)
         last = self._tokenizer.last.tolist() if is_text else []

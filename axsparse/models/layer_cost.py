@@ -132,7 +132,7 @@ class _Calls(TorchFunctionMode):
         calls = [self._products.get(_storage(weight), []) for weight in weights]
         single = [of_weight[0] for of_weight in calls if len(of_weight) == 1]
         inputs = {_storage(given): given for given, _, _ in single}.values()
-        # An input may be a view of more; its own entries are what is read.
+        # An input may be a view of more; only its own entries are read.
         kept = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
         gradients = sum(output.numel() * output.element_size() for _, output, _ in single)
         return (kept + gradients) // self._samples, sum(flops for _, _, flops in single)

@@ -32,7 +32,7 @@ from axsparse.runtime.console import Unit, format_bytes, format_count
 MOST_RUNS = len(SERIES_COLOURS)
 """A page has no more colours."""
 MOST_ROWS = 40
-"""The most rows of a table of what happened in a run."""
+"""The most rows of the table of a run's events."""
 MOST_POINTS = 200
 """The most points of a curve; with several runs fewer, so that the page stays below 1 MB."""
 MOST_COLUMNS = 80
@@ -255,7 +255,7 @@ def picture_charts(runs: Sequence[RunView]) -> list[Chart]:
 
 
 def _summary(runs: Sequence[RunView]) -> Iterator[str]:
-    """A row for each run, with columns for what at least one of them has."""
+    """A row for each run, with the columns that at least one of them has."""
     unit = _unit(runs)
     rows = [_figures(run, unit) for run in runs]
     # Runs of other models have other metrics; the row of most columns has them in their place.

@@ -1,4 +1,4 @@
-"""Where the records of a run go: metrics.jsonl, and copies for TensorBoard and Weights & Biases.
+"""The sinks of a run's records: metrics.jsonl, and copies for TensorBoard and Weights & Biases.
 
 metrics.jsonl has every record. The copies never end or hold up a run: each sink has a separate
 thread on rank 0, and an error in it, or one that falls behind, becomes one warning.
@@ -40,7 +40,7 @@ GROUPS: Mapping[type[object], str] = {
 Write = Callable[[int, Mapping[str, float]], None]
 """Takes the step and the numbers of one record, by the names of their curves."""
 OpenSink = Callable[[int], AbstractContextManager[Write]]
-"""Opens a sink at its first record's step; at the end it writes out what is left."""
+"""Opens a sink at its first record's step; at the end it flushes."""
 
 
 def curves_of(record: Record) -> dict[str, float]:
@@ -128,7 +128,7 @@ class MetricsFile:
             sink.write(record)
 
     def close(self) -> None:
-        """Close the file and the sinks; OutputError if what a failed `write` left fails again."""
+        """Close the file and the sinks; OutputError if the rest of a failed `write` fails again."""
         with self._writing():
             self._file.close()
         for sink in self._sinks:

@@ -262,7 +262,7 @@ class Engine:
         return len(self._unfinished) >= most or self._link.unsent > MOST_UNSENT
 
     def _tell(self, policy: Policy) -> None:
-        """Pass on the messages that the policy expects; others wait."""
+        """Pass on the messages that the policy expects; further ones wait."""
         for direction, arrived in self._arrived.items():
             while arrived and policy.expects(direction):
                 message = arrived.popleft()

@@ -292,7 +292,7 @@ def forward_plainly(
     """The outputs of a module for the inputs of a record, with the random numbers of its run."""
     with preserved_rng(is_seeded=True):
         seed_all(*record.key, "forward")
-        # Copies, since a module may write into what it is given.
+        # Copies, since a module may write into its inputs.
         return as_tuple(name, module(*(tensor.clone() for tensor in inputs)))
 
 

@@ -86,7 +86,7 @@ def _section(plan: Plan) -> Iterator[str]:
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
-    """The best layouts, and the others folded away."""
+    """The best layouts, and the further ones folded away."""
     rows = [{**cells(plan, row), "layout": str(row.layout.grid)} for row in plan.rows]
     heads, listed = list(rows[0]), [list(row.values()) for row in rows]
     yield from html_table(heads, listed[:MOST_LAYOUTS])

@@ -99,7 +99,7 @@ def _comparison_cells(
 
 
 def baseline_remark(layout: Layout, cluster: Cluster) -> str:
-    """The note on what the figures of other ways of training contain."""
+    """The note on the contents of the figures of other ways of training."""
     return (
         f"dense: formulas of the ZeRO paper ({PAPER}), activations of microbatches of "
         f"{layout.microbatch_size} and {gigabytes(cluster.overhead_bytes)} GB of overhead; no "

@@ -178,7 +178,8 @@ def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -
     total, deferred = sum(kept for kept, _ in counted), 0
     last = layers[-1].activations
     outputs = 0 if last is None else last.outputs
-    # A backward frees what its layers hold from the last one on, while what they defer piles up.
+    # A backward frees the activations of its layers from the last one on, while deferred inputs
+    # pile up.
     most = remaining = total
     for kept, later in reversed(counted):
         remaining, deferred = remaining - kept, deferred + later

@@ -95,8 +95,8 @@ class LayerPruning:
     """One of `input_statistics.STATISTICS`, or a method that looks at weights alone."""
     targets: Targets
     criterion: Criterion
-    """Its score decides if that is the user's own and takes inputs. Its pattern, if it has one,
-    replaces sparsities."""
+    """The criterion of the masks if its score is custom and takes inputs. Its pattern, if it has
+    one, replaces sparsities."""
     ties: Mapping[str, str]
 
     def check(self, layers: Sequence[Layer]) -> None:

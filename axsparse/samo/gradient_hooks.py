@@ -74,7 +74,7 @@ class GradientCollector:
         self._small: dict[str, frozenset[str]] = {}
         """By layer, the names of the tensors whose gradients are added together (`_is_small`)."""
         self._waiting: dict[str, dict[str, tuple[TensorState, Tensor]]] = {}
-        """By layer and tensor, the gradients that wait for the layer's others."""
+        """By layer and tensor, the gradients that wait for the other tensors of their layer."""
         self._deferring: dict[nn.Parameter, Callable[[nn.Parameter], bool]] = {}
         """By parameter, a function that says whether a gradient of this parameter is deferred."""
         self._tensors = {
@@ -152,7 +152,7 @@ class GradientCollector:
                         tensor.accumulated = False
                     self._accumulate(layer, tensor, gradient)
                 if self._is_last or is_deferred is not None:
-                    # Autograd's own additions would come before those that are deferred.
+                    # Autograd's own additions would come before the deferred ones.
                     parameter.grad = self._running[tensor.name] = None
                 elif gradient is not running:
                     parameter.grad = self._running[tensor.name] = layer.running_gradient(tensor)

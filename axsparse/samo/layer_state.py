@@ -213,7 +213,7 @@ def _nothing() -> None:
 class LayerState:
     """Gradient, master weights and moments of one layer's trained tensors."""
 
-    # Reason: what a layer's state is, and who else has parts of it.
+    # Reason: the contents of a layer's state, and the owners of its other parts.
     def __init__(
         self,
         name: str,
@@ -390,7 +390,7 @@ class LayerState:
     def dense_gradient(self, name: str) -> Tensor:
         """This replica's gradient in the parameter's shape, fp32 on the host; 0 where pruned. All
         ranks of the group ask for a sharded tensor together."""
-        # A copy: a score of the user's own may change what it is given.
+        # A copy: a custom score may change its arguments.
         return self._dense_full(name, lambda tensor: self.gradient_of(tensor).float().clone())
 
     def master(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Bytes per parameter: the one place that defines what a parameter of the model costs.
+"""Bytes per parameter of the model, defined in this one place.
 
 Everything that says, predicts or checks how many bytes of weight, index, gradient, master or
 optimizer state a parameter takes computes it here: `tensor_bytes`, `layer_bytes`, `stage_bytes`.

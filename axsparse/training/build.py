@@ -206,7 +206,7 @@ def prune_layers(
     )
     _prepare_process(job, plan, transport)
     if plan.on_host:
-        keep_freed_blocks()  # A layer takes what the one before has freed: 16 % of healing's time.
+        keep_freed_blocks()  # A layer reuses the memory of the one before: 16 % of healing's time.
     data = open_data(plan, config, transport, open_datasets)
     count, judged = 0, Batch(0, (), 0)
     if data.validation is not None:
@@ -526,7 +526,7 @@ def _first_masks(
     return masks_of_start(plan.targets, plan.criterion, values, total)
 
 
-# Reason: all of it is what a calibration is made of.
+# Reason: all of them are parts of a calibration.
 def _calibration(
     plan: RunPlan,
     own: Sequence[Layer],

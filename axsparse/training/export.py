@@ -141,7 +141,7 @@ def export(
     return ExportSummary(checkpoint, len(tensors), nbytes, notes)
 
 
-# Reason: what is written, what is said of it, and where.
+# Reason: the tensors, their description, and the path.
 def save_folder(
     config: Config,
     shapes: Mapping[str, tuple[int, ...]],
@@ -204,7 +204,7 @@ def _as_fp32(config: Family, name: str, value: Callable[[], Tensor | None]) -> T
     return as_in_hf(config, name, tensor.float())[1]
 
 
-# Reason: where and what is written, and the files of a folder.
+# Reason: the path, the tensors, and the files of a folder.
 def _write(
     path: Path,
     tensors: Tensors,

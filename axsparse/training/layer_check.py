@@ -181,7 +181,7 @@ def _first_failure(
                 if samples is not None:
                     comparison.refuse_rounded(samples)
             except AxsparseError as error:
-                first = first or type(error)(str(error))  # without what its traceback holds
+                first = first or type(error)(str(error))  # without the objects in its traceback
         samples = None
     return first
 

@@ -96,7 +96,7 @@ class ParameterGroup:
     """The settings of a parameter that `optimizer.learning_rates` or `weight_decays` name."""
 
     peak: float
-    """Its peak learning rate."""
+    """The parameter's peak learning rate."""
     weight_decay: float
 
 
@@ -269,7 +269,7 @@ def plan_run(
     if draws:
         check_rounds(config, decided)
     largest = subject.of_member(grid.g_tensor)
-    # Stages that the user has chosen are tried in whatever memory, unless a limit is given.
+    # Stages that the user has chosen are tried in any memory, unless a limit is given.
     is_limited = choice is not None or config.layout.memory_per_rank != "auto"
     stages: Sequence[range]
     if config.layout.split == "auto":

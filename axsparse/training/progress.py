@@ -118,8 +118,8 @@ class Progress(_Counters):
     """Number of steps skipped for a spike of the loss."""
     last_good: Count = 0
     """The last step that updated the weights; 0 before the first. Its loss was computed with the
-    weights of the step before: weights that were saved before this step are known to train, those
-    that were saved after it are not yet."""
+    weights of the step before: weights that were saved before this step are known to train, later
+    ones are not yet."""
     exponents: dict[str, Annotated[int, Field(ge=-400, le=400)]] = {}
     """By parameter, the base-2 logarithm of the unit of its exact sum in the next step
     (`samo/fixed_point.py`); empty where sums are not exact."""

@@ -359,7 +359,7 @@ class Trainer:
 
     def _between_steps(self) -> bool:
         """Do all that stands between two steps; True if another step follows."""
-        # Evaluate even if a signal asked to stop, since what is saved may have new masks.
+        # Evaluate even if a signal asked to stop, since the saved weights may have new masks.
         if self._evaluation_is_due() and (
             self._is_over or not self._is_stopped or self.parts.masking is not None
         ):

@@ -325,7 +325,7 @@ class Cut:
     def _norm(
         self, modules: Mapping[str, nn.Module], hidden: Tensor, *carried: Tensor
     ) -> tuple[Tensor, ...]:
-        # Nothing behind the layers looks at documents.
+        # Nothing after the layers looks at documents.
         _, loads = _starts_and_loads(carried)
         return self.forward.normed(modules, hidden), *loads
 

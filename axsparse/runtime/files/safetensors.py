@@ -208,7 +208,7 @@ def _weight_map(path: Path) -> dict[str, str]:
             f"{path}: its weight_map is {type(places).__name__}, not tensors and files; get it anew"
         )
     for name, file in places.items():
-        # Path(file).name would not do, since systems differ in what separates folders.
+        # Path(file).name would not do, since systems differ in the separator of folders.
         if not isinstance(file, str) or NO_PLAIN_FILE.search(file) is not None:
             raise DataError(
                 f"{path}: places {name!r} in {file!r}, which is no safetensors file beside it; get "

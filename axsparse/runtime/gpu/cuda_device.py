@@ -41,10 +41,10 @@ class CudaStream:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         compute = torch.cuda.current_stream(self.stream.device)
         # The memory comes from this stream's own pool. Memory of the compute stream's pool could
-        # still be in use by what compute has enqueued, and waiting for that would undo the overlap.
+        # still be in use by enqueued compute, and waiting for that would undo the overlap.
         with torch.cuda.stream(self.stream):
             tensor = torch.empty(tuple(shape), dtype=dtype, device=self.stream.device)
-        # The tensor's memory goes back to the pool only once what compute does with it has run.
+        # The tensor's memory goes back to the pool only once the compute that uses it has run.
         tensor.record_stream(compute)
         return tensor
 
@@ -57,7 +57,8 @@ class CudaMark:
         self._event = torch.cuda.Event(enable_timing=True)
 
     def set(self) -> None:
-        # The current stream is that of compute, also in the thread in which autograd runs a hook.
+        # The current stream is the compute stream, also in the thread in which autograd runs a
+        # hook.
         self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:

@@ -144,7 +144,8 @@ class Operation:
         with _telling_failure():
             if not self._work.is_completed():
                 return False
-        # Torch lets go of the tensors in this call; what it makes the stream wait for has run.
+        # Torch lets go of the tensors in this call; the operations that the stream waits for have
+        # run.
         self.wait(self._stream.stream)
         # An operation that failed counts as completed; newer versions of torch say so here.
         ask = getattr(self._backend, "get_error", None)

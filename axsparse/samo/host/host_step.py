@@ -48,9 +48,9 @@ def step(
 
 def _chunks(slot: TensorSlot) -> Iterator[tuple[Array, tuple[Array, ...], Array, Array | None]]:
     """A tensor's held entries as loops take them, a chunk at a time: gradients, which are fp32 or
-    the bits of bf16, and what the loop replaces: moments, fp32 masters, and the bits of bf16
-    weights (None for other types). What the loop has written is stored before the next chunk.
-    """
+    the bits of bf16, and the values that the loop replaces: moments, fp32 masters, and the bits of
+    bf16 weights (None for other types). What the loop has written is stored before the next
+    chunk."""
     index, held = slot.index, slot.held
     is_dense, is_fp16 = index.kept == slot.weight.numel(), slot.gradient.dtype == torch.float16
     # A tensor that is neither gathered nor converted needs no memory, so it is one chunk.

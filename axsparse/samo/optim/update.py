@@ -42,7 +42,7 @@ WholeStep: TypeAlias = Callable[[Sequence[TensorSlot], Hyper, float], None]
 """The full step of some tensors, in place: slots, settings, and the factor of all gradients."""
 
 
-# Reason: what every update needs comes first; the others are for some kinds of state only.
+# Reason: the arguments of every update come first; the rest is for some kinds of state only.
 def update(
     layers: Sequence[LayerState],
     optimizer: Optimizer,

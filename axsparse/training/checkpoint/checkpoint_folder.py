@@ -55,7 +55,7 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """The folders in a folder, also those on other disks that links in it point to; none if it
+    """The folders in a folder, also folders on other disks that links in it point to; none if it
     does not exist or is a file."""
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
