@@ -44,6 +44,7 @@ from axsparse.samo.layer_construction import BuiltLayer, full_weights, put_stora
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.parts import Parts
+from axsparse.training.plan import RunPlan
 
 OWN_MODELS = "axsparse.models.zoo"
 """Models that build their modules here are not a user's."""
@@ -121,7 +122,7 @@ def _failure_of(parts: Parts, batch: Batch, chosen: Sequence[int]) -> AxsparseEr
         # The first layer of the model is the first that its stage compares.
         is_first = parts.place.is_first and 0 in chosen
         samples = batch.microbatches[0].inputs if is_first else None
-        return _first_failure(parts, pairs, samples)
+        return _first_failure(parts.plan, pairs, samples)
 
 
 def _recorded(parts: Parts, batch: Batch, runners: Sequence[LayerRunner]) -> list[RecordedRun]:
@@ -155,14 +156,14 @@ def _recorded(parts: Parts, batch: Batch, runners: Sequence[LayerRunner]) -> lis
 
 
 def _first_failure(
-    parts: Parts,
+    plan: RunPlan,
     pairs: Sequence[tuple[BuiltLayer, RecordedRun]],
     samples: Tensors | None,
 ) -> AxsparseError | None:
     """The error of the first layer that differs; `samples` are the inputs of the first pair as the
     data set has them, on the first stage. Tensor-parallel ranks call this together: all of
     them go through all layers, since they gather the weights of each."""
-    model, config = parts.plan.model, parts.plan.config
+    model, config = plan.model, plan.config
     given = [module for layer in model.layers if (module := given_module(layer)) is not None]
     # Users who pass an entire model in evaluation mode, as from_pretrained returns it, mean to
     # train it.
@@ -176,7 +177,7 @@ def _first_failure(
             if is_own or (given and not is_set):
                 module.train()
             try:
-                comparison = _Comparison(parts, layer, record, module)
+                comparison = _Comparison(plan, layer, record, module)
                 comparison.refuse_difference()
                 if samples is not None:
                     comparison.refuse_rounded(samples)
@@ -272,7 +273,7 @@ def _filled(
 class _Comparison:
     """One layer's run in the layout next to its run in plain torch."""
 
-    parts: Parts
+    plan: RunPlan
     layer: BuiltLayer
     record: RecordedRun
     module: nn.Module
@@ -317,12 +318,12 @@ class _Comparison:
         except Exception:
             return
         for number, pair in enumerate(zip(record.outputs, outputs, strict=False)):
-            found = _difference(*pair, TOLERANCE[self.parts.plan.dtype])
+            found = _difference(*pair, TOLERANCE[self.plan.dtype])
             if found is not None:
                 raise ConfigError(
                     f"layer {name}: output {number} differs by {found[0]:.2g}, where the largest "
                     f"entry is {found[1]:.2g}, if its inputs are not rounded to "
-                    f"{self.parts.plan.config.precision} before; shift and scale samples in the "
+                    f"{self.plan.config.precision} before; shift and scale samples in the "
                     f"data set, or set precision: fp32; {self._mend('')}"
                 )
 
@@ -334,7 +335,7 @@ class _Comparison:
         name, record = self.layer.spec.name, self.record
         again = forward_plainly(name, self.module, record, record.inputs)
         return len(again) != len(plain.outputs) or any(
-            _difference(one, other, TOLERANCE[self.parts.plan.dtype]) is not None
+            _difference(one, other, TOLERANCE[self.plan.dtype]) is not None
             for one, other in zip(again, plain.outputs, strict=True)
         )
 
@@ -345,7 +346,7 @@ class _Comparison:
 
     def _difference(self, plain: Run) -> tuple[str, float, float] | None:
         """The first tensor that differs: its name, by how much, and its largest entry."""
-        record, dtype = self.record, self.parts.plan.dtype
+        record, dtype = self.record, self.plan.dtype
         if len(plain.outputs) != len(record.outputs):
             return "the number of outputs", len(record.outputs), len(plain.outputs)
         for number, pair in enumerate(zip(record.outputs, plain.outputs, strict=True)):
@@ -411,7 +412,7 @@ class _Comparison:
                 )
         if any(tensor.shard is not None for tensor in self.layer.state.tensors):
             return SHARDED
-        if not _is_of_forward(what) and self.parts.plan.config.pipeline.checkpoint_activations:
+        if not _is_of_forward(what) and self.plan.config.pipeline.checkpoint_activations:
             return (
                 "a second forward of it, for the backward, may give something else: try "
                 "pipeline.checkpoint_activations: 0"

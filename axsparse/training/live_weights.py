@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import bytes_of
-from axsparse.runtime.communication import Collective, Op, wait
+from axsparse.runtime.communication import Collective, Op, Transport, wait
 from axsparse.runtime.exchange import gather_texts
-from axsparse.training.parts import Parts
+from axsparse.samo.layer_construction import BuiltLayer
+from axsparse.training.plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class _Tensor:
 class LiveWeights:
     """Gathers parameters and buffers of all stages; all ranks call the same methods together."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, plan: RunPlan, layers: Sequence[BuiltLayer], transport: Transport) -> None:
+        """`layers` belong to the stage of this rank."""
+        self._plan, self._layers, self._transport = plan, layers, transport
         self._to_first: dict[int, Collective] | None = None
 
     def collect(self, *, trained: bool, caches: bool) -> dict[str, Tensor] | None:
@@ -41,13 +43,12 @@ class LiveWeights:
         `caches` asks for the buffers that are not in the state dict as well. One tensor at a time
         is under way.
         """
-        parts, place = self._parts, self._parts.place
-        transport = parts.transport
+        place, transport = self._plan.place, self._transport
         tensors = list(self._own(trained=trained, caches=caches))
         headers = [[one.name, str(one.dtype).removeprefix("torch."), one.shape] for one in tensors]
         texts = gather_texts(transport.world, transport.backoff, json.dumps(headers))
         if place.replica != 0:
-            if not trained and parts.replicas.shard:
+            if not trained and self._plan.config.samo.shard_optimizer:
                 for one in tensors:  # replica 0 waits for the shares of the others
                     one.value()
             return None
@@ -70,13 +71,13 @@ class LiveWeights:
 
     def _own(self, *, trained: bool, caches: bool) -> Iterator[_Tensor]:
         """The tensors of this stage, in the same order on all of its replicas."""
-        for layer in self._parts.layers:
+        for layer in self._layers:
             prefix, state = layer.spec.name, layer.state
-            dtype = self._parts.plan.dtype if trained else torch.float32
+            dtype = self._plan.dtype if trained else torch.float32
             for local, parameter in layer.module.named_parameters():
                 name = f"{prefix}.{local}"
                 value: Callable[[], Tensor]
-                if name in self._parts.survey.ties:
+                if name in self._plan.survey.ties:
                     continue
                 if name in state.by_full_name:
                     read = state.dense_weight if trained else state.dense_master
@@ -97,7 +98,7 @@ class LiveWeights:
         """The groups of rank 0 with the first rank of each later stage, as far as this rank is in
         them."""
         if self._to_first is None:
-            place, transport = self._parts.place, self._parts.transport
+            place, transport = self._plan.place, self._transport
             stages = range(1, place.grid.g_inter) if place.is_first else [place.stage]
             self._to_first = {
                 stage: transport.collective(
@@ -111,4 +112,4 @@ class LiveWeights:
         """Move bytes from the second rank of a group to the first."""
         if buffer.numel():
             bounds = [0, 0, buffer.numel()]
-            wait(group.start(Op.ALL_GATHER, buffer, bounds), self._parts.transport.backoff)
+            wait(group.start(Op.ALL_GATHER, buffer, bounds), self._transport.backoff)

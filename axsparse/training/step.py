@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,14 +27,18 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
 from axsparse.samo.fixed_point import Fit, Units
+from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.masks import bits_digest, masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
+from axsparse.samo.shards import Replicas
 from axsparse.samo.tensor_state import TensorState
+from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
 from axsparse.training.layer_check import check_layers, is_checked
 from axsparse.training.parts import Parts
+from axsparse.training.plan import RunPlan
 from axsparse.training.progress import FirstBad, Progress, Spike
 
 MOST_NAMED = 4
@@ -47,7 +52,7 @@ class Step:
         """The steps count in `progress`. All ranks call this together; TrainingError if replicas
         have other weights or masks than replica 0."""
         config = parts.plan.config
-        self.skips = SkippedSteps(parts, progress)
+        self.skips = SkippedSteps(parts.plan, parts.run_dir, progress)
         """The steps that updated nothing."""
         self._config = config
         self._parts = parts
@@ -70,7 +75,9 @@ class Step:
         self._buffers_are_compared = parts.place.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
-        _refuse_unequal(weights_digest(parts.layers), parts, UNEQUAL_WEIGHTS)
+        _refuse_unequal(
+            weights_digest(parts.layers), parts.replicas, parts.place.stage, UNEQUAL_WEIGHTS
+        )
         self._agreement = self._make_agreement()
 
     @torch.inference_mode(mode=False)
@@ -124,7 +131,9 @@ class Step:
             digest = 0
             if self._compares_replicas:
                 digest = self._digest()
-                refuse_partial_gradients(self._parts)
+                group, layers = self._parts.members, self._parts.layers
+                if group is not None:
+                    refuse_partial_gradients(group, layers, self._parts.place.stage)
             verdict = self._agree(losses, notice, digest)
             if self._units is None or not verdict.finite:
                 return verdict
@@ -333,7 +342,9 @@ class Step:
     def _make_agreement(self) -> Agreement:
         """Check that replicas keep the same entries, and lay out the vector of the agreement."""
         parts, transport = self._parts, self._parts.transport
-        _refuse_unequal(masks_digest(parts.layers), parts, UNEQUAL_MASKS)
+        _refuse_unequal(
+            masks_digest(parts.layers), parts.replicas, parts.place.stage, UNEQUAL_MASKS
+        )
         kept = {
             tensor.name: tensor.kept
             for layer in parts.layers
@@ -388,28 +399,24 @@ UNEQUAL_MASKS = (
 )
 
 
-def _refuse_unequal(digest: int, parts: Parts, text: str) -> None:
+def _refuse_unequal(digest: int, replicas: Replicas, stage: int, text: str) -> None:
     """TrainingError if a replica of this stage has another digest than replica 0.
 
     All replicas call this together. `text` names {replica} and {stage}.
     """
-    replicas = parts.replicas
     digests = torch.zeros(replicas.size, dtype=torch.float64)
     digests[replicas.rank] = digest
     replicas.exchange(Op.ALL_REDUCE, digests)
     first, *others = digests.tolist()
     for replica, other in enumerate(others, 1):
         if other != first:
-            raise TrainingError(text.format(replica=replica, stage=parts.place.stage))
+            raise TrainingError(text.format(replica=replica, stage=stage))
 
 
-def refuse_partial_gradients(parts: Parts) -> None:
+def refuse_partial_gradients(group: TensorGroup, layers: Sequence[BuiltLayer], stage: int) -> None:
     """ConfigError if tensor-parallel ranks have other gradients of a parameter that all of them
     have, or other buffers. All ranks call this together."""
-    group = parts.members
-    if group is None:
-        return
-    states = [layer.state for layer in parts.layers]
+    states = [layer.state for layer in layers]
     for state in states:
         # Replicas may share the state of each rank in another way, as shards keep other numbers of
         # entries.
@@ -420,14 +427,14 @@ def refuse_partial_gradients(parts: Parts) -> None:
         for tensor in state.owned
         if tensor.shard is None
     }
-    for layer in parts.layers:
+    for layer in layers:
         kept = (slot for slot in slots(layer.module) if slot.persists)
         full |= {f"{layer.spec.name}.{slot.name}: this buffer": slot.tensor for slot in kept}
     digests = torch.tensor([bits_digest(values) for values in full.values()], dtype=torch.float64)
     for what, of_ranks in zip(full, group.gather_rows(digests).t().tolist(), strict=True):
         if len(set(of_ranks)) > 1:
             raise ConfigError(
-                f"{what} differs between the ranks of stage {parts.place.stage}, so that it sees "
+                f"{what} differs between the ranks of stage {stage}, so that it sees "
                 'some heads or features only; make its module "replicated" in Layer.tp_plan, move '
                 'it in front of the colwise module, or make that "gather_output"'
             )
@@ -457,11 +464,12 @@ LONGEST_REASON = 1000
 class SkippedSteps:
     """Counts the skipped steps, and gives up once there are too many in a row."""
 
-    def __init__(self, parts: Parts, progress: Progress) -> None:
+    def __init__(self, plan: RunPlan, run_dir: Path | None, progress: Progress) -> None:
         self.reason: str | None = None
         """Why the last step updated nothing; None if it did update."""
-        self._config = parts.plan.config
-        self._parts = parts
+        self._config = plan.config
+        self._plan = plan
+        self._run_dir = run_dir
         self._progress = progress
 
     def spike_of(self, step: int, verdict: Verdict) -> Spike | None:
@@ -525,7 +533,7 @@ class SkippedSteps:
         It names the newest checkpoint whose weights a step has trained on, if there is one: a later
         one may hold ruined weights, so that a run that is resumed from it would end again at once.
         """
-        mend, run = "lower optimizer.learning_rate, or look at the data", self._parts.run_dir
+        mend, run = "lower optimizer.learning_rate, or look at the data", self._run_dir
         steps = [] if run is None else saved_steps(run / CHECKPOINTS)
         before = next((step for step in steps if step < self._progress.last_good), None)
         if before is not None:
@@ -542,13 +550,12 @@ class SkippedSteps:
         loss is finite. Where the gradients of each replica are finite by themselves, their sum
         is too large for its type, and the stage is named instead of a rank.
         """
-        parts = self._parts
-        grid = parts.place.grid
+        grid = self._plan.place.grid
         if verdict.bad_loss is not None:
             rank = grid.rank(grid.g_inter - 1, verdict.bad_loss)
             return f"{grid.place(rank)}: the loss is not finite"
         assert verdict.culprit is not None, "a loss or a gradient is not finite"
-        stage = parts.plan.stage_of(verdict.culprit)
+        stage = self._plan.stage_of(verdict.culprit)
         shard = int(verdict.culprit.rpartition("#")[2]) if "#" in verdict.culprit else 0
         column = grid.column(stage, shard)
         # A single replica sums nothing, so that its gradients are looked at only once.

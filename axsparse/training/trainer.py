@@ -138,7 +138,7 @@ class Trainer:
         self._awaits_step = False
         """Whether the loop has given a step's number, and the step has not been done."""
         self._callbacks: dict[str, Callable[[int, Any], object] | None] = {}
-        self._live_weights = LiveWeights(parts)
+        self._live_weights = LiveWeights(parts.plan, parts.layers, parts.transport)
         self._tracing = make_tracing(parts, self.steps_done)
 
     @property
