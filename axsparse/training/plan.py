@@ -254,14 +254,7 @@ def plan_run(
         sees_gradients=criterion.sees_gradients,
         cutting=cutting,
     )
-    cluster = cluster_of(config)
-    choice = None if grid else chosen_layout(config, subject, cluster, transport.size, budget)
-    grid = _grid(config, transport.size, len(survey.layers), grid or choice)
-    slack = DEFAULT_SLACK
-    if choice is not None:
-        slack = choice.row.layout.schedule.slack
-    elif config.layout.memory_per_rank != "auto" and has_costs(survey):
-        slack = fitting_slack(subject, config, grid, budget)
+    grid, slack, choice = _layout(config, subject, transport.size, grid, budget)
     decided = _settled(config, grid, slack, _compiled(config, model, grid, on_host=on_host))
     groups = parameter_groups(config, survey, targets)
     shards = cutting.shards(grid.g_tensor)
@@ -271,12 +264,7 @@ def plan_run(
     largest = subject.of_member(grid.g_tensor)
     # Stages that the user has chosen are tried in any memory, unless a limit is given.
     is_limited = choice is not None or config.layout.memory_per_rank != "auto"
-    stages: Sequence[range]
-    if config.layout.split == "auto":
-        limit = budget if is_limited else UNLIMITED
-        stages = balanced(config, decided, grid, largest, limit)
-    else:
-        stages = split_by_hand(config.layout.split)
+    stages = _stages(config, decided, grid, largest, budget if is_limited else UNLIMITED)
 
     def state_of(config: Config) -> list[int]:
         stored, layers = state_format(config, optimizer, grid.g_data), largest.survey.layers
@@ -291,7 +279,7 @@ def plan_run(
     if has_costs(survey):
         reason = None if choice is None else choice.reason
         known = replace(subject, config=decided)
-        prediction = predict(known, cluster, decided, grid, slack, reason)
+        prediction = predict(known, cluster_of(config), decided, grid, slack, reason)
     return RunPlan(
         config=decided,
         model=model,
@@ -312,19 +300,37 @@ def plan_run(
     )
 
 
-def _grid(config: Config, ranks: int, num_layers: int, given: Grid | Choice | None) -> Grid:
-    """The grid that is given in Python, that the planner chose, or that the configuration asks
-    for."""
-    if isinstance(given, Grid):
-        check_grid(given, ranks, num_layers)
-        check_split(config, given.g_inter, num_layers)
+def _layout(
+    config: Config, subject: SurveyedModel, ranks: int, given: Grid | None, budget: MemoryBudget
+) -> tuple[Grid, int, Choice | None]:
+    """The grid, the slack of its pipeline, and the choice of the planner; None where the grid is
+    given, in Python or by the configuration."""
+    num_layers, choice = len(subject.survey.layers), None
+    if given is not None:
         grid = given
+        check_grid(grid, ranks, num_layers)
+        check_split(config, grid.g_inter, num_layers)
     else:
-        if given is not None:
-            config = _with(config, {"layout.g_inter": given.row.layout.grid.g_inter})
+        choice = chosen_layout(config, subject, cluster_of(config), ranks, budget)
+        if choice is not None:
+            config = _with(config, {"layout.g_inter": choice.row.layout.grid.g_inter})
         grid = resolve_grid(config, ranks, num_layers)
     check_batch(config, grid)
-    return grid
+    slack = DEFAULT_SLACK
+    if choice is not None:
+        slack = choice.row.layout.schedule.slack
+    elif config.layout.memory_per_rank != "auto" and has_costs(subject.survey):
+        slack = fitting_slack(subject, config, grid, budget)
+    return grid, slack, choice
+
+
+def _stages(
+    config: Config, decided: Config, grid: Grid, largest: SurveyedModel, budget: MemoryBudget
+) -> Sequence[range]:
+    """The layers of each stage; `budget` limits a split that is left to `auto`."""
+    if config.layout.split != "auto":
+        return split_by_hand(config.layout.split)
+    return balanced(config, decided, grid, largest, budget)
 
 
 def _settled(config: Config, grid: Grid, slack: int, compiled: bool | Literal["loss"]) -> Config:
