@@ -77,7 +77,7 @@ def returning_buffer(m: Any, x: Tensor) -> Any:
     out = torch.tanh(m.linear(x))
     if m.training:
         m.mean.lerp_(out.detach().mean(dim=0), 0.5)
-    return out, m.mean.expand_as(out)
+    return out, m.mean
 
 
 def model_of(*builds: Build, init: Any = random_init) -> Model:

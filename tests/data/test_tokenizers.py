@@ -120,24 +120,6 @@ def test_truncation_and_padding_of_a_given_tokenizer_are_taken_off(
         )
 
 
-def test_a_tokenizer_without_the_separator_is_refused(trained: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        opened(trained, "</s>")
-
-    assert str(caught.value) == (
-        f"--separator: {trained} has no token '</s>' to put between documents; name one that it "
-        "has, such as '<|endoftext|>'"
-    )
-
-
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    path.write_text('{"a": 1}')
-
-    with pytest.raises(DataError, match=r"t.json holds no tokenizer \(.+\); name a tokenizer.json"):
-        opened(path)
-
-
 @pytest.mark.parametrize(
     ("change", "model", "said"),
     [

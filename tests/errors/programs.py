@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from support import mask_files, planner_cases, preparing, runs
 from support.hf import beside, gpt2_folder, ours_from, small_gpt
+from support.resuming import ran
 from support.runs import (
     mlp,
     random_init,
@@ -44,6 +46,7 @@ from axsparse.observe import run_records, trace_file
 from axsparse.planner import auto_layout, cluster, plan_model
 from axsparse.pruning import criteria, mask_file, targets
 from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import AxsparseError
 from axsparse.runtime.files import run_lock, safetensors
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
@@ -51,7 +54,7 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.index import base as index_base
 from axsparse.samo.precision import DTYPES
-from axsparse.training import plan, run_sources
+from axsparse.training import plan, run_directory, run_sources
 from axsparse.training.plan import RunPlan, plan_run
 from axsparse.training.trainer import build
 
@@ -71,7 +74,13 @@ def names() -> dict[str, Any]:
     return (
         found
         | globals()
-        | {"trace_file": trace_file, "run_records": run_records, "os": os, "copy": copy}
+        | {
+            "trace_file": trace_file,
+            "run_records": run_records,
+            "os": os,
+            "copy": copy,
+            "dataclasses": dataclasses,
+        }
     )
 
 
@@ -437,6 +446,37 @@ def masks_of(text: str) -> object:
     """The masks of a file with these metadata."""
     safetensors.write_safetensors(Path("m"), {}, iter([]), {"masks": text})
     return mask_file.open_masks(Path("m"))
+
+
+def forged(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> object:
+    """The masks of a file whose header, and what its metadata say of masks, were changed."""
+    contents = mask_files.small_mask_file(Path()).read_bytes()
+    start = 8 + int.from_bytes(contents[:8], "little")
+    header = json.loads(contents[8:start])
+    said = json.loads(header["__metadata__"]["masks"])
+    change(header, said)
+    header["__metadata__"]["masks"] = json.dumps(said)
+    text = json.dumps(header).encode()
+    write("m", len(text).to_bytes(8, "little") + text + contents[start:])
+    Path("mask.safetensors").unlink()
+    return mask_file.open_masks(Path("m"))
+
+
+def made_run_dir(path: str = "run") -> None:
+    """Make the directory of a run, and let go of it."""
+    config = tiny_config(run_dir=path).with_origins("quick", {"run_dir": "--run-dir"})
+    before = sorted(Path().rglob("*"))
+    try:
+        run_directory.make_run_dir(config)[1].release()
+    except AxsparseError:
+        assert sorted(Path().rglob("*")) == before, "what is there stays as it is"
+        raise
+
+
+def resumed(run: str, data: Dataset | None = None, **sections: Any) -> None:
+    """Go on with the saved run under other settings."""
+    config = tiny_config(**{"train": {"steps": 4}, "checkpoint": {"every": 2}, **sections})
+    ran((1, 1), config, Path(run), data=data, resume="auto")
 
 
 def record(line: bytes) -> object:

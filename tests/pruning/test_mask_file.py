@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -166,9 +164,6 @@ def test_reading_a_mask_holds_no_other(tmp_path: Path, monkeypatch: pytest.Monke
     assert read == ["block1.fc.weight"]
 
 
-# -- for which model ------------------------------------------------------------------------
-
-
 # -- damage ---------------------------------------------------------------------------------
 
 
@@ -196,71 +191,6 @@ def test_what_is_cut_short_is_refused_wherever_that_is(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(DataError, match=rf"^{path}: .*; get it anew$"):
             open_masks(path)
-
-
-Forgery = Callable[[dict[str, Any], dict[str, Any]], None]
-
-
-def dropped(header: dict[str, Any], said: dict[str, Any]) -> None:
-    del header["block1.fc.weight"]
-
-
-def unsaid(header: dict[str, Any], said: dict[str, Any]) -> None:
-    del said["block1.fc.weight"]
-
-
-def said_as(**values: Any) -> Forgery:
-    return lambda header, said: said["block1.fc.weight"].update(values)
-
-
-def emptied(header: dict[str, Any], said: dict[str, Any]) -> None:
-    for name in PRUNED:
-        del header[name], said[name]
-
-
-def retyped(header: dict[str, Any], said: dict[str, Any]) -> None:
-    header["block1.fc.weight"]["dtype"] = "I8"
-
-
-NO_MASK = (
-    ": 'block1.fc.weight' is {} (2,), which is no mask; write it as bool, in the shape of the "
-)
-FORGERIES: dict[str, tuple[Forgery, str]] = {
-    "a mask less": (dropped, ": lacks the mask of 'block1.fc.weight'; get the file anew"),
-    "no masks": (emptied, ": lacks any mask; get the file anew"),
-    "bits of unknown shape": (unsaid, NO_MASK.format("uint8") + "parameter"),
-    "another type": (retyped, NO_MASK.format("int8") + "parameter"),
-    "another size": (said_as(shape=[9, 9]), NO_MASK.format("uint8") + "parameter"),
-    "a huge size": (said_as(shape=[2**62, 4]), NO_MASK.format("uint8") + "parameter"),
-    "more than all": (said_as(kept=17), NO_MASK.format("uint8") + "parameter"),
-    "no number": (
-        said_as(kept=None),
-        ": its metadata 'masks' are malformed (int_type); get the file anew",
-    ),
-    "below zero": (
-        said_as(shape=[-4, 4]),
-        ": its metadata 'masks' are malformed (greater_than_equal); get the file anew",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", FORGERIES)
-def test_what_was_forged_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    path = small_mask_file(tmp_path)
-    change, line = FORGERIES[case]
-    contents = path.read_bytes()
-    start = 8 + int.from_bytes(contents[:8], "little")
-    header = json.loads(contents[8:start])
-    said = json.loads(header["__metadata__"]["masks"])
-    change(header, said)
-    header["__metadata__"]["masks"] = json.dumps(said)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + contents[start:])
-
-    with pytest.raises(DataError) as told:
-        open_masks(path)
-
-    assert str(told.value) == f"{path}{line}"
 
 
 def test_bits_that_changed_are_told_when_they_are_read(tmp_path: Path) -> None:

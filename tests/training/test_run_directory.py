@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -149,66 +148,6 @@ def records(path: Path) -> None:
     path.mkdir()
     (path / "metrics.jsonl").write_text("{}")
     RunMark.of(path)
-
-
-def of_the_user(*names: str) -> Callable[[Path], None]:
-    """Puts files into a directory that no run has marked."""
-
-    def prepare(path: Path) -> None:
-        for name in names:
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            (path / name).write_text("of the user")
-
-    return prepare
-
-
-@pytest.mark.parametrize(
-    ("prepare", "within", "text"),
-    [
-        (Path.touch, "", "{path} is not a directory; choose another --run-dir"),
-        (
-            Path.touch,
-            "x",
-            "{path} cannot be written (Not a directory); choose another --run-dir",
-        ),
-        *(
-            (
-                prepare,
-                "",
-                "{path} holds another run's metrics.jsonl, which would be mixed up; choose another "
-                "--run-dir (in Python run_dir=), or go on with that run by --resume auto (in "
-                'Python resume="auto", or overwrite=True to begin it anew)',
-            )
-            for prepare in (records, records_and_checkpoints)
-        ),
-        *(
-            (
-                of_the_user(*names),
-                "",
-                "{path} has "
-                + said
-                + " that no run of axsparse has marked as its own, and a run replaces nothing that "
-                "it has not written; choose another --run-dir",
-            )
-            for names, said in (
-                (("config.yaml",), "config.yaml"),
-                (("checkpoints/step-1/model.pt",), "checkpoints"),
-                (("metrics.jsonl", "traces/a"), "metrics.jsonl and traces"),
-            )
-        ),
-    ],
-)
-def test_a_place_that_is_not_free_is_refused_and_left_as_it_is(
-    prepare: Callable[[Path], None], within: str, text: str, tmp_path: Path
-) -> None:
-    prepare(tmp_path / "run")
-    before, path = sorted(tmp_path.rglob("*")), tmp_path / "run" / within
-
-    with pytest.raises(OutputError) as caught:
-        make_run_dir(loaded(path))
-
-    assert str(caught.value) == f"run_dir (--run-dir): {text.format(path=path)}"
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 # -- a directory whose run recorded nothing -------------------------------------------------

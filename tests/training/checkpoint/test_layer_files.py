@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import ran, settings
-from support.runs import FEW_MICROBATCHES, tiny_config, token_data
+from support.runs import FEW_MICROBATCHES, tiny_config
 
 from axsparse.config.schema import Config
-from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensors
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, load_layers
 from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
@@ -168,45 +168,14 @@ def test_forged_state_of_a_pruning_method_is_refused(
 # -- what does not fit ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sections", "kind", "words"),
-    [
-        (
-            {"model": {"vocab_size": 70}},
-            DataError,
-            r"embed.token.weight: \(64, 32\) was saved, the model has \(70, 32\); set the model's",
-        ),
-        ({"model": {"num_layers": 1}}, DataError, "was saved, the model has nothing; set the"),
-        ({"seed": 12}, ConfigError, r"^seed \(default\): 12, but checkpoint .* saved with 11; set"),
-        ({"precision": "bf16"}, ConfigError, r"^precision .*: 'bf16', but .* with 'fp32'; set it"),
-        ({"optimizer": {"name": "sgd"}}, ConfigError, "^optimizer.name .*: 'sgd', but checkpoint"),
-        ({"pruning": {"sparsity": 0.7}}, ConfigError, "^pruning.sparsity .*: 0.7, but .* with 0.8"),
-        (
-            {"batch": {"global_batch_size": 6, "microbatch_size": 3}},
-            ConfigError,
-            "^batch.global_batch_size ",
-        ),
-        ({"samo": {"enabled": False}}, ConfigError, "^samo.enabled "),
-    ],
-)
-def test_another_run_is_refused_and_nothing_is_touched(
-    sections: dict[str, Any], kind: type[AxsparseError], words: str, run: Path
-) -> None:
+def test_another_run_is_refused_and_nothing_is_touched(run: Path) -> None:
     before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
 
-    with pytest.raises(kind, match=words):
-        ran((2, 1), config_of(**sections), run, resume="auto")
+    with pytest.raises(ConfigError, match=r"^seed \(default\): 12, but checkpoint .* with 11"):
+        ran((2, 1), config_of(seed=12), run, resume="auto")
 
     after = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     assert {**after, "run.lock": b""} == {**before, "run.lock": b""}
-
-
-@pytest.mark.parametrize(("samples", "what"), [(39, "samples 39"), (40, "fingerprint 1")])
-def test_other_data_are_refused(samples: int, what: str, run: Path) -> None:
-    data = replace(token_data(samples), fingerprint="1")
-
-    with pytest.raises(DataError, match=f"^data: random has {what}, checkpoint .* was trained on"):
-        ran((1, 1), config_of(), run, resume="auto", data=data)
 
 
 def test_other_layers_of_the_same_parameters_are_refused(run: Path) -> None:
@@ -239,11 +208,9 @@ def test_what_may_change_is_told_where_it_changes_the_numbers(
 
 
 def test_the_file_of_the_first_weights_may_have_moved(
-    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run's own weights are its checkpoint's, so that only a first file is refused."""
-    with pytest.raises(ConfigError, match=r"^model.weights .*: 'new', but checkpoint .* with None"):
-        ran((1, 1), config_of(model={"weights": "new"}), run, resume="auto")
     ran((1, 1), config_of(model={"weights": "old"}), tmp_path / "moved")
     capsys.readouterr()
 
