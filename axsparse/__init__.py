@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from axsparse.models.layer import Tie as Tie
     from axsparse.models.layer import TpStyle as TpStyle
     from axsparse.models.layer import count_top1 as count_top1
+    from axsparse.models.own_forward import from_module as from_module
     from axsparse.models.sequential import from_sequential as from_sequential
     from axsparse.models.start_weights import open_weights as open_weights
     from axsparse.models.start_weights import start_from as start_from
@@ -62,6 +63,7 @@ _HOMES = {
     "configure": "axsparse.config.load",
     "count_top1": "axsparse.models.layer",
     "export": "axsparse.training.export",
+    "from_module": "axsparse.models.own_forward",
     "from_sequential": "axsparse.models.sequential",
     "from_torch": "axsparse.data.torch_dataset",
     "hf": "axsparse.training.run_sources",

@@ -65,7 +65,7 @@ def _adapted(layer: Layer, matrices: Collection[str], rank: int) -> Layer:
                 parameter.requires_grad = False
         for path, child in list(module.named_modules()):
             for name, _ in list(child.named_parameters(recurse=False)):
-                full = ".".join(filter(None, (layer.name, path, name)))
+                full = layer.full_name(f"{path}.{name}".lstrip("."))
                 if full in matrices:
                     _adapt(full, child, rank)
         return module

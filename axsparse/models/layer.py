@@ -106,6 +106,16 @@ class Layer:
     rowwise module sees some heads or features only, so that it takes their number from the tensor;
     all else is alike on all ranks.
     """
+    prefix: str | None = None
+    """The beginning of the global names of the layer's tensors, where it is not "name."."""
+
+    def full_name(self, local: str) -> str:
+        """The global name of a parameter or buffer of the layer."""
+        return (f"{self.name}." if self.prefix is None else self.prefix) + local
+
+    def local_name(self, full: str) -> str:
+        """The name within the layer of what has this global name."""
+        return full[len(self.full_name("")) :]
 
 
 @dataclass(frozen=True)
@@ -169,10 +179,9 @@ class Model:
     vocab_size: int | None = None
     """The number of token ids that the model knows; data with more is refused. None checks
     nothing."""
-    container: nn.Sequential | None = None
-    """A module of the user's own class that has the layers' modules as its children, by the names
-    of the layers; `Trainer.model` gives one of its kind. None: `Trainer.model` gives a
-    `PlainModel`."""
+    container: nn.Module | None = None
+    """A module of the user's own class that has the tensors of all layers, by their global names;
+    `Trainer.model` gives one of its kind. None: `Trainer.model` gives a `PlainModel`."""
 
 
 def odd_values(tensor: Tensor, *, trained: bool) -> str:

@@ -59,11 +59,14 @@ def from_sequential(
     starts_itself = _are_on_meta(layers)
     made = []
     for layer, module in layers.items():
-        build = partial(_started, module, layer) if starts_itself else partial(_structure, module)
+        build = partial(_started, module, layer) if starts_itself else partial(structure, module)
         by_place: Kind = "head" if layer in full[-1:] else "block"
         by_type: Kind = "embedding" if isinstance(module, nn.Embedding) else by_place
         made.append(Layer(layer, build, kind=kinds.get(layer, by_type)))
-    start = None if starts_itself else OwnValues(layers)
+    named = {
+        f"{layer}.{name}": t for layer, module in layers.items() for name, t in _tensors(module)
+    }
+    start = None if starts_itself else OwnValues(named)
     first = next(iter(layers.values()), None)
     return Model(
         made,
@@ -110,12 +113,9 @@ def _container(modules: object) -> nn.Sequential | None:
 class OwnValues:
     """`StartValues` taken from modules in memory."""
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        self._tensors = {
-            f"{layer}.{name}": tensor
-            for layer, module in layers.items()
-            for name, tensor in _tensors(module)
-        }
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """`tensors` has all tensors of the modules, by global name."""
+        self._tensors = tensors
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in self._tensors.items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -203,7 +203,7 @@ def _reset(module: nn.Module) -> Callable[[], None] | None:
     return reset if callable(reset) else None
 
 
-def _structure(module: nn.Module) -> nn.Module:
+def structure(module: nn.Module) -> nn.Module:
     """A copy of a module on the meta device; its tensors are not copied for this."""
     empty: dict[int, Tensor] = {
         id(parameter): nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -217,14 +217,14 @@ def given_module(layer: Layer) -> nn.Module | None:
     """The user's own module of a layer of `from_sequential`, whose copy is trained; None if the
     layer builds its module, or that one has no values."""
     build = layer.build
-    is_copied = isinstance(build, partial) and build.func is _structure
+    is_copied = isinstance(build, partial) and build.func is structure
     return build.args[0] if isinstance(build, partial) and is_copied else None
 
 
 def _started(module: nn.Module, layer: str) -> nn.Module:
     """A newly initialised copy of the module of a layer, on torch's default device; ConfigError for
     a tensor that its `reset_parameters` leave as it was."""
-    fresh = _structure(module).to_empty(device=torch.empty(0).device)
+    fresh = structure(module).to_empty(device=torch.empty(0).device)
     for _, tensor in _tensors(fresh):
         if not tensor.is_meta:
             torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(UNFILLED)
@@ -283,10 +283,10 @@ def filled_modules(
         module = on_meta(layer)
         for slot in slots(module):
             if slot.persists or slot.tensor.is_meta:  # Others have been computed by `build`.
-                slot.put(tensors[f"{layer.name}.{slot.name}"])
+                slot.put(tensors[layer.full_name(slot.name)])
         filled: dict[int, nn.Parameter] = {}
         for local, empty in module.named_parameters():
-            name = f"{layer.name}.{local}"
+            name = layer.full_name(local)
             owner = ties.get(name, name)
             if owner not in owners:
                 owners[owner] = nn.Parameter(tensors[owner], empty.requires_grad)
@@ -299,11 +299,11 @@ def filled_modules(
     return made
 
 
-def plain_model(
-    model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]
-) -> nn.Sequential:
-    """The result of `filled_modules` as one module in evaluation mode: a `PlainModel`, or a copy of
-    the model's container with other children."""
+def plain_model(model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The model with these parameters and buffers in evaluation mode, as one module: a copy of its
+    container, or a `PlainModel` of what `filled_modules` makes."""
+    if model.container is not None and not isinstance(model.container, nn.Sequential):
+        return _filled_copy(model.container, tensors)
     plain = PlainModel()
     for name, module in filled_modules(model, ties, tensors).items():
         plain.add_module(name, module)
@@ -312,3 +312,16 @@ def plain_model(
     own = copy.copy(model.container)
     vars(own)["_modules"] = plain._modules
     return own.eval()
+
+
+def _filled_copy(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a module with these tensors, by all names that a shared one has."""
+    filled: dict[int, Tensor] = {
+        id(parameter): nn.Parameter(tensors[name], parameter.requires_grad)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if name in tensors
+    }
+    filled.update(
+        (id(slot.tensor), tensors[slot.name]) for slot in slots(module) if slot.name in tensors
+    )
+    return copy.deepcopy(module, filled).eval()

@@ -389,7 +389,7 @@ def _survey_layer(layer: Layer, tracer: Tracer | None, sharding: LayerSharding |
     }
     parameters = tuple(
         ParameterInfo(
-            f"{layer.name}.{name}",
+            layer.full_name(name),
             tuple(p.shape),
             p.requires_grad,
             id(p) in weights,
@@ -398,7 +398,7 @@ def _survey_layer(layer: Layer, tracer: Tracer | None, sharding: LayerSharding |
         for name, p in names.items()
     )
     buffers = tuple(
-        BufferInfo(f"{layer.name}.{slot.name}", tuple(b.shape), b.dtype, slot.persists)
+        BufferInfo(layer.full_name(slot.name), tuple(b.shape), b.dtype, slot.persists)
         for slot in slots(module)
         for b in [slot.tensor]
     )
@@ -479,7 +479,7 @@ def _module_with_values(layer: Layer, start: StartValues | None) -> nn.Module:
         if any(tensor.is_meta for _, tensor in tensors):
             module = module.to_empty(device="cpu")
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            given = None if start is None else start.read(f"{layer.name}.{name}")
+            given = None if start is None else start.read(layer.full_name(name))
             if given is None and layer.init is not None:
                 is_drawn = isinstance(tensor, nn.Parameter)
                 shape = tuple(tensor.shape)

@@ -39,10 +39,9 @@ class Cutting:
         check_plan(self.model.layers, self.model.name, where, fuses=fuses)
         found: dict[str, TensorShard] = {}
         for layer, info in zip(self.model.layers, self.survey.layers, strict=True):
-            start = len(layer.name) + 1
-            shapes = {p.name[start:]: p.shape for p in info.parameters}
+            shapes = {layer.local_name(p.name): p.shape for p in info.parameters}
             of_layer = shards_of(layer, shapes, members - 1, members, where)
-            found.update((f"{layer.name}.{name}", shard) for name, shard in of_layer.items())
+            found.update((layer.full_name(name), shard) for name, shard in of_layer.items())
         return found
 
     def of_member(self, members: int) -> Survey:

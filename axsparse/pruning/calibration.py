@@ -260,7 +260,7 @@ class Calibration:
         name, module = built.spec.name, built.module
         shared = {*self.pruning.ties, *self.pruning.ties.values()}
         owned = {
-            tensor.name.removeprefix(f"{name}."): tensor
+            built.spec.local_name(tensor.name): tensor
             for tensor in built.state.owned
             if tensor.name not in shared
         }

@@ -112,9 +112,9 @@ class LayerPruning:
             return
         for layer in layers:
             module = layer.build() if layer.init is None else on_meta(layer)
-            seen = {*self._weights(layer.name, module), *self._stacks}
+            seen = {*self._weights(layer, module), *self._stacks}
             for parameter, _ in module.named_parameters():
-                name = f"{layer.name}.{parameter}"
+                name = layer.full_name(parameter)
                 if name in self.targets.shapes and name not in seen:
                     also = " or a convolution" if self.criterion.sees_inputs else ""
                     raise ConfigError(
@@ -142,7 +142,7 @@ class LayerPruning:
         """
         multiplying = {
             name: one
-            for name, one in self._weights(built.spec.name, built.module).items()
+            for name, one in self._weights(built.spec, built.module).items()
             if name in self.targets.shapes and self._sees_inputs
         }
         linear = {name: self._statistics(one) for name, one in multiplying.items()}
@@ -182,7 +182,7 @@ class LayerPruning:
                     tensor.name, tensor.parameter, before, gathered.pop(tensor.name, None), masks
                 )
 
-    def _weights(self, layer: str, module: nn.Module) -> dict[str, Multiplying]:
+    def _weights(self, layer: Layer, module: nn.Module) -> dict[str, Multiplying]:
         """The modules within a layer whose inputs decide, by the global names of their weights:
         linear ones, and convolutions for a score of the user's own.
 
@@ -190,7 +190,7 @@ class LayerPruning:
         """
         kinds = (nn.Linear, *(CONVOLUTIONS if self.criterion.sees_inputs else ()))
         return {
-            ".".join(part for part in (layer, path, "weight") if part): child
+            layer.full_name(f"{path}.weight".lstrip(".")): child
             for path, child in module.named_modules()
             for kind in kinds
             if isinstance(child, kind) and type(child).forward is kind.forward

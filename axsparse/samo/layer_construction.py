@@ -44,7 +44,7 @@ class BuiltLayer:
             if id(parameter) in shards:
                 yield shards[id(parameter)], parameter
             elif is_first:
-                yield f"{self.spec.name}.{name}", parameter
+                yield self.spec.full_name(name), parameter
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _construct_layer(
     states: list[TensorState] = []
     frozen: list[Tensor] = [slot.tensor for slot in slots(module)]
     for local_name, parameter in list(module.named_parameters()):
-        name, shard = f"{layer.name}.{local_name}", shards.get(local_name)
+        name, shard = layer.full_name(local_name), shards.get(local_name)
         mark = "" if shard is None else f"#{shard.index}"
         owner = tensors.get(f"{ties.get(name, '')}{mark}")
         if owner is not None and owner.parameter.shape != parameter.shape:
@@ -144,7 +144,7 @@ def _construct_layer(
         backend=options.backend,
     )
     for tensor in state.owned:
-        fill(state, tensor, values(tensor.full_name.removeprefix(f"{layer.name}.")))
+        fill(state, tensor, values(layer.local_name(tensor.full_name)))
     # This allocates the moments, and does so only now, when the last fp32 start value is freed.
     state.optimizer_state.reset_moments()
     return BuiltLayer(layer, module, state)
@@ -190,7 +190,7 @@ def full_weights(built: BuiltLayer) -> Iterator[tuple[str, Tensor]]:
     """
     trained = {tensor.full_name: tensor for tensor in built.state.tensors}
     for name, parameter in built.module.named_parameters():
-        tensor, value = trained.get(f"{built.spec.name}.{name}"), parameter.detach()
+        tensor, value = trained.get(built.spec.full_name(name)), parameter.detach()
         yield name, value if tensor is None else built.state.gathered(tensor, value)
 
 
@@ -211,7 +211,7 @@ def start_values(
     """Functions that make the fp32 start values of a layer's trained tensors, by global name."""
     module, values = _skeleton(layer, ties, options)
     return {
-        f"{layer.name}.{local_name}": partial(values, local_name)
+        layer.full_name(local_name): partial(values, local_name)
         for local_name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
@@ -237,7 +237,7 @@ def _skeleton(
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
     def value(name: str) -> Tensor:
-        full = f"{layer.name}.{name}"
+        full = layer.full_name(name)
         owner = ties.get(full, full)
         given = None if start is None else start.read(owner)
         if given is not None:
@@ -293,7 +293,7 @@ def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> Non
     yet."""
     start = options.start
     for slot in slots(module):
-        given = None if start is None else start.read(f"{layer.name}.{slot.name}")
+        given = None if start is None else start.read(layer.full_name(slot.name))
         if given is not None:
             assert given.shape == slot.tensor.shape, slot.name
             slot.put(given.detach().to(slot.tensor.dtype, copy=True))

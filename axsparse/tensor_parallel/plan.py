@@ -58,7 +58,7 @@ def shards_of(
             last = len(shapes[name]) - 1
             dim = last if style.kind == "rowwise" else max(last - 1, 0)
             shards[name] = TensorShard(shapes[name], dim, index, count, style.packed)
-            _check_size(f"{layer.name}.{name}", style, shards[name], key)
+            _check_size(layer.full_name(name), style, shards[name], key)
     return shards
 
 

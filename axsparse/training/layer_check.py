@@ -380,7 +380,7 @@ class _Comparison:
         state.complete_sums()
         apart: dict[str, tuple[float, float]] = {}
         for tensor in state.tensors:
-            name = tensor.full_name[len(state.name) + 1 :]
+            name = self.layer.spec.local_name(tensor.full_name)
             dense_D = gradients[name]
             if dense_D is not None:
                 dense_D = dense_D if dense_D.layout == torch.strided else dense_D.to_dense()

@@ -72,10 +72,10 @@ class LiveWeights:
     def _own(self, *, trained: bool, caches: bool) -> Iterator[_Tensor]:
         """The tensors of this stage, in the same order on all of its replicas."""
         for layer in self._layers:
-            prefix, state = layer.spec.name, layer.state
+            state = layer.state
             dtype = self._plan.dtype if trained else torch.float32
             for local, parameter in layer.module.named_parameters():
-                name = f"{prefix}.{local}"
+                name = layer.spec.full_name(local)
                 value: Callable[[], Tensor]
                 if name in self._plan.survey.ties:
                     continue
@@ -91,7 +91,7 @@ class LiveWeights:
             for slot in slots(layer.module):
                 if slot.persists or caches:
                     now = slot.tensor.detach()
-                    name, value = f"{prefix}.{slot.name}", now.cpu
+                    name, value = layer.spec.full_name(slot.name), now.cpu
                     yield _Tensor(name, now.dtype, tuple(now.shape), value)
 
     def _groups(self) -> dict[int, Collective]:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, cast
+
+import numpy as np
+from torch import nn
 
 from axsparse.config.load import load_settings
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset, Datasets
 from axsparse.data.sources import open_datasets
-from axsparse.models.layer import Model
+from axsparse.models.layer import LossFunction, MetricFunction, Model
+from axsparse.models.own_forward import from_module
+from axsparse.models.sequential import from_sequential
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.seeds import preserved_rng
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,45 @@ def tokens(
     return Tokens(settings)
 
 
-ModelSource = Model | Hf | str | None
-"""A model, `ax.hf(folder)`, the name of a model such as "gpt", or None for the settings' model."""
+ModelSource = Model | nn.Module | Hf | str | None
+"""A model, a module, `ax.hf(folder)`, the name of a model such as "gpt", or None for the settings'
+model."""
 DataSource = Dataset | tuple[Dataset, Dataset] | Datasets | Tokens | Callable[[], Datasets] | None
 """Training data, a pair with validation data, `ax.tokens(path)`, a function that opens them where
 they are read, or None for the settings' data."""
+
+
+@dataclass(frozen=True)
+class OfModule:
+    """The loss and the metrics that make a model of a module."""
+
+    loss: LossFunction | None = None
+    metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
+
+    def refuse_other(self, model: object) -> None:
+        """ConfigError for a module without a loss, and for a loss of what is no module."""
+        if isinstance(model, nn.Module) != (self.loss is not None):
+            raise ConfigError(
+                f"Trainer: loss is for an nn.Module, and model is {type(model).__name__}; leave it "
+                "out, since such a model has its loss"
+                if self.loss is not None
+                else f"Trainer: {type(model).__name__} has no loss; give loss=, which returns the "
+                "summed loss of the outputs and the targets"
+            )
+
+    def model(self, module: nn.Module, open_datasets: Callable[[], Datasets]) -> Model:
+        """The model, cut where the first samples pass from layer to layer."""
+        assert self.loss is not None
+        if type(module).forward is nn.Sequential.forward:
+            return from_sequential(cast(nn.Sequential, module), self.loss, metrics=self.metrics)
+        training = open_datasets().training
+        with preserved_rng():
+            inputs, _ = training.read(np.arange(min(2, len(training))))
+        made = from_module(module, self.loss, lambda _: inputs, metrics=self.metrics)
+        return replace(made, example=None)
+
+
+NOTHING = OfModule()
 
 
 @dataclass(frozen=True)
@@ -76,6 +116,7 @@ def run_sources(
     data: DataSource,
     config: Config | Mapping[str, Any] | str | Path | None,
     settings: Mapping[str, Any],
+    of_module: OfModule = NOTHING,
 ) -> RunSources:
     """All of them in one form each.
 
@@ -86,13 +127,18 @@ def run_sources(
         of_model = model.settings
     elif isinstance(model, str):
         of_model = {"model.name": model}
-    elif model is not None and not isinstance(model, Model):
+    elif model is not None and not isinstance(model, Model | nn.Module):
         raise ConfigError(
-            f"Trainer: model is {type(model).__name__}; give ax.from_sequential(modules, loss), an "
-            "ax.Model, ax.hf(folder), or leave it out for that of the settings"
+            f"Trainer: model is {type(model).__name__}; give an nn.Module and loss=, an ax.Model, "
+            "ax.hf(folder), or leave it out for that of the settings"
         )
+    of_module.refuse_other(model)
     of_data = data.settings if isinstance(data, Tokens) else {}
     whole = load_settings(config, of_model, of_data, settings)
+    if isinstance(model, nn.Module):
+        opener = cache(_opener(data, whole))
+        made = of_module.model(model, opener)
+        return RunSources(made, opener, whole.named(made.name))
     made = model if isinstance(model, Model) else named_model(whole)
     whole = whole.named(made.name)
     return RunSources(made, _opener(data, whole), whole)

@@ -58,7 +58,7 @@ class Step:
         self._parts = parts
         self._progress = progress
         self._parameters = [
-            (f"{layer.spec.name}.{name}", parameter, parameter.requires_grad)
+            (layer.spec.full_name(name), parameter, parameter.requires_grad)
             for layer in parts.layers
             for name, parameter in layer.module.named_parameters()
         ]
@@ -365,7 +365,7 @@ class Step:
         self._buffers_are_compared = True
         parts = self._parts
         names = [
-            f"{parts.layers[number].spec.name}.{name}"
+            parts.layers[number].spec.full_name(name)
             for number, name in parts.statistics.different()
         ]
         self._name_once(
@@ -429,7 +429,7 @@ def refuse_partial_gradients(group: TensorGroup, layers: Sequence[BuiltLayer], s
     }
     for layer in layers:
         kept = (slot for slot in slots(layer.module) if slot.persists)
-        full |= {f"{layer.spec.name}.{slot.name}: this buffer": slot.tensor for slot in kept}
+        full |= {f"{layer.spec.full_name(slot.name)}: this buffer": slot.tensor for slot in kept}
     digests = torch.tensor([bits_digest(values) for values in full.values()], dtype=torch.float64)
     for what, of_ranks in zip(full, group.gather_rows(digests).t().tolist(), strict=True):
         if len(set(of_ranks)) > 1:

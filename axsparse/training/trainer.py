@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.agreement import Notice, Verdict
-from axsparse.models.layer import Model
+from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.sequential import plain_model, refuse_dotted_names
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import explained
@@ -46,7 +46,7 @@ from axsparse.training.export import save_folder
 from axsparse.training.live_weights import LiveWeights
 from axsparse.training.parts import Parts
 from axsparse.training.progress import Progress
-from axsparse.training.run_sources import DataSource, ModelSource, run_sources
+from axsparse.training.run_sources import DataSource, ModelSource, OfModule, run_sources
 from axsparse.training.step import Step
 
 
@@ -67,6 +67,8 @@ class Trainer:
         data: DataSource = None,
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
+        loss: LossFunction | None = None,
+        metrics: Mapping[str, MetricFunction] = {},
         score: Score | None = None,
         optimizer: Optimizer | None = None,
         learning_rate: float | LearningRate | None = None,
@@ -78,13 +80,17 @@ class Trainer:
         """Connect this process to the other ranks, and build or read the state of its layers.
 
         Args:
-            model: `ax.from_sequential(modules, loss)` or another `ax.Model`, `ax.hf(folder)`, the
-                name of a model such as "gpt", or None for the settings' model.
+            model: An `nn.Module` whose forward runs the members of its lists one after the other
+                (`ax.from_module`), `ax.from_sequential(modules, loss)`, another `ax.Model`,
+                `ax.hf(folder)`, the name of a model such as "gpt", or None for the settings' model.
             data: The training data, a pair (training, validation), `ax.tokens(path)`, or None for
                 the settings' data. A function that returns `ax.Datasets` is called on the first
-                and last stages only, which read.
+                and last stages only, which read, and for an `nn.Module` on all.
             config: The path or name of a configuration, a dictionary of settings by dotted keys or
                 by sections, or an `ax.Config`.
+            loss: The loss of an `nn.Module`: `loss(*outputs, targets)` returns the sum over a
+                microbatch.
+            metrics: Figures of an `nn.Module` that evaluations report (`ax.Model.metrics`).
             score: A pruning criterion: a function from a tensor's name and fp32 weights to a score
                 for each entry, of which the highest are kept.
             optimizer: An update rule (`samo/optim/optimizer.py` explains it), in place of
@@ -106,7 +112,10 @@ class Trainer:
         job = own_job()
         if isinstance(learning_rate, (int, float)):
             settings["learning_rate"], learning_rate = learning_rate, None
-        given = together(job.transport, lambda: run_sources(model, data, config, settings))
+        given = together(
+            job.transport,
+            lambda: run_sources(model, data, config, settings, OfModule(loss, metrics)),
+        )
         prepared = prepare_run(
             *(job, given.model, given.open_datasets, given.config),
             score=score,
@@ -481,11 +490,11 @@ class Trainer:
         the others. All ranks call this together, before, between or after steps."""
         return self._live_weights.collect(trained=trained, caches=False)
 
-    def model(self, *, trained: bool = False) -> nn.Sequential | None:
+    def model(self, *, trained: bool = False) -> nn.Module | None:
         """The model as a module of plain torch on the CPU, on rank 0; None on the others.
 
-        If `from_sequential` made the model from a user's subclass of `nn.Sequential`, the result is
-        of that subclass, with all attributes that the user has set.
+        If the model was made from a module of a user's class, the result is of that class, with all
+        attributes that the user has set.
 
         Its weights are copies of the fp32 masters, zero where pruned, or with `trained` of the
         weights in the training precision. It is in evaluation mode, and its state dict has the
@@ -493,7 +502,8 @@ class Trainer:
         memory for the full model. ConfigError for a layer that has a dot in its name.
         """
         model = self.parts.plan.model
-        refuse_dotted_names(model)
+        if model.container is None:
+            refuse_dotted_names(model)
         tensors = self._live_weights.collect(trained=trained, caches=True)
         return None if tensors is None else plain_model(model, self.parts.survey.ties, tensors)
 

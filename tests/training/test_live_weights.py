@@ -69,7 +69,7 @@ class Taken:
         self.trained = trained
         self.trainers: list[ax.Trainer] = []
         self.states: list[dict[str, Tensor] | None] = []
-        self.models: list[nn.Sequential | None] = []
+        self.models: list[nn.Module | None] = []
 
     def look(self, trainer: ax.Trainer) -> None:
         self.trainers.append(trainer)
@@ -84,7 +84,7 @@ class Taken:
 
         vars(trainer)["step"] = stepping
 
-    def on_first_rank(self) -> tuple[dict[str, Tensor], nn.Sequential]:
+    def on_first_rank(self) -> tuple[dict[str, Tensor], nn.Module]:
         [state] = [state for state in self.states if state is not None]
         [model] = [model for model in self.models if model is not None]
         return state, model

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.module_buffers import slots
+from axsparse.models.stand_ins import Reached, StandIn, outermost_lists
 from axsparse.models.zoo.hf_experts import GATES
 from axsparse.runtime.errors import ConfigError
 
@@ -26,33 +27,6 @@ REMEMBERED = 4
 """Microbatches whose masks and positions are kept: with separate documents each has its own."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments that the model's forward passes to one layer after the hidden states."""
-
-
-class _Reached(Exception):  # noqa: N818 - it ends a forward, and is no error
-    """The model's forward has come to its first layer, or behind its last one."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-
-class _StandIn(nn.Module):
-    """Stands in the list of layers in the place of one; other attributes are the layer's own."""
-
-    def __init__(self, layer: nn.Module, run: Callable[[Tensor, Arguments], Any]) -> None:
-        super().__init__()
-        vars(self)["_layer"] = layer
-        vars(self)["_run"] = run
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_layer"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand the hidden states and the other arguments to the function."""
-        if args:
-            return self._run(args[0], (args[1:], kwargs))
-        others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        return self._run(kwargs["hidden_states"], ((), others))
 
 
 @dataclass
@@ -115,15 +89,16 @@ class Forward:
             return torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=True)
 
         def stop(hidden: Tensor, _: Arguments) -> None:
-            raise _Reached(hidden)
+            raise Reached(hidden)
 
         training = next(iter(modules.values())).training
         body = self._body(weight.device, weight.dtype)
         view = self._view(body, modules, stop, training=training)
         try:
             view(input_ids=tokens, use_cache=False, **_positions(starts, tokens.device))
-        except _Reached as reached:
-            return reached.hidden
+        except Reached as reached:
+            found: Tensor = reached.given
+            return found
         raise AssertionError("the forward calls no layer")
 
     def normed(self, modules: Mapping[str, nn.Module], hidden: Tensor) -> Tensor:
@@ -233,7 +208,7 @@ class Forward:
             for name, child in body._modules.items()
         }
         view = copy.copy(body)
-        stand_ins = nn.ModuleList(_StandIn(layer, run) for layer in self.layers)
+        stand_ins = nn.ModuleList(StandIn(layer, partial(_by_hidden, run)) for layer in self.layers)
         vars(view)["_modules"] = {**own, **modules, self._list_name: stand_ins}
         view.training = training
         return view
@@ -253,7 +228,7 @@ class Forward:
         def record(hidden: Tensor, arguments: Arguments) -> Any:
             given.append(arguments)
             if len(given) == len(self.layers):
-                raise _Reached(hidden)
+                raise Reached(hidden)
             return (hidden,) if self._returns_tuples else hidden
 
         with torch.no_grad():
@@ -261,7 +236,7 @@ class Forward:
             try:
                 embeds = self._embeds(hidden)
                 view(inputs_embeds=embeds, use_cache=False, **_positions(starts, hidden.device))
-            except _Reached:
+            except Reached:
                 return given
         raise AssertionError("the forward calls fewer layers than it has")
 
@@ -370,6 +345,14 @@ class Forward:
         return head
 
 
+def _by_hidden(run: Callable[[Tensor, Arguments], Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a stand-in's function with the hidden states and the other arguments of a layer."""
+    if args:
+        return run(args[0], (args[1:], kwargs))
+    others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    return run(kwargs["hidden_states"], ((), others))
+
+
 class _Function(nn.Module):
     """A function in the place of a module."""
 
@@ -380,14 +363,11 @@ class _Function(nn.Module):
 
 def _only_list(causal: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of layers and its path; ConfigError if there are several, or none."""
-    found: dict[str, nn.ModuleList] = {}
-    for path, module in causal.named_modules():
-        inside = any(path.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList) and len(module) and not inside:
-            found[path] = module
+    found = outermost_lists(causal, nn.ModuleList)
     if len(found) != 1:
         raise unfit(f"it has {len(found)} lists of modules ({', '.join(found) or 'none'}), not one")
     [(path, layers)] = found.items()
+    assert isinstance(layers, nn.ModuleList)
     return path, layers
 
 

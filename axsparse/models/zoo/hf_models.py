@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -45,6 +45,7 @@ from axsparse.models.layer import (
 )
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
 from axsparse.models.module_buffers import slots
+from axsparse.models.stand_ins import Part, PartModule, tied_names
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.models.zoo.hf_experts import (
     GATES,
@@ -138,49 +139,6 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
     return start_from(model, file, ignored=file.is_ignored, new=config.new)
 
 
-@dataclass(frozen=True)
-class Part:
-    """A layer of axsparse: some modules of the model, and the function that runs them."""
-
-    name: str
-    """The path of the module, or of the parent that all the modules have."""
-    modules: Mapping[str, nn.Module]
-    """The modules on the meta device, by their names in the parent."""
-    is_single: bool
-    """Whether `name` is the path of the only module."""
-    kind: Kind
-    forward: Callable[..., tuple[Tensor, ...]]
-    """`forward(modules by name, inputs…)` returns the outputs of the layer."""
-
-
-class PartModule(nn.Module):
-    """The module of a part: it has the parameters and submodules of the part's own modules.
-
-    Of a single module it shares the dictionaries of parameters, buffers and submodules, so that
-    names stay as in transformers' state dict.
-    """
-
-    def __init__(self, part: Part, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        if part.is_single:
-            [module] = modules.values()
-            for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-                vars(self)[kind] = vars(module)[kind]
-        else:
-            for name, module in modules.items():
-                self.add_module(name, module)
-        vars(self)["_parts"] = dict(modules)
-        vars(self)["_run"] = part.forward
-
-    def forward(self, *inputs: Tensor) -> Any:
-        """The outputs of the part for its inputs."""
-        parts, run = vars(self)["_parts"], vars(self)["_run"]
-        for module in parts.values():
-            module.training = self.training
-        outputs = run(parts, *inputs)
-        return outputs[0] if len(outputs) == 1 else outputs
-
-
 class Cut:
     """A causal language model of transformers on the meta device, and where it is cut.
 
@@ -198,7 +156,7 @@ class Cut:
         self.balance = self._balance() if balances else None
         mark_what_multiplies(self.forward.layers)
         self.parts = self._cut()
-        self.ties = _tied(self.causal)
+        self.ties = tied_names(self.causal)
         self._refuse_what_is_left()
 
     def __deepcopy__(self, memo: object) -> Cut:
@@ -413,14 +371,6 @@ def _starts_and_loads(carried: Sequence[Tensor]) -> tuple[list[Tensor], list[Ten
         [tensor for tensor in carried if not tensor.is_floating_point()],
         [tensor for tensor in carried if tensor.is_floating_point()],
     )
-
-
-def _tied(causal: nn.Module) -> list[tuple[str, str]]:
-    """The names of each two parameters that are one weight."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in causal.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [(uses[0], later) for uses in names.values() for later in uses[1:]]
 
 
 def _unbalanced(why: str) -> ConfigError:

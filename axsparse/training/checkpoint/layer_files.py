@@ -89,7 +89,7 @@ def contents_of(
     parameters: dict[str, ParameterEntry] = {}
     trained = state.by_full_name
     for local, parameter in layer.module.named_parameters():
-        name = f"{layer.spec.name}.{local}"
+        name = layer.spec.full_name(local)
         if name in ties:
             continue
         if name in trained:
@@ -103,7 +103,7 @@ def contents_of(
         if slot.persists:
             # The slot is read when the value is asked for: it has the first replica's tensor then.
             value = partial(_buffer_value, slot)
-            of_layer[f"{BUFFER}/{layer.spec.name}.{slot.name}"] = TensorCopy(
+            of_layer[f"{BUFFER}/{layer.spec.full_name(slot.name)}"] = TensorCopy(
                 header_of(slot.tensor), value
             )
     of_method = {
@@ -214,7 +214,7 @@ def load_layers(
     for layer in layers:
         aliases = {t.full_name for t in layer.state.tensors if t.alias_of is not None}
         for local, parameter in layer.module.named_parameters():
-            name = f"{layer.spec.name}.{local}"
+            name = layer.spec.full_name(local)
             saved = ties.get(name, name)
             if name in layer.state.by_full_name:
                 _load_tensor(files, saved, layer.state, layer.state.by_full_name[name])
@@ -223,7 +223,7 @@ def load_layers(
                 parameter.detach().copy_(files.read(VALUE, saved, header))
         for slot in slots(layer.module):
             if slot.persists:
-                name = f"{layer.spec.name}.{slot.name}"
+                name = layer.spec.full_name(slot.name)
                 stored = files.read_buffer(layer.spec.name, name, header_of(slot.tensor))
                 read = as_read(stored, slot.tensor.dtype)
                 slot.put(canonical(read.to(slot.tensor.device)))

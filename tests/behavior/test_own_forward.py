@@ -1,0 +1,168 @@
+"""Modules with a forward of their own, each beside plain torch, in a table."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import own_models
+from support.exhaustive import by_default
+from support.mpirun import run_mpirun
+from support.own_models import class_loss, images, noisy_images, square_loss, word_loss, words
+from support.runs import assert_bitwise, tiny_config, train_in_process
+from torch import Tensor, nn
+
+from axsparse.config.schema import Config
+from axsparse.data.dataset import ArrayDataset
+from axsparse.data.order import samples_of_step
+from axsparse.models.layer import Model
+from axsparse.models.own_forward import from_module
+
+STEPS, BATCH, MICROBATCH = 4, 8, 2
+LAYOUTS = [(1, 1), (2, 1), (1, 2)]
+Loss = Callable[[Tensor, Tensor], Tensor]
+MODULES: dict[str, tuple[type[nn.Module], Callable[[], ArrayDataset], Loss]] = {
+    "Vit": (own_models.Vit, images, class_loss),
+    "Dit": (own_models.Dit, noisy_images, square_loss),
+    "ResNet": (own_models.ResNet, images, class_loss),
+    "EncoderVit": (own_models.EncoderVit, images, class_loss),
+    "Stages": (own_models.Stages, images, class_loss),
+    "Gpt": (own_models.Gpt, words, word_loss),
+    "TorchEncoder": (own_models.TorchEncoder, words, word_loss),
+    "Denoiser": (own_models.Denoiser, noisy_images, square_loss),
+    "Windows": (own_models.Windows, images, class_loss),
+}
+
+
+def settings(**sections: Any) -> Config:
+    return tiny_config(
+        batch={"global_batch_size": BATCH, "microbatch_size": MICROBATCH},
+        optimizer={"learning_rate": 1e-3, "clip_norm": 0.5},
+        schedule={"warmup_steps": 0, "decay": "constant"},
+        train={"steps": STEPS, "check_layers": True},
+        **{"pruning": {"sparsity": 0.0}, **sections},
+    )
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    return MODULES[name][0]()
+
+
+def model_of(name: str, module: nn.Module) -> tuple[Model, ArrayDataset]:
+    _, data, loss = MODULES[name]
+    read = data()
+    return from_module(module, loss, lambda samples: read.read(np.arange(samples))[0]), read
+
+
+@lru_cache(maxsize=4)
+def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and last weights of the module in plain torch, with torch's AdamW; only the order of
+    the data is ours."""
+    module, config, (_, data, loss) = made(name).train(), settings(), MODULES[name]
+    read, optimizer, losses = data(), config.optimizer, []
+    groups = [
+        [p for p in module.parameters() if (p.dim() > 1) is is_matrix]
+        for is_matrix in (False, True)
+    ]
+    stepper = torch.optim.AdamW(
+        [
+            {"params": each, "weight_decay": n * optimizer.weight_decay}
+            for n, each in enumerate(groups)
+        ],
+        lr=optimizer.learning_rate,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+    )
+    for step in range(STEPS):
+        samples = samples_of_step(len(read), BATCH, step, config.seed)
+        stepper.zero_grad()
+        total = 0.0
+        for start in range(0, BATCH, MICROBATCH):
+            inputs, targets = read.read(samples[start : start + MICROBATCH])
+            summed = loss(module(*inputs), targets) / (BATCH * targets[0].numel())
+            summed.backward()
+            total += summed.item()
+        nn.utils.clip_grad_norm_(module.parameters(), optimizer.clip_norm)
+        stepper.step()
+        losses.append(total)
+    return losses, {name: each.detach() for name, each in module.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_trains_as_in_plain_torch(name: str, layout: tuple[int, int]) -> None:
+    module = made(name)
+    before = copy.deepcopy(module.state_dict())
+    model, data = model_of(name, module)
+    losses, weights = plain(name)
+
+    ranks = train_in_process(*layout, model, settings(), data)
+
+    ours = {key: each for _, trace in ranks for key, each in trace.weights.items()}
+    for second in {key for key in ours if key not in weights}:
+        del ours[second]  # the second use of a tied weight
+    assert ours.keys() == weights.keys()
+    for _, trace in ranks:
+        # Statistics of two samples divide by what differs by a rounding.
+        assert trace.losses == pytest.approx(losses, rel=1e-4 if name == "ResNet" else 1e-5)
+    for key, weight in ours.items():
+        # Where a gradient is zero but for rounding, AdamW makes steps of any size of it.
+        apart = (weight - weights[key]).abs()
+        assert apart.mean() < 3e-5 and apart.max() < 2 * STEPS * 1e-3, key
+    now = module.state_dict()
+    assert all(torch.equal(tensor, now[key]) for key, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", by_default(["Vit", "Dit", "ResNet"], [*MODULES]))
+def test_pruned_and_recomputed_in_stages_it_has_the_bits_of_one_stage(name: str) -> None:
+    model, data = model_of(name, made(name))
+    pruned = settings(pruning={"sparsity": 0.7})
+    other = settings(pruning={"sparsity": 0.7}, pipeline={"checkpoint_activations": 1})
+    [(_, one)] = train_in_process(1, 1, model, pruned, data)
+
+    ranks = train_in_process(3, 1, model, other, data)
+
+    assert any(len(one.kept[key]) < 0.31 * one.weights[key].numel() for key in one.kept)
+    for _, trace in ranks:
+        assert_bitwise(trace, one)
+
+
+PROGRAM = """
+import torch
+import axsparse as ax
+from support.own_models import Dit, noisy_images, square_loss
+
+torch.manual_seed(3)
+module = Dit()
+names = set(module.state_dict())
+trainer = ax.Trainer(
+    module,
+    noisy_images(),
+    {"batch.global_batch_size": 8, "batch.microbatch_size": 2, "precision": "fp32"},
+    loss=square_loss, steps=2, eval_steps=0, g_inter=2, sparsity=0.5, run_dir="run",
+)
+trainer.train()
+trained, state = trainer.model(), trainer.state_dict()
+if trainer.rank == 0:
+    assert isinstance(trained, Dit) and set(trained.state_dict()) == names == set(state)
+    assert set(ax.load("run")) == names
+    inputs, _ = noisy_images().read(torch.arange(2).numpy())
+    module.load_state_dict(state)
+    assert torch.equal(trained(*inputs), module.eval()(*inputs))
+    print("the same")
+"""
+
+
+def test_a_program_trains_a_module_and_takes_it_back(tmp_path: Any) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    done = run_mpirun(2, [str(tmp_path / "program.py")], cwd=tmp_path)
+
+    assert done.returncode == 0, str(done)
+    assert done.stdout.count("the same") == 1

@@ -1,0 +1,120 @@
+"""Where a module with a forward of its own is cut, and which modules are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import own_models
+from support.commands import lines_beside, refusal
+from support.own_models import Looped, class_loss, images, noisy_images, words
+from torch import Tensor, nn
+
+from axsparse.models.layer import Model
+from axsparse.models.own_forward import from_module
+from axsparse.models.survey import survey
+from axsparse.runtime.errors import ConfigError
+
+
+def cut(module: nn.Module, data: Callable[[], Any] = images) -> Model:
+    return from_module(module, class_loss, lambda samples: data().read(np.arange(samples))[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "layers"),
+    [
+        (own_models.Vit, images, "stem blocks.0 blocks.1 blocks.2 head"),
+        (own_models.Dit, noisy_images, "stem blocks.0 blocks.1 blocks.2 head"),
+        (
+            own_models.ResNet,
+            images,
+            "stem layer1.0 layer1.1 layer2.0 layer2.1 layer3.0 layer3.1 head",
+        ),
+        (
+            own_models.Stages,
+            images,
+            "downsample_layers.0 behind.downsample_layers.0 stages.0 downsample_layers.1 "
+            "behind.downsample_layers.1 stages.1 head",
+        ),
+        (own_models.Gpt, words, "stem transformer.h.0 transformer.h.1 transformer.h.2 head"),
+    ],
+)
+def test_members_are_layers_with_the_names_of_the_module(
+    module: type[nn.Module], data: Callable[[], Any], layers: str
+) -> None:
+    model = cut(module(), data)
+
+    found = survey(model)
+
+    assert " ".join(layer.name for layer in found.layers) == layers
+    names = {parameter.name for layer in found.layers for parameter in layer.parameters}
+    assert names == {name for name, _ in module().named_parameters(remove_duplicate=False)}
+    buffers = {buffer.name for layer in found.layers for buffer in layer.buffers}
+    assert buffers == {name for name, _ in module().named_buffers()}
+    assert found.layers[-1].kind == "head"
+
+
+def test_a_segment_is_costed_without_what_is_before_it() -> None:
+    found = survey(cut(own_models.ResNet()))
+
+    flops = {layer.name: layer.flops for layer in found.layers}
+    assert flops["head"] == 2 * 16 * own_models.CLASSES
+    assert flops["stem"] == 2 * 3 * 9 * 8 * 64
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module = own_models.ResNet()
+    module.layer1.eval()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    torch.manual_seed(1)
+
+    cut(module)
+
+    assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(1))
+    assert all(torch.equal(tensor, module.state_dict()[name]) for name, tensor in before.items())
+    assert module.training and not module.layer1.training and module.layer2.training
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
+
+
+class Twice(nn.Module):
+    """One norm before and behind the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(192)
+        self.blocks = nn.ModuleList([nn.Linear(192, 192)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.blocks[0](self.norm(x.flatten(1))))
+        return out
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return own_models.Vit()
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "a U-shaped network": (own_models.UNet, images),
+    "sums over layers": (own_models.WaveNet, words),
+    "another order": (lambda: Looped([2, 1, 0]), images),
+    "a block twice": (lambda: Looped([0, 1, 2, 1]), images),
+    "a block never": (lambda: Looped([0, 1]), images),
+    "values decide": (own_models.ByValue, images),
+    "blocks are written to": (own_models.Told, images),
+    "no list": (own_models.PatchEmbed, images),
+    "a module at both ends": (Twice, images),
+    "inputs that do not fit": (own_models.Block, images),
+    "no values": (on_meta, images),
+}
+
+
+@pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
+def test_a_forward_of_another_form_is_refused_by_name(case: str, line: str) -> None:
+    module, data = REFUSED[case]
+    torch.manual_seed(1)
+
+    assert refusal(lambda: cut(module(), data), ConfigError) == line
