@@ -22,7 +22,6 @@ from axsparse.models.layer_cost import CostError
 from axsparse.models.survey import Survey, costs_text, survey, with_costs
 from axsparse.observe.out_of_memory import explained, record_history
 from axsparse.observe.sinks import refuse_missing_packages
-from axsparse.observe.watchdog.watchdog import Watchdog, open_watchdog
 from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.healing import Fit, HealedLayers
@@ -36,7 +35,6 @@ from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks
-from axsparse.runtime.stop_signal import StopRequest
 from axsparse.samo.host.compiled_loops import FEW, cache_folder
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
@@ -49,7 +47,6 @@ from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.modules import Sharding
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, CheckpointMasks, load_layers
 from axsparse.training.checkpoint.manifest import DataEntry
-from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.checkpoint.verification import (
     MEANS,
     START,
@@ -68,7 +65,6 @@ from axsparse.training.plan import (
     plan_run,
     refuse_odd_rank,
 )
-from axsparse.training.progress import Progress
 from axsparse.training.run_data import Data, open_data, with_example
 from axsparse.training.run_directory import RunDir, find_run, open_run_dir
 
@@ -80,21 +76,6 @@ OF_HEALING = ("pruning.", "data.", "model.", "seed", "precision", "batch.microba
 layer, in addition to the first weights and the texts."""
 SILENT_SECONDS = 2.0
 """How long a start waits for compiled loops before it says so."""
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """The objects that a trainer takes over on one rank."""
-
-    parts: Parts
-    progress: Progress
-    """The progress of the checkpoint that the run is resumed from, if any."""
-    saver: Saver | None = None
-    """None saves nothing."""
-    stop: StopRequest | None = None
-    """Whether this rank was asked to stop; None lets no signal end training."""
-    watchdog: Watchdog | None = None
-    """None lets a hang last for ever."""
 
 
 # Reason: these are the arguments of the Python API, all but the first four optional.
@@ -113,8 +94,9 @@ def prepare_run(
     quiet: bool = False,
     resume: str | None = None,
     overwrite: bool = False,
-) -> PreparedRun:
-    """All parts of a run on this rank, its state built or read; all ranks call this together.
+) -> tuple[Parts, RunDir | None]:
+    """All parts of a run on this rank, its state built or read, and its directory; None of a quiet
+    run. All ranks call this together.
 
     The arguments and errors are as in `Trainer`, with the model, the data and the configuration in
     one form each. `open_datasets` is called on first and last stages only. Without `grid`, the
@@ -160,7 +142,7 @@ def prepare_run(
         together(transport, partial(_load, existing.checkpoint, parts))
     if plan.on_host and not plan.memory_is_tight:
         keep_freed_blocks()
-    return _prepared(job, parts, directory)
+    return parts, directory
 
 
 @dataclass(frozen=True)
@@ -591,21 +573,3 @@ def _load(checkpoint: Checkpoint, parts: Parts) -> None:
         parts.masking.restore(
             checkpoint.manifest.standing, CheckpointFiles(checkpoint).read_masking
         )
-
-
-def _prepared(job: Job, parts: Parts, directory: RunDir | None) -> PreparedRun:
-    """With a run directory, a run also has a saver and a watchdog."""
-    config = parts.plan.config
-    if directory is None:
-        return PreparedRun(parts, Progress.at_start(config))
-    progress = directory.progress or Progress.at_start(config)
-    if not config.checkpoint.keep_best:
-        progress.best = None
-    watchdog = open_watchdog(
-        config.watchdog,
-        directory.path,
-        place=parts.place,
-        activity=parts.activity,
-        transport=parts.transport,
-    )
-    return PreparedRun(parts, progress, Saver(directory, parts), job.stop, watchdog)

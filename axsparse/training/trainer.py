@@ -24,6 +24,7 @@ from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import explained
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_file import TraceRecorder
+from axsparse.observe.watchdog.watchdog import Watchdog, open_watchdog
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.pruning.methods.masking import Masking, Moment
@@ -36,9 +37,10 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.exchange import sum_by_owner, sum_of, together
 from axsparse.runtime.job import Job, own_job
+from axsparse.runtime.stop_signal import StopRequest
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.training.build import PreparedRun, prepare_run
+from axsparse.training.build import prepare_run
 from axsparse.training.checkpoint.checkpoint_folder import path_of
 from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.evaluation import Evaluation, evaluate
@@ -46,6 +48,7 @@ from axsparse.training.export import save_folder
 from axsparse.training.live_weights import LiveWeights
 from axsparse.training.parts import Parts
 from axsparse.training.progress import Progress
+from axsparse.training.run_directory import RunDir
 from axsparse.training.run_sources import DataSource, ModelSource, OfModule, run_sources
 from axsparse.training.step import Step
 
@@ -116,7 +119,7 @@ class Trainer:
             job.transport,
             lambda: run_sources(model, data, config, settings, OfModule(loss, metrics)),
         )
-        prepared = prepare_run(
+        parts, directory = prepare_run(
             *(job, given.model, given.open_datasets, given.config),
             score=score,
             optimizer=optimizer,
@@ -125,19 +128,31 @@ class Trainer:
             resume=resume,
             overwrite=overwrite,
         )
-        self._take_over(job, prepared)
+        self._take_over(job, parts, directory)
 
-    def _take_over(self, job: Job, prepared: PreparedRun) -> None:
-        """Begin where a run that is prepared stands."""
-        self.parts = parts = prepared.parts
-        self.config = parts.plan.config
+    def _take_over(self, job: Job, parts: Parts, directory: RunDir | None) -> None:
+        """Begin where a run stands; without a directory it saves nothing, no signal stops it, and a
+        hang lasts for ever."""
+        self.parts = parts
+        self.config = config = parts.plan.config
         self.last_evaluation: Evaluation | None = None
         self._job = job
-        self.progress = prepared.progress
+        self.progress = (directory and directory.progress) or Progress.at_start(config)
+        if not config.checkpoint.keep_best:
+            self.progress.best = None
+        self._saver: Saver | None = None
+        self._stop: StopRequest | None = None
+        self._watchdog: Watchdog | None = None
+        if directory is not None:
+            self._saver, self._stop = Saver(directory, parts), job.stop
+            self._watchdog = open_watchdog(
+                config.watchdog,
+                directory.path,
+                place=parts.place,
+                activity=parts.activity,
+                transport=parts.transport,
+            )
         self._step = Step(parts, self.progress)
-        self._saver = prepared.saver
-        self._stop = prepared.stop
-        self._watchdog = prepared.watchdog
         self._is_stopped = False
         self._closed = False
         self._is_ended = False
@@ -671,7 +686,7 @@ def build(
 ) -> Trainer:
     """A trainer on a rank of a job that is connected already; `how` is passed to `prepare_run`."""
     trainer = Trainer.__new__(Trainer)
-    trainer._take_over(job, prepare_run(job, model, open_datasets, config, **how))
+    trainer._take_over(job, *prepare_run(job, model, open_datasets, config, **how))
     return trainer
 
 
