@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from axsparse.models.zoo.model_registry import named_model as named_model
     from axsparse.planner.plan_model import plan_for as plan_for
     from axsparse.runtime.grid import Grid as Grid
-    from axsparse.samo.optim.optimizer import Block as Block
     from axsparse.samo.optim.optimizer import Hyper as Hyper
     from axsparse.samo.optim.optimizer import Optimizer as Optimizer
+    from axsparse.samo.optim.optimizer import StateBlock as StateBlock
     from axsparse.training.export import export as export
     from axsparse.training.export import load as load
     from axsparse.training.run_sources import hf as hf

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from axsparse.cli.commands import COMMANDS
-from axsparse.cli.parser import refuse, run_command
+from axsparse.cli.parser import reject, run_command
 from axsparse.runtime.launcher import speaks
 from axsparse.runtime.process_exit import exit_process
 from axsparse.runtime.version import __version__
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         exit_process()
     nearest = get_close_matches(word[:60], COMMANDS, n=1)
     mend = f"did you mean {nearest[0]}? " if nearest else ""
-    refuse(f"no command {word!r}; {mend}see axsparse --help")
+    reject(f"no command {word!r}; {mend}see axsparse --help")
 
 
 if __name__ == "__main__":

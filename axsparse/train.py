@@ -12,14 +12,14 @@ from axsparse.cli.parser import (
     add_configuration,
     add_run,
     overrides_of,
-    refuse_early,
+    reject_early,
     require_configuration,
 )
 from axsparse.runtime.connection import cannot_start
 from axsparse.runtime.stop_signal import StopRequest
 
 DESCRIPTION = """\
-Train a pruned network over pipeline stages, their members and replicas.
+Train a pruned network over pipeline stages, their tensor-parallel ranks and replicas.
 
 Start it by itself, or on many ranks with an MPI launcher:
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # Imported late, so that --help loads neither torch nor MPI, and a host that lacks a package
     # says so in one line.
     try:
-        refuse_early(arguments, overrides)
+        reject_early(arguments, overrides)
         stop = StopRequest()
         stop.listen()
         from axsparse.config.load import configure

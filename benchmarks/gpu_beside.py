@@ -31,7 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from gpu_plan import Training, planned
 from gpu_report import EXIT_NO_DEVICE, Report, Row, judged, spread, table
-from gpu_train import Place, probe_apart, pruned
+from gpu_train import RankCoords, probe_apart, pruned
 from gpu_turns import Worker, WorkerFailedError
 
 HERE = Path(__file__).parent
@@ -76,7 +76,7 @@ RUNS = (
 )
 
 
-def ours(run: Run, size: int, place: Place) -> dict[str, Any]:
+def ours(run: Run, size: int, place: RankCoords) -> dict[str, Any]:
     """Seconds, losses and the peak of one training by axsparse."""
     batch = (f"batch.microbatch_size={size}", f"batch.global_batch_size={BATCH}")
     training = Training(
@@ -100,7 +100,7 @@ def ours(run: Run, size: int, place: Place) -> dict[str, Any]:
     }
 
 
-def theirs(run: Run, sizes: Sequence[int], place: Place) -> dict[str, Any]:
+def theirs(run: Run, sizes: Sequence[int], place: RankCoords) -> dict[str, Any]:
     """The same of a peer, by microbatch size; what it has when its time is over."""
     saved = Path(tempfile.mkdtemp(dir=place.folder)) / "peer.json"
     command = [sys.executable, str(HERE / "gpu_peers.py"), run.peer, "--save", str(saved)]
@@ -119,7 +119,7 @@ def theirs(run: Run, sizes: Sequence[int], place: Place) -> dict[str, Any]:
     return {size: found[size] for size in found if size.isdigit()}
 
 
-def measure(place: Place, report: Report, only: Sequence[str] | None = None) -> list[Row]:
+def measure(place: RankCoords, report: Report, only: Sequence[str] | None = None) -> list[Row]:
     """Run what the report lacks, and save after each run; returns the rows of all."""
     part = "beside"
     found: dict[str, dict[str, Any]] = report.details.get(part) or {}
@@ -243,7 +243,7 @@ def main(words: Sequence[str] | None = None) -> int:
     device = probe_apart()
     report = Report.opened(arguments.save, {"device": device.name, "torch": torch.__version__})
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Place(device, Path(folder), ends), report, arguments.only)
+        rows = measure(RankCoords(device, Path(folder), ends), report, arguments.only)
     report.put("beside", rows, report.details.get("beside"))
     print("\n".join(table(rows)), flush=True)
     return 0

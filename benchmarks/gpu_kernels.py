@@ -80,7 +80,7 @@ def compress_and_judge(
 ) -> None:
     """A microbatch's gradient added to the kept one, and the squares of that summed."""
     kernels.compress(index, dense, gradient, accumulate=True)
-    kernels.judge(index.launch, [(gradient, partials)])
+    kernels.sum_squares(index.launch, [(gradient, partials)])
 
 
 def unfused_compress(

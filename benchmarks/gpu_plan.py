@@ -13,7 +13,7 @@ from torch import Tensor
 
 from axsparse.config.load import configure
 from axsparse.planner.cluster import load_cluster
-from axsparse.planner.plan_model import Method, subject
+from axsparse.planner.plan_model import Method, planned_model
 from axsparse.planner.run_workload import predict
 from axsparse.planner.stage_memory import StageMemory, stage_memory
 from axsparse.pruning.mask_file import write_masks
@@ -32,7 +32,7 @@ TILE, TILE_KEPT = 327_680, 32_768
 """A tenth exactly, and a divisor of GPT-3's matrices."""
 COMMON = (
     "layout.g_inter=1",
-    "pipeline.slack=0",
+    "pipeline.extra_in_flight=0",
     "train.eval_steps=0",
     "train.log_every=1",
     "checkpoint.every=0",
@@ -78,7 +78,7 @@ class Planned:
 def planned(training: Training, method: Method) -> Planned:
     loaded = configure(training.config, training.all())
     cluster = load_cluster(CLUSTER)
-    asked = subject(loaded, cluster)
+    asked = planned_model(loaded, cluster)
     config, workload = loaded, asked.workload(method)
     batch = config.batch
     loads = workload.stages(1, 1, microbatches=batch.global_batch_size // batch.microbatch_size)
@@ -93,10 +93,10 @@ def planned(training: Training, method: Method) -> Planned:
     return Planned(
         memory=memory,
         state=loads[0].state,
-        model_flops=3 * asked.survey.flops * samples,
+        model_flops=3 * asked.profile.flops * samples,
         all_flops=workload.sample_flops * samples,
         tokens=samples * config.model.sequence_length,
-        parameters=asked.survey.num_params,
+        parameters=asked.profile.num_params,
         seconds=predict(workload, cluster, config, Grid(1, 1), 0, None).step_seconds or math.nan,
     )
 
@@ -135,7 +135,7 @@ def chosen(
 def mask_file(training: Training, folder: Path) -> Path:
     """Masks that cost no time: of every tensor the same positions in each stretch of `TILE`."""
     loaded = configure(training.config, training.all())
-    asked = subject(loaded, load_cluster(CLUSTER))
+    asked = planned_model(loaded, load_cluster(CLUSTER))
     assert asked.targets is not None, "the configurations prune"
     generator = torch.Generator().manual_seed(1)
     tile = torch.zeros(TILE, dtype=torch.bool)
@@ -148,7 +148,7 @@ def mask_file(training: Training, folder: Path) -> Path:
     shapes = asked.targets.shapes
     own = {name: partial(mask, math.prod(shape)) for name, shape in shapes.items()}
     alone = LocalTransport(LocalWorld(1), 0)
-    path = folder / f"{Path(training.config).stem}-{asked.survey.num_params}.safetensors"
+    path = folder / f"{Path(training.config).stem}-{asked.profile.num_params}.safetensors"
     if not path.exists():
-        write_masks(path, shapes, own, transport=alone, place=Grid(1, 1).place(0))
+        write_masks(path, shapes, own, transport=alone, coords=Grid(1, 1).coords(0))
     return path

@@ -87,7 +87,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoords:
     """Where runs run, and how long they may."""
 
     device: Device
@@ -107,11 +107,11 @@ class Place:
 Found = tuple[list[Row], dict[str, Any]]
 
 
-def pruned(training: Training, place: Place) -> Training:
+def pruned(training: Training, place: RankCoords) -> Training:
     return training.with_(f"pruning.mask={mask_file(training, place.folder)}")
 
 
-def alone(name: str, training: Training, place: Place) -> Found:
+def alone(name: str, training: Training, place: RankCoords) -> Found:
     """One training by itself, against its plan; the step that is profiled comes on top."""
     plan = planned(training, "samo")
     profiled = name in PROFILED
@@ -210,13 +210,13 @@ def phases(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {key: statistics.median(record[key] for record in records) for key in names}
 
 
-def size(name: str, place: Place) -> Found:
+def size(name: str, place: RankCoords) -> Found:
     start = pruned(Training(CONFIGS[name], (), FEWER.get(name, STEPS)), place)
     wanted = MICROBATCH.get(name, SIZES)
     return alone(name, chosen(start, ["samo"], place.room, wanted=wanted), place)
 
 
-def compare(training: Training, place: Place, rounds: int) -> Found:
+def compare(training: Training, place: RankCoords, rounds: int) -> Found:
     """Dense and pruned in turn, both in memory, in an order drawn anew each round."""
     name = "compare"
     layers = both_fit(training, place.room)
@@ -264,7 +264,7 @@ def compare(training: Training, place: Place, rounds: int) -> Found:
     }
 
 
-def does_not_fit(training: Training, place: Place) -> Found:
+def does_not_fit(training: Training, place: RankCoords) -> Found:
     """The plan of a dense training needs more than there is, and trying it says so in a line."""
     name = "dense-13b"
     least = training.with_(*batches(1), "pipeline.checkpoint_activations=1", "samo.enabled=false")
@@ -329,7 +329,7 @@ def with_layers(training: Training, layers: int) -> Training:
     return training.with_(f"model.num_layers={layers}")
 
 
-def largest(training: Training, place: Place) -> Found:
+def largest(training: Training, place: RankCoords) -> Found:
     """By the plan, then by three steps; with fewer layers if these do not run after all."""
     name = "largest"
     start = training.with_(
@@ -368,7 +368,7 @@ def largest(training: Training, place: Place) -> Found:
     raise ConfigError(f"{training.config}: not a single layer of it fits; take a larger device")
 
 
-def run_one(name: str, place: Place, rounds: int) -> Found:
+def run_one(name: str, place: RankCoords, rounds: int) -> Found:
     if name == "compare":
         return compare(Training(CONFIGS["2.7b"], (), STEPS), place, rounds)
     if name == "dense-13b":
@@ -378,7 +378,7 @@ def run_one(name: str, place: Place, rounds: int) -> Found:
     return size(name, place)
 
 
-def judge_runs(names: Sequence[str], place: Place, rounds: int) -> Iterator[tuple[str, Found]]:
+def judge_runs(names: Sequence[str], place: RankCoords, rounds: int) -> Iterator[tuple[str, Found]]:
     """Each run's rows; one that fails is a row as well, and one without time is skipped."""
     for name in names:
         if place.left <= 0:
@@ -452,7 +452,7 @@ def main(words: Sequence[str] | None = None) -> int:
     report = Report.opened(arguments.save, {**asdict(device), "torch": torch.__version__})
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        place = Place(device, Path(folder), ends)
+        place = RankCoords(device, Path(folder), ends)
         for name, (own, detail) in judge_runs(arguments.runs, place, arguments.rounds):
             report.put(name, own, detail)
             print("\n".join(table(own)), flush=True)

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from axsparse.config.load import configure
 from axsparse.data.sources import open_datasets
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.job import Job, run
@@ -135,7 +135,7 @@ def train(job: Job, spec: dict[str, Any]) -> None:
     profiler = profile(activities=kinds) if spec.get("profile") else None
     start = wait_for_leave()
 
-    def note(step: int, verdict: Verdict) -> None:
+    def note(step: int, verdict: StepResult) -> None:
         nonlocal start
         settle()
         seconds = time.perf_counter() - start

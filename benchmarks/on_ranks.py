@@ -80,13 +80,13 @@ class SleepingStage:
 
 def bubble(transport: MpiTransport, rounds: int) -> dict[str, Any]:
     """Milliseconds of waiting in a step, and what eq. (6) says."""
-    place = Grid(transport.size, 1).place(transport.rank)
+    coords = Grid(transport.size, 1).coords(transport.rank)
     phases = Phases()
     stage: Any = SleepingStage()
     engine = Engine(
-        Rank(place, transport.backoff, phases),
+        Rank(coords, transport.backoff, phases),
         stage,
-        transport.link(place),
+        transport.link(coords),
         schedule=Schedule("message-driven", 1, "alternate"),
         while_idle=lambda: None,
     )

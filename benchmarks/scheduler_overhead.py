@@ -122,14 +122,14 @@ def microseconds() -> list[float]:
     }
     returning: deque[Any] = deque()
     forward.on_send = lambda: backward.headers.append(returning.popleft())
-    place = Grid(3, 1).place(1)
+    coords = Grid(3, 1).coords(1)
     comm: Any = Duplicable([forward, backward])
     stage: Any = EmptyStage(elsewhere)
     backoff = SleepingBackoff()
     engine = Engine(
-        Rank(place, backoff, Phases()),
+        Rank(coords, backoff, Phases()),
         stage,
-        MpiLink(comm, place, backoff),
+        MpiLink(comm, coords, backoff),
         schedule=Schedule("message-driven", 1, "alternate"),
         while_idle=lambda: None,
     )

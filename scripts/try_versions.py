@@ -47,8 +47,8 @@ WITH_TORCH = (
 def main() -> int:
     """Try one combination; returns 0 if all of it works."""
     asked = question()
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as coords:
+        folder = Path(coords)
         environment = asked.keep or folder / "env"
         run(asked.python, "-m", "venv", environment)
         python = environment / "bin" / "python"

@@ -1,4 +1,4 @@
-"""Rules of the house that no single module can keep by itself."""
+"""Rules of the package that no single module can keep by itself."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from support.mpirun import LONGEST_SECONDS
 from support.package import PACKAGE, sources
 
 import axsparse
+from axsparse.config.schema import Config
+from axsparse.config.section import Section
 
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -23,6 +25,64 @@ NAMED_FILE = re.compile(r"`([\w/]+\.(?:py|yaml|sh|md|json|cuh))`")
 """A file that a page names, relative to the package or to the project."""
 NAMELESS = re.compile(r"\A\s*(?:What|Whether what|All that|Those)\b|\b(?i:those|that)\s+of\b")
 """Matches docstrings that begin with a pronoun, or in which one stands for another noun."""
+PRIVATE_WORDS = frozenset(
+    [
+        "agreement",
+        "beside",
+        "besides",
+        "column",
+        "described",
+        "explained",
+        "following",
+        "fold",
+        "heard",
+        "hear",
+        "held",
+        "house",
+        "judge",
+        "judged",
+        "laggard",
+        "lifeline",
+        "masking",
+        "member",
+        "members",
+        "mend",
+        "notice",
+        "noted",
+        "odd",
+        "place",
+        "question",
+        "refuse",
+        "refused",
+        "resting",
+        "room",
+        "rooms",
+        "seam",
+        "settle",
+        "settled",
+        "slack",
+        "spread",
+        "standing",
+        "subject",
+        "survey",
+        "surveyed",
+        "tell",
+        "telling",
+        "ticket",
+        "told",
+        "trade",
+        "undrawn",
+        "verdict",
+        "visit",
+        "visiting",
+        "visits",
+        "whole",
+        "wholes",
+    ]
+)
+"""Words that names of the code once had for what the field has a word for."""
+IN_PLACE = ("in_place", "InPlace")
+"""Ends of names of operations in place, as torch says."""
 MOST_FUNCTION_LINES = 60
 MOST_PARAMETERS = 6
 REASON = "Reason:"
@@ -39,21 +99,31 @@ def import_order() -> dict[str, int]:
     """The height of every package, from the one line of CONTRIBUTING.md that names them in
     order."""
     lines = CONTRIBUTING.read_text(encoding="utf-8").splitlines()
-    [line] = [line for line in lines if line.strip().startswith("doors > ")]
-    rooms = [height.split(",") for height in reversed(line.split(">"))]
-    return {name.strip(): height for height, names in enumerate(rooms) for name in names}
+    [line] = [line for line in lines if line.strip().startswith("entry points > ")]
+    heights = [height.split(",") for height in reversed(line.split(">"))]
+    return {name.strip(): height for height, names in enumerate(heights) for name in names}
 
 
-def room(module: str) -> str:
-    """The folder directly in the package that a module lies in; "doors" for the package's own."""
+def package_of(module: str) -> str:
+    """The package that a module lies in; "entry points" for a module of none."""
     first, dot, _ = module.partition(".")
-    return first if dot else "doors"
+    return first if dot else "entry points"
+
+
+def flat_keys(section: type[Section]) -> Iterator[str]:
+    """The names of all settings of a section and of the sections in it."""
+    for name, field in section.model_fields.items():
+        yield name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from flat_keys(field.annotation)
 
 
 def folders() -> set[str]:
     """All folders of the package that hold modules, as paths within it."""
     paths = ("/".join(name.split(".")[:-1]) for name in sources())
-    return {path for path in paths if path} | {room(name) for name in sources()} - {"doors"}
+    return {path for path in paths if path} | {package_of(name) for name in sources()} - {
+        "entry points"
+    }
 
 
 def statements(tree: ast.AST, *, for_types_too: bool) -> Iterator[ast.AST]:
@@ -145,14 +215,14 @@ def test_hints_name_extras_that_can_be_installed() -> None:
     assert {"mpich", "text"} <= named <= extras
 
 
-def test_the_house_has_three_doors_and_thirteen_rooms() -> None:
-    doors = {name for name in sources() if "." not in name}
-    rooms = {room(name) for name in sources()} - {"doors"}
+def test_three_entry_points_and_thirteen_packages() -> None:
+    entries = {name for name in sources() if "." not in name}
+    packages = {package_of(name) for name in sources()} - {"entry points"}
 
-    assert doors == {"__main__", "train"}  # beside __init__
-    assert rooms | {"doors"} == set(import_order())
-    assert len(rooms) <= 13
-    assert {"pipeline", "data_parallel", "samo"} <= rooms
+    assert entries == {"__main__", "train"}  # beside __init__
+    assert packages | {"entry points"} == set(import_order())
+    assert len(packages) <= 13
+    assert {"pipeline", "data_parallel", "samo"} <= packages
 
 
 def test_imports_run_down_the_one_order_only() -> None:
@@ -163,7 +233,8 @@ def test_imports_run_down_the_one_order_only() -> None:
         f"{module} imports {other}"
         for module in sources()
         for other in sorted(own_imports(module, for_types_too=True))
-        if room(other) != room(module) and heights[room(other)] >= heights[room(module)]
+        if package_of(other) != package_of(module)
+        and heights[package_of(other)] >= heights[package_of(module)]
     ]
 
     assert not climbing, "\n".join(climbing)
@@ -255,6 +326,32 @@ def test_docstrings_name_their_object() -> None:
     }
 
     assert not [where for where, text in texts.items() if NAMELESS.search(str(text))]
+
+
+def test_names_are_the_fields_words() -> None:
+    """Settings, options, classes and functions."""
+    names = {
+        f"{module}.{node.name}": node.name
+        for module, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    names |= {key: key for key in flat_keys(Config)}
+    names |= {
+        f"{module} {node.value}": node.value
+        for module, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        if isinstance(node.value, str) and re.fullmatch(r"--[a-z-]+", node.value)
+    }
+
+    private = {
+        where: word
+        for where, name in names.items()
+        for word in re.findall(r"[A-Z]?[a-z]+", name)
+        if word.lower() in PRIVATE_WORDS and not name.endswith(IN_PLACE)
+    }
+    assert not private
 
 
 def test_no_module_needs_itself_on_the_way() -> None:

@@ -136,7 +136,11 @@ def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(train: T
     text = path.read_text()
     assert (saved.layout.g_inter, saved.layout.g_data) == (2, 1)
     assert saved.layout.split == (2, 2)
-    assert (saved.pipeline.slack, saved.samo.index, saved.samo.gradient) == (1, "auto", "fp32")
+    assert (saved.pipeline.extra_in_flight, saved.samo.index, saved.samo.gradient) == (
+        1,
+        "auto",
+        "fp32",
+    )
     assert (saved.data.sequence_length, saved.schedule.decay_steps) == (32, 10)
     assert "# torch " in text
     assert "# git " in text

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from axsparse.cli.parser import CommandParser, say, whole
+from axsparse.cli.parser import CommandParser, integer, say
 from axsparse.runtime.console import format_bytes, format_count
 from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, writing
 from axsparse.runtime.files.run_lock import RunLock
@@ -35,17 +35,19 @@ def parser() -> CommandParser:
             "remove checkpoints, never the newest whole one; other jobs must not use the run",
         ),
     ):
-        member = group.add_member(name, work, help=purpose, description=purpose)
-        member.add_argument("path", metavar="DIR", type=Path)
-    which = member.add_mutually_exclusive_group(required=True)
+        subparser = group.add_subcommand(name, work, help=purpose, description=purpose)
+        subparser.add_argument("path", metavar="DIR", type=Path)
+    which = subparser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--keep-last",
         metavar="N",
-        type=whole(),
+        type=integer(),
         help="keep the N newest whole checkpoints, the best, and the newest whose weights a "
         "later step has trained on",
     )
-    which.add_argument("--after", metavar="STEP", type=whole(0), help="remove those of later steps")
+    which.add_argument(
+        "--after", metavar="STEP", type=integer(0), help="remove those of later steps"
+    )
     return group
 
 
@@ -124,19 +126,19 @@ def _prune(arguments: argparse.Namespace) -> None:
     if not folder.is_dir():
         raise MissingInputError(f"checkpoint prune {path}: is no run with {folder.name}/; name one")
 
-    def is_whole(step: int) -> bool:
-        return verification.is_whole(checkpoint_folder.path_of(folder, step))
+    def is_complete(step: int) -> bool:
+        return verification.is_complete(checkpoint_folder.path_of(folder, step))
 
     lock = RunLock(path)
     try:
         with writing(f"{folder}:", "nothing else went"):
             if keep_last is not None:
-                gone = checkpoint_folder.outdated(folder, keep_last, 0, is_whole)
-                kept = _kept_besides(path, is_whole)
+                gone = checkpoint_folder.outdated(folder, keep_last, 0, is_complete)
+                kept = _kept_also(path, is_complete)
             else:
                 steps = verification.steps_in(path)
                 gone, kept = [step for step in steps if step > after], {}
-                if gone and not any(is_whole(step) for step in steps if step <= after):
+                if gone and not any(is_complete(step) for step in steps if step <= after):
                     raise ConfigError(
                         f"--after: {after} would leave no whole checkpoint; choose a later step"
                     )
@@ -150,7 +152,7 @@ def _prune(arguments: argparse.Namespace) -> None:
         lock.release()
 
 
-def _kept_besides(run: Path, is_whole: Callable[[int], bool]) -> dict[int, str]:
+def _kept_also(run: Path, is_complete: Callable[[int], bool]) -> dict[int, str]:
     """The steps of checkpoints that training would keep, and why, as the newest that can be read
     says."""
     from axsparse.training.checkpoint import checkpoint_folder, verification
@@ -161,7 +163,7 @@ def _kept_besides(run: Path, is_whole: Callable[[int], bool]) -> dict[int, str]:
             opened = verification.open_checkpoint(checkpoint_folder.path_of(folder, step))
         except AxsparseError:
             continue
-        return checkpoint_folder.kept_besides(folder, opened.manifest.progress, is_whole)
+        return checkpoint_folder.kept_also(folder, opened.manifest.progress, is_complete)
     return {}
 
 

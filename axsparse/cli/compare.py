@@ -134,7 +134,7 @@ def _differences(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
             yield f"progress.{field} is {value} and {progress[1][field]}"
     for layer in mine.layers:
         files = [
-            [name for name in (entry.file, entry.masking) if name is not None]
+            [name for name in (entry.file, entry.pruner) if name is not None]
             for entry in (mine.layers[layer], theirs.layers[layer])
         ]
         if files[0] != files[1]:
@@ -158,7 +158,7 @@ def _tensors(one: Path, other: Path) -> Iterator[str]:
         yield f"{odd} is saved in one of them only"
         return
     for key in mine.shapes:
-        headers = mine.described(key), theirs.described(key)
+        headers = mine.one_line(key), theirs.one_line(key)
         if headers[0] != headers[1]:
             yield f"{key} is {headers[0]} and {headers[1]}"
             continue

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from axsparse.cli.parser import CommandParser, add_configuration, say, whole
+from axsparse.cli.parser import CommandParser, add_configuration, integer, say
 from axsparse.config.json_schema import editor_schema
 from axsparse.config.load import configure, setting_to_yaml
 from axsparse.config.schema import Config
@@ -38,12 +38,15 @@ def parser() -> CommandParser:
     """The command line."""
     group = CommandParser(prog="axsparse config")
     purpose = "every setting, its value and where that comes from"
-    show = group.add_member("show", _show, help=purpose, description=SHOW, epilog=SHOW_END)
+    show = group.add_subcommand("show", _show, help=purpose, description=SHOW, epilog=SHOW_END)
     purpose = "the JSON schema of configuration files, for editors"
-    group.add_member("schema", _schema, help=purpose, description=SCHEMA)
+    group.add_subcommand("schema", _schema, help=purpose, description=SCHEMA)
     add_configuration(show.add_argument)
     show.add_argument(
-        "--ranks", metavar="N", type=whole(most=100_000), help="decide every auto for so many ranks"
+        "--ranks",
+        metavar="N",
+        type=integer(most=100_000),
+        help="decide every auto for so many ranks",
     )
     return group
 
@@ -62,7 +65,7 @@ def _show(arguments: argparse.Namespace) -> None:
 def _decided(config: Config, ranks: int) -> Config:
     """The configuration as a run on so many ranks would have it."""
     # Imported late, so that everything else does without torch.
-    from axsparse.models.survey import survey
+    from axsparse.models.model_profile import profile
     from axsparse.models.zoo.model_registry import named_model
     from axsparse.runtime.local.local_transport import LocalTransport
     from axsparse.runtime.local.local_world import LocalWorld
@@ -73,9 +76,9 @@ def _decided(config: Config, ranks: int) -> Config:
     asked = config.model_copy(update={"transport": "auto"})
     asked, _ = decided_precision(asked, LocalTransport(LocalWorld(1), 0), on_host=True)
     model = named_model(asked)
-    surveyed = survey(model, DTYPES[asked.precision])
+    profiled = profile(model, DTYPES[asked.precision])
     world: LocalWorld[None] = LocalWorld(ranks)
-    decided = plan_run(asked, model, surveyed, LocalTransport(world, 0)).config
+    decided = plan_run(asked, model, profiled, LocalTransport(world, 0)).config
     return decided.model_copy(update={"transport": config.transport})
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from axsparse.cli.parser import CommandParser, whole
+from axsparse.cli.parser import CommandParser, integer
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request, prepare
 from axsparse.data.tokenizers import SEPARATOR, in_folder
@@ -44,7 +44,7 @@ what it writes, in --out:
 def parser() -> CommandParser:
     """The command line."""
     group = CommandParser(prog="axsparse data")
-    arguments = group.add_member(
+    arguments = group.add_subcommand(
         "prepare",
         _prepare,
         help="turn text files into memory-mapped tokens",
@@ -72,7 +72,7 @@ def parser() -> CommandParser:
     add(
         "--workers",
         metavar="N",
-        type=whole(most=1024),
+        type=integer(most=1024),
         default=len(os.sched_getaffinity(0)),
         help="threads that learn and encode, unless tokens are bytes; the tokens do not depend on "
         "their number (default %(default)s)",
@@ -125,7 +125,7 @@ def _add_tokenizer(arguments: CommandParser) -> None:
     arguments.add_argument(
         "--bpe-sample-mb",
         metavar="MB",
-        type=whole(),
+        type=integer(),
         default=Request.bpe_sample_bytes // MEGABYTE,
         help="with --train-bpe: megabytes of text to learn from, spread over the input "
         "(default %(default)s)",
@@ -152,7 +152,7 @@ def _add_reading(add: Callable[..., object]) -> None:
     add(
         "--max-line-mb",
         metavar="MB",
-        type=whole(),
+        type=integer(),
         default=Reading.max_line // MEGABYTE,
         help="megabytes of the longest line that a usable document may have (default %(default)s)",
     )

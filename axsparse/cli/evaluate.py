@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from axsparse.cli.parser import CommandParser, add_checkpoint, say, whole
+from axsparse.cli.parser import CommandParser, add_checkpoint, integer, say
 
 DESCRIPTION = """\
 Evaluate a trained model on all validation data. RUN is a run directory, whose newest checkpoint is
@@ -39,7 +39,7 @@ def parser() -> CommandParser:
 
 
 def _batches(text: str) -> int | Literal["all"]:
-    return "all" if text == "all" else whole()(text)
+    return "all" if text == "all" else integer()(text)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

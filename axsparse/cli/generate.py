@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from axsparse.cli.parser import CommandParser, add_checkpoint, say, whole
+from axsparse.cli.parser import CommandParser, add_checkpoint, integer, say
 from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
@@ -26,8 +26,8 @@ def parser() -> CommandParser:
     add = arguments.add_argument
     add_checkpoint(add)
     add("--prompt", metavar="TEXT", required=True, help='the beginning; "": that of a document')
-    add("--tokens", metavar="N", type=whole(), default=100, help="at most (default %(default)s)")
-    add("--top-k", metavar="K", type=whole(), help="draw among the K most likely tokens")
+    add("--tokens", metavar="N", type=integer(), default=100, help="at most (default %(default)s)")
+    add("--top-k", metavar="K", type=integer(), help="draw among the K most likely tokens")
     add(
         "--temperature",
         metavar="T",
@@ -37,7 +37,7 @@ def parser() -> CommandParser:
     add(
         "--seed",
         metavar="S",
-        type=whole(0, 2**63 - 1),
+        type=integer(0, 2**63 - 1),
         help="another one draws other tokens (default 0)",
     )
     return arguments

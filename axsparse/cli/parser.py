@@ -44,26 +44,26 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
         )
         self.set_defaults(work=work)
-        self.members: dict[str, CommandParser] = {}
+        self.g_tensor: dict[str, CommandParser] = {}
         """The parsers of the second words of a command, such as `show` of `axsparse config`."""
 
-    def add_member(self, name: str, work: Work, **texts: Any) -> CommandParser:
+    def add_subcommand(self, name: str, work: Work, **texts: Any) -> CommandParser:
         """The parser of a word that may follow this command; `texts` are arguments of argparse."""
-        if not self.members:
+        if not self.g_tensor:
             self._words = self.add_subparsers(required=True, metavar="COMMAND")
-        self.members[name] = self._words.add_parser(name, work=work, **texts)
-        return self.members[name]
+        self.g_tensor[name] = self._words.add_parser(name, work=work, **texts)
+        return self.g_tensor[name]
 
     def error(self, message: str) -> NoReturn:
         shown = "".join(letter if letter.isprintable() else " " for letter in message)
-        refuse(f"{shown}; see --help")
+        reject(f"{shown}; see --help")
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         if speaks():
             super().print_help(file)
 
 
-def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
+def integer(least: int = 1, most: int = MOST) -> Callable[[str], int]:
     """The `type` of an option that is a whole number between two bounds."""
 
     def number(text: str) -> int:
@@ -94,7 +94,7 @@ def run_command(parser: CommandParser, argv: Sequence[str]) -> NoReturn:
     interrupted = None
     try:
         if speaks():
-            arguments = parser.parse_args(argv or (["--help"] if parser.members else []))
+            arguments = parser.parse_args(argv or (["--help"] if parser.g_tensor else []))
             interrupted = getattr(arguments, "interrupted", None)
             arguments.work(arguments)
     except AxsparseError as error:
@@ -104,12 +104,12 @@ def run_command(parser: CommandParser, argv: Sequence[str]) -> NoReturn:
     exit_process()
 
 
-def refuse(message: str) -> NoReturn:
+def reject(message: str) -> NoReturn:
     """End the process with 78; one of many ranks says why."""
     exit_process(EXIT_CONFIG, f"error: {message}" if speaks() else None)
 
 
-def refuse_early(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+def reject_early(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """End the job if its configuration breaks a rule that needs neither torch, ranks nor data.
 
     Of many ranks the one that speaks says so. Others that find a mistake start MPI, so that they
@@ -181,7 +181,7 @@ def add_run(add: Callable[..., object]) -> None:
 def require_configuration(arguments: argparse.Namespace, command: str) -> None:
     """End the process with 78 if neither `--config` nor a `--set` names a model or data."""
     if arguments.config is None and not arguments.overrides:
-        refuse(
+        reject(
             f"{command}: nothing says what to train; name a configuration, such as "
             "--config quickstart.yaml"
         )

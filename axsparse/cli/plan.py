@@ -15,8 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from axsparse.cli.parser import CommandParser, add_configuration, say, whole
-from axsparse.config.hf_config import BUNDLED, CONFIG_FILE, is_gpt2, read_json, refuse_other_heads
+from axsparse.cli.parser import CommandParser, add_configuration, integer, say
+from axsparse.config.hf_config import BUNDLED, CONFIG_FILE, is_gpt2, read_json, reject_other_heads
 from axsparse.config.load import configure, setting_to_yaml
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_config, counted
@@ -28,7 +28,7 @@ from axsparse.runtime.process_exit import exit_process
 if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster
     from axsparse.planner.layout_search import Plan
-    from axsparse.planner.plan_model import Method, Subject
+    from axsparse.planner.plan_model import Method, PlannedModel
     from axsparse.planner.what_fits import Refusal
 
 DESCRIPTION = """\
@@ -44,9 +44,10 @@ The first line is the answer, and the exit code is 78 where nothing fits. FOLDER
 folder, of which config.json alone is read; it is planned by the settings of prune_llama.yaml, in
 samples of at most 4,096 tokens.
 
-A layout is stages × replicas, or stages × members × replicas where several ranks may compute a
-stage together. The fewest ranks for a copy of the model that fit are recommended, at their fastest
-microbatch size; the other layouts follow by predicted step. Phases are the mean over stages.
+A layout is stages × replicas, or stages × tensor-parallel ranks × replicas where several ranks may
+compute a stage together. The fewest ranks for a copy of the model that fit are recommended, at
+their fastest microbatch size; the other layouts follow by predicted step. Phases are the mean over
+stages.
 
 A configuration with layout.g_inter, g_tensor, g_data or split leaves only those layouts.
 A cluster file says where each constant comes from; benchmarks/calibrate.py measures one.
@@ -65,7 +66,7 @@ def parser() -> CommandParser:
     """The command line."""
     arguments = CommandParser(_plan, prog="axsparse plan", description=DESCRIPTION, epilog=EPILOG)
     add = arguments.add_argument
-    _add_question(add)
+    _add_request(add)
     add(
         "--cluster",
         metavar="NAME",
@@ -86,7 +87,7 @@ def parser() -> CommandParser:
         "replica a microbatch",
     )
     add(
-        "--members",
+        "--g-tensor",
         metavar="N[,N…]",
         type=_numbers,
         help="numbers of ranks to try that compute each stage together ; by default "
@@ -104,7 +105,7 @@ def parser() -> CommandParser:
     return arguments
 
 
-def _add_question(add: Callable[..., object]) -> None:
+def _add_request(add: Callable[..., object]) -> None:
     """The options for the model, the devices and their memory."""
     add(
         "model",
@@ -136,7 +137,7 @@ def _add_question(add: Callable[..., object]) -> None:
     add(
         "--sequence-length",
         metavar="N",
-        type=whole(),
+        type=integer(),
         help="tokens of a sample; short for --set data.sequence_length=N",
     )
 
@@ -160,13 +161,13 @@ def _plan(arguments: argparse.Namespace) -> None:
         check_config(config)
         # Imported late, so that --help and mistakes of the user do not load torch.
         from axsparse.observe.charts import check_installed
-        from axsparse.planner.plan_model import subject
+        from axsparse.planner.plan_model import planned_model
 
         if arguments.html is not None:
             check_installed("--html")
-        asked = subject(config, cluster)
+        asked = planned_model(config, cluster)
         plans = partial(
-            asked.plan, microbatch_sizes=arguments.microbatch_size, members=arguments.members
+            asked.plan, microbatch_sizes=arguments.microbatch_size, g_tensor=arguments.g_tensor
         )
         methods = arguments.compare or ["start"]
         answers, refusals = _answers(plans, cluster, arguments.gpus, methods)
@@ -230,7 +231,7 @@ def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[s
             f"{str(folder)!r} has no {CONFIG_FILE}; name a folder that has one, or a configuration"
         )
     theirs = read_json(path)
-    refuse_other_heads(path, theirs)
+    reject_other_heads(path, theirs)
     model = [setting_to_yaml("model.from", str(folder)).replace(": ", "=", 1)]
     if is_gpt2(path, theirs):
         model.append("model.name=gpt")  # which needs no transformers
@@ -250,11 +251,11 @@ def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[s
 
 
 def _notes(
-    arguments: argparse.Namespace, asked: Subject, cluster: Cluster, answers: Sequence[Plan]
+    arguments: argparse.Namespace, asked: PlannedModel, cluster: Cluster, answers: Sequence[Plan]
 ) -> Iterator[str]:
     """Further remarks about the answers."""
     from axsparse.planner.plan_model import BATCH
-    from axsparse.planner.plan_report import has_members
+    from axsparse.planner.plan_report import has_tensor_parallelism
 
     if BATCH not in asked.config.origins:
         batches = ", ".join(str(asked.batch(gpus)) for gpus in arguments.gpus)
@@ -265,15 +266,17 @@ def _notes(
             f"{cluster.overhead_bytes / 1e9:g} GB of overhead; benchmarks/calibrate.py measures "
             "one of your own"
         )
-    if cluster.host_memory_bytes is not None and any(map(has_members, answers)):
+    if cluster.host_memory_bytes is not None and any(map(has_tensor_parallelism, answers)):
         yield (
-            "no two GPUs have trained with several members of a stage so far: they are tested on "
+            "no two GPUs have trained with several tensor-parallel ranks of a stage so far: they "
+            "are tested on "
             "one that they share, and over NCCL on devices that are played"
         )
-    members = asked.config.layout.g_tensor
-    if any(answer.recommended.layout.grid.g_tensor != members for answer in answers):
+    g_tensor = asked.config.layout.g_tensor
+    if any(answer.recommended.layout.grid.g_tensor != g_tensor for answer in answers):
         yield (
-            f"training by itself takes as many members as layout.g_tensor says, {members}; the "
+            "training by itself takes as many tensor-parallel ranks as layout.g_tensor says, "
+            f"{g_tensor}; the "
             "--set options above train what is recommended"
         )
 
@@ -344,7 +347,7 @@ def _print(
     if not answers and len(refusals) == 1:
         say("\n".join(report.refusal_lines(refusals[0], notes)))
         return
-    said = [f"{counted(each.question.gpus, 'device')}, {each.method}: " for each in refusals]
+    said = [f"{counted(each.search_request.gpus, 'device')}, {each.method}: " for each in refusals]
     lines = [before + each.answer for before, each in zip(said, refusals, strict=True)]
     if len(arguments.gpus) == 1 and answers:
         lines = [*report.lines(answers, lines + list(notes))]
@@ -368,7 +371,7 @@ def _write_page(path: Path, answers: Sequence[Plan], notes: Sequence[str]) -> No
 
 def _numbers(text: str) -> list[int]:
     """The whole numbers of at least 1 in a text that separates them by commas."""
-    return [*map(whole(), text.split(","))]
+    return [*map(integer(), text.split(","))]
 
 
 def _gigabytes(text: str) -> float:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NoReturn
 from axsparse.cli.parser import (
     CommandParser,
     add_configuration,
-    refuse,
-    refuse_early,
+    integer,
+    reject,
+    reject_early,
     run_command,
     say,
-    whole,
 )
 from axsparse.config.hf_config import BUNDLED, FROM
 from axsparse.config.load import configure, setting_to_yaml
@@ -87,7 +87,7 @@ def parser() -> CommandParser:
     add("--method", choices=("wanda", "sparsegpt", "magnitude"), default="wanda")
     add("--heal", choices=("blocks", "adapters", "train", "none"), default="blocks")
     add("--steps", metavar="N", help="adapters, train: short for --set train.steps=N")
-    add("--rank", metavar="R", type=whole(), default=16, help="of adapters (default 16)")
+    add("--rank", metavar="R", type=integer(), default=16, help="of adapters (default 16)")
     add("--out", metavar="FOLDER", type=Path, help="the folder to write")
     add_configuration(add)
     return arguments
@@ -104,15 +104,15 @@ def main(argv: Sequence[str]) -> NoReturn:
         f"--{name}" for name, given in zip(NEEDED, _given(arguments), strict=True) if not given
     ]
     if missing:
-        refuse(
+        reject(
             f"prune: {missing[0]} is left out; name it, or add --dry-run to see what a run of a "
             "configuration would prune"
         )
     if arguments.steps is not None and arguments.heal not in ("train", "adapters"):
-        refuse(f"--steps: --heal {arguments.heal} makes no step; choose --heal train")
+        reject(f"--steps: --heal {arguments.heal} makes no step; choose --heal train")
     for key in DECIDED:
         if any(each.startswith(f"{key}=") for each in arguments.overrides):
-            refuse(f"--set: {key} is what --from and --out say; leave it out")
+            reject(f"--set: {key} is what --from and --out say; leave it out")
     settings = [
         f"pruning.method={arguments.method}",
         *([] if arguments.sparsity is None else [f"pruning.sparsity={arguments.sparsity}"]),
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments.config = arguments.config or BUNDLED
     source = setting_to_yaml(FROM, str(arguments.source)).replace(": ", "=", 1)
-    refuse_early(arguments, [source, *settings])
+    reject_early(arguments, [source, *settings])
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.runtime.job import run
 
@@ -162,13 +162,13 @@ def lines(config: Config) -> Iterator[str]:
     Dense tensors of one shape whose names differ in numbers only share a line.
     """
     # Imported late, so that --help does not load torch.
-    from axsparse.models.survey import survey
+    from axsparse.models.model_profile import profile
     from axsparse.models.zoo.model_registry import model_without_weights
     from axsparse.planner.plan_report import table
     from axsparse.pruning.targets import left_dense, what_is_pruned
 
-    surveyed = survey(model_without_weights(config))
-    targets = what_is_pruned(config, surveyed)
+    profiled = profile(model_without_weights(config))
+    targets = what_is_pruned(config, profiled)
     if targets is None:
         yield "nothing is pruned: samo.enabled is false, or pruning.sparsity is 0"
         return
@@ -183,7 +183,7 @@ def lines(config: Config) -> Iterator[str]:
         {"tensor": name, "shape": shape, "entries": f"{numel:,}", "stay": f"{stay:,}"}
         for name, shape, numel, stay in rows
     )
-    for why, parameters in left_dense(surveyed, targets, config.pruning).items():
+    for why, parameters in left_dense(profiled, targets, config.pruning).items():
         yield ""
         yield f"dense, {sum(one.numel for one in parameters):,} entries: {why}"
         # Tensors that repeat from block to block are one line: hundreds of vectors hide the rest.

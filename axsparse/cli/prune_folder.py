@@ -75,9 +75,9 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
     asked = together(transport, lambda: configure(order.config, order.overrides()))
     order = replace(order, settings=(*order.implied(asked), *order.settings))
     asked = together(transport, lambda: configure(order.config, order.overrides()))
-    together(transport, lambda: order.settle(asked) if is_first else None)
+    together(transport, lambda: order.adopt(asked) if is_first else None)
     if order.heal == "train" or not goes_by_layers(asked):
-        facts = _prune_whole(job, order, timings)
+        facts = _prune_at_once(job, order, timings)
     else:
         facts = _prune_by_layers(job, order, timings)
     peaks = gather_texts(transport.world, transport.backoff, str(peak_memory_bytes()))
@@ -127,7 +127,7 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     folder = order.work / PRUNED if adapts else order.out
 
     def write() -> int:
-        return export_folder(done.plan.config, done.plan.survey, read, folder) if is_first else 0
+        return export_folder(done.plan.config, done.plan.profile, read, folder) if is_first else 0
 
     with timings.of("export"):
         nbytes = together(transport, write)
@@ -137,7 +137,7 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     kept = json.loads(text_of_first(transport, json.dumps(kept)))
     blocks = {
         layer.name: errors
-        for layer in done.plan.survey.layers
+        for layer in done.plan.profile.layers
         if (errors := done.healed.errors(layer.name)) is not None
     }
     return Facts(
@@ -147,7 +147,7 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
         sum(kept.values()),
         nbytes,
         _state_of(order, done, kept),
-        judged=done.judged,
+        held_out=done.held_out,
         pruned=done.after if adapts else None,
         blocks=blocks,
     )
@@ -161,7 +161,7 @@ def _state_of(order: PruneOrder, done: PrunedLayers, kept: Mapping[str, int]) ->
         config=done.plan.config.model_copy(update={"optimizer": config.optimizer}),
         optimizer=optimizer_of(config.optimizer),
     )
-    return run.state_bytes(run.survey.layers, kept)
+    return run.state_bytes(run.profile.layers, kept)
 
 
 def _adapt(
@@ -197,7 +197,7 @@ def _adapt(
         def read(_: str, name: str) -> Tensor | None:
             return counted(name, _merged_value(weights, start, name))
 
-        return export_folder(config, done.plan.survey, read, order.out)
+        return export_folder(config, done.plan.profile, read, order.out)
 
     with timings.of("merging"):
         nbytes = together(transport, write)
@@ -217,7 +217,7 @@ def _merged_value(weights: Weights, start: StartValues, name: str) -> Tensor | N
 # -- the full model ----------------------------------------------------------------------
 
 
-def _prune_whole(job: Job, order: PruneOrder, timings: Timings) -> Facts:
+def _prune_at_once(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     """Evaluate the dense model, build the pruned one, perhaps train it, and export it."""
     transport = job.transport
     is_first = transport.rank == 0
@@ -266,7 +266,7 @@ def _prune_whole(job: Job, order: PruneOrder, timings: Timings) -> Facts:
         kept,
         nbytes,
         state,
-        judged=0 if evaluation is None else evaluation.samples,
+        held_out=0 if evaluation is None else evaluation.samples,
     )
 
 

@@ -123,7 +123,7 @@ class PruneOrder:
             raise taken
         return lock
 
-    def settle(self, config: Config) -> None:
+    def adopt(self, config: Config) -> None:
         """Write down the settings that determine the result; where something is trained already,
         compare them.
 

@@ -42,7 +42,7 @@ class Facts:
     """The bytes of the model state of one rank."""
     peak_bytes: int = 0
     """The most memory that a rank has had."""
-    judged: int = 0
+    held_out: int = 0
     """The validation samples that the losses are of."""
     pruned: float | None = None
     """The validation loss of the pruned model before adapters; None where there are none."""
@@ -78,7 +78,7 @@ def page(order: PruneOrder, config: Config, facts: Facts, seconds: dict[str, flo
         f"{order.source.name}, of whose pruned matrices {100 * removed:.1f} % of the entries are "
         f"zero (by {pruning.method}), {healed}.",
         "",
-        f"| {facts.judged} validation samples | {' | '.join(columns)} |",
+        f"| {facts.held_out} validation samples | {' | '.join(columns)} |",
         f"|---|{'---|' * len(columns)}",
         *(f"| {name} | {' | '.join(map(show, losses))} |" for name, show in figures),
         "",

@@ -142,14 +142,14 @@ def _trace(folder: Path, notes: list[str]) -> tuple[str, list[Span]]:
     from axsparse.observe.trace_file import last_step, read
 
     for path in sorted(folder.glob("*.json"), key=last_step, reverse=True):
-        with _noted(notes):
+        with _collecting(notes):
             if spans := read(path):
                 return f"{folder.name}/{path.name}", spans
     return "", []
 
 
 @contextlib.contextmanager
-def _noted(notes: list[str]) -> Iterator[None]:
+def _collecting(notes: list[str]) -> Iterator[None]:
     """Make a note of an error of the code within."""
     try:
         yield
@@ -167,7 +167,7 @@ def _sparsity(run: Path, name: str, notes: list[str]) -> Bars | None:
     from axsparse.training.checkpoint.verification import open_checkpoint, steps_in
 
     for step in steps_in(run):
-        with _noted(notes):
+        with _collecting(notes):
             layers = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest.layers
             rows = []
             for layer, contents in layers.items():

@@ -23,10 +23,10 @@ from axsparse.cli.parser import (
     CommandParser,
     add_configuration,
     add_run,
+    integer,
     overrides_of,
     require_configuration,
     say,
-    whole,
 )
 from axsparse.config.load import configure, packaged_folder
 from axsparse.config.schema import Config
@@ -125,13 +125,13 @@ def parser() -> CommandParser:
 
 def _add_request(add: Callable[..., object]) -> None:
     """The options for the resources that the job requests from the scheduler."""
-    add("--nodes", metavar="N", type=whole(), default="1", help="default %(default)s")
-    add("--gpus-per-node", metavar="N", type=whole(0), default="0", help="default %(default)s")
-    add("--ranks", metavar="N", type=whole(), help="over all nodes; by default one for each GPU")
+    add("--nodes", metavar="N", type=integer(), default="1", help="default %(default)s")
+    add("--gpus-per-node", metavar="N", type=integer(0), default="0", help="default %(default)s")
+    add("--ranks", metavar="N", type=integer(), help="over all nodes; by default one for each GPU")
     add(
         "--cpus-per-rank",
         metavar="N",
-        type=whole(),
+        type=integer(),
         help=f"cores of a rank (default 1; {CORES_PER_GPU} for each GPU of its own); "
         "train.threads says how many it computes with",
     )

@@ -52,7 +52,7 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
         if given is None or given.value is None:
             filled[key] = Setting(value, str(path))
         elif key == HF and isinstance(given.value, Mapping):
-            refuse_other_settings(path, value, given.value, f"{HF} ({given.origin})")
+            reject_other_settings(path, value, given.value, f"{HF} ({given.origin})")
             filled[key] = Setting(value, str(path))
         elif given.value != value:
             shorter = "; for shorter samples set data.sequence_length"
@@ -86,7 +86,7 @@ def model_settings(path: Path, name: object = None) -> dict[str, Any]:
     return {"name": "hf", "hf": theirs, **hf_sizes(path, theirs)}
 
 
-def refuse_other_sizes(path: Path, theirs: Mapping[str, Any], model: Family) -> None:
+def reject_other_sizes(path: Path, theirs: Mapping[str, Any], model: Family) -> None:
     """ConfigError if a config.json, as `model_settings` returns it, is not of these settings."""
     own, there = _flat(model.model_dump()), _flat(theirs)
     odd = {name: value for name, value in there.items() if own.get(name) != value}
@@ -118,7 +118,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return settings
 
 
-def refuse_others(
+def reject_others(
     path: Path, settings: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], model: str
 ) -> None:
     """DataError for the first setting that `model` here cannot have.
@@ -174,7 +174,7 @@ def from_gpt2(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
     """
     width = theirs.get("n_embd", _GPT2_SIZES["n_embd"][1])
     inner = (None, 4 * width if isinstance(width, int) else None)
-    refuse_others(path, theirs, {**_GPT2_FIXED, "n_inner": inner}, "GPT")
+    reject_others(path, theirs, {**_GPT2_FIXED, "n_inner": inner}, "GPT")
     return {ours: theirs.get(name, default) for name, (ours, default) in _GPT2_SIZES.items()}
 
 
@@ -263,7 +263,7 @@ def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
     return settings
 
 
-def refuse_other_settings(
+def reject_other_settings(
     path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str
 ) -> None:
     """ConfigError if some of our settings have other values in a config.json, as transformers reads
@@ -283,7 +283,7 @@ def refuse_other_settings(
             )
 
 
-def refuse_other_heads(path: Path, theirs: Mapping[str, Any]) -> None:
+def reject_other_heads(path: Path, theirs: Mapping[str, Any]) -> None:
     """ConfigError if a config.json says that the weights next to it have another head than a
     language model's, such as LlamaForSequenceClassification, whose weights nobody would read."""
     architectures = theirs.get("architectures")

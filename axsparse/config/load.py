@@ -24,7 +24,7 @@ from axsparse.config.messages import (
     unknown_key,
 )
 from axsparse.config.schema import Config
-from axsparse.config.yaml_dialect import YamlDumper, compose, is_null, line_of, refuse_tag, scalar
+from axsparse.config.yaml_dialect import YamlDumper, compose, is_null, line_of, reject_tag, scalar
 from axsparse.runtime.errors import ConfigError, MissingInputError
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -234,7 +234,7 @@ def _entries(
     node: yaml.Node, prefix: str, here: str, file: str
 ) -> Iterator[tuple[str, str, yaml.Node]]:
     """The keys of a mapping as (dotted key, origin, value node); ConfigError for unknown ones."""
-    refuse_tag(node, here)
+    reject_tag(node, here)
     if not isinstance(node, yaml.MappingNode):
         given = "a list" if isinstance(node, yaml.SequenceNode) else show(scalar(node))
         raise ConfigError(f"{here}: {given} is not a mapping; write `key: value` lines")
@@ -244,7 +244,7 @@ def _entries(
         origin = f"{file}:{line}"
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(f"{origin}: a list or section cannot be a key; write a name")
-        refuse_tag(key_node, origin)
+        reject_tag(key_node, origin)
         key = prefix + key_node.value
         if not prefix and "." in key and key in FIELDS:
             section, _, leaf = key.partition(".")
@@ -265,7 +265,7 @@ def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
     """The value of a node: a scalar or a flat list of scalars, since the schema has no other but
     the settings of another library."""
     here = f"{key} ({origin})"
-    refuse_tag(node, here)
+    reject_tag(node, here)
     if key == HF and isinstance(node, yaml.MappingNode):
         return Setting(_nested(node, here), origin)
     if isinstance(node, yaml.ScalarNode):
@@ -274,7 +274,7 @@ def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
         isinstance(item, yaml.ScalarNode) for item in node.value
     ):
         for item in node.value:
-            refuse_tag(item, here)
+            reject_tag(item, here)
         return Setting([scalar(item) for item in node.value], origin)
     given = "a mapping" if isinstance(node, yaml.MappingNode) else "a nested list"
     raise ConfigError(f"{here}: {given} is not a value; write a scalar or a flat list")
@@ -282,7 +282,7 @@ def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
 
 def _nested(node: yaml.Node, here: str) -> Any:
     """The value of a node of settings that are not ours: mappings, lists and scalars."""
-    refuse_tag(node, here)
+    reject_tag(node, here)
     if isinstance(node, yaml.MappingNode):
         pairs = [(_nested(key, here), _nested(value, here)) for key, value in node.value]
         if not all(isinstance(key, str) for key, _ in pairs) or len(dict(pairs)) < len(pairs):

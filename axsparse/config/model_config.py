@@ -59,7 +59,7 @@ class Family(Section):
         return {name.rstrip("_"): value for name, value in fields.items()}
 
     @model_validator(mode="after")
-    def _has_weights_beside_new_ones(self) -> Family:
+    def _has_weights_and_new_ones(self) -> Family:
         if self.new and self.weights is None and self.from_ is None:
             raise BrokenRule(
                 "new",

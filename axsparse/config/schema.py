@@ -54,7 +54,7 @@ class DataConfig(Section):
     the validation part of `path`, or all validation parts of `blend`."""
     sequence_length: Count | Auto = "auto"
     """Tokens of one sample; `auto` takes the model's `sequence_length`."""
-    separate_documents: bool = False
+    intra_document_attention: bool = False
     """Texts for a llama: in each document positions begin anew, and tokens attend to their document
     alone. The first token of a document is still a target, of the separator before it. False:
     positions and attention run across the ends of documents."""
@@ -144,7 +144,7 @@ class PipelineConfig(Section):
     prefer: Literal["alternate", "backward", "forward"] = "alternate"
     """message-driven: the action that runs first when a forward and a backward have both
     arrived."""
-    slack: Natural | Auto = "auto"
+    extra_in_flight: Natural | Auto = "auto"
     """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 if
     memory requires it. With `layout.cluster`, as many as are worth their memory: see
     `split_backward`."""
@@ -164,7 +164,7 @@ class PipelineConfig(Section):
     large as was measured to be faster (tokens · hidden size² from 2.7e10 on) and `loss` below."""
 
     @model_validator(mode="after")
-    def _backwards_are_split_or_whole(self) -> PipelineConfig:
+    def _backwards_are_split_or_fused(self) -> PipelineConfig:
         if self.split_backward is True and self.compile is True:
             raise BrokenRule(
                 "split_backward",
@@ -229,7 +229,7 @@ class PruningConfig(Section):
     metric: Literal["churn", "hamming"] = "churn"
     """early-bird: how masks differ. `churn`: fraction of the kept entries that is replaced;
     `hamming`: fraction of all entries, by which at high sparsity even random masks are close."""
-    undrawn: Literal["fail", "draw"] = "fail"
+    on_no_convergence: Literal["error", "prune"] = "error"
     """early-bird: the reaction if no mask has converged by `until_step`."""
     rewind_step: Natural | Literal["auto", "never"] = "auto"
     """Step whose weights the kept entries return to after each pruning; warm-up and decay of the
@@ -351,7 +351,7 @@ class SamoConfig(Section):
     At a tenth they take a third of the time. Rounding is as ever, but sums are added in another
     order. `auto` and `true` are the same: in the plain linear modules of every model, yours
     included."""
-    shard_optimizer: bool | Literal["auto"] = False
+    zero_stage: Literal[0, 1, "auto"] = 0
     """Each replica holds and updates only its share of master weights and moments (ZeRO stage 1):
     the same losses, as many bytes sent. `auto`: where there are replicas to share with."""
     offload: bool = False
@@ -512,7 +512,7 @@ class CheckpointConfig(Section):
     keep_best: bool = False
     """Whether an evaluation of lower loss than all before saves a checkpoint, which is kept until
     another one is better. Evaluations before a change of the masks do not count after it."""
-    buffer: Annotated[float, Field(gt=0.0)] = 1.0
+    staging_memory: Annotated[float, Field(gt=0.0)] = 1.0
     """GB (10⁹ bytes) of each rank's memory for copies on their way to the disk; a step waits for
     the disk only if a rank has more to save."""
 
@@ -540,7 +540,7 @@ class WatchdogConfig(Section):
     """Steps whose compute times are added up for `slow_ratio`."""
 
 
-class ObserveConfig(Section):
+class LoggingConfig(Section):
     """Copies of the records of `metrics.jsonl`; an error there never ends a run."""
 
     tensorboard: bool = False
@@ -550,7 +550,7 @@ class ObserveConfig(Section):
 
 
 @dataclass
-class Source:
+class ConfigSource:
     """The origin of a configuration. It does not count in comparisons: any two are equal."""
 
     name: str | None = None
@@ -560,13 +560,13 @@ class Source:
     counts as a default."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Source)
+        return isinstance(other, ConfigSource)
 
 
 class Config(Section):
     """All settings of a run, as `config.yaml` in its run directory records them."""
 
-    _source: Source = PrivateAttr(default_factory=Source)
+    _source: ConfigSource = PrivateAttr(default_factory=ConfigSource)
     model: ModelConfig = GptConfig()
     """Which model is trained."""
     data: DataConfig = DataConfig()
@@ -599,7 +599,7 @@ class Config(Section):
     """Checkpoints of the run."""
     watchdog: WatchdogConfig = WatchdogConfig()
     """When the run counts as hung, and a rank as slow."""
-    observe: ObserveConfig = ObserveConfig()
+    logging: LoggingConfig = LoggingConfig()
     """Copies of the records."""
     transport: Literal["auto", "nccl", "mpi", "local"] = "auto"
     """How ranks communicate: `mpi` (between GPUs by way of pinned host memory), `nccl` for
@@ -645,20 +645,20 @@ class Config(Section):
 
     def named(self, name: str) -> Config:
         """The configuration under a name, unless it has one."""
-        return self if self._source.name else self._with(Source(name, self._source.settings))
+        return self if self._source.name else self._with(ConfigSource(name, self._source.settings))
 
     def with_origins(self, name: str | None, origins: Mapping[str, str]) -> Config:
         """The configuration under a name, with the origin of every key; others count as
         defaults."""
         values = self.by_key()
         settings = {key: (value, origins.get(key)) for key, value in values.items()}
-        return self._with(Source(name, settings))
+        return self._with(ConfigSource(name, settings))
 
     def decided(self, update: Mapping[str, Any]) -> Config:
         """A copy with other values in place of `auto`, which keep their origins."""
         return self.model_copy(update=update).with_origins(self._source.name, self.origins)
 
-    def _with(self, source: Source) -> Config:
+    def _with(self, source: ConfigSource) -> Config:
         copy = self.model_copy()
         copy._source = source
         return copy

@@ -71,9 +71,9 @@ def _check_model(config: Config) -> None:
             f"model.sequence_length {model.sequence_length}; "
             f"choose at most {model.sequence_length}, or auto"
         )
-    if config.data.separate_documents and not isinstance(model, HfConfig):
+    if config.data.intra_document_attention and not isinstance(model, HfConfig):
         raise ConfigError(
-            f"{config.where('data.separate_documents')}: true, but tokens of model.name "
+            f"{config.where('data.intra_document_attention')}: true, but tokens of model.name "
             f"{model.name} see all tokens before them; choose false, or a model of transformers"
         )
 

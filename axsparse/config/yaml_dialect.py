@@ -44,28 +44,28 @@ class YamlLoader(yaml.SafeLoader):
     depth = 0
 
     def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
-        self._refuse_depth(self.flow_level)
+        self._reject_depth(self.flow_level)
         super().fetch_flow_collection_start(token)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self.depth += 1
-        self._refuse_depth(self.depth)
+        self._reject_depth(self.depth)
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
-    def _refuse_depth(self, depth: int) -> None:
+    def _reject_depth(self, depth: int) -> None:
         if depth > DEEPEST:
             problem = f"more than {DEEPEST} lists and mappings within each other"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
 
 
-def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     """The number in decimal digits; PyYAML takes one with a leading zero for an octal number."""
     return int(loader.construct_scalar(node))
 
 
-YamlLoader.add_constructor(f"{YAML_TAG}int", _whole_number)
+YamlLoader.add_constructor(f"{YAML_TAG}int", _integer)
 
 
 class YamlDumper(yaml.SafeDumper):
@@ -112,7 +112,7 @@ def compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
     return node
 
 
-def refuse_tag(node: yaml.Node, here: str) -> None:
+def reject_tag(node: yaml.Node, here: str) -> None:
     """ConfigError for a tag that a node of this shape would not have without writing it."""
     if isinstance(node, yaml.ScalarNode):
         pattern = YAML_SCALARS.get(node.tag)

@@ -162,19 +162,19 @@ class Batches:
             )
         tensors = [*inputs, targets]
         for read in tensors:
-            what, mend = _odd(read, size)
+            what, mend = _mismatch(read, size)
             if what:
                 raise DataError(
                     f"data ({self.dataset.name}): {size} samples are read as {what}; give {mend}"
                 )
         # Tensors of torch.inference_mode cannot be saved for a backward; a copy can.
         plain = [read.clone() if read.is_inference() else read.detach() for read in tensors]
-        self._refuse_foreign(plain[0], samples)
+        self._reject_foreign(plain[0], samples)
         if self.dataset.vocab_size is not None:  # else targets are no tokens
-            self._refuse_foreign(plain[-1], samples, ignored=IGNORED)
+            self._reject_foreign(plain[-1], samples, ignored=IGNORED)
         return tuple(plain[:-1]), plain[-1]
 
-    def _refuse_foreign(
+    def _reject_foreign(
         self, tokens: Tensor, samples: NDArray[np.int64], ignored: int | None = None
     ) -> None:
         """DataError for the first token that is beyond the vocabulary, and not `ignored`."""
@@ -202,12 +202,12 @@ class Batches:
             return 0
         if self.dataset.targets_per_sample is not None:
             return self.dataset.targets_per_sample * microbatch.size
-        return whole_number(
+        return integer_of(
             self.dataset.count_targets(microbatch.targets), f"{self.dataset.name}: count_targets"
         )
 
 
-def whole_number(count: object, what: str, least: int = 0) -> int:
+def integer_of(count: object, what: str, least: int = 0) -> int:
     """A number of targets, by which losses are divided; DataError for anything else."""
     try:
         whole: int = int(count)  # type: ignore[call-overload]  # the error says what it rejects
@@ -233,7 +233,7 @@ def _pair(
     )
 
 
-def _odd(read: object, size: int) -> tuple[str, str]:
+def _mismatch(read: object, size: int) -> tuple[str, str]:
     """The kind of a value that no layer can take, and a suggestion; both are empty if layers can
     take it."""
     if not isinstance(read, Tensor):

@@ -347,7 +347,7 @@ def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Stretch:
 
 
 @dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """A file, as it was when the preparation began."""
 
     path: str
@@ -364,7 +364,7 @@ class Source:
 
 def find_sources(
     training: Sequence[Path], validation: Sequence[Path], out: Path, reading: Reading
-) -> tuple[list[Source], list[str]]:
+) -> tuple[list[DocumentSource], list[str]]:
     """The named files, and the files below named folders in the order of their paths.
 
     Hidden files, links to folders, the folder `out` and files of folders that `reading` does not
@@ -372,7 +372,7 @@ def find_sources(
     second are the names of files and folders that cannot be opened. Raises MissingInputError for
     a path that is neither a file nor a folder, ConfigError if the patterns leave no file.
     """
-    found: dict[str, Source] = {}
+    found: dict[str, DocumentSource] = {}
     unreadable: list[str] = []
     for paths, is_validation in ((validation, True), (training, False)):
         for path in _files(paths, out.resolve(), reading, unreadable):
@@ -385,7 +385,7 @@ def find_sources(
                 continue
             name, real = os.fsencode(path).decode("utf-8", "replace"), os.path.realpath(path)
             size, changed = status.st_size, status.st_mtime_ns
-            found.setdefault(real, Source(real, name, size, changed, is_validation))
+            found.setdefault(real, DocumentSource(real, name, size, changed, is_validation))
     if (reading.include or reading.exclude) and not found:
         raise ConfigError(
             "input: no file is left by --include and --exclude; a pattern fits a file's name, such "
@@ -447,7 +447,7 @@ class Piece(NamedTuple):
     """The content of a document that is no text."""
 
 
-def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Piece]:
+def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iterator[Piece]:
     """The documents of a file in pieces; `fraction` of them are held out for validation.
 
     Documents of white space only are skipped; a file without any other is one empty document.
@@ -484,7 +484,7 @@ def documents(source: Source, reading: Reading, fraction: float) -> Iterator[Pie
         yield Piece(f"{source.name}, {unit} 1", "", True, "empty", held_out, read)
 
 
-def first_contents(sources: Sequence[Source], reading: Reading) -> Iterator[Content]:
+def first_contents(sources: Sequence[DocumentSource], reading: Reading) -> Iterator[Content]:
     """The contents that are no text of the first documents of files."""
     for source in sources:
         if any(suffix in READERS for suffix in PurePath(source.path).suffixes[-2:]):
@@ -498,7 +498,7 @@ def has_marks(content: Content | None) -> bool:
     return any(id_ < 0 for id_ in content) if isinstance(content, list) else content is not None
 
 
-def _stretches(raw: BinaryIO, source: Source, reading: Reading) -> Iterator[Stretch]:
+def _stretches(raw: BinaryIO, source: DocumentSource, reading: Reading) -> Iterator[Stretch]:
     path, file = PurePath(source.path), raw
     if opens := COMPRESSIONS.get(path.suffix):
         path, file = path.with_suffix(""), cast("BinaryIO", opens(raw))
@@ -534,7 +534,7 @@ def falls_to_validation(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def _check_unchanged(file: BinaryIO, source: Source) -> None:
+def _check_unchanged(file: BinaryIO, source: DocumentSource) -> None:
     now = os.fstat(file.fileno())
     if (now.st_size, now.st_mtime_ns) != (source.size, source.changed_ns):
         raise DataError(

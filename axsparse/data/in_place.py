@@ -103,7 +103,7 @@ def _found(path: Path, where: str) -> tuple[InPlace, InPlace | None] | None:
         return arrow([path], where), None
     if (path / "dataset_dict.json").is_file():
         if not (path / "train").is_dir():
-            _refuse(where, path, "has no split train", "name the folder of one split")
+            _reject(where, path, "has no split train", "name the folder of one split")
         held_out = path / "validation"
         return (
             arrow(_files(path / "train", where), where),
@@ -125,18 +125,18 @@ def megatron(index: Path, data: Path, where: str) -> InPlace:
     with reading(f"{where}: {data}", mend):
         total = data.stat().st_size
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        _refuse(where, index, "is no index of Megatron's indexed datasets (MMIDIDX)", mend)
+        _reject(where, index, "is no index of Megatron's indexed datasets (MMIDIDX)", mend)
     _, version, code, sequences, documents = HEADER.unpack(header)
     if version != VERSION:
-        _refuse(where, index, f"has version {version}, and {VERSION} is known", mend)
+        _reject(where, index, f"has version {version}, and {VERSION} is known", mend)
     if code not in TYPES:
-        _refuse(where, index, f"has ids of type {code}, which is none of whole numbers", mend)
+        _reject(where, index, f"has ids of type {code}, which is none of whole numbers", mend)
     expected = HEADER.size + 12 * sequences + 8 * documents
     if size not in (expected, expected + sequences):
         what = f"has {size} bytes; {sequences} sequences and {documents} ends of documents take "
-        _refuse(where, index, f"{what}{expected}", mend)
+        _reject(where, index, f"{what}{expected}", mend)
     if not sequences or documents < 2 or not total:
-        _refuse(where, index, "has no document", mend)
+        _reject(where, index, "has no document", mend)
     dtype: np.dtype[Any] = np.dtype(TYPES[code])
     lengths = np.memmap(index, "<i4", "r", HEADER.size, (sequences,))
     places = np.memmap(index, "<i8", "r", HEADER.size + 4 * sequences, (sequences,))
@@ -148,16 +148,16 @@ def megatron(index: Path, data: Path, where: str) -> InPlace:
         if wrong.any():
             number = first + int(wrong.argmax())
             what = f"sequence {number} has {lengths[number]} ids from byte {places[number]} on"
-            _refuse(where, index, f"{what}, not after the one before it", mend)
+            _reject(where, index, f"{what}, not after the one before it", mend)
         end = int(ends[-1])
     if end != total:
-        _refuse(where, data, f"has {total} bytes, and the sequences of {index.name} {end}", mend)
+        _reject(where, data, f"has {total} bytes, and the sequences of {index.name} {end}", mend)
 
     def begins() -> NDArray[np.int64]:
         first = np.fromfile(index, "<i8", documents, offset=HEADER.size + 12 * sequences)
         if first[0] or first[-1] != sequences or (np.diff(first) < 0).any():
             what = f"has documents that do not divide its {sequences} sequences"
-            _refuse(where, index, what, mend)
+            _reject(where, index, what, mend)
         # A document without sequences at the end begins after the last one.
         positions: NDArray[np.int64] = (np.append(places, end) // dtype.itemsize)[first[:-1]]
         return positions
@@ -180,22 +180,22 @@ def arrow(files: Sequence[Path], where: str) -> InPlace:
                 if COLUMN not in batch.schema.names:
                     names = ", ".join(batch.schema.names)
                     what = f"has no column {COLUMN}, but {names}"
-                    _refuse(where, path, what, "prepare texts by `axsparse data prepare`")
+                    _reject(where, path, what, "prepare texts by `axsparse data prepare`")
                 marks = {LABELS, *MASKS} & {*batch.schema.names}
                 if PADDING in batch.schema.names and _is_padded(pyarrow, batch.column(PADDING)):
                     marks.add(f"an {PADDING} with padding")
                 if marks:
                     what = f"has {', '.join(sorted(marks))}, which are not read in place"
-                    _refuse(where, path, what, "prepare it by `axsparse data prepare`")
+                    _reject(where, path, what, "prepare it by `axsparse data prepare`")
                 rows = batch.column(COLUMN)
                 rows.validate(full=True)
                 is_list = hasattr(rows, "flatten") and hasattr(rows.type, "value_type")
                 ids = rows.flatten() if is_list else rows
-                is_whole = is_list and pyarrow.types.is_integer(ids.type)
-                if not is_whole or rows.null_count or ids.null_count:
+                is_complete = is_list and pyarrow.types.is_integer(ids.type)
+                if not is_complete or rows.null_count or ids.null_count:
                     row = sum(len(some) for some in lengths) - before + 1
                     what = f"has {rows.type}, or nulls, as {COLUMN} from row {row} on"
-                    _refuse(where, path, what, "give lists of whole numbers")
+                    _reject(where, path, what, "give lists of whole numbers")
                 found = ids.to_numpy(zero_copy_only=True)
                 if found.size:
                     parts.append(found.view(f"<u{found.dtype.itemsize}"))
@@ -204,7 +204,7 @@ def arrow(files: Sequence[Path], where: str) -> InPlace:
     types = {part.dtype for part in parts}
     if len(types) != 1:
         what = f"has ids of types {', '.join(map(str, types))}" if types else "has no ids"
-        _refuse(where, files[0], what, "give lists of one type of whole numbers")
+        _reject(where, files[0], what, "give lists of one type of whole numbers")
     every = np.concatenate(lengths)
     return InPlace(Joined(parts), len(every), lambda: np.cumsum(every) - every)
 
@@ -224,9 +224,9 @@ def _files(folder: Path, where: str) -> list[Path]:
         names = [folder / Path(file["filename"]).name for file in state["_data_files"]]
         is_subset = bool(state.get("_indices_data_files"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        _refuse(where, path, "lists no files", "save the data again by save_to_disk")
+        _reject(where, path, "lists no files", "save the data again by save_to_disk")
     if is_subset or not names:
-        _refuse(where, path, "is a selection of rows", "save it again after flatten_indices()")
+        _reject(where, path, "is a selection of rows", "save it again after flatten_indices()")
     return names
 
 
@@ -241,8 +241,8 @@ def _damaged(where: str, path: Path) -> Iterator[None]:
         ) from None
     except OSError as reason:
         said = reason.strerror or " ".join(str(reason).split())
-        _refuse(where, path, f"is no readable Arrow file ({said})", "copy it again")
+        _reject(where, path, f"is no readable Arrow file ({said})", "copy it again")
 
 
-def _refuse(where: str, path: Path, what: str, mend: str) -> NoReturn:
+def _reject(where: str, path: Path, what: str, mend: str) -> NoReturn:
     raise DataError(f"{where}: {path} {what}; {mend}")

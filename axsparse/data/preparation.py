@@ -28,9 +28,9 @@ from axsparse.data.documents import (
     STRETCH,
     Completion,
     Content,
+    DocumentSource,
     Piece,
     Reading,
-    Source,
     divider,
     documents,
     find_sources,
@@ -124,7 +124,7 @@ class Request:
         return ("train", "validation") if held_out else ("train",)
 
 
-class Progress(BaseModel):
+class PreparationProgress(BaseModel):
     """How much of a request is done."""
 
     pieces: int = 0
@@ -272,7 +272,7 @@ def _template(request: Request) -> ChatTemplate:
     return ChatTemplate(request.tokenizer.parent)
 
 
-def _key(settings: Settings, sources: Sequence[Source]) -> str:
+def _key(settings: Settings, sources: Sequence[DocumentSource]) -> str:
     """Digest of the settings and of the paths, sizes and times of the sources.
 
     Two requests of equal keys would write the same files.
@@ -313,7 +313,7 @@ class _Run:
     """Whether tokens may be no targets."""
 
     def __init__(
-        self, request: Request, sources: Sequence[Source], folder: Path, console: Console
+        self, request: Request, sources: Sequence[DocumentSource], folder: Path, console: Console
     ) -> None:
         """`folder` is for unfinished files; it may have the files of an earlier run."""
         self.size = sum(source.size for source in sources)
@@ -334,7 +334,7 @@ class _Run:
             killed.unlink()
         tokenizer = self._tokenizer()
         progress = self._write(tokenizer, unreadable)
-        _refuse_empty(progress, request)
+        _reject_empty(progress, request)
         if request.validation_fraction and not all(progress.documents.values()):
             self._hold_out_end(
                 progress, stored(dtype_for(tokenizer.vocab_size, marked=self.marked))
@@ -420,7 +420,7 @@ class _Run:
                 yield piece, before + piece.read
             before += source.size
 
-    def _write(self, tokenizer: Tokenizer, unreadable: Sequence[str]) -> Progress:
+    def _write(self, tokenizer: Tokenizer, unreadable: Sequence[str]) -> PreparationProgress:
         """Write the files of tokens into the folder, continuing where an earlier run was."""
         with contextlib.ExitStack() as files:
             encoder = _Encoder(tokenizer, self.template, marked=self.marked)
@@ -450,7 +450,7 @@ class _Run:
             writer.save()
             return progress
 
-    def _hold_out_end(self, progress: Progress, dtype: np.dtype[Any]) -> None:
+    def _hold_out_end(self, progress: PreparationProgress, dtype: np.dtype[Any]) -> None:
         """Divide the tokens where all documents fell to one split: the last ones are validation."""
         fraction, count = self._request.validation_fraction, sum(progress.tokens.values())
         held = min(count - 1, max(1, round(fraction * count)))
@@ -469,7 +469,7 @@ class _Run:
             f"the last {format_count(held)} tokens of all"
         )
 
-    def _report(self, progress: Progress, tokenizer: Tokenizer) -> None:
+    def _report(self, progress: PreparationProgress, tokenizer: Tokenizer) -> None:
         """Report the left out and the written documents, and show the first tokens as text."""
         console = self._console
         if progress.left_out:
@@ -589,16 +589,16 @@ class _Writer:
             split: files.enter_context(path.open("r+b")) for split, path in paths.items()
         }
         zeros = dict.fromkeys(splits, 0)
-        self.progress = Progress(documents=zeros, tokens=dict(zeros))
+        self.progress = PreparationProgress(documents=zeros, tokens=dict(zeros))
         try:
-            earlier = Progress.model_validate_json(self._path.read_bytes())
+            earlier = PreparationProgress.model_validate_json(self._path.read_bytes())
             sizes = {split: path.stat().st_size for split, path in paths.items()}
             if all(sizes[split] >= self._bytes(count) for split, count in earlier.tokens.items()):
                 self.progress = earlier
         except (OSError, ValidationError):
             pass  # There is no record, or it is damaged: the files are written again.
         for split, count in self.progress.tokens.items():
-            self._cut(split, count)
+            self._split(split, count)
 
     def add(self, batch: Sequence[Piece]) -> None:
         """Encode these pieces and append their tokens."""
@@ -624,7 +624,7 @@ class _Writer:
         if not piece.ends:
             return
         if progress.problem is not None:
-            self._cut(split, progress.begin)
+            self._split(split, progress.begin)
             progress.leave_out(piece.place, progress.problem)
         else:
             self._write(split, self._encoder.end(piece, ids))
@@ -635,7 +635,7 @@ class _Writer:
         self._files[split].write(np.ascontiguousarray(ids, self._dtype).data)
         self.progress.tokens[split] += len(ids)
 
-    def _cut(self, split: Split, tokens: int) -> None:
+    def _split(self, split: Split, tokens: int) -> None:
         """Let a file end after so many tokens."""
         self._files[split].seek(self._bytes(tokens))
         self._files[split].truncate()
@@ -666,7 +666,7 @@ def _size(content: Content | None) -> int:
     return len(str(content))
 
 
-def _refuse_empty(progress: Progress, request: Request) -> None:
+def _reject_empty(progress: PreparationProgress, request: Request) -> None:
     """Raise DataError if there is no document, or none in named validation files."""
     documents = sum(progress.documents.values())
     if documents == 0:

@@ -22,7 +22,7 @@ def open_datasets(config: Config) -> Datasets:
     if data.source == "tokens":
         return _token_datasets(config)
     assert data.source == "stdlib", f"nobody opens {data.source}"
-    length, separate = sample_length(config), data.separate_documents
+    length, separate = sample_length(config), data.intra_document_attention
     return Datasets(
         stdlib_dataset("train", length, separate=separate),
         stdlib_dataset("validation", length, separate=separate),
@@ -65,7 +65,7 @@ def _tokens_at(
 ) -> tuple[TokenDataset, TokenDataset | None]:
     """The training and the validation tokens at a path; the latter are None unless `validate`, and
     if there are none."""
-    length, separate = sample_length(config), config.data.separate_documents
+    length, separate = sample_length(config), config.data.intra_document_attention
     found = in_place(path, where)
     if found is None:
         return token_datasets(path, length, validate=validate, separate=separate, where=where)

@@ -76,7 +76,7 @@ def source_tokens(root: Path, split: Split) -> tuple[NDArray[np.uint8], str]:
         try:
             content = (root / name).read_bytes()
         except OSError as error:
-            _refuse(error)
+            _reject(error)
         digest.update(b"%s\0%d\0%s" % (path, len(content), content))
         parts += [content, bytes([SEPARATOR])]
     if not parts:
@@ -91,14 +91,14 @@ def _source_files(root: Path) -> list[str]:
     """Sorted relative POSIX paths of all `*.py` files; linked folders are not entered."""
     names = []
     if root.is_dir():
-        for folder, subfolders, files in os.walk(root, onerror=_refuse):
+        for folder, subfolders, files in os.walk(root, onerror=_reject):
             subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
             below = Path(folder).relative_to(root)
             names += [(below / name).as_posix() for name in files if name.endswith(".py")]
     return sorted(names)
 
 
-def _refuse(error: OSError) -> NoReturn:
+def _reject(error: OSError) -> NoReturn:
     raise DataError(
         f"data.source stdlib: {error.filename} cannot be read ({error.strerror}); "
         "make it readable or repair the Python installation"

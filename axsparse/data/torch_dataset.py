@@ -60,7 +60,7 @@ def from_torch(
     """
     name = type(dataset).__name__ if name is None else name
     if isinstance(dataset, DataLoader):
-        raise DataError(f"from_torch ({name}): a DataLoader makes batches; {mend_for(dataset)}")
+        raise DataError(f"from_torch ({name}): a DataLoader makes batches; {advice_for(dataset)}")
     has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))
     if not has_members or not (length := length_of(dataset, name)):
         raise DataError(
@@ -85,12 +85,12 @@ def from_torch(
             "numbers of Python or numpy; draw by torch.rand, torch.randint and their like, in "
             "__getitem__, where seed, epoch and sample seed them"
         )
-    is_whole = count_targets is None and counted(targets) == targets.numel()
-    per_sample = targets.numel() // len(some) if is_whole else None
+    is_complete = count_targets is None and counted(targets) == targets.numel()
+    per_sample = targets.numel() // len(some) if is_complete else None
     return replace(samples, fingerprint=digest, targets_per_sample=per_sample)
 
 
-def mend_for(given: object) -> str:
+def advice_for(given: object) -> str:
     """The suggestion for something that is no `Dataset` of axsparse."""
     if isinstance(given, DataLoader):
         return (

@@ -139,7 +139,7 @@ class Tie:
 class Model:
     """A list of layers, the loss, and further facts about the model.
 
-    `models.survey.survey` checks the declaration and raises ConfigError if it does not fit.
+    `models.model_profile.survey` checks the declaration and raises ConfigError if it does not fit.
     """
 
     layers: Sequence[Layer]
@@ -184,7 +184,7 @@ class Model:
     `Trainer.model` gives one of its kind. None: `Trainer.model` gives a `PlainModel`."""
 
 
-def odd_values(tensor: Tensor, *, trained: bool) -> str:
+def mismatched_values(tensor: Tensor, *, trained: bool) -> str:
     """The reason why a tensor cannot be the start values of a parameter; empty if it can.
 
     Values that are not trained may be infinite, such as a mask of scores.

@@ -55,7 +55,7 @@ def compiled(loss: LossFunction) -> LossFunction:
     """
     if loss is not linear_cross_entropy:
         return loss
-    fused = torch.compile(_whole_cross_entropy, dynamic=False)
+    fused = torch.compile(_unchunked_cross_entropy, dynamic=False)
 
     def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         if _is_on_host(hidden) or targets.numel() * weight.shape[0] > COMPILED_LOGITS:
@@ -70,7 +70,7 @@ def _is_on_host(hidden: Tensor) -> bool:
     return hidden.is_cpu
 
 
-def _whole_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def _unchunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return summed_cross_entropy(F.linear(hidden, weight), targets)
 
 
@@ -95,7 +95,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         counts = targets != IGNORED
-        refuse_foreign_words(targets, weight.shape[0], ignored=IGNORED)
+        reject_foreign_words(targets, weight.shape[0], ignored=IGNORED)
         log_total = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         at_target = torch.zeros_like(log_total)
         for start, stop in _chunks(weight, targets):
@@ -133,7 +133,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return hidden_gradient, weight_gradient, None
 
 
-def refuse_foreign_words(tokens: Tensor, words: int, ignored: int | None = None) -> None:
+def reject_foreign_words(tokens: Tensor, words: int, ignored: int | None = None) -> None:
     """Torch's RuntimeError for a token that is no word of a vocabulary, nor `ignored`; on a GPU a
     later call raises it. Batches name the sample where they are read (`data/batches.py`)."""
     are_words = (tokens >= 0) & (tokens < words)

@@ -35,7 +35,7 @@ from axsparse.models.stand_ins import (
     outermost_lists,
     tied_names,
 )
-from axsparse.runtime.errors import ConfigError, described
+from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.seeds import preserved_rng
 
 Name = tuple[str, int, int]
@@ -69,9 +69,9 @@ def from_module(
     buffers = [(slot, slot.tensor.clone()) for slot in slots(module)]
     with torch.no_grad(), preserved_rng(), replaced(buffers):
         try:
-            cut = _Cut(module, _chosen(module, _watched(module.train(), inputs), inputs), inputs)
+            cut = _Split(module, _chosen(module, _watched(module.train(), inputs), inputs), inputs)
             layers, parts = cut.layers()
-            _refuse_other_result(module, parts, inputs)
+            _reject_other_result(module, parts, inputs)
         finally:
             for child, mode in modes:
                 child.training = mode
@@ -192,7 +192,7 @@ def _watched(module: nn.Module, inputs: Sequence[Tensor]) -> _Watch:
         with watch:
             watch.result = module(*inputs)
     except Exception as reason:
-        raise _unfit(module, f"its forward fails on two samples ({described(reason)})") from reason
+        raise _unfit(module, f"its forward fails on two samples ({one_line(reason)})") from reason
     finally:
         for hook in hooks:
             hook.remove()
@@ -252,7 +252,7 @@ class _Timeline:
                 self._end(event.call)
             else:
                 self._inside(event)
-        self._refuse_other_order(module)
+        self._reject_other_order(module)
         results = _tensors(watch.result)
         self._read(results)
         last = self.calls[-1].outputs if self.calls else []
@@ -274,10 +274,10 @@ class _Timeline:
             if id(tensor) in self._state:
                 self.owned[-1][id(tensor)] = None
             elif name is not None:
-                self._refuse_skip(name, now)
+                self._reject_skip(name, now)
                 self.used[-1][name] = None
             elif born != now:
-                self._refuse_unseen(born)
+                self._reject_unseen(born)
 
     def _begin(self, call: _Call) -> None:
         number, names = len(self.calls), list[Name | None]()
@@ -291,10 +291,10 @@ class _Timeline:
                 if id(value) in self._state:
                     self.owned[-1][id(value)] = None
                 elif self._born.get(id(value), number) != number:
-                    self._refuse_unseen(self._born[id(value)])
+                    self._reject_unseen(self._born[id(value)])
                 self._names[id(value)] = ("argument", number, leaf)
                 self.exists[-1] = True
-            self._refuse_skip(self._names[id(value)], number)
+            self._reject_skip(self._names[id(value)], number)
             names.append(self._names[id(value)])
         self.calls.append(call)
         self.arguments.append(names)
@@ -315,7 +315,7 @@ class _Timeline:
             if is_known and not any(tensor is leaf for leaf in call.leaves):
                 raise _Apart(f"{call.name} reads a tensor that it is not given", [call])
 
-    def _refuse_skip(self, name: Name, now: int) -> None:
+    def _reject_skip(self, name: Name, now: int) -> None:
         """`_Apart` where a tensor with a name is read again behind too many calls."""
         kind, number, _ = name
         between = self.calls[number:now]
@@ -329,7 +329,7 @@ class _Timeline:
             return
         raise _Apart(f"{why} is used again behind {between[-1].name}", between)
 
-    def _refuse_unseen(self, born: int) -> None:
+    def _reject_unseen(self, born: int) -> None:
         where = f"behind {self.calls[born - 1].name}" if born else f"before {self.calls[0].name}"
         raise _Apart(
             f"what its forward computes {where} is used again behind {self.calls[-1].name}, which "
@@ -337,7 +337,7 @@ class _Timeline:
             self.calls[born:],
         )
 
-    def _refuse_other_order(self, module: nn.Module) -> None:
+    def _reject_other_order(self, module: nn.Module) -> None:
         for path in self._lists:
             keys = [*module.get_submodule(path)._modules]
             called = [call.key for call in self.calls if call.path == path]
@@ -389,7 +389,7 @@ class _Run:
 _RUN: ContextVar[_Run] = ContextVar("_RUN")
 
 
-class _Cut:
+class _Split:
     """A module, and the layers that it is cut into."""
 
     def __init__(self, module: nn.Module, timeline: _Timeline, inputs: Sequence[Tensor]) -> None:
@@ -420,7 +420,7 @@ class _Cut:
             call.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
             call.outputs = []
 
-    def __deepcopy__(self, memo: object) -> _Cut:
+    def __deepcopy__(self, memo: object) -> _Split:
         """The modules of a layer are copied for each stage, and share what runs them."""
         return self
 
@@ -645,7 +645,7 @@ class _Cut:
         return member(*args, **kwargs)
 
 
-def _refuse_other_result(
+def _reject_other_result(
     module: nn.Module, parts: Sequence[nn.Module], inputs: Sequence[Tensor]
 ) -> None:
     """ConfigError where the layers one after the other do not give what the module gives, in
@@ -658,7 +658,7 @@ def _refuse_other_result(
             values = part(*values)
             values = values if isinstance(values, tuple) else (values,)
     except Exception as reason:
-        why = f"its forward depends on more than what its blocks are given ({described(reason)})"
+        why = f"its forward depends on more than what its blocks are given ({one_line(reason)})"
         raise _unfit(module, why) from reason
     for ours, theirs in zip(_tensors(values), _tensors(module(*inputs)), strict=True):
         if ours.shape != theirs.shape or not torch.allclose(ours, theirs, equal_nan=True, **CLOSE):

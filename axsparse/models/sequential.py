@@ -46,7 +46,7 @@ def from_sequential(
     `nn.Sequential` that does more than to call its modules one after the other.
     """
     if isinstance(modules, nn.Sequential):
-        _refuse_more(modules)
+        _reject_more(modules)
     layers = _by_name(modules)
     for layer in kinds:
         if layer not in layers:
@@ -54,7 +54,7 @@ def from_sequential(
                 f"sequential: kinds names {layer!r}, and the modules are {', '.join(layers)}; "
                 "choose one of them"
             )
-    _refuse_shared(layers)
+    _reject_shared(layers)
     full = [layer for layer, module in layers.items() if any(True for _ in module.parameters())]
     starts_itself = _are_on_meta(layers)
     made = []
@@ -80,7 +80,7 @@ def from_sequential(
     )
 
 
-def _refuse_more(modules: nn.Sequential) -> None:
+def _reject_more(modules: nn.Sequential) -> None:
     """ConfigError for code that no stage would run or train, since stages have the children
     alone."""
     forwards = (nn.Sequential.forward, PlainModel.forward)
@@ -157,7 +157,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((slot.name, slot.tensor) for slot in slots(module))
 
 
-def _refuse_shared(layers: Mapping[str, nn.Module]) -> None:
+def _reject_shared(layers: Mapping[str, nn.Module]) -> None:
     """Raise ConfigError if two layers share a tensor."""
     users: dict[int, str] = {}
     for layer, module in layers.items():
@@ -258,7 +258,7 @@ class PlainModel(nn.Sequential):
         return output
 
 
-def refuse_dotted_names(model: Model) -> None:
+def reject_dotted_names(model: Model) -> None:
     """ConfigError for a layer whose name no submodule of torch can have."""
     for layer in model.layers:
         if "." in layer.name:

@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from axsparse.models.layer import Model, StartValues, odd_values
-from axsparse.models.survey import Survey, match, survey
+from axsparse.models.layer import Model, StartValues, mismatched_values
+from axsparse.models.model_profile import ModelProfile, match, profile
 from axsparse.runtime.errors import DataError, MissingInputError, reading
 from axsparse.runtime.files.safetensors import (
     INDEX_SUFFIX,
@@ -76,7 +76,7 @@ class WeightFile(Protocol):
         ...
 
 
-def _refuse_unsafe_torch(path: Path) -> None:
+def _reject_unsafe_torch(path: Path) -> None:
     """Raise DataError before torch 2.6, where even weights_only runs code (CVE-2025-32434)."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
         raise DataError(
@@ -96,7 +96,7 @@ class TorchFile:
         """Raises DataError if the file is not a state dict, or holds other things than tensors."""
         self.path = path
         self.files: Sequence[Path] = (path,)
-        _refuse_unsafe_torch(path)
+        _reject_unsafe_torch(path)
         try:
             try:
                 config = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -206,7 +206,7 @@ class FromFile:
         if there is None:
             return None if self.without is None else self.without.read(name)
         tensor = self.file.read(there)
-        odd = odd_values(tensor, trained=self.trained[name]) if name in self.trained else ""
+        odd = mismatched_values(tensor, trained=self.trained[name]) if name in self.trained else ""
         if odd:
             raise DataError(
                 f"{self.file.path}: {there!r} is {odd}; mend the file, or let {name} of the model "
@@ -249,8 +249,8 @@ def start_from(
     Raises DataError unless the file holds every other parameter and buffer of the state dict, in
     its shape, and nothing else; ConfigError for a pattern that matches none.
     """
-    surveyed = survey(replace(model, example=None))
-    needed = _needed(surveyed)
+    profiled = profile(replace(model, example=None))
+    needed = _needed(profiled)
     fresh = match(new, list(needed), "new", "no tensor of the model")
     needed = {name: entry for name, entry in needed.items() if name not in fresh}
     if all(name in file.shapes or not required for name, (_, required) in needed.items()):
@@ -266,7 +266,7 @@ def start_from(
                 f"{file.path}: has no tensor {there!r}, which is {name} of the model; take the "
                 f"file of a {model.name} model"
             )
-    seconds = {named(second): named(first) for second, first in surveyed.ties.items()}
+    seconds = {named(second): named(first) for second, first in profiled.ties.items()}
     _check_ties(file, seconds)
     unused = tuple(there for name in fresh if (there := _name_in(file, named, name)))
     known = {*names.values(), *seconds, *unused}
@@ -280,8 +280,8 @@ def start_from(
     digest = f"{file.path.name} {fingerprint(*file.files)}"
     if fresh:
         digest += f", without {' '.join(fresh)} {model.start.fingerprint if model.start else ''}"
-    trained = {p.name: p.trained for layer in surveyed.layers for p in layer.parameters}
-    for layer in surveyed.layers:
+    trained = {p.name: p.trained for layer in profiled.layers for p in layer.parameters}
+    for layer in profiled.layers:
         trained |= {b.name: False for b in layer.buffers if b.dtype.is_floating_point}
     start = FromFile(file, names, convert, digest, trained, tuple(fresh), unused, model.start)
     return replace(model, start=start)
@@ -296,11 +296,11 @@ def _name_in(file: WeightFile, named: Callable[[str], str], name: str) -> str:
     return there if there in file.shapes else ""
 
 
-def _needed(surveyed: Survey) -> dict[str, tuple[tuple[int, ...], bool]]:
+def _needed(profiled: ModelProfile) -> dict[str, tuple[tuple[int, ...], bool]]:
     """The tensors that a file should contain: parameters, a tied one once, and buffers of the state
     dict. By name, the shape and whether the name must be there."""
-    needed = {name: (shape, True) for name, shape in surveyed.shapes.items()}
-    for layer in surveyed.layers:
+    needed = {name: (shape, True) for name, shape in profiled.shapes.items()}
+    for layer in profiled.layers:
         for buffer in layer.buffers:
             if buffer.persists:
                 needed[buffer.name] = buffer.shape, not buffer.name.endswith(COUNTER)

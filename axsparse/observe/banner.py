@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from axsparse.config.schema import ONCE, Config, num_microbatches, prunes
-from axsparse.models.survey import LayerInfo, Survey
+from axsparse.models.model_profile import LayerInfo, ModelProfile
 from axsparse.runtime.console import format_bytes, format_count
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.version import __version__
@@ -19,7 +19,7 @@ class ModelLayout:
     """A model and where its layers lie."""
 
     name: str
-    survey: Survey
+    profile: ModelProfile
     stages: Sequence[range]
     """The numbers of each stage's layers."""
     grid: Grid
@@ -44,19 +44,19 @@ def banner(
     `config` has every `auto` resolved. `data` describes the training data, `metrics` is the file
     of the records. `planned` says what the planner predicts and why it chose this layout.
     """
-    survey, grid = model.survey, model.grid
-    parameters = f"{format_count(survey.num_params)} parameters"
+    profile, grid = model.profile, model.grid
+    parameters = f"{format_count(profile.num_params)} parameters"
     ranks = f"{grid.size} rank" + "s" * (grid.size > 1)
     yield (
         f"axsparse {__version__} · {model.name} {parameters} · {_pruning(config)} · "
         f"{config.precision} · {ranks} = {grid} · {model.transport}"
     )
     yield "   ".join(
-        f"stage {number}: {_layers([survey.layers[layer] for layer in stage], survey.work)}"
+        f"stage {number}: {_layers([profile.layers[layer] for layer in stage], profile.work)}"
         for number, stage in enumerate(model.stages)
     )
     beside = f" · {planned}" if planned else ""
-    is_shared = config.samo.shard_optimizer and grid.g_data > 1
+    is_shared = config.samo.zero_stage and grid.g_data > 1
     shared = f", optimizer state shared by {grid.g_data} replicas" if is_shared else ""
     yield f"model state/rank: {_state(config, model)}{shared}{beside}"
     batch = config.batch

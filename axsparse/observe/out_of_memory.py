@@ -24,7 +24,7 @@ def record_history() -> None:
 
 
 @contextmanager
-def explained(
+def with_advice(
     rank: int,
     where: Callable[[], str],
     state: Callable[[], StateBytes],

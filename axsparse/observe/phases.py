@@ -27,7 +27,7 @@ class Phases:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         # Blocks are entered for every microbatch and parameter, so there is one object a phase.
-        self._blocks = {name: Block(self, number) for name, number in NUMBERS.items()}
+        self._blocks = {name: PhaseContext(self, number) for name, number in NUMBERS.items()}
         self._current = NUMBERS["other"]
         self._interrupted: list[int] = []
         self._seconds = [0.0] * len(PHASES)
@@ -39,7 +39,7 @@ class Phases:
         self.worked = 0
         """Grows whenever a block of work begins or ends, and not while the rank waits."""
 
-    def __call__(self, name: str) -> Block:
+    def __call__(self, name: str) -> PhaseContext:
         """The with-block of a phase; KeyError if there is no such phase."""
         return self._blocks[name]
 
@@ -99,7 +99,7 @@ class Phases:
             spans.append((phase, name, self._since, now))
 
 
-class Block:
+class PhaseContext:
     """The with-block of one phase; it has no state, so it may be entered inside itself."""
 
     __slots__ = ("_number", "_phases")

@@ -181,24 +181,24 @@ def wandb(project: str, run_dir: Path, config: Config) -> Iterator[Write]:
     run.finish()
 
 
-def refuse_missing_packages(config: Config) -> None:
+def reject_missing_packages(config: Config) -> None:
     """ConfigError for a sink whose package is not installed."""
-    observe = config.observe
-    for key, is_wanted in (("tensorboard", observe.tensorboard), ("wandb", observe.wandb)):
+    chosen = config.logging
+    for key, is_wanted in (("tensorboard", chosen.tensorboard), ("wandb", chosen.wandb)):
         if is_wanted and find_spec(key) is None:
             raise ConfigError(
-                f"{config.where(f'observe.{key}')}: {is_wanted}, but the package {key} is not "
+                f"{config.where(f'logging.{key}')}: {is_wanted}, but the package {key} is not "
                 f"installed; pip install 'axsparse[{key}]', or leave it out"
             )
 
 
 def open_records(config: Config, run_dir: Path, path: Path) -> MetricsFile:
     """The writers of a run's records; OutputError if metrics.jsonl cannot be opened."""
-    observe, sinks = config.observe, []
-    if observe.tensorboard:
+    chosen, sinks = config.logging, []
+    if chosen.tensorboard:
         folder = run_dir / "tensorboard"
-        sinks.append(SinkThread("observe.tensorboard", lambda step: tensorboard(folder, step)))
-    if observe.wandb is not None:
-        project = observe.wandb
-        sinks.append(SinkThread("observe.wandb", lambda _: wandb(project, run_dir, config)))
+        sinks.append(SinkThread("logging.tensorboard", lambda step: tensorboard(folder, step)))
+    if chosen.wandb is not None:
+        project = chosen.wandb
+        sinks.append(SinkThread("logging.wandb", lambda _: wandb(project, run_dir, config)))
     return MetricsFile(path, sinks)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from axsparse.observe.phases import PHASES, Phases
 from axsparse.runtime.errors import DataError, OutputError, reading, writing
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 
 if TYPE_CHECKING:
     from axsparse.runtime.communication import Transport
@@ -177,7 +177,7 @@ class TraceRecorder:
     def __init__(
         self,
         transport: Transport,
-        place: Place,
+        coords: RankCoords,
         phases: Phases,
         folder: Path,
         steps: range,
@@ -185,7 +185,7 @@ class TraceRecorder:
     ) -> None:
         """`steps` are consecutive numbers, from 1. `clock` is the clock of `phases`."""
         self._transport = transport
-        self._place = place
+        self._coords = coords
         self._phases = phases
         self._folder = folder
         self._steps = steps
@@ -224,15 +224,15 @@ class TraceRecorder:
     def _write_all(self) -> None:
         from axsparse.runtime.exchange import together
 
-        rank, replica, stage = self._place.rank, self._place.replica, self._place.stage
+        rank, replica, stage = self._coords.rank, self._coords.replica, self._coords.stage
         zero, taken, self._taken = self._zero, self._taken, []
         spans = [
             Span(step, replica, stage, phase, name, begin - zero, end - zero)
-            for step, of_step in (taken if self._place.member == 0 else ())
+            for step, of_step in (taken if self._coords.tp_rank == 0 else ())
             for phase, name, begin, end in of_step
         ]
         trace = self._folder / TRACES / file_name(self._steps)
-        parts = [trace.with_suffix(f".rank-{each}") for each in range(self._place.grid.size)]
+        parts = [trace.with_suffix(f".rank-{each}") for each in range(self._coords.grid.size)]
         together(self._transport, lambda: _write(parts[rank], [part(replica, stage, spans)]))
         if rank == 0:
             join(trace, parts, f"run: {self._folder}")

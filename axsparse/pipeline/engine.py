@@ -30,7 +30,7 @@ from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu.device_protocol import Device
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 
 MOST_UNSENT = 8
 """A stage starts no further action while more messages than this are still being sent. This
@@ -52,7 +52,7 @@ must not wait until its host has launched the next backward."""
 class Rank:
     """The rank that an engine runs on: where it stands and computes, how it waits and is timed."""
 
-    place: Place
+    coords: RankCoords
     backoff: Backoff
     phases: Phases
     gpu: Device | None = None
@@ -96,7 +96,7 @@ class Engine:
         background, such as all-reduces. `around` is given the policy of each step and each
         evaluation, which begins nothing while this rank is congested, with a number that
         distinguishes the two; it returns the policy to run."""
-        self._place = rank.place
+        self._coords = rank.coords
         self._backoff = rank.backoff
         self._phases = rank.phases
         self._gpu = rank.gpu
@@ -136,10 +136,10 @@ class Engine:
         before each action that makes gradients of weights; its argument says whether they belong to
         the last microbatch.
         """
-        place = self._place
+        coords = self._coords
         policy = self._schedule.policy(
-            stage=place.stage,
-            g_inter=place.grid.g_inter,
+            stage=coords.stage,
+            g_inter=coords.grid.g_inter,
             microbatches=len(batch.microbatches),
         )
         losses: list[Tensor] = []
@@ -166,7 +166,7 @@ class Engine:
         Returns, on the last stage, one fp64 vector for each microbatch in order, on the device
         that computes: its summed loss, then the count of each metric.
         """
-        policy = ForwardOnly(stage=self._place.stage, microbatches=len(batch.microbatches))
+        policy = ForwardOnly(stage=self._coords.stage, microbatches=len(batch.microbatches))
         found: list[Tensor] = []
 
         def run(action: Action) -> None:
@@ -176,7 +176,7 @@ class Engine:
                 key = Key(batch.step, microbatch.first_sample)
                 targets = self._targets(microbatch)
                 outputs = self._stage.evaluate(inputs, key, targets)
-            if self._place.is_last:
+            if self._coords.is_last:
                 found.append(torch.stack([output.double() for output in outputs]))
             else:
                 self._send(FORWARD, EVALUATED + action.microbatch, outputs)
@@ -205,7 +205,7 @@ class Engine:
             return []
         sides = {FORWARD: ("activation", -1), BACKWARD: ("gradient", 1)}
         return [
-            f"{kind} {taken[direction]} from rank {self._place.neighbour(step)}"
+            f"{kind} {taken[direction]} from rank {self._coords.neighbour(step)}"
             for direction, (kind, step) in sides.items()
             if policy.expects(direction)
         ]
@@ -229,7 +229,7 @@ class Engine:
             else:
                 with self._phases("p2p"):
                     self._link.push()
-            self._tell(policy)
+            self._notify(policy)
             action = policy.next()
             if action is not None:
                 self._phases.action = str(action)
@@ -257,11 +257,11 @@ class Engine:
         messages."""
         while self._unfinished and self._unfinished[0].query():
             self._unfinished.popleft()
-        is_alone = self._place.is_first and self._place.is_last
+        is_alone = self._coords.is_first and self._coords.is_last
         most = AHEAD_ALONE if is_alone else MOST_AHEAD
         return len(self._unfinished) >= most or self._link.unsent > MOST_UNSENT
 
-    def _tell(self, policy: Policy) -> None:
+    def _notify(self, policy: Policy) -> None:
         """Pass on the messages that the policy expects; further ones wait."""
         for direction, arrived in self._arrived.items():
             while arrived and policy.expects(direction):
@@ -304,23 +304,23 @@ class Engine:
         with self._phases("compute"):
             targets = self._targets(microbatch)
             outputs = self._stage.forward(number, inputs, key, targets, divisor)
-        if self._place.is_last:
+        if self._coords.is_last:
             return [outputs[0].detach()]
         self._send(FORWARD, number, outputs)
         return []
 
     def _backward(self, number: int, loss_scale: float) -> None:
         gradients: tuple[Tensor | None, ...] = ()
-        if not self._place.is_last:
+        if not self._coords.is_last:
             gradients = self._inbox.pop((BACKWARD, number)).tensors
         with self._phases("compute"):
             input_gradients = self._stage.backward(number, gradients, loss_scale)
-        if not self._place.is_first:
+        if not self._coords.is_first:
             self._send(BACKWARD, number, tuple(input_gradients))
 
     def _inputs(self, number: int, batch: Batch) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
         """The inputs of a microbatch, and for each of them whether it needs a gradient."""
-        if self._place.is_first:
+        if self._coords.is_first:
             inputs = tuple(map(self._put, batch.microbatches[number].inputs))
             return inputs, (False,) * len(inputs)
         message = self._inbox.pop((FORWARD, number))

@@ -41,7 +41,7 @@ def partition(costs: Sequence[float], stages: int, fits: Fits | None = None) -> 
 def _cheapest(before: Sequence[float], stages: int, fits: Fits | None) -> list[range] | None:
     """The best cut that fits. `before[n]` is the cost of the first n layers."""
     layers = len(before) - 1
-    if fits is not None and not _can_be_cut(layers, stages, fits):
+    if fits is not None and not _can_be_split(layers, stages, fits):
         return None
     bound = before[layers] / stages
     while True:
@@ -55,7 +55,7 @@ def _cheapest(before: Sequence[float], stages: int, fits: Fits | None) -> list[r
     return [range(start, stop) for start, stop in itertools.pairwise((*best[1], layers))]
 
 
-def _can_be_cut(layers: int, stages: int, fits: Fits) -> bool:
+def _can_be_split(layers: int, stages: int, fits: Fits) -> bool:
     """Whether some cut fits, whatever its stages cost."""
     starts = [0]
     for stage in range(stages - 1):

@@ -140,7 +140,7 @@ class MessageDriven:
 
     With split backwards, weight gradients run when neither a forward nor a backward can. The stage
     never waits for a message instead of beginning weight gradients, also where these hold up the
-    stages behind it: slack makes up for that.
+    stages behind it: extra microbatches in flight make up for that.
     """
 
     # Reason: a stage's place, its step and the rule's three settings.
@@ -187,11 +187,11 @@ class MessageDriven:
     def next(self) -> Action | None:
         inputs, bound = self._inputs, self._bound
         in_flight, deferred = self.in_flight, self.deferred
-        has_room = in_flight < bound and in_flight + deferred < 2 * bound
+        fits_budget = in_flight < bound and in_flight + deferred < 2 * bound
         kind = chosen(
             self._prefer,
             self._last_run,
-            forward=inputs.has(Kind.FORWARD) and has_room,
+            forward=inputs.has(Kind.FORWARD) and fits_budget,
             backward=inputs.has(Kind.BACKWARD),
         )
         if kind is not None:

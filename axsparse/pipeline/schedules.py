@@ -40,7 +40,7 @@ class Schedule:
     """
 
     name: ScheduleName
-    slack: int
+    extra_in_flight: int
     """Activations that stage s may hold in flight beyond g_inter − s (not under gpipe)."""
     prefer: Preference
     """The action that runs first when a forward and a backward have both arrived
@@ -51,7 +51,7 @@ class Schedule:
 
     def bound(self, stage: int, g_inter: int) -> int:
         """How many microbatches a stage may have in flight (not under gpipe)."""
-        return g_inter - stage + self.slack
+        return g_inter - stage + self.extra_in_flight
 
     def policy(self, *, stage: int, g_inter: int, microbatches: int) -> Policy:
         """A new policy for one stage of `g_inter` and one step of `microbatches`."""
@@ -69,22 +69,24 @@ class Schedule:
     def order(self, stage: int, g_inter: int, microbatches: int) -> Sequence[Action]:
         """The actions of a stage in a step under a static schedule."""
         if self.name == "1f1b":
-            actions = one_forward_one_backward(stage, g_inter, microbatches, self.slack)
+            actions = one_forward_one_backward(stage, g_inter, microbatches, self.extra_in_flight)
         else:
             actions = gpipe(microbatches)
         return with_weights(actions) if self.split_backward else actions
 
 
 def one_forward_one_backward(
-    stage: int, g_inter: int, microbatches: int, slack: int
+    stage: int, g_inter: int, microbatches: int, extra_in_flight: int
 ) -> list[Action]:
     """1F1B: forwards to warm up, then a forward and a backward in turn, then the other backwards.
 
-    The warm-up has g_inter − stage − 1 + slack forwards, so that a stage holds as many
+    The warm-up has g_inter − stage − 1 + extra_in_flight forwards, so that a stage holds as many
     activations as under message-driven. The last stage has no warm-up, since it has nothing to
-    wait for. (With slack 0: Narayanan et al., 2021, section 2.2.1.)
+    wait for. (With none extra: Narayanan et al., 2021, section 2.2.1.)
     """
-    warm_up = 0 if stage == g_inter - 1 else min(microbatches, g_inter - stage - 1 + slack)
+    warm_up = (
+        0 if stage == g_inter - 1 else min(microbatches, g_inter - stage - 1 + extra_in_flight)
+    )
     actions = [action(Kind.FORWARD, microbatch) for microbatch in range(warm_up)]
     for microbatch in range(microbatches):
         if microbatch + warm_up < microbatches:

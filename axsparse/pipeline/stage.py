@@ -80,7 +80,7 @@ class Stage:
         return len(self._live)
 
     @property
-    def held(self) -> int:
+    def unfinished(self) -> int:
         """How many microbatches have begun their forward and lack their weight gradients."""
         return self.live + (0 if self._deferred is None else len(self._deferred))
 
@@ -102,7 +102,7 @@ class Stage:
         `backward` returns the gradients of those `inputs` that require one.
         """
         outputs = self._cast(inputs)
-        if self._products is not None and not self.held:
+        if self._products is not None and not self.unfinished:
             self._products.begin_step()
         products = nullcontext() if self._products is None else self._products.in_place()
         with preserved_rng(is_seeded=True), products:
@@ -111,7 +111,7 @@ class Stage:
             if self._loss is not None:
                 outputs = (self._summed_loss(outputs, targets, key) / divisor,)
         if not self._leaves_are_known:
-            self._refuse_foreign(outputs)
+            self._reject_foreign(outputs)
         versions = [output._version for output in outputs]
         self._live[microbatch] = _InFlight(inputs, outputs, versions)
         return outputs
@@ -180,7 +180,7 @@ class Stage:
     def _summed_loss(self, outputs: Tensors, targets: Tensor | None, key: Key) -> Tensor:
         assert self._loss is not None
         if not self._loss_is_known:
-            self._refuse_mean(outputs, targets)
+            self._reject_mean(outputs, targets)
         seed_all(*key.of(self._seed, ""), "loss" if torch.is_grad_enabled() else "evaluated loss")
         loss = self._loss(*outputs, targets)
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
@@ -196,7 +196,7 @@ class Stage:
         return loss.float()
 
     @torch.enable_grad()  # an evaluation may come first
-    def _refuse_mean(self, outputs: Tensors, targets: Tensor | None) -> None:
+    def _reject_mean(self, outputs: Tensors, targets: Tensor | None) -> None:
         """ConfigError if the loss is a mean: if one sample given twice costs as much as once.
 
         The trainer divides the sum of all losses by the global count of targets, so that a mean
@@ -244,7 +244,7 @@ class Stage:
                 'sum of a microbatch\'s losses (reduction="sum"), which the trainer divides'
             )
 
-    def _refuse_foreign(self, outputs: Tensors) -> None:
+    def _reject_foreign(self, outputs: Tensors) -> None:
         """ConfigError if a parameter that no layer has gets a gradient: nobody would train it.
 
         `outputs` come from a forward. Other leaves of autograd's graph may belong to the forward,

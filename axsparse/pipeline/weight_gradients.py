@@ -279,7 +279,7 @@ class StageProducts:
     ) -> None:
         """`layers` are the stage's modules by name. If backwards are not split, only two kinds of
         modules take part: modules whose weight may have sparse products, and modules in `beside`,
-        whose gradients `compute_beside` may compute."""
+        whose gradients `compute_deferred` may compute."""
         self.is_in_backward = False
         """Whether the backward of a microbatch runs."""
         self._is_split = is_split
@@ -359,7 +359,7 @@ class StageProducts:
             products.compare(weight)
         return self.deferred.arrive(weight)
 
-    def compute_beside(self, work: Work) -> None:
+    def compute_deferred(self, work: Work) -> None:
         """Compute weight gradients while some work is under way: as many as wait in an unsplit
         backward, and in a split one until the work is done."""
         if self.deferred is None:

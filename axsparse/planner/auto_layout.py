@@ -19,26 +19,26 @@ from axsparse.config.validate import (
     one_of,
 )
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.layout import Layout, LayoutQuestion, Row
+from axsparse.planner.layout import Candidate, Layout, SearchRequest
 from axsparse.planner.layout_search import Rejection, split_layers, try_layouts
 from axsparse.planner.memory_budget import MemoryBudget
+from axsparse.planner.profiled_model import ProfiledModel
 from axsparse.planner.run_workload import (
     configured_schedule,
     machine_of,
-    run_question,
+    run_request,
 )
 from axsparse.planner.stage_memory import of_memory
-from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutDecision:
     """The layout that `auto` takes, and why it takes this number of stages."""
 
-    row: Row
+    row: Candidate
     budget: MemoryBudget
     """The memory of a rank."""
     smaller: Rejection | None
@@ -60,34 +60,34 @@ class Choice:
 
 def chosen_layout(
     config: Config,
-    subject: SurveyedModel,
+    planned_model: ProfiledModel,
     cluster: Cluster | None,
     ranks: int,
     budget: MemoryBudget,
-) -> Choice | None:
+) -> LayoutDecision | None:
     """The fewest stages whose memory fits, for `layout.g_inter: auto`.
 
     Returns None, so that `resolve_grid` decides, if the configuration gives g_inter, g_data or a
     split, or if no number of stages leaves each replica a microbatch. ConfigError if nothing fits.
     """
     layout = config.layout
-    members, all_ranks = layout.g_tensor, ranks
-    if ranks % members:
+    g_tensor, all_ranks = layout.g_tensor, ranks
+    if ranks % g_tensor:
         return None
-    ranks //= members
+    ranks //= g_tensor
     if not layout.g_inter == layout.g_data == layout.split == "auto":
         return None
     stages = [
         n
-        for n in range(1, subject.most_stages + 1)
+        for n in range(1, planned_model.most_stages + 1)
         if ranks % n == 0 and num_microbatches(config.batch) >= ranks // n
     ]
     if not stages:
         return None
     # Without a named cluster memory alone decides, and no time is predicted.
     machine = replace(machine_of(cluster), overhead_bytes=budget.overhead)
-    question = run_question(subject, machine, config, all_ranks, stages, budget.nbytes)
-    found = fewest_stages(question, budget)
+    search_request = run_request(planned_model, machine, config, all_ranks, stages, budget.nbytes)
+    found = fewest_stages(search_request, budget)
     if isinstance(found, Rejection):
         raise ConfigError(
             f"{config.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
@@ -99,26 +99,32 @@ def chosen_layout(
     return found
 
 
-def fitting_slack(subject: SurveyedModel, config: Config, grid: Grid, budget: MemoryBudget) -> int:
-    """The number for `pipeline.slack: auto` of a given layout in a limited memory, as a plan of the
-    layout would choose it; 0 if none fits."""
+def fitting_extra_in_flight(
+    planned_model: ProfiledModel, config: Config, grid: Grid, budget: MemoryBudget
+) -> int:
+    """The number for `pipeline.extra_in_flight: auto` of a given layout in a limited memory, as a
+    plan of the layout would choose it; 0 if none fits."""
     machine = replace(machine_of(None), overhead_bytes=budget.overhead)
-    question = run_question(subject, machine, config, grid.size, [grid.g_inter], budget.nbytes)
-    rows, _ = try_layouts(replace(question, members=[grid.g_tensor]))
-    return rows[0].layout.schedule.slack if rows else 0
+    search_request = run_request(
+        planned_model, machine, config, grid.size, [grid.g_inter], budget.nbytes
+    )
+    rows, _ = try_layouts(replace(search_request, g_tensor=[grid.g_tensor]))
+    return rows[0].layout.schedule.extra_in_flight if rows else 0
 
 
-def fewest_stages(question: LayoutQuestion, budget: MemoryBudget) -> Choice | Rejection:
+def fewest_stages(
+    search_request: SearchRequest, budget: MemoryBudget
+) -> LayoutDecision | Rejection:
     """The fewest of the question's stages that fit; the last rejection if none do.
 
     The question names its numbers of stages in rising order, and has the memory of the budget.
     """
-    assert question.g_inter, "there is nothing to try"
+    assert search_request.g_inter, "there is nothing to try"
     smaller: Rejection | None = None
-    for stages in question.g_inter:
-        rows, rejected = try_layouts(replace(question, g_inter=[stages]))
+    for stages in search_request.g_inter:
+        rows, rejected = try_layouts(replace(search_request, g_inter=[stages]))
         if rows:
-            return Choice(rows[0], budget, smaller)
+            return LayoutDecision(rows[0], budget, smaller)
         smaller = rejected[-1]
     assert smaller is not None
     return smaller
@@ -199,7 +205,7 @@ def balanced(
     loaded: Config,
     config: Config,
     grid: Grid,
-    subject: SurveyedModel,
+    planned_model: ProfiledModel,
     budget: MemoryBudget,
 ) -> list[range]:
     """The layers of each stage for `layout.split: auto`.
@@ -211,11 +217,12 @@ def balanced(
     microbatches = num_microbatches(batch, grid.g_data)
     schedule = configured_schedule(config.pipeline)
     layout = Layout(grid, schedule, batch.microbatch_size, microbatches)
-    found = split_layers(subject, layout, budget.overhead, budget.nbytes)
+    found = split_layers(planned_model, layout, budget.overhead, budget.nbytes)
     if not isinstance(found, Rejection):
         return [load.numbers for load in found]
     raise ConfigError(
-        f"{loaded.where('layout.memory_per_rank')}: no split of {len(subject.survey.layers)} "
+        f"{loaded.where('layout.memory_per_rank')}: no split of "
+        f"{len(planned_model.profile.layers)} "
         f"layers into {grid.g_inter} stages fits {format_bytes(budget.nbytes)}, of which the "
         f"process itself takes {format_bytes(budget.overhead)}; with the work balanced, "
         f"{found.reason}; take more stages (layout.g_inter), prune more, or recompute activations "

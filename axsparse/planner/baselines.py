@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from axsparse.config.schema import Config
 from axsparse.planner.layout import Layout
+from axsparse.planner.profiled_model import ProfiledModel, state_format
 from axsparse.planner.stage_memory import StageMemory, stage_memory
-from axsparse.planner.surveyed_model import SurveyedModel, state_format
 from axsparse.planner.workload import StageLoad, value_bytes
 from axsparse.samo.state_bytes import MOMENT_BYTES
 
@@ -34,7 +34,7 @@ class Baseline:
 
 
 def baselines(
-    model: SurveyedModel,
+    model: ProfiledModel,
     layout: Layout,
     loads: Sequence[StageLoad],
     gpus: int,
@@ -45,7 +45,7 @@ def baselines(
     [whole] = dense.stages(1, 1) or []
     size = layout.microbatch_size
     memory = stage_memory(whole, microbatch_size=size, in_flight=1, overhead=overhead)
-    weight, others, beside = memory.weight, memory.master + memory.optimizer, _beside_state(memory)
+    weight, others, beside = memory.weight, memory.master + memory.optimizer, _other_bytes(memory)
     stored = state_format(dense.config, dense.optimizer, 1)
     width = value_bytes(dense.precision)
     # Of a tied weight there is one gradient, where we have one for each use.
@@ -64,10 +64,10 @@ def baselines(
         ]
     if layout.grid.g_inter > 1:
         split = tuple(len(load.numbers) for load in loads)
-        same = replace(dense, config=_dense(model.config, split)).of_member(layout.grid.g_tensor)
+        same = replace(dense, config=_dense(model.config, split)).tp_shard(layout.grid.g_tensor)
         stages = layout.memory(same.stages(len(split), 1) or [], overhead)
         most = max(
-            each.weight + each.gradient + each.master + each.optimizer + _beside_state(each)
+            each.weight + each.gradient + each.master + each.optimizer + _other_bytes(each)
             for each in stages
         )
         name = f"dense, pipeline of {layout.grid.g_inter}"
@@ -75,19 +75,19 @@ def baselines(
     return found
 
 
-def _trained(model: SurveyedModel) -> int:
+def _trained(model: ProfiledModel) -> int:
     """The trained parameters of a model, a tied one once."""
-    parameters = (each for layer in model.survey.layers for each in layer.parameters)
-    return sum(p.numel for p in parameters if p.trained and p.name not in model.survey.ties)
+    parameters = (each for layer in model.profile.layers for each in layer.parameters)
+    return sum(p.numel for p in parameters if p.trained and p.name not in model.profile.ties)
 
 
-def _beside_state(memory: StageMemory) -> float:
+def _other_bytes(memory: StageMemory) -> float:
     return memory.activations + memory.working + memory.logits + memory.overhead
 
 
 def _dense(config: Config, split: object) -> Config:
     """The configuration with state as frameworks store it, in stages of so many layers each."""
-    plain = {"gradient": "half", "shard_optimizer": False, "offload": False}
+    plain = {"gradient": "half", "zero_stage": 0, "offload": False}
     return config.model_copy(
         update={
             "samo": config.samo.model_copy(update=plain),

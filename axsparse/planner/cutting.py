@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
-from axsparse.models.survey import Survey
+from axsparse.models.model_profile import ModelProfile
 from axsparse.models.tensor_shard import TensorShard
 from axsparse.runtime.grid import Grid
 from axsparse.samo.precision import DTYPES
-from axsparse.tensor_parallel.dry_run import survey_of_member
+from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.tensor_parallel.plan import check_plan, shards_of
 
 
@@ -22,46 +22,48 @@ class Cutting:
 
     config: Config
     model: Model
-    survey: Survey
+    profile: ModelProfile
     """The survey of the full model."""
-    _surveys: dict[int, Survey] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _profiles: dict[int, ModelProfile] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    def shards(self, members: int) -> dict[str, TensorShard]:
+    def shards(self, g_tensor: int) -> dict[str, TensorShard]:
         """The last shard of each sharded parameter, by global name; empty for one rank.
 
         ConfigError for a number of ranks that does not divide what is sharded, and for what does
         not work with shards.
         """
-        if members == 1:
+        if g_tensor == 1:
             return {}
         fuses = self.config.pipeline.compile is True
         where = self.config.where("layout.g_tensor")
         check_plan(self.model.layers, self.model.name, where, fuses=fuses)
         found: dict[str, TensorShard] = {}
-        for layer, info in zip(self.model.layers, self.survey.layers, strict=True):
+        for layer, info in zip(self.model.layers, self.profile.layers, strict=True):
             shapes = {layer.local_name(p.name): p.shape for p in info.parameters}
-            of_layer = shards_of(layer, shapes, members - 1, members, where)
+            of_layer = shards_of(layer, shapes, g_tensor - 1, g_tensor, where)
             found.update((layer.full_name(name), shard) for name, shard in of_layer.items())
         return found
 
-    def of_member(self, members: int) -> Survey:
+    def tp_shard(self, g_tensor: int) -> ModelProfile:
         """The survey of the last rank, which holds most: of a vocabulary that does not divide it
         has the larger part. ConfigError as `shards`."""
-        if members not in self._surveys:
-            found = self.survey
-            if self.shards(members):
-                last = Grid(1, 1, members).place(members - 1)
+        if g_tensor not in self._profiles:
+            found = self.profile
+            if self.shards(g_tensor):
+                last = Grid(1, 1, g_tensor).coords(g_tensor - 1)
                 dtype = DTYPES[self.config.precision]
-                found = survey_of_member(self.model, self.survey, last, dtype)
-            self._surveys[members] = found
-        return self._surveys[members]
+                found = profile_of_tp_shard(self.model, self.profile, last, dtype)
+            self._profiles[g_tensor] = found
+        return self._profiles[g_tensor]
 
-    def kept_of_member(self, members: int, kept: Mapping[str, int]) -> dict[str, int]:
+    def kept_of_tp_shard(self, g_tensor: int, kept: Mapping[str, int]) -> dict[str, int]:
         """Kept entries of each pruned tensor on the last tensor-parallel rank, rounded up, if
         `kept` of the full tensors is spread evenly over shards. In a run the thresholds of masks
         decide."""
-        shapes, found = self.survey.shapes, {}
-        for parameter in (p for layer in self.of_member(members).layers for p in layer.parameters):
+        shapes, found = self.profile.shapes, {}
+        for parameter in (p for layer in self.tp_shard(g_tensor).layers for p in layer.parameters):
             full, _, _ = parameter.name.partition("#")
             if full in kept:
                 of_all = kept[full] * parameter.numel

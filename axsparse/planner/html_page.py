@@ -18,7 +18,7 @@ from axsparse.observe.charts import (
     chart_html,
     html_table,
 )
-from axsparse.planner.layout import Row
+from axsparse.planner.layout import Candidate
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_report import (
     answer,
@@ -96,7 +96,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
         yield "</details>"
 
 
-def _timeline(row: Row) -> Timeline:
+def _timeline(row: Candidate) -> Timeline:
     """The timeline of the first replica that was simulated."""
     simulated = spans(row)
     replica = min(span.replica for span in simulated)

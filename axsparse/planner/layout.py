@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.stage_memory import StageMemory, most_held, stage_memory
+from axsparse.planner.stage_memory import StageMemory, peak_in_flight, stage_memory
 from axsparse.planner.step_cost import StepCosts
 from axsparse.planner.step_simulation import StepRun, simulate_step
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.grid import Grid
 
-DEFAULT_SLACK = 1
+DEFAULT_EXTRA_IN_FLIGHT = 1
 WORD_BYTES = 4 * 8
 """Bytes of the broadcast of one action to a tensor-parallel rank."""
 PLAYED_REPLICAS = 4
@@ -38,7 +38,7 @@ class Layout:
     def stage_memory(self, stage: int, load: StageLoad, overhead: float) -> StageMemory:
         """The memory of this stage on one rank, if it has this load. `overhead` as in
         `Cluster.overhead_bytes`."""
-        held = most_held(
+        held = peak_in_flight(
             self.schedule,
             stage=stage,
             g_inter=self.grid.g_inter,
@@ -68,7 +68,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutQuestion:
+class SearchRequest:
     """A search request to the planner: the model, the devices, and the layouts to try."""
 
     workload: Workload
@@ -82,17 +82,17 @@ class LayoutQuestion:
     memory_bytes: float | None = None
     """The memory budget of a rank; None: all memory of a device."""
     schedules: Sequence[Schedule] = (
-        Schedule("message-driven", DEFAULT_SLACK, "alternate"),
+        Schedule("message-driven", DEFAULT_EXTRA_IN_FLIGHT, "alternate"),
         Schedule("message-driven", 0, "alternate"),
     )
-    """Tried in this order until one fits, with falling slack; slack above the least one is an
-    option."""
+    """Tried in this order until one fits, with fewer and fewer extra microbatches in flight; more
+    than the fewest are an option."""
     split_backward: bool | None = None
     """Whether backwards are split under each of them; None: where there are several stages."""
     g_inter: Sequence[int] | None = None
     """The numbers of stages to try, in this order; None: every divisor of `gpus` / tensor-parallel
     ranks."""
-    members: Sequence[int] = (1,)
+    g_tensor: Sequence[int] = (1,)
     """The numbers of tensor-parallel ranks to try for each stage."""
     microbatch_sizes: Sequence[int] | None = None
     """The sizes to try, in samples; None: every power of two that divides the batch."""
@@ -101,13 +101,13 @@ class LayoutQuestion:
     decides; None: whichever size needs fewest."""
 
     @property
-    def room(self) -> float:
+    def rank_budget(self) -> float:
         """Bytes that a rank may take."""
         return self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes
 
 
 @dataclass(frozen=True)
-class Row:
+class Candidate:
     """A layout that fits, its memory and its predicted step."""
 
     layout: Layout

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from axsparse.config.validate import counted
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout import Layout, LayoutQuestion, Row, simulate_layout
+from axsparse.planner.layout import Candidate, Layout, SearchRequest, simulate_layout
 from axsparse.planner.stage_memory import needed
 from axsparse.planner.step_cost import step_costs
 from axsparse.planner.workload import StageLoad, Workload
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from axsparse.planner.baselines import Baseline
 
 MOST_ROOM = 0.85
-"""The part of a rank's memory budget beyond which no slack is taken: plans are estimates, and a
-machine that is nearly full is slow."""
+"""The part of a rank's memory budget beyond which no extra microbatch is in flight: plans are
+estimates, and a machine that is nearly full is slow."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Rejection:
     @property
     def layout(self) -> str:
         """The rejected layout, in words."""
-        members = f" × {counted(self.g_tensor, 'member')}" * (self.g_tensor > 1)
-        return f"{counted(self.g_inter, 'stage')}{members}"
+        g_tensor = f" × {counted(self.g_tensor, 'tensor-parallel rank')}" * (self.g_tensor > 1)
+        return f"{counted(self.g_inter, 'stage')}{g_tensor}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Plan:
     gpus: int
     memory_bytes: float
     """The memory budget of a rank."""
-    rows: Sequence[Row]
+    rows: Sequence[Candidate]
     """The layouts that fit: the recommended one first, then the others by predicted step."""
     rejected: Sequence[Rejection]
     method: str = ""
@@ -73,12 +73,12 @@ class Plan:
     """Other ways of dense training, where the model has been surveyed."""
 
     @property
-    def recommended(self) -> Row:
+    def recommended(self) -> Candidate:
         """The fastest layout of the smallest model parallelism that fits; of fewer devices, if that
         is as fast."""
         return self.rows[0]
 
-    def margin(self, row: Row) -> float:
+    def margin(self, row: Candidate) -> float:
         """How much longer a row's step takes than the recommended one's: 0.1 is 10 % longer, and
         a negative margin is faster."""
         return row.seconds / self.recommended.seconds - 1
@@ -92,18 +92,18 @@ class NoLayoutError(ConfigError):
         self.rejected = rejected
 
 
-def plan(question: LayoutQuestion) -> Plan:
+def plan(search_request: SearchRequest) -> Plan:
     """Try every layout; NoLayoutError if none fits."""
-    workload, cluster, gpus = question.workload, question.cluster, question.gpus
+    workload, cluster, gpus = search_request.workload, search_request.cluster, search_request.gpus
     if gpus < 1:
         raise ConfigError(f"gpus: {gpus} devices train nothing; plan for at least 1")
-    rows, rejected = try_layouts(question)
-    asked = [row for row in rows if row.layout.microbatch_size == question.usual_size] or rows
+    rows, rejected = try_layouts(search_request)
+    asked = [row for row in rows if row.layout.microbatch_size == search_request.usual_size] or rows
     fewest = min((row.layout.grid.parallelism for row in asked), default=gpus)
     fitting = [row for row in rows if row.layout.grid.parallelism == fewest]
     best = min(fitting, key=lambda row: row.seconds, default=None)
-    if question.may_leave:
-        best = _on_fewer(question, fewest, best)
+    if search_request.may_leave:
+        best = _on_fewer(search_request, fewest, best)
     if best is None:
         last = next((each for each in reversed(rejected) if each.g_data), rejected[-1])
         raise NoLayoutError(
@@ -113,10 +113,10 @@ def plan(question: LayoutQuestion) -> Plan:
             rejected,
         )
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
-    return Plan(workload, cluster, gpus, question.room, [best, *others], rejected)
+    return Plan(workload, cluster, gpus, search_request.rank_budget, [best, *others], rejected)
 
 
-def _on_fewer(question: LayoutQuestion, most: int, best: Row | None) -> Row | None:
+def _on_fewer(search_request: SearchRequest, most: int, best: Candidate | None) -> Candidate | None:
     """The fastest layout that leaves some devices over and is no slower than `best`, which takes
     all of them; else `best`. A replica has `most` devices at most.
 
@@ -124,104 +124,113 @@ def _on_fewer(question: LayoutQuestion, most: int, best: Row | None) -> Row | No
     as are needed for none to take more, and the number of stages need not divide the number of
     devices.
     """
-    for members in question.members:
-        used = replace(question, gpus=question.gpus - question.gpus % members)
-        if why_not_members(used, members) is not None:
+    for g_tensor in search_request.g_tensor:
+        used = replace(search_request, gpus=search_request.gpus - search_request.gpus % g_tensor)
+        if why_not_g_tensor(used, g_tensor) is not None:
             continue
-        limit = min(most, question.gpus) // members
-        for stages in question.g_inter or range(1, limit + 1):
-            for size in question.microbatch_sizes or _powers_of_two(question.global_batch_size, 1):
-                microbatches = -(-question.global_batch_size // size)
-                replicas = question.gpus // (stages * members)
+        limit = min(most, search_request.gpus) // g_tensor
+        for stages in search_request.g_inter or range(1, limit + 1):
+            for size in search_request.microbatch_sizes or _powers_of_two(
+                search_request.global_batch_size, 1
+            ):
+                microbatches = -(-search_request.global_batch_size // size)
+                replicas = search_request.gpus // (stages * g_tensor)
                 if not replicas:
                     break
-                grid = Grid(stages, -(-microbatches // -(-microbatches // replicas)), members)
-                if grid.size == question.gpus or _impossible(question, grid) is not None:
+                grid = Grid(stages, -(-microbatches // -(-microbatches // replicas)), g_tensor)
+                if (
+                    grid.size == search_request.gpus
+                    or _impossible(search_request, grid) is not None
+                ):
                     continue
-                tried = _try_size(question, grid, size)
+                tried = _try_size(search_request, grid, size)
                 if isinstance(tried, Rejection):
                     break
                 is_faster = best is None or tried.seconds <= best.seconds
-                if is_faster and _is_fewest(question, grid, question.usual_size or size):
+                if is_faster and _is_fewest(
+                    search_request, grid, search_request.usual_size or size
+                ):
                     best = tried
     return best
 
 
-def _is_fewest(question: LayoutQuestion, grid: Grid, size: int) -> bool:
+def _is_fewest(search_request: SearchRequest, grid: Grid, size: int) -> bool:
     """Whether no fewer stages fit the ranks of a grid, so that training takes as many there."""
     ranks = grid.g_inter * grid.g_data
     smaller = (
         Grid(stages, ranks // stages, grid.g_tensor)
         for stages in range(1, grid.g_inter)
-        if ranks % stages == 0 and stages in (question.g_inter or [stages])
+        if ranks % stages == 0 and stages in (search_request.g_inter or [stages])
     )
     return all(
-        _impossible(question, each) is not None
-        or isinstance(_try_size(question, each, size), Rejection)
+        _impossible(search_request, each) is not None
+        or isinstance(_try_size(search_request, each, size), Rejection)
         for each in smaller
     )
 
 
-def try_layouts(question: LayoutQuestion) -> tuple[list[Row], list[Rejection]]:
+def try_layouts(search_request: SearchRequest) -> tuple[list[Candidate], list[Rejection]]:
     """The layouts that fit, and the rejected ones, in the order in which they are tried.
 
     ConfigError if the question has one number of tensor-parallel ranks, and the model cannot be
     sharded so.
     """
-    rows: list[Row] = []
+    rows: list[Candidate] = []
     rejected: list[Rejection] = []
-    for members in question.members:
-        why = why_not_members(question, members)
+    for g_tensor in search_request.g_tensor:
+        why = why_not_g_tensor(search_request, g_tensor)
         if why is not None:
-            rejected.append(Rejection(1, 0, None, why, members))
+            rejected.append(Rejection(1, 0, None, why, g_tensor))
             continue
-        of_stages = question.gpus // members
-        for stages in question.g_inter or [
+        of_stages = search_request.gpus // g_tensor
+        for stages in search_request.g_inter or [
             n for n in range(1, of_stages + 1) if of_stages % n == 0
         ]:
             if of_stages % stages:
                 uneven = f"{stages} does not divide {counted(of_stages, 'device')}"
-                rejected.append(Rejection(stages, 0, None, uneven, members))
+                rejected.append(Rejection(stages, 0, None, uneven, g_tensor))
                 continue
-            grid = Grid(stages, of_stages // stages, members)
-            fitting, others = _try_grid(question, grid)
+            grid = Grid(stages, of_stages // stages, g_tensor)
+            fitting, others = _try_grid(search_request, grid)
             rows += fitting
             rejected += others
     return rows, rejected
 
 
-def why_not_members(question: LayoutQuestion, members: int) -> str | None:
+def why_not_g_tensor(search_request: SearchRequest, g_tensor: int) -> str | None:
     """The reason why no number of stages can have so many tensor-parallel ranks; None if some can.
 
     With one number in the question nodes are not looked at, and ConfigError says why the model
     cannot be sharded.
     """
-    gpus, on_node = question.gpus, question.cluster.gpus_per_node
-    if gpus % members:
-        return f"{counted(members, 'member')} do not divide {counted(gpus, 'device')}"
-    if len(question.members) == 1:
-        question.workload.of_member(members)
+    gpus, on_node = search_request.gpus, search_request.cluster.gpus_per_node
+    if gpus % g_tensor:
+        return (
+            f"{counted(g_tensor, 'tensor-parallel rank')} do not divide {counted(gpus, 'device')}"
+        )
+    if len(search_request.g_tensor) == 1:
+        search_request.workload.tp_shard(g_tensor)
         return None
     # Ranks fill one node after the other.
-    if members > on_node or (gpus > on_node and on_node % members):
+    if g_tensor > on_node or (gpus > on_node and on_node % g_tensor):
         return f"some would be on another node, as nodes have {counted(on_node, 'device')}"
     try:
-        question.workload.of_member(members)
+        search_request.workload.tp_shard(g_tensor)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _try_grid(question: LayoutQuestion, grid: Grid) -> tuple[list[Row], list[Rejection]]:
+def _try_grid(search_request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list[Rejection]]:
     """The microbatch sizes at which this grid fits, and the sizes at which it does not."""
-    rows: list[Row] = []
-    why, sizes = _impossible(question, grid), question.microbatch_sizes
+    rows: list[Candidate] = []
+    why, sizes = _impossible(search_request, grid), search_request.microbatch_sizes
     if why is not None:
         return rows, [Rejection(grid.g_inter, grid.g_data, None, why, grid.g_tensor)]
     rejected: list[Rejection] = []
-    for size in sizes or _powers_of_two(question.global_batch_size, grid.g_data):
-        tried = _try_size(question, grid, size)
-        if isinstance(tried, Row):
+    for size in sizes or _powers_of_two(search_request.global_batch_size, grid.g_data):
+        tried = _try_size(search_request, grid, size)
+        if isinstance(tried, Candidate):
             rows.append(tried)
             continue
         rejected.append(tried)
@@ -230,9 +239,9 @@ def _try_grid(question: LayoutQuestion, grid: Grid) -> tuple[list[Row], list[Rej
     return rows, rejected
 
 
-def _impossible(question: LayoutQuestion, grid: Grid) -> str | None:
+def _impossible(search_request: SearchRequest, grid: Grid) -> str | None:
     """Why no microbatch size can run on this grid; None if some can."""
-    most, batch = question.workload.most_stages, question.global_batch_size
+    most, batch = search_request.workload.most_stages, search_request.global_batch_size
     if grid.g_inter > most:
         return f"the model can be cut into {most} stages at most"
     if batch < grid.g_data:
@@ -240,30 +249,32 @@ def _impossible(question: LayoutQuestion, grid: Grid) -> str | None:
     return None
 
 
-def _try_size(question: LayoutQuestion, grid: Grid, size: int) -> Row | Rejection:
+def _try_size(search_request: SearchRequest, grid: Grid, size: int) -> Candidate | Rejection:
     """One grid at one microbatch size, under the first of the question's schedules that fits."""
-    microbatches = -(-question.global_batch_size // size)
-    if size > question.global_batch_size or microbatches < grid.g_data:
-        reason = f"microbatches of {size} make too few of a batch of {question.global_batch_size}"
+    microbatches = -(-search_request.global_batch_size // size)
+    if size > search_request.global_batch_size or microbatches < grid.g_data:
+        reason = (
+            f"microbatches of {size} make too few of a batch of {search_request.global_batch_size}"
+        )
         return Rejection(grid.g_inter, grid.g_data, size, reason, grid.g_tensor)
-    split = question.split_backward
+    split = search_request.split_backward
     is_split = grid.g_inter > 1 if split is None else split
-    for schedule in question.schedules:
-        room = question.room
-        if schedule.slack > question.schedules[-1].slack:
-            room *= MOST_ROOM
+    for schedule in search_request.schedules:
+        rank_budget = search_request.rank_budget
+        if schedule.extra_in_flight > search_request.schedules[-1].extra_in_flight:
+            rank_budget *= MOST_ROOM
         schedule = replace(schedule, split_backward=is_split)
         layout = Layout(grid, schedule, size, -(-microbatches // grid.g_data))
-        workload = question.workload.of_member(grid.g_tensor)
-        loads = split_layers(workload, layout, question.cluster.overhead_bytes, room)
+        workload = search_request.workload.tp_shard(grid.g_tensor)
+        loads = split_layers(workload, layout, search_request.cluster.overhead_bytes, rank_budget)
         if not isinstance(loads, Rejection):
-            return _row(question, layout, loads)
+            return _row(search_request, layout, loads)
         rejection = loads
     return rejection
 
 
 def split_layers(
-    workload: Workload, layout: Layout, overhead: float, room: float
+    workload: Workload, layout: Layout, overhead: float, rank_budget: float
 ) -> Sequence[StageLoad] | Rejection:
     """The loads of the stages, with their work balanced as well as `room` bytes a rank allow.
 
@@ -275,29 +286,29 @@ def split_layers(
     assert balanced is not None, "there is no limit"
     memory = layout.memory(balanced, overhead)
     most, fullest = max((stage.total, number) for number, stage in enumerate(memory))
-    if most <= room:
+    if most <= rank_budget:
         return balanced
 
-    def has_room(stage: int, load: StageLoad) -> bool:
-        return layout.stage_memory(stage, load, overhead).total <= room
+    def fits_budget(stage: int, load: StageLoad) -> bool:
+        return layout.stage_memory(stage, load, overhead).total <= rank_budget
 
     loads = None
-    if sum(load.state.total for load in balanced) <= room * grid.g_inter:
-        loads = workload.stages(grid.g_inter, grid.g_data, has_room, microbatches=microbatches)
+    if sum(load.state.total for load in balanced) <= rank_budget * grid.g_inter:
+        loads = workload.stages(grid.g_inter, grid.g_data, fits_budget, microbatches=microbatches)
     if loads is not None:
         return loads
-    reason = f"stage {fullest} needs {needed(most, room)}"
+    reason = f"stage {fullest} needs {needed(most, rank_budget)}"
     return Rejection(grid.g_inter, grid.g_data, layout.microbatch_size, reason, grid.g_tensor)
 
 
-def _row(question: LayoutQuestion, layout: Layout, loads: Sequence[StageLoad]) -> Row:
+def _row(search_request: SearchRequest, layout: Layout, loads: Sequence[StageLoad]) -> Candidate:
     """Simulate a layout that fits."""
-    workload, cluster, grid = question.workload, question.cluster, layout.grid
+    workload, cluster, grid = search_request.workload, search_request.cluster, layout.grid
     costs = step_costs(workload, loads, cluster, grid, layout.microbatch_size)
     run = simulate_layout(costs, cluster, layout)
-    flops = question.global_batch_size * workload.sample_flops
+    flops = search_request.global_batch_size * workload.sample_flops
     peak = grid.size * cluster.peak(workload.precision)
-    return Row(
+    return Candidate(
         layout=layout,
         loads=loads,
         memory=layout.memory(loads, cluster.overhead_bytes),

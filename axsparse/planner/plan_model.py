@@ -12,17 +12,17 @@ from typing import Literal
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config, check_offload, check_split, counted
 from axsparse.models.layer import Model
-from axsparse.models.survey import Survey, survey
+from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.baselines import Baseline, baselines
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.cutting import Cutting
-from axsparse.planner.layout import Layout, LayoutQuestion
+from axsparse.planner.layout import Layout, SearchRequest
 from axsparse.planner.layout_search import NoLayoutError, Plan, plan
 from axsparse.planner.memory_budget import memory_budget
-from axsparse.planner.run_workload import has_costs, run_question
+from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
+from axsparse.planner.run_workload import has_costs, run_request
 from axsparse.planner.stage_memory import gigabytes
-from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
 from axsparse.planner.what_fits import DoesNotFitError, Refusal, fewest_devices, least_memory
 from axsparse.planner.workload import StageLoad
 from axsparse.pruning.criteria import Criterion, Score, configured_criterion
@@ -40,11 +40,11 @@ MICROBATCH = "batch.microbatch_size"
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannedModel:
     """A configured model that has been surveyed, ready to be planned."""
 
     config: Config
-    survey: Survey
+    profile: ModelProfile
     targets: Targets | None
     on_host: bool
     """Whether the memory that is planned is the host's."""
@@ -55,13 +55,13 @@ class Subject:
     cutting: Cutting | None = None
     """The shards of layers for several tensor-parallel ranks."""
 
-    def workload(self, method: Method) -> SurveyedModel:
+    def workload(self, method: Method) -> ProfiledModel:
         """The trained model; ConfigError for `samo` if nothing is pruned."""
         config, name = self.config, self.config.name
         is_pruned = method == "samo" or (method == "start" and starts_pruned(config, self.targets))
-        model = SurveyedModel(
+        model = ProfiledModel(
             config,
-            self.survey,
+            self.profile,
             name,
             {},
             optimizer_of(config.optimizer),
@@ -79,7 +79,7 @@ class Subject:
             )
         return replace(model, kept=self.targets.kept())
 
-    def room(self, cluster: Cluster) -> float:
+    def rank_budget(self, cluster: Cluster) -> float:
         """Bytes that a rank may take, its overhead included."""
         limit = self.config.layout.memory_per_rank
         budget = memory_budget(
@@ -101,41 +101,43 @@ class Subject:
         cluster: Cluster,
         gpus: int,
         microbatch_sizes: Sequence[int] | None = None,
-        members: Sequence[int] | None = None,
+        g_tensor: Sequence[int] | None = None,
     ) -> Plan:
         """The plan; DoesNotFitError if nothing fits, which names a sufficient memory and number of
         devices.
 
-        `members` are the numbers of tensor-parallel ranks to try for a stage; None: the
+        `g_tensor` are the numbers of tensor-parallel ranks to try for a stage; None: the
         configuration's. Where nothing fits and `pipeline.checkpoint_activations` is unset,
         activations are recomputed.
         """
         for tried in self._tried(gpus):
-            question = tried._question(method, cluster, gpus, microbatch_sizes, members)
+            search_request = tried._search_request(
+                method, cluster, gpus, microbatch_sizes, g_tensor
+            )
             try:
-                found = plan(question)
+                found = plan(search_request)
             except NoLayoutError as error:
                 failed = error
                 continue
             best = found.recommended
             return replace(
                 found,
-                method=_name(question),
+                method=_name(search_request),
                 taken=tried._changes(self.config),
                 recomputes=tried._recomputes,
-                baselines=tried._baselines(question, best.layout, best.loads),
+                baselines=tried._baselines(search_request, best.layout, best.loads),
             )
-        least = least_memory(question)
+        least = least_memory(search_request)
         if least is None:
             raise failed
         refusal = Refusal(
-            method=_name(question),
-            question=question,
+            method=_name(search_request),
+            search_request=search_request,
             rejected=failed.rejected,
             least=least,
-            fewest=fewest_devices(question) if question.may_leave else None,
+            fewest=fewest_devices(search_request) if search_request.may_leave else None,
             recomputes=tried._recomputes,
-            baselines=tried._baselines(question, least.layout, least.loads),
+            baselines=tried._baselines(search_request, least.layout, least.loads),
         )
         raise DoesNotFitError(refusal) from None
 
@@ -143,7 +145,7 @@ class Subject:
     def _recomputes(self) -> bool:
         return self.config.pipeline.checkpoint_activations > 0
 
-    def _tried(self, gpus: int) -> Iterator[Subject]:
+    def _tried(self, gpus: int) -> Iterator[PlannedModel]:
         """This model with a batch for so many devices; then also with activations recomputed."""
         config = self.config
         batch = config.batch.model_copy(update={"global_batch_size": self.batch(gpus)})
@@ -167,47 +169,50 @@ class Subject:
         }
         return {key: after for key, (was, after) in values.items() if was != after}
 
-    def _question(
+    def _search_request(
         self,
         method: Method,
         cluster: Cluster,
         gpus: int,
         microbatch_sizes: Sequence[int] | None,
-        members: Sequence[int] | None,
-    ) -> LayoutQuestion:
+        g_tensor: Sequence[int] | None,
+    ) -> SearchRequest:
         config = self.config
-        tried = [config.layout.g_tensor] if members is None else members
-        stages, room = self._stages(gpus, tried), self.room(cluster)
+        tried = [config.layout.g_tensor] if g_tensor is None else g_tensor
+        stages, rank_budget = self._stages(gpus, tried), self.rank_budget(cluster)
         usual = config.batch.microbatch_size if MICROBATCH in self.config.origins else None
         return replace(
-            run_question(self.workload(method), cluster, config, gpus, stages, room),
-            members=tried,
+            run_request(self.workload(method), cluster, config, gpus, stages, rank_budget),
+            g_tensor=tried,
             microbatch_sizes=microbatch_sizes,
             usual_size=usual,
             may_leave=config.layout.g_data == "auto",
         )
 
     def _baselines(
-        self, question: LayoutQuestion, layout: Layout, loads: Sequence[StageLoad]
+        self, search_request: SearchRequest, layout: Layout, loads: Sequence[StageLoad]
     ) -> list[Baseline]:
-        overhead = question.cluster.overhead_bytes
-        return baselines(self.workload("dense"), layout, loads, question.gpus, overhead)
+        overhead = search_request.cluster.overhead_bytes
+        return baselines(self.workload("dense"), layout, loads, search_request.gpus, overhead)
 
-    def _stages(self, gpus: int, members: Sequence[int]) -> list[int] | None:
+    def _stages(self, gpus: int, g_tensor: Sequence[int]) -> list[int] | None:
         """The numbers of stages that the configuration allows; None: all."""
         layout = self.config.layout
         stages = None if layout.split == "auto" else len(layout.split)
         if layout.g_inter != "auto":
             stages = layout.g_inter
         elif layout.g_data != "auto":
-            if len(members) > 1:
+            if len(g_tensor) > 1:
                 raise ConfigError(
-                    f"{self.config.where('layout.g_data')}: {layout.g_data}, and members has "
-                    f"{len(members)} numbers; give one of the two axes, or one number"
+                    f"{self.config.where('layout.g_data')}: {layout.g_data}, and tensor-parallel "
+                    "ranks has "
+                    f"{len(g_tensor)} numbers; give one of the two axes, or one number"
                 )
-            each = layout.g_data * members[0]
+            each = layout.g_data * g_tensor[0]
             if gpus % each:
-                of_members = f" of {counted(members[0], 'member')}" * (members[0] > 1)
+                of_members = f" of {counted(g_tensor[0], 'tensor-parallel rank')}" * (
+                    g_tensor[0] > 1
+                )
                 raise ConfigError(
                     f"{self.config.where('layout.g_data')}: {counted(layout.g_data, 'replica')}"
                     f"{of_members} do not divide {counted(gpus, 'device')}; choose numbers whose "
@@ -216,8 +221,8 @@ class Subject:
             stages = gpus // each
         if stages is None:
             return None
-        check_split(self.config, stages, len(self.survey.layers))
-        needed = stages * min(members)
+        check_split(self.config, stages, len(self.profile.layers))
+        needed = stages * min(g_tensor)
         if needed > gpus:
             key = "layout.g_inter" if layout.split == "auto" else "layout.split"
             raise ConfigError(
@@ -227,18 +232,18 @@ class Subject:
         return [stages]
 
 
-def _name(question: LayoutQuestion) -> str:
+def _name(search_request: SearchRequest) -> str:
     """The method of the planned training."""
-    return "samo" if question.workload.is_pruned else "dense"
+    return "samo" if search_request.workload.is_pruned else "dense"
 
 
-def subject(
+def planned_model(
     config: Config,
     cluster: Cluster,
     model: Model | None = None,
     score: Score | None = None,
-) -> Subject:
-    """Survey the model of a configuration, or another one, for a plan on this cluster.
+) -> PlannedModel:
+    """ModelProfile the model of a configuration, or another one, for a plan on this cluster.
 
     Weights are not read. `score` is a criterion of the user's own. ConfigError for a configuration
     that no run could have, for a model whose layers' costs are not known, and for a score that the
@@ -248,21 +253,21 @@ def subject(
     config, notes = _in_a_precision_of(cluster, config)
     if model is None:
         model = model_without_weights(config)
-    surveyed = survey(model, DTYPES[config.precision])
-    if not has_costs(surveyed):
+    profiled = profile(model, DTYPES[config.precision])
+    if not has_costs(profiled):
         raise ConfigError(
             f"model {model.name}: it has no example, so that nobody knows what its layers compute; "
             "give Model(…, example=…)"
         )
-    targets = what_is_pruned(config, surveyed)
+    targets = what_is_pruned(config, profiled)
     if targets is not None and not starts_pruned(config, targets):
         notes.append(
             f"{config.pruning.method} starts dense, and so it has to fit; --compare "
             "dense,samo shows what the pruned part would need"
         )
-    if config.samo.shard_optimizer == "auto":
+    if config.samo.zero_stage == "auto":
         notes.append(
-            "samo.shard_optimizer: auto: where there are several replicas, they share masters and "
+            "samo.zero_stage: auto: where there are several replicas, they share masters and "
             "moments"
         )
     criterion = None if score is None else configured_criterion(config, score)
@@ -276,10 +281,10 @@ def subject(
         notes.append(
             f"of the host's {gigabytes(cluster.host_memory_bytes)} GB a rank takes up to "
             f"{gigabytes(copied_bytes(config))} GB for copies of checkpoints "
-            "(checkpoint.buffer), and messages under way where they go through it"
+            "(checkpoint.staging_memory), and messages under way where they go through it"
         )
-    cutting = Cutting(config, model, surveyed)
-    return Subject(config, surveyed, targets, cluster.is_of_hosts, notes, criterion, cutting)
+    cutting = Cutting(config, model, profiled)
+    return PlannedModel(config, profiled, targets, cluster.is_of_hosts, notes, criterion, cutting)
 
 
 # Reason: these are the arguments of the Python API, all but the first three optional.
@@ -291,26 +296,28 @@ def plan_for(
     *,
     method: Method = "start",
     score: Score | None = None,
-    members: Sequence[int] | None = None,
+    g_tensor: Sequence[int] | None = None,
 ) -> Plan:
     """The layouts in which a model can train on `gpus` devices: the recommended one, and all
     others.
 
     `cluster` is a bundled cluster's name, a file, or a `Cluster`; `config` has the batch, the
     pruning and everything else (default: `Config()`). `score` is the criterion that `build` will be
-    given, so that the memory is counted in which it draws masks. `members` are the numbers of
+    given, so that the memory is counted in which it draws masks. `g_tensor` are the numbers of
     tensor-parallel ranks to try for each stage (`layout.g_tensor`); None: the configuration's.
-    Needs no device and no MPI. Raises ConfigError if nothing fits, or for `members` that are no
+    Needs no device and no MPI. Raises ConfigError if nothing fits, or for `g_tensor` that are no
     integers from 1 on, and MissingInputError for an unknown cluster.
     """
-    if members is not None and not (members and all(type(m) is int and m > 0 for m in members)):
+    if g_tensor is not None and not (g_tensor and all(type(m) is int and m > 0 for m in g_tensor)):
         raise ConfigError(
-            f"plan_for: members is {members!r}; give whole numbers from 1 on, such as [1, 2], or "
+            f"plan_for: g_tensor is {g_tensor!r}; give whole numbers from 1 on, such as [1, 2], or "
             "leave it out"
         )
-    described = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    one_line = load_cluster(cluster) if isinstance(cluster, str) else cluster
     named = (config or Config()).named(model.name)
-    return subject(named, described, model, score).plan(method, described, gpus, members=members)
+    return planned_model(named, one_line, model, score).plan(
+        method, one_line, gpus, g_tensor=g_tensor
+    )
 
 
 def _in_a_precision_of(cluster: Cluster, config: Config) -> tuple[Config, list[str]]:

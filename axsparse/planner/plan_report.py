@@ -12,7 +12,7 @@ from axsparse.pipeline.policy import Kind
 from axsparse.pipeline.simulator import StageRun
 from axsparse.planner.baselines import PAPER, Baseline
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout import Layout, Row
+from axsparse.planner.layout import Candidate, Layout
 from axsparse.planner.layout_search import Plan, Rejection
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_simulation import STEP_PHASES
@@ -50,12 +50,12 @@ def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
 
 def refusal_lines(refusal: Refusal, notes: Sequence[str]) -> Iterator[str]:
     """The output of the command where nothing fits."""
-    least, room = refusal.least, refusal.question.room
+    least, rank_budget = refusal.least, refusal.search_request.rank_budget
     yield refusal.answer
     yield ""
     own = (f"{refusal.method}, {least.layout.grid}", least.nbytes)
-    yield from table(_comparison_cells([own], refusal.baselines, room))
-    yield baseline_remark(least.layout, refusal.question.cluster)
+    yield from table(_comparison_cells([own], refusal.baselines, rank_budget))
+    yield baseline_remark(least.layout, refusal.search_request.cluster)
     yield ""
     yield "rejected, with the work of the stages balanced:"
     yield from rejections(refusal.rejected)
@@ -68,9 +68,9 @@ def answer(plan: Plan) -> str:
     best = plan.recommended
     left = plan.gpus - best.layout.grid.size
     devices = f" ({counted(left, 'device')} left over)" * (left > 0)
-    used, room = gigabytes(best.most_bytes), short(plan.memory_bytes)
+    used, rank_budget = gigabytes(best.most_bytes), short(plan.memory_bytes)
     recomputed = RECOMPUTED * plan.recomputes
-    return f"fits: {best.layout.grid}{devices}, {used} of {room} GB{recomputed}"
+    return f"fits: {best.layout.grid}{devices}, {used} of {rank_budget} GB{recomputed}"
 
 
 def baseline_cells(plans: Sequence[Plan]) -> list[dict[str, str]]:
@@ -83,7 +83,7 @@ def baseline_cells(plans: Sequence[Plan]) -> list[dict[str, str]]:
 
 
 def _comparison_cells(
-    own: Sequence[tuple[str, float]], others: Sequence[Baseline], room: float
+    own: Sequence[tuple[str, float]], others: Sequence[Baseline], rank_budget: float
 ) -> list[dict[str, str]]:
     named = [(name, "by plan", nbytes) for name, nbytes in own]
     named += [(each.name, each.formula, each.nbytes) for each in others]
@@ -91,7 +91,7 @@ def _comparison_cells(
         {
             "": name,
             "GB a device": gigabytes(nbytes),
-            f"fits {short(room)}": "yes" if nbytes <= room else "no",
+            f"fits {short(rank_budget)}": "yes" if nbytes <= rank_budget else "no",
             STATE: formula,
         }
         for name, formula, nbytes in named
@@ -126,7 +126,8 @@ def _of_one(plan: Plan) -> Iterator[str]:
     yield "memory of each stage, GB:"
     yield from table([memory_cells(best, stage) for stage in shown_stages(best)])
     if layout.grid.g_tensor > 1:
-        yield f"a member sends up to {gigabytes(max(best.sum_bytes))} GB to its partners in a step"
+        sent = gigabytes(max(best.sum_bytes))
+        yield f"a tensor-parallel rank sends up to {sent} GB to its group in a step"
     if plan.rejected:
         yield ""
         yield "rejected:"
@@ -143,21 +144,21 @@ def settings(plan: Plan) -> str:
         "layout.g_inter": grid.g_inter,
         **({"layout.g_tensor": grid.g_tensor} if grid.g_tensor > 1 else {}),
         "batch.microbatch_size": layout.microbatch_size,
-        "pipeline.slack": schedule.slack,
+        "pipeline.extra_in_flight": schedule.extra_in_flight,
         "pipeline.split_backward": str(schedule.split_backward).lower(),
     }
     return " ".join(f"--set {key}={value}" for key, value in keys.items())
 
 
-def _slack(row: Row) -> int:
-    return row.layout.schedule.slack
+def _extra_in_flight(row: Candidate) -> int:
+    return row.layout.schedule.extra_in_flight
 
 
 def because(plan: Plan) -> str:
     """Why this layout is recommended, and how much faster another one would be."""
     best = plan.recommended
     grid = best.layout.grid
-    of_three = has_members(plan) and grid.parallelism > 1
+    of_three = has_tensor_parallelism(plan) and grid.parallelism > 1
     smaller = [r for r in plan.rejected if r.g_inter * r.g_tensor < grid.parallelism]
     stages = "devices for a copy of the model" if of_three else "stages"
     if smaller:
@@ -165,8 +166,8 @@ def because(plan: Plan) -> str:
         with_ = last.layout if of_three else last.g_inter
         reason = f"fewer {stages} do not do (with {with_}: {last.reason})"
     else:
-        used, room = gigabytes(best.most_bytes), gigabytes(plan.memory_bytes)
-        reason = f"the fewest {stages} fit: {used} GB of {room} GB"
+        used, rank_budget = gigabytes(best.most_bytes), gigabytes(plan.memory_bytes)
+        reason = f"the fewest {stages} fit: {used} GB of {rank_budget} GB"
     reason += _of_as_many(plan)
     left = plan.gpus - best.layout.grid.size
     if left:
@@ -180,7 +181,7 @@ def because(plan: Plan) -> str:
     return reason
 
 
-def has_members(plan: Plan) -> bool:
+def has_tensor_parallelism(plan: Plan) -> bool:
     """Whether several tensor-parallel ranks were considered, so that the third axis is shown."""
     grids = [row.layout.grid.g_tensor for row in plan.rows]
     return max([*grids, *(each.g_tensor for each in plan.rejected)]) > 1
@@ -191,7 +192,7 @@ def _of_as_many(plan: Plan) -> str:
     out over as many devices; empty if none fits."""
     best = plan.recommended
     grid = best.layout.grid
-    others: dict[int, Row] = {}
+    others: dict[int, Candidate] = {}
     for row in plan.rows[1:]:
         other = row.layout.grid
         if other.parallelism == grid.parallelism and other.g_inter != grid.g_inter:
@@ -247,13 +248,13 @@ def rejections(found: Sequence[Rejection]) -> Iterator[str]:
             groups[-1][0].append(each)
         else:
             groups.append(([each], each.reason))
-    for members, reason in groups:
-        stages = ", ".join(str(each.g_inter) for each in members)
-        size = members[0].microbatch_size
+    for g_tensor, reason in groups:
+        stages = ", ".join(str(each.g_inter) for each in g_tensor)
+        size = g_tensor[0].microbatch_size
         beside = "" if size is None else f", microbatches of {size}"
         plural = "" if stages == "1" else "s"
-        if members[0].g_tensor > 1:
-            plural += f" × {members[0].g_tensor} members"
+        if g_tensor[0].g_tensor > 1:
+            plural += f" × {g_tensor[0].g_tensor} tensor-parallel ranks"
         yield f"  {stages} stage{plural}{beside}: {reason}"
 
 
@@ -274,16 +275,16 @@ def table(cells_of: Iterable[Mapping[str, str]]) -> Iterator[str]:
     yield from map(line, rows)
 
 
-def cells(plan: Plan, row: Row) -> dict[str, str]:
+def cells(plan: Plan, row: Candidate) -> dict[str, str]:
     """The figures of a layout as texts, by the heads of their columns; its phases come last."""
     phases = row.run.mean_phases
     grid = row.layout.grid
-    members = f" × {grid.g_tensor}" * has_members(plan)
+    g_tensor = f" × {grid.g_tensor}" * has_tensor_parallelism(plan)
     return {
-        "layout": f"{grid.g_inter}{members} × {grid.g_data}",
+        "layout": f"{grid.g_inter}{g_tensor} × {grid.g_data}",
         "microbatches": f"{row.layout.microbatches} × {row.layout.microbatch_size}",
         "backward": "split" if row.layout.schedule.split_backward else "whole",
-        "slack": str(_slack(row)),
+        "extra_in_flight": str(_extra_in_flight(row)),
         "GB": gigabytes(row.most_bytes),
         "step s": f"{row.seconds:.4g}",
         "margin %": f"{100 * plan.margin(row):+.1f}",
@@ -292,7 +293,7 @@ def cells(plan: Plan, row: Row) -> dict[str, str]:
     }
 
 
-def memory_cells(row: Row, stage: int) -> dict[str, str]:
+def memory_cells(row: Candidate, stage: int) -> dict[str, str]:
     """The columns of one stage's memory, in GB."""
     memory = row.memory[stage]
     return {
@@ -303,7 +304,7 @@ def memory_cells(row: Row, stage: int) -> dict[str, str]:
     }
 
 
-def shown_stages(row: Row) -> list[int]:
+def shown_stages(row: Candidate) -> list[int]:
     """The stages whose memory is listed: all of few, else the first, the fullest and the last."""
     number = len(row.memory)
     if number <= MOST_STAGES:
@@ -327,7 +328,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "because": because(plan),
         "rows": [_row_json(plan, row) for row in plan.rows],
         "rejected": [
-            _rejection_json(each, has_members=has_members(plan)) for each in plan.rejected
+            _rejection_json(each, has_tensor_parallelism=has_tensor_parallelism(plan))
+            for each in plan.rejected
         ],
         "constants": {
             name: {
@@ -342,53 +344,53 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def refusal_json(refusal: Refusal) -> dict[str, Any]:
     """Everything about a question that nothing fits, in bytes."""
-    question = refusal.question
+    search_request = refusal.search_request
     return {
         "answer": refusal.answer,
         "method": refusal.method,
-        "model": question.workload.name,
-        "precision": question.workload.precision,
-        "cluster": question.cluster.name,
-        "gpus": question.gpus,
-        "memory_bytes": question.room,
+        "model": search_request.workload.name,
+        "precision": search_request.workload.precision,
+        "cluster": search_request.cluster.name,
+        "gpus": search_request.gpus,
+        "memory_bytes": search_request.rank_budget,
         "recomputes": refusal.recomputes,
         "least_bytes": refusal.least.nbytes,
         "fewest_devices": refusal.fewest,
-        "baselines": _baselines_json(refusal.baselines, question.room),
+        "baselines": _baselines_json(refusal.baselines, search_request.rank_budget),
         "rejected": [
-            _rejection_json(each, has_members=len(question.members) > 1)
+            _rejection_json(each, has_tensor_parallelism=len(search_request.g_tensor) > 1)
             for each in refusal.rejected
         ],
     }
 
 
-def _baselines_json(found: Sequence[Baseline], room: float) -> list[dict[str, Any]]:
+def _baselines_json(found: Sequence[Baseline], rank_budget: float) -> list[dict[str, Any]]:
     return [
         {
             "name": each.name,
             "formula": each.formula,
             "bytes": each.nbytes,
-            "fits": each.nbytes <= room,
+            "fits": each.nbytes <= rank_budget,
         }
         for each in found
     ]
 
 
-def _rejection_json(rejection: Rejection, *, has_members: bool) -> dict[str, Any]:
+def _rejection_json(rejection: Rejection, *, has_tensor_parallelism: bool) -> dict[str, Any]:
     found = asdict(rejection)
-    if not has_members:
+    if not has_tensor_parallelism:
         del found["g_tensor"]
     return found
 
 
-def _figures(row: Row) -> dict[str, float]:
+def _figures(row: Candidate) -> dict[str, float]:
     return {"seconds": row.seconds, "bytes": row.most_bytes}
 
 
-def _row_json(plan: Plan, row: Row) -> dict[str, Any]:
+def _row_json(plan: Plan, row: Candidate) -> dict[str, Any]:
     return {
         "g_inter": row.layout.grid.g_inter,
-        **({"g_tensor": row.layout.grid.g_tensor} if has_members(plan) else {}),
+        **({"g_tensor": row.layout.grid.g_tensor} if has_tensor_parallelism(plan) else {}),
         "g_data": row.layout.grid.g_data,
         "microbatch_size": row.layout.microbatch_size,
         "microbatches": row.layout.microbatches,
@@ -400,7 +402,11 @@ def _row_json(plan: Plan, row: Row) -> dict[str, Any]:
         "stages": [
             {
                 "layers": load.layers,
-                **({"sum_bytes": row.layout.sum_bytes(load)} if has_members(plan) else {}),
+                **(
+                    {"sum_bytes": row.layout.sum_bytes(load)}
+                    if has_tensor_parallelism(plan)
+                    else {}
+                ),
                 "memory": {**asdict(memory), "total": memory.total},
                 "phases": phases,
             }
@@ -412,7 +418,7 @@ def _row_json(plan: Plan, row: Row) -> dict[str, Any]:
 # -- a step as a trace ---------------------------------------------------------------------
 
 
-def spans(row: Row) -> list[Span]:
+def spans(row: Candidate) -> list[Span]:
     """The spans of all stages of the replicas that were simulated.
 
     Where a stage does nothing, there is a span of its bubble. A stage compresses at the end of each
@@ -428,7 +434,7 @@ def spans(row: Row) -> list[Span]:
     ]
 
 
-def _gapless(row: Row, replica: int, stage: int, run: StageRun) -> Iterator[Span]:
+def _gapless(row: Candidate, replica: int, stage: int, run: StageRun) -> Iterator[Span]:
     """The spans of one stage in order of time, with bubbles in between."""
     now = 0.0
     for phase, name, begin, end in sorted(_busy(row, stage, run), key=lambda each: each[2]):
@@ -441,7 +447,7 @@ def _gapless(row: Row, replica: int, stage: int, run: StageRun) -> Iterator[Span
         yield Span(1, replica, stage, "bubble", "bubble", now, row.seconds)
 
 
-def _busy(row: Row, stage: int, run: StageRun) -> Iterator[tuple[str, str, float, float]]:
+def _busy(row: Candidate, stage: int, run: StageRun) -> Iterator[tuple[str, str, float, float]]:
     """Phase, name, begin and end of all that a stage does, in no order."""
     costs = row.costs.stages[stage]
     is_split = row.layout.schedule.split_backward

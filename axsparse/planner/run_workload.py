@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.config.schema import Config, PipelineConfig
-from axsparse.models.survey import Survey
+from axsparse.models.model_profile import ModelProfile
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
-from axsparse.planner.layout import DEFAULT_SLACK, LayoutQuestion
+from axsparse.planner.layout import DEFAULT_EXTRA_IN_FLIGHT, SearchRequest
 from axsparse.planner.layout_search import try_layouts
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.profiled_model import ProfiledModel
 from axsparse.runtime.grid import Grid
 
 
-def has_costs(survey: Survey) -> bool:
+def has_costs(profile: ModelProfile) -> bool:
     """Whether the flops and activations of every layer are known."""
-    return all(layer.activations is not None for layer in survey.layers)
+    return all(layer.activations is not None for layer in profile.layers)
 
 
 def only_backward(pipeline: PipelineConfig) -> bool | None:
@@ -43,41 +43,52 @@ def splits_backward(pipeline: PipelineConfig, g_inter: int) -> bool:
     return g_inter > 1 if only is None else only
 
 
-def configured_schedule(pipeline: PipelineConfig, *, slack: int | None = None) -> Schedule:
-    """The schedule of a configuration; `slack` replaces `auto`, and backwards whose splitting is
-    left to `auto` are full."""
-    slack = slack if pipeline.slack == "auto" else pipeline.slack
-    assert slack is not None, "a slack that is auto has a stand-in"
+def configured_schedule(
+    pipeline: PipelineConfig, *, extra_in_flight: int | None = None
+) -> Schedule:
+    """The schedule of a configuration; `extra_in_flight` replaces `auto`, and backwards whose
+    splitting is left to `auto` are full."""
+    extra_in_flight = (
+        extra_in_flight if pipeline.extra_in_flight == "auto" else pipeline.extra_in_flight
+    )
+    assert extra_in_flight is not None, "an extra_in_flight that is auto has a stand-in"
     is_split = pipeline.split_backward is True
-    return Schedule(pipeline.schedule, slack, pipeline.prefer, split_backward=is_split)
+    return Schedule(pipeline.schedule, extra_in_flight, pipeline.prefer, split_backward=is_split)
 
 
 def schedules(config: Config) -> list[Schedule]:
     """The schedules to try until one fits; the question says whether backwards are split."""
     pipeline = config.pipeline
-    slacks = (DEFAULT_SLACK, 0) if pipeline.slack == "auto" else (pipeline.slack,)
-    return [configured_schedule(pipeline, slack=slack) for slack in slacks]
+    numbers = (
+        (DEFAULT_EXTRA_IN_FLIGHT, 0)
+        if pipeline.extra_in_flight == "auto"
+        else (pipeline.extra_in_flight,)
+    )
+    return [
+        configured_schedule(pipeline, extra_in_flight=extra_in_flight)
+        for extra_in_flight in numbers
+    ]
 
 
-def run_question(
-    subject: SurveyedModel,
+def run_request(
+    planned_model: ProfiledModel,
     cluster: Cluster,
     config: Config,
     ranks: int,
     stages: Sequence[int] | None,
-    room: float,
-) -> LayoutQuestion:
+    rank_budget: float,
+) -> SearchRequest:
     """The search request of a run: layouts of `ranks` ranks, at the batch, the microbatch size and
     the tensor-parallel ranks of the configuration, in `room` bytes a rank. `stages` are the numbers
     to try; None: all."""
-    return LayoutQuestion(
-        workload=subject,
+    return SearchRequest(
+        workload=planned_model,
         cluster=cluster,
         gpus=ranks,
         global_batch_size=config.batch.global_batch_size,
-        memory_bytes=room,
+        memory_bytes=rank_budget,
         g_inter=stages,
-        members=[config.layout.g_tensor],
+        g_tensor=[config.layout.g_tensor],
         microbatch_sizes=[config.batch.microbatch_size],
         schedules=schedules(config),
         split_backward=only_backward(config.pipeline),
@@ -85,13 +96,13 @@ def run_question(
 
 
 def _of_grid(
-    subject: SurveyedModel, cluster: Cluster | None, config: Config, grid: Grid
-) -> LayoutQuestion:
+    planned_model: ProfiledModel, cluster: Cluster | None, config: Config, grid: Grid
+) -> SearchRequest:
     """A question that has this grid alone as its answer, in any memory."""
-    question = run_question(
-        subject, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf
+    search_request = run_request(
+        planned_model, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf
     )
-    return replace(question, members=[grid.g_tensor])
+    return replace(search_request, g_tensor=[grid.g_tensor])
 
 
 def machine_of(cluster: Cluster | None) -> Cluster:
@@ -130,17 +141,17 @@ class Prediction:
 
 
 def predict(
-    subject: SurveyedModel,
+    planned_model: ProfiledModel,
     cluster: Cluster | None,
     config: Config,
     grid: Grid,
-    slack: int,
+    extra_in_flight: int,
     reason: str | None,
 ) -> Prediction:
     """Predict a run whose layout is settled; `reason` is passed on."""
-    schedule = configured_schedule(config.pipeline, slack=slack)
-    question = _of_grid(subject, cluster, config, grid)
-    [row], _ = try_layouts(replace(question, schedules=[schedule]))
+    schedule = configured_schedule(config.pipeline, extra_in_flight=extra_in_flight)
+    search_request = _of_grid(planned_model, cluster, config, grid)
+    [row], _ = try_layouts(replace(search_request, schedules=[schedule]))
     # The fullest stage while no checkpoint is being written.
     peak = max(stage.total - stage.checkpoint for stage in row.memory)
     seconds = None if cluster is None else row.seconds

@@ -13,7 +13,7 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.workload import StageLoad
 
 if TYPE_CHECKING:
-    from axsparse.models.survey import LayerInfo
+    from axsparse.models.model_profile import LayerInfo
 
 SMALL_BLOCKS = 10e6
 """Bytes that threads, MPI and small tensors take once steps run, as seen under an enforced limit.
@@ -55,7 +55,7 @@ def stage_memory(
     load: StageLoad, *, microbatch_size: int, in_flight: float, overhead: float
 ) -> StageMemory:
     """The memory of a stage that holds as much as `in_flight` microbatches in flight
-    (`most_held`)."""
+    (`peak_in_flight`)."""
     state = load.state
     activations = microbatch_size * in_flight * load.held
     working = microbatch_size * load.working
@@ -66,7 +66,7 @@ def stage_memory(
         index=state.index,
         gradient=state.gradient,
         master=state.master,
-        optimizer=state.optimizer + state.visiting,
+        optimizer=state.optimizer + state.staged,
         activations=activations,
         working=working,
         logits=logits,
@@ -86,10 +86,10 @@ def most_in_flight(schedule: Schedule, *, stage: int, g_inter: int, microbatches
         return microbatches
     if stage == g_inter - 1:
         return 1  # the last stage runs each backward directly after its forward
-    return min(microbatches, g_inter - stage + schedule.slack)
+    return min(microbatches, g_inter - stage + schedule.extra_in_flight)
 
 
-def most_held(
+def peak_in_flight(
     schedule: Schedule, *, stage: int, g_inter: int, microbatches: int, size: float = 1.0
 ) -> float:
     """The most that a stage holds at a time, in units of a microbatch in flight, of which a
@@ -110,7 +110,7 @@ def most_held(
 def _most_of_order(
     schedule: Schedule, stage: int, g_inter: int, microbatches: int, size: float
 ) -> float:
-    """The result of `most_held` for a static order."""
+    """The result of `peak_in_flight` for a static order."""
     change = {Kind.FORWARD: 1.0, Kind.BACKWARD: size - 1, Kind.WEIGHT: -size}
     actions = schedule.order(stage, g_inter, microbatches)
     return max(accumulate(change[each.kind] for each in actions))
@@ -121,10 +121,10 @@ def gigabytes(n: float) -> str:
     return f"{n / 1e9:.1f}" if n >= 1e8 else f"{n / 1e9:.2g}"
 
 
-def needed(need: float, room: float) -> str:
+def needed(need: float, rank_budget: float) -> str:
     """ "18.2 GB of 16.0", with as many digits as the two numbers need to differ."""
     for digits in range(1, 10):
-        texts = f"{need / 1e9:.{digits}f}", f"{room / 1e9:.{digits}f}"
+        texts = f"{need / 1e9:.{digits}f}", f"{rank_budget / 1e9:.{digits}f}"
         if texts[0] != texts[1]:
             break
     return f"{texts[0]} GB of {texts[1]}"
@@ -136,7 +136,7 @@ def of_memory(need: float, budget: float) -> str:
 
 
 @dataclass(frozen=True)
-class HeldActivations:
+class ActivationMemory:
     """Bytes of the activations that a stage holds for one sample."""
 
     held: int
@@ -153,7 +153,7 @@ class HeldActivations:
         return self.deferred / self.held if self.deferred and self.held else 1.0
 
 
-def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -> HeldActivations:
+def activation_memory(layers: Sequence[LayerInfo], checkpoint_activations: int) -> ActivationMemory:
     """The activations that a stage of these layers holds for one sample.
 
     Of a recomputed layer (see `is_recomputed`) only the inputs are kept, and its other activations
@@ -187,7 +187,7 @@ def held_activations(layers: Sequence[LayerInfo], checkpoint_activations: int) -
     total += outputs
     if most > max(total, deferred):
         deferred = most
-    return HeldActivations(total, working, deferred)
+    return ActivationMemory(total, working, deferred)
 
 
 def is_recomputed(number: int, checkpoint_activations: int) -> bool:

@@ -92,7 +92,7 @@ def stage_seconds(
     load: StageLoad,
     cluster: Cluster,
     microbatch_size: int,
-    members: int = 1,
+    g_tensor: int = 1,
 ) -> StageSeconds:
     """The seconds of a microbatch's forward and backward through one stage of N tensor-parallel
     ranks."""
@@ -107,7 +107,7 @@ def stage_seconds(
     share = 1.0 if cluster.weight_share is None else cluster.weight_share
     weight = microbatch_size * load.weight_flops / rate * share + passed + compress
     sums = [
-        sum_seconds(each, cluster, microbatch_size, members)
+        sum_seconds(each, cluster, microbatch_size, g_tensor)
         for each in (load.forward_sums, load.backward_sums)
     ]
     return StageSeconds(
@@ -120,12 +120,12 @@ def stage_seconds(
     )
 
 
-def sum_seconds(sums: Sums, cluster: Cluster, microbatch_size: int, members: int) -> float:
+def sum_seconds(sums: Sums, cluster: Cluster, microbatch_size: int, g_tensor: int) -> float:
     """The seconds in which tensor-parallel ranks sum these tensors of a microbatch, as a ring."""
-    if members == 1:
+    if g_tensor == 1:
         return 0.0
-    ring = group(members, 1, cluster.gpus_per_node)
-    hops = 2 * (members - 1) * sums.count
+    ring = group(g_tensor, 1, cluster.gpus_per_node)
+    hops = 2 * (g_tensor - 1) * sums.count
     return sums.sent(microbatch_size) / _ring_rate(ring, cluster) + hops * _latency(ring, cluster)
 
 

@@ -67,7 +67,7 @@ def simulate_step(
                 cluster.jitter,
                 f"0 {replica}",
                 is_split=schedule.split_backward,
-                members=grid.g_tensor,
+                g_tensor=grid.g_tensor,
             ),
             edges(costs, cluster, grid, replica),
         )
@@ -109,13 +109,13 @@ def durations(
     key: str,
     *,
     is_split: bool = False,
-    members: int = 1,
+    g_tensor: int = 1,
 ) -> Durations:
     """The seconds of every action, with jitter.
 
     Each is its cost times exp(σ N − σ² / 2), of mean 1, where N is standard normal and σ is
     `jitter`. `key` seeds the generator. The two parts of a split backward have one factor, so that
-    splitting makes delays neither longer nor shorter. Each of the `members`, the tensor-parallel
+    splitting makes delays neither longer nor shorter. Each of the `g_tensor`, the tensor-parallel
     ranks of a stage, has its own factors; their sums let all of them wait for the slowest, and take
     no longer by themselves.
     """
@@ -126,7 +126,7 @@ def durations(
         if not jitter:
             return [1.0] * microbatches
         return [
-            math.exp(jitter * max(chance.gauss(0.0, 1.0) for _ in range(members)) - shift)
+            math.exp(jitter * max(chance.gauss(0.0, 1.0) for _ in range(g_tensor)) - shift)
             for _ in range(microbatches)
         ]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from axsparse.config.validate import counted
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.baselines import Baseline
-from axsparse.planner.layout import Layout, LayoutQuestion
-from axsparse.planner.layout_search import Rejection, split_layers, why_not_members
+from axsparse.planner.layout import Layout, SearchRequest
+from axsparse.planner.layout_search import Rejection, split_layers, why_not_g_tensor
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -34,7 +34,7 @@ class Refusal:
     """The reason why no layout fits, and sufficient memory or devices."""
 
     method: str
-    question: LayoutQuestion
+    search_request: SearchRequest
     rejected: Sequence[Rejection]
     least: Least
     fewest: int | None
@@ -47,14 +47,14 @@ class Refusal:
     @property
     def answer(self) -> str:
         """The answer in a line."""
-        question = self.question
-        room = short(question.room)
-        said = f"does not fit: {counted(question.gpus, 'device')} would do with "
+        search_request = self.search_request
+        rank_budget = short(search_request.rank_budget)
+        said = f"does not fit: {counted(search_request.gpus, 'device')} would do with "
         said += f"{short(self.least.nbytes)} GB"
         if self.fewest is not None:
-            said += f", {self.fewest} with {room}"
-        elif question.may_leave:
-            said += f"; no number of devices does with {room}"
+            said += f", {self.fewest} with {rank_budget}"
+        elif search_request.may_leave:
+            said += f"; no number of devices does with {rank_budget}"
         return said + RECOMPUTED * self.recomputes
 
 
@@ -66,21 +66,21 @@ class DoesNotFitError(ConfigError):
         self.refusal = refusal
 
 
-def least_memory(question: LayoutQuestion) -> Least | None:
+def least_memory(search_request: SearchRequest) -> Least | None:
     """The least memory that the devices of the question need; None if they have no layout."""
-    layouts = list(_layouts(question, question.gpus))
+    layouts = list(_layouts(search_request, search_request.gpus))
     if not layouts:
         return None
 
-    def fitting(room: float) -> tuple[Layout, Sequence[StageLoad]] | None:
-        tried = ((layout, _loads(question, layout, room)) for layout in layouts)
+    def fitting(rank_budget: float) -> tuple[Layout, Sequence[StageLoad]] | None:
+        tried = ((layout, _loads(search_request, layout, rank_budget)) for layout in layouts)
         return next(((layout, loads) for layout, loads in tried if loads is not None), None)
 
-    overhead = question.cluster.overhead_bytes
+    overhead = search_request.cluster.overhead_bytes
     enough = min(
         max(stage.total for stage in layout.memory(loads, overhead))
         for layout in layouts
-        if (loads := _loads(question, layout, math.inf)) is not None
+        if (loads := _loads(search_request, layout, math.inf)) is not None
     )
     # Two digits are shown, and gigabytes without fractions.
     unit = min(1e9, 10.0 ** (math.floor(math.log10(enough)) - 1))
@@ -90,29 +90,29 @@ def least_memory(question: LayoutQuestion) -> Least | None:
     return Least(least * unit, *found)
 
 
-def fewest_devices(question: LayoutQuestion) -> int | None:
+def fewest_devices(search_request: SearchRequest) -> int | None:
     """The fewest devices of this memory that fit the model, more than the question has; None if no
     number does."""
     known: dict[Layout, bool] = {}
 
-    def holds(layout: Layout) -> bool:
+    def layout_fits(layout: Layout) -> bool:
         if layout not in known:
-            known[layout] = _loads(question, layout, question.room) is not None
+            known[layout] = _loads(search_request, layout, search_request.rank_budget) is not None
         return known[layout]
 
     def fits(gpus: int) -> bool:
-        return any(map(holds, _layouts(question, gpus)))
+        return any(map(layout_fits, _layouts(search_request, gpus)))
 
-    workload, batch = question.workload, question.global_batch_size
-    stages = max(question.g_inter or [workload.most_stages])
+    workload, batch = search_request.workload, search_request.global_batch_size
+    stages = max(search_request.g_inter or [workload.most_stages])
     # Each replica takes a sample of a batch at least.
-    most = stages * max(question.members) * batch
+    most = stages * max(search_request.g_tensor) * batch
     if not fits(most):
         return None
     # Tensor-parallel ranks that fit one node need not fit several, so that fewer may do than are
     # found first.
     enough = _first(fits, most)
-    return next(n for n in range(question.gpus + 1, enough + 1) if n == enough or fits(n))
+    return next(n for n in range(search_request.gpus + 1, enough + 1) if n == enough or fits(n))
 
 
 def short(nbytes: float) -> str:
@@ -120,58 +120,62 @@ def short(nbytes: float) -> str:
     return f"{nbytes / 1e9:.4g}"
 
 
-def _first(holds: Callable[[int], bool], known: int) -> int:
+def _first(layout_fits: Callable[[int], bool], known: int) -> int:
     """The smallest number from 1 on that a condition holds for, which holds from there on; it holds
     for the known one."""
     fails = 0
     while known - fails > 1:
         middle = (fails + known) // 2
-        if holds(middle):
+        if layout_fits(middle):
             known = middle
         else:
             fails = middle
     return known
 
 
-def _layouts(question: LayoutQuestion, gpus: int) -> Iterator[Layout]:
+def _layouts(search_request: SearchRequest, gpus: int) -> Iterator[Layout]:
     """The layouts of at most `gpus` devices, each under the schedule and at the microbatch size
     that need least memory; the ones of most stages first."""
-    batch = question.global_batch_size
-    size = min(question.microbatch_sizes or [1])
+    batch = search_request.global_batch_size
+    size = min(search_request.microbatch_sizes or [1])
     microbatches = -(-batch // size)
-    schedule = _least_schedule(question)
-    for members in question.members:
-        of_stages = gpus // members
-        used = replace(question, gpus=of_stages * members)
-        if not of_stages or size > batch or why_not_members(used, members) is not None:
+    schedule = _least_schedule(search_request)
+    for g_tensor in search_request.g_tensor:
+        of_stages = gpus // g_tensor
+        used = replace(search_request, gpus=of_stages * g_tensor)
+        if not of_stages or size > batch or why_not_g_tensor(used, g_tensor) is not None:
             continue
-        most = min(of_stages, question.workload.most_stages)
-        for stages in question.g_inter or range(most, 0, -1):
+        most = min(of_stages, search_request.workload.most_stages)
+        for stages in search_request.g_inter or range(most, 0, -1):
             if stages > most:
                 continue
-            for replicas in _replicas(question, gpus, stages * members, microbatches):
-                grid = Grid(stages, replicas, members)
+            for replicas in _replicas(search_request, gpus, stages * g_tensor, microbatches):
+                grid = Grid(stages, replicas, g_tensor)
                 yield Layout(grid, schedule, size, -(-microbatches // replicas))
 
 
-def _replicas(question: LayoutQuestion, gpus: int, each: int, microbatches: int) -> Iterator[int]:
+def _replicas(
+    search_request: SearchRequest, gpus: int, each: int, microbatches: int
+) -> Iterator[int]:
     """The numbers of replicas of so many devices `each` that the layout search would try."""
     replicas = gpus // each
     if replicas * each == gpus and replicas <= microbatches:
         yield replicas
-    if question.may_leave:
+    if search_request.may_leave:
         yield -(-microbatches // -(-microbatches // replicas))
 
 
-def _least_schedule(question: LayoutQuestion) -> Schedule:
+def _least_schedule(search_request: SearchRequest) -> Schedule:
     """The last schedule that the layout search tries, which has fewest microbatches in flight."""
-    if question.schedules:
-        return question.schedules[-1]
-    return Schedule("message-driven", 0, "alternate", question.split_backward is True)
+    if search_request.schedules:
+        return search_request.schedules[-1]
+    return Schedule("message-driven", 0, "alternate", search_request.split_backward is True)
 
 
-def _loads(question: LayoutQuestion, layout: Layout, room: float) -> Sequence[StageLoad] | None:
+def _loads(
+    search_request: SearchRequest, layout: Layout, rank_budget: float
+) -> Sequence[StageLoad] | None:
     """The stages of a layout if they fit."""
-    workload = question.workload.of_member(layout.grid.g_tensor)
-    found = split_layers(workload, layout, question.cluster.overhead_bytes, room)
+    workload = search_request.workload.tp_shard(layout.grid.g_tensor)
+    found = split_layers(workload, layout, search_request.cluster.overhead_bytes, rank_budget)
     return None if isinstance(found, Rejection) else found

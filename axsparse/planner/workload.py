@@ -98,7 +98,7 @@ class Workload(Protocol):
     To add a kind of model or a way of training, write a class with these six members; none has to
     be inherited. `GptFormula` in `benchmarks/published/gpt_formula.py` is a short example. Tests of
     a workload compare its loads with numbers that were counted by hand: see
-    tests/planner/test_surveyed_model.py.
+    tests/planner/test_profiled_model.py.
     """
 
     @property
@@ -129,8 +129,8 @@ class Workload(Protocol):
         """The most stages that the model can be cut into."""
         ...
 
-    def of_member(self, members: int) -> Workload:
-        """The workload of one of `members` tensor-parallel ranks of each stage, the one that holds
+    def tp_shard(self, g_tensor: int) -> Workload:
+        """The workload of one of `g_tensor` tensor-parallel ranks of each stage, the one that holds
         most. ConfigError if the model cannot be sharded so."""
         ...
 

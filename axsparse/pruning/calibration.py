@@ -32,15 +32,15 @@ from axsparse.pruning.healing import (
     KEPT,
     MASK,
     Errors,
-    Fit,
     HealedLayers,
+    Reconstruction,
     relative_error,
 )
 from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
-from axsparse.runtime.errors import ConfigError, TrainingError, noted
-from axsparse.runtime.grid import Place
+from axsparse.runtime.errors import ConfigError, TrainingError, with_note
+from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
 from axsparse.samo.selection import Bits
@@ -62,17 +62,17 @@ class Calibration:
     """The names of all layers of which something is pruned, in order; the last one is fitted by the
     loss as well."""
     options: StateOptions
-    place: Place
+    coords: RankCoords
     transport: Transport
     loss: Callable[[Tensor, Tensors], Tensor]
     """Gives the summed loss of a microbatch, from its targets and the outputs of the last layer."""
     samples: Sequence[Microbatch]
     """The calibration samples in microbatches; stages behind the first have them without inputs."""
-    judged: Batch
+    held_out: Batch
     """The samples of which the loss is computed before and after; nothing is made of them else."""
     says: Callable[[str], None] = lambda _: None
     """Shows the user a line about how far the calibration is."""
-    fit: Fit | None = None
+    fit: Reconstruction | None = None
     """How pruned layers are fitted to the dense ones; None leaves them as they were pruned."""
     num_targets: Sequence[int] = ()
     """The number of targets in each microbatch of samples, on the first stage."""
@@ -98,13 +98,13 @@ class Calibration:
         """The masks; all ranks call this together."""
         masks = CalibratedMasks(self.pruning.kept(), self.options.start)
         branch = self.transport.branch()
-        link = branch.link(self.place)
+        link = branch.link(self.coords)
         # Held-out samples also pass through the layers as they were, and all samples do where
         # layers are fitted.
         both = self._passing
-        again = both if self.fit is not None else self.judged.microbatches
+        again = both if self.fit is not None else self.held_out.microbatches
         fitted = self.samples if self.fit is not None else ()
-        if self.place.is_first:
+        if self.coords.is_first:
             flow = [self._prepared(each.inputs) for each in (*both, *again)]
             flow += [self._targets_of(number) for number in range(len(fitted))]
         else:
@@ -112,10 +112,10 @@ class Calibration:
         pruned, dense = flow[: len(both)], flow[len(both) : len(both) + len(again)]
         targets = flow[len(both) + len(again) :]
         with torch.no_grad():
-            progress = Progress(self.says)
+            progress = CalibrationProgress(self.says)
             for number, layer in enumerate(self.layers):
                 progress.show(
-                    f"{self.pruning.method}: stage {self.place.stage}, layer {number + 1} of "
+                    f"{self.pruning.method}: stage {self.coords.stage}, layer {number + 1} of "
                     f"{len(self.layers)}, {len(self.samples)} microbatches of samples"
                 )
                 self._pass(layer, pruned, dense, targets, masks)
@@ -124,9 +124,9 @@ class Calibration:
                     f"{self.pruning.method}: no token of the samples met {len(masks.unmet)} "
                     f"matrices of experts, which are pruned by magnitude: {some_of(masks.unmet)}"
                 )
-            if self.place.is_last:
+            if self.coords.is_last:
                 masks.losses.extend(map(self._mean_loss, (dense, pruned)))
-        if not self.place.is_last:
+        if not self.coords.is_last:
             for number, tensors in enumerate((*pruned, *dense, *targets)):
                 link.send(Message(Direction.FORWARD, number, tensors))
         branch.close()  # and its link, once all is sent
@@ -135,17 +135,19 @@ class Calibration:
     @property
     def _passing(self) -> Sequence[Microbatch]:
         """The microbatches that pass through the pruned layers, in order."""
-        return (*self.samples, *self.judged.microbatches)
+        return (*self.samples, *self.held_out.microbatches)
 
     def _mean_loss(self, flow: Sequence[Tensors]) -> float:
         """The mean loss of a target of the held-out samples, which are the last of a flow."""
-        judged = self.judged.microbatches
-        outputs = flow[len(flow) - len(judged) :]
+        held_out = self.held_out.microbatches
+        outputs = flow[len(flow) - len(held_out) :]
         losses = []
-        for each, given in zip(judged, outputs, strict=True):
+        for each, given in zip(held_out, outputs, strict=True):
             assert each.targets is not None, "the last stage reads targets"
             losses.append(float(self.loss(each.targets, given)))
-        return math.fsum(losses) / self.judged.num_targets if self.judged.num_targets else math.nan
+        return (
+            math.fsum(losses) / self.held_out.num_targets if self.held_out.num_targets else math.nan
+        )
 
     def _pass(
         self,
@@ -192,11 +194,11 @@ class Calibration:
             return None
         differences = self._differences(built, samples, dense)
         errors = self._heal(self.fit, built, differences, masks)
-        self._tell(built, "error of a token", errors)
+        self._log(built, "error of a token", errors)
         if built.spec.name == self.pruned[-1]:
             losses = self._losses(built, samples, targets)
             errors = self._heal(self.fit.by_loss, built, losses, masks)
-            self._tell(built, "loss of a target", errors)
+            self._log(built, "loss of a target", errors)
         return errors
 
     def _built(self, layer: Layer) -> BuiltLayer:
@@ -250,7 +252,7 @@ class Calibration:
 
     def _heal(
         self,
-        fit: Fit,
+        fit: Reconstruction,
         built: BuiltLayer,
         errors_of: Errors,
         masks: CalibratedMasks,
@@ -286,7 +288,7 @@ class Calibration:
             if fitted is not None:
                 masters[local].copy_(fitted)
         errors = fit.heal(module, masters, pruned, errors_of, len(self.samples))
-        self._refuse_no_numbers(name, *errors)
+        self._reject_no_numbers(name, *errors)
         for local, tensor in owned.items():
             if local in pruned:
                 masks.kept_weights[tensor.name] = masters[local][pruned[local]].cpu()
@@ -294,7 +296,7 @@ class Calibration:
                 masks.fitted[tensor.name] = masters[local].cpu().clone()
         return errors
 
-    def _refuse_no_numbers(self, layer: str, before: float, after: float) -> None:
+    def _reject_no_numbers(self, layer: str, before: float, after: float) -> None:
         """TrainingError where the error of a layer is not finite, before or after healing."""
         if not math.isfinite(before):
             raise TrainingError(
@@ -307,7 +309,7 @@ class Calibration:
                 f"{before:.4f} to {after}; choose a smaller rate"
             )
 
-    def _tell(self, built: BuiltLayer, what: str, errors: tuple[float, float] | None) -> None:
+    def _log(self, built: BuiltLayer, what: str, errors: tuple[float, float] | None) -> None:
         if errors is not None:
             before, after = errors
             self.says(f"heal: {built.spec.name}: {what} {before:.4f} before, {after:.4f} after")
@@ -346,7 +348,7 @@ class Calibration:
         name, module = built.spec.name, built.module
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
-            with noted(f"layer {name}"):
+            with with_note(f"layer {name}"):
                 return tuple(map(canonical, as_tuple(name, module(*inputs))))
 
     def _prepared(self, inputs: Tensors) -> Tensors:
@@ -381,7 +383,7 @@ def _frozen(build: Callable[[], nn.Module]) -> nn.Module:
     return build().requires_grad_(False)
 
 
-class Progress:
+class CalibrationProgress:
     """Shows the first of several texts, and later ones when some seconds have passed."""
 
     def __init__(self, says: Callable[[str], None], clock: Callable[[], float] = monotonic) -> None:

@@ -16,7 +16,15 @@ from axsparse.pruning.distribution import n_of_m, parse_pattern
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.masks import Shape, Weight
-from axsparse.samo.selection import Cut, Keys, by_magnitude, by_value, cut_of, largest, select
+from axsparse.samo.selection import (
+    Keys,
+    Threshold,
+    by_magnitude,
+    by_value,
+    largest,
+    select,
+    threshold_of,
+)
 
 Score: TypeAlias = Callable[..., Tensor]
 """`score(name, weight)` scores the entries of one tensor, and the entries of highest score are
@@ -118,7 +126,12 @@ class Criterion:
         return scores, by_value
 
     def mask(
-        self, name: str, shape: Shape, weight: Weight, keep: int | Cut, within: Tensor | None = None
+        self,
+        name: str,
+        shape: Shape,
+        weight: Weight,
+        keep: int | Threshold,
+        within: Tensor | None = None,
     ) -> Tensor:
         """The flat bool mask of a tensor, True where an entry is kept.
 
@@ -138,7 +151,7 @@ class Criterion:
         numel = scores.numel()
         if within is not None:
             scores = scores[within]
-        cut = keep if isinstance(keep, Cut) else cut_of(scores, keep, keys)
+        cut = keep if isinstance(keep, Threshold) else threshold_of(scores, keep, keys)
         selected = select(scores, keys, cut)
         del scores  # frees their memory before the mask takes a byte an entry
         if within is None:
@@ -182,8 +195,8 @@ def configured_criterion(config: Config, score: Score | None) -> Criterion:
             "custom, or a method over time, for the one given to Trainer"
         )
     if score is not None:
-        _refuse_other_arguments(score)
-        _refuse_missing_arguments(config, score)
+        _reject_other_arguments(score)
+        _reject_missing_arguments(config, score)
     pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
     if score is not None:
         return Criterion(score, config.seed, pattern)
@@ -191,7 +204,7 @@ def configured_criterion(config: Config, score: Score | None) -> Criterion:
     return Criterion("random" if at_random else "magnitude", config.seed, pattern)
 
 
-def _refuse_missing_arguments(config: Config, score: Score) -> None:
+def _reject_missing_arguments(config: Config, score: Score) -> None:
     """ConfigError for a score with arguments that the method does not have when it draws masks."""
     pruning = config.pruning
     draws_later = pruning.method in ("gradual", "iterative") or (
@@ -230,7 +243,7 @@ def _takes(score: Score, argument: str) -> bool:
         return False
 
 
-def _refuse_other_arguments(score: Score) -> None:
+def _reject_other_arguments(score: Score) -> None:
     """ConfigError for a score that cannot be called with its arguments."""
     try:
         parameters = signature(score)

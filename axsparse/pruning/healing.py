@@ -49,7 +49,7 @@ Errors: TypeAlias = Callable[[int], tuple[Tensor, int]]
 
 
 @dataclass(frozen=True)
-class Fit:
+class Reconstruction:
     """How long and how fast a layer is fitted."""
 
     passes: int
@@ -63,7 +63,7 @@ class Fit:
     """The ranks that fit the same layer, and share the microbatches."""
 
     @property
-    def by_loss(self) -> Fit:
+    def by_loss(self) -> Reconstruction:
         """The same for a layer that is fitted by the loss."""
         return replace(self, rate=LOSS_RATE * self.rate)
 

@@ -56,7 +56,7 @@ class InputStatistics(ABC):
 
     @staticmethod
     @abstractmethod
-    def held(inputs: int) -> int:
+    def statistics_bytes(inputs: int) -> int:
         """Bytes of the statistics of so many inputs; plans count them."""
 
     @staticmethod
@@ -102,7 +102,7 @@ class WandaStatistics(InputStatistics):
         return mask, weight * mask
 
     @staticmethod
-    def held(inputs: int) -> int:
+    def statistics_bytes(inputs: int) -> int:
         return 4 * inputs
 
     @staticmethod
@@ -192,7 +192,7 @@ class SparseGptStatistics(InputStatistics):
         return factor
 
     @staticmethod
-    def held(inputs: int) -> int:
+    def statistics_bytes(inputs: int) -> int:
         return 4 * inputs**2
 
     @staticmethod

@@ -26,13 +26,13 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from axsparse.models.survey import Survey
+from axsparse.models.model_profile import ModelProfile
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, write_safetensors
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits, pack
 
@@ -95,17 +95,17 @@ class MaskFile:
             )
         return mask
 
-    def targets(self, surveyed: Survey) -> dict[str, Shape]:
+    def targets(self, profiled: ModelProfile) -> dict[str, Shape]:
         """The shapes of the masked parameters, in model order; ConfigError for the first mask that
         fits no trained matrix of the model."""
         matrices = {
             parameter.name: tuple(parameter.shape)
-            for layer in surveyed.layers
+            for layer in profiled.layers
             for parameter in layer.parameters
             if parameter.trained and len(parameter.shape) >= 2
         }
         for name, entry in self.entries.items():
-            first, shape = surveyed.ties.get(name), matrices.get(name)
+            first, shape = profiled.ties.get(name), matrices.get(name)
             if first is not None:
                 wrong = f"which is tied to {first}; name it {first}"
             elif shape is None:
@@ -142,7 +142,7 @@ def _entries(file: SafetensorsFile) -> dict[str, MaskEntry]:
         ) from reason
     entries = {}
     for name in file.shapes:
-        header, entry = file.described(name), said.get(name)
+        header, entry = file.one_line(name), said.get(name)
         if header.dtype == torch.bool:
             entries[name] = MaskEntry(header.shape, _count_bools(file, name))
         elif entry is None or header != packed_header(entry.numel) or entry.kept > entry.numel:
@@ -190,7 +190,7 @@ def write_masks(
     masks: Mapping[str, Callable[[], Tensor]],
     *,
     transport: Transport,
-    place: Place,
+    coords: RankCoords,
 ) -> None:
     """Write the masks of all stages to one file; all ranks call this together, between steps.
 
@@ -202,9 +202,9 @@ def write_masks(
     Raises OutputError on all ranks alike if it cannot be written.
     """
     path = Path(path).absolute()
-    here = masks if place.replica == 0 else {}
+    here = masks if coords.replica == 0 else {}
     own = {name: int(mask().count_nonzero()) for name, mask in here.items()}
-    text = json.dumps(own if place.member == 0 else {})
+    text = json.dumps(own if coords.tp_rank == 0 else {})
     owners: dict[str, int] = {}
     kept: dict[str, int] = {}
     for rank, counts in enumerate(gather_texts(transport.world, transport.backoff, text)):

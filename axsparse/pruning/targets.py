@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from axsparse.config.schema import Config, PruningConfig, prunes
+from axsparse.models.model_profile import ModelProfile, ParameterInfo, match, named_value
 from axsparse.models.start_weights import some_of
-from axsparse.models.survey import ParameterInfo, Survey, match, named_value
 from axsparse.pruning.distribution import (
     check_pattern,
     crowded_groups,
@@ -80,7 +80,7 @@ class Targets:
         return [name for name in self.shapes if name not in self.own]
 
 
-def what_is_pruned(config: Config, surveyed: Survey) -> Targets | None:
+def what_is_pruned(config: Config, profiled: ModelProfile) -> Targets | None:
     """The tensors that a run prunes, with the mask file of the settings, if there is one; None for
     dense training.
 
@@ -88,16 +88,16 @@ def what_is_pruned(config: Config, surveyed: Survey) -> Targets | None:
     raises.
     """
     pruning = config.pruning
-    targets = find_targets(surveyed, pruning) if config.samo.enabled else None
+    targets = find_targets(profiled, pruning) if config.samo.enabled else None
     if targets is None or not prunes(pruning):
         return None
     if pruning.mask is None:
         return targets
     masks = open_masks(pruning.mask)
-    return replace(targets, shapes=masks.targets(surveyed), own={}, mask_file=masks, stacks={})
+    return replace(targets, shapes=masks.targets(profiled), own={}, mask_file=masks, stacks={})
 
 
-def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
+def find_targets(profiled: ModelProfile, pruning: PruningConfig) -> Targets:
     """The tensors of a model that the settings prune; ConfigError where the two do not fit.
 
     Those are the trained weights of the linear, convolution, recurrent and attention modules of
@@ -106,9 +106,9 @@ def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
     """
     matrices = {
         parameter.name: (parameter, layer.kind)
-        for layer in surveyed.layers
+        for layer in profiled.layers
         for parameter in layer.parameters
-        if parameter.trained and parameter.name not in surveyed.ties and len(parameter.shape) >= 2
+        if parameter.trained and parameter.name not in profiled.ties and len(parameter.shape) >= 2
     }
     excluded = set(match(pruning.exclude, list(matrices), "pruning.exclude", NOTHING_PRUNABLE))
     candidates = [name for name in matrices if name not in excluded]
@@ -148,14 +148,14 @@ def find_targets(surveyed: Survey, pruning: PruningConfig) -> Targets:
 
 
 def left_dense(
-    surveyed: Survey, targets: Targets, pruning: PruningConfig
+    profiled: ModelProfile, targets: Targets, pruning: PruningConfig
 ) -> dict[str, list[ParameterInfo]]:
     """The trained parameters that stay dense, by the reason why."""
     dense: dict[str, list[ParameterInfo]] = {}
-    for layer in surveyed.layers:
+    for layer in profiled.layers:
         for parameter in layer.parameters:
             name = parameter.name
-            if not parameter.trained or name in surveyed.ties or name in targets.shapes:
+            if not parameter.trained or name in profiled.ties or name in targets.shapes:
                 continue
             if len(parameter.shape) < 2:
                 why = "vectors"
@@ -174,15 +174,15 @@ def left_dense(
     return dense
 
 
-def pruning_lines(surveyed: Survey, targets: Targets, pruning: PruningConfig) -> list[str]:
+def pruning_lines(profiled: ModelProfile, targets: Targets, pruning: PruningConfig) -> list[str]:
     """The final pruned tensors and the ones that stay dense, for the start of a run."""
     numel = sum(map(math.prod, targets.shapes.values()))
     lines = [
-        f"pruned: {len(targets.shapes)} tensors, {numel:,} of {surveyed.num_params:,} entries, of "
+        f"pruned: {len(targets.shapes)} tensors, {numel:,} of {profiled.num_params:,} entries, of "
         f"which {sum(targets.kept().values()):,} stay"
     ]
     parts = []
-    for why, parameters in left_dense(surveyed, targets, pruning).items():
+    for why, parameters in left_dense(profiled, targets, pruning).items():
         if why == "vectors":
             parts.append(f"{len(parameters)} vectors")
             continue

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from axsparse.runtime.grid import Place
+    from axsparse.runtime.grid import RankCoords
 
 MAX_CALL_BYTES = 1 << 30
 """One MPI call carries at most this many bytes, since older libraries count in 32 bits."""
@@ -256,7 +256,7 @@ class Transport(Protocol):
     world: Collective
     """All ranks; used for small agreements only."""
 
-    def link(self, place: Place) -> Link:
+    def link(self, coords: RankCoords) -> Link:
         """A new link of this rank to its neighbours, independent of all other links.
 
         All ranks of the grid, which are all ranks of the job, call this together.

@@ -115,13 +115,13 @@ def _why(reason: OSError | ValueError) -> str | None:
     raise reason
 
 
-def described(reason: BaseException) -> str:
+def one_line(reason: BaseException) -> str:
     """An exception in one line: its type and its message."""
     return f"{type(reason).__name__}: {' '.join(str(reason).split())}"
 
 
 @contextmanager
-def noted(where: str) -> Iterator[None]:
+def with_note(where: str) -> Iterator[None]:
     """Add a note that says where to any exception of the code within, which stays of its class.
 
     This is `BaseException.add_note`, which Python 3.10 lacks.

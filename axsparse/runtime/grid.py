@@ -13,7 +13,7 @@ class Grid:
     """`g_inter` pipeline stages times `g_data` replicas of that pipeline; `g_tensor`
     tensor-parallel ranks compute each stage of a replica.
 
-    `rank = (replica * g_inter + stage) * g_tensor + member`: tensor-parallel ranks, and then
+    `rank = (replica * g_inter + stage) * g_tensor + tp_rank`: tensor-parallel ranks, and then
     neighbouring stages, have neighbouring ranks, so that launchers place them on one node.
     """
 
@@ -39,40 +39,40 @@ class Grid:
         """The number of ranks that share a copy of the model."""
         return self.g_inter * self.g_tensor
 
-    def place(self, rank: int) -> Place:
+    def coords(self, rank: int) -> RankCoords:
         """The place of a rank from 0 to size − 1."""
         assert 0 <= rank < self.size, f"rank {rank} outside a grid of {self.size}"
-        each, member = divmod(rank, self.g_tensor)
+        each, tp_rank = divmod(rank, self.g_tensor)
         replica, stage = divmod(each, self.g_inter)
-        return Place(grid=self, rank=rank, stage=stage, replica=replica, member=member)
+        return RankCoords(grid=self, rank=rank, stage=stage, replica=replica, tp_rank=tp_rank)
 
-    def rank(self, stage: int, replica: int, member: int = 0) -> int:
+    def rank(self, stage: int, replica: int, tp_rank: int = 0) -> int:
         """The rank of a tensor-parallel rank of a stage of a replica."""
         assert 0 <= stage < self.g_inter, f"stage {stage} outside {self.g_inter}"
         assert 0 <= replica < self.g_data, f"replica {replica} outside {self.g_data}"
-        assert 0 <= member < self.g_tensor, f"member {member} outside {self.g_tensor}"
-        return (replica * self.g_inter + stage) * self.g_tensor + member
+        assert 0 <= tp_rank < self.g_tensor, f"member {tp_rank} outside {self.g_tensor}"
+        return (replica * self.g_inter + stage) * self.g_tensor + tp_rank
 
-    def column(self, stage: int, member: int = 0) -> tuple[int, ...]:
+    def dp_group(self, stage: int, tp_rank: int = 0) -> tuple[int, ...]:
         """The data-parallel group of one tensor-parallel rank of a stage, in replica order."""
-        return tuple(self.rank(stage, replica, member) for replica in range(self.g_data))
+        return tuple(self.rank(stage, replica, tp_rank) for replica in range(self.g_data))
 
     def __str__(self) -> str:
         stages = f"{self.g_inter} stage" + "s" * (self.g_inter > 1)
         replicas = f"{self.g_data} replica" + "s" * (self.g_data > 1)
-        members = f" × {self.g_tensor} members" * (self.g_tensor > 1)
+        members = f" × {self.g_tensor} tensor-parallel ranks" * (self.g_tensor > 1)
         return f"{stages}{members} × {replicas}"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoords:
     """One rank's place in its grid."""
 
     grid: Grid
     rank: int
     stage: int
     replica: int
-    member: int = 0
+    tp_rank: int = 0
 
     def neighbour(self, step: int) -> int:
         """The rank so many stages after this one, or before it."""
@@ -89,5 +89,5 @@ class Place:
         return self.stage == self.grid.g_inter - 1
 
     def __str__(self) -> str:
-        member = f", member {self.member}" * (self.grid.g_tensor > 1)
-        return f"rank {self.rank} (stage {self.stage}, replica {self.replica}{member})"
+        tp_rank = f", tensor-parallel rank {self.tp_rank}" * (self.grid.g_tensor > 1)
+        return f"rank {self.rank} (stage {self.stage}, replica {self.replica}{tp_rank})"

@@ -23,7 +23,7 @@ from torch import Tensor
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Direction, Event, Message
 from axsparse.runtime.files.safetensors import DTYPES as STORED_DTYPES
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 
 DTYPES = tuple(dtype for dtype in STORED_DTYPES.values() if not dtype.is_complex)
 """The types of element that messages carry; a header gives the position in this list."""
@@ -124,11 +124,11 @@ class HostChannels(Protocol):
         ...
 
 
-def neighbours(place: Place, direction: Direction) -> list[tuple[int, int]]:
+def neighbours(coords: RankCoords, direction: Direction) -> list[tuple[int, int]]:
     """The (source, target) ranks between which this rank has messages to move in a direction."""
-    rank, step = place.rank, 1 if direction is Direction.FORWARD else -1
-    before, after = place.neighbour(-step), place.neighbour(step)
-    starts, ends = (place.is_first, place.is_last)[::step]
+    rank, step = coords.rank, 1 if direction is Direction.FORWARD else -1
+    before, after = coords.neighbour(-step), coords.neighbour(step)
+    starts, ends = (coords.is_first, coords.is_last)[::step]
     return [(before, rank)] * (not starts) + [(rank, after)] * (not ends)
 
 

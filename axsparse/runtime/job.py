@@ -155,7 +155,7 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
 
 def _connected(stop: StopRequest | None) -> Job:
     """The job of this process among the other ranks; ends the process where it cannot connect."""
-    _mend_streams()
+    _reopen_streams()
     try:
         job = Job(connect(), stop)
     except AxsparseError as error:
@@ -206,7 +206,7 @@ def _leave_at_exit(job: Job) -> None:
         job.transport.abort(failure.exit_code)
 
 
-def _mend_streams() -> None:
+def _reopen_streams() -> None:
     """Replace closed streams, and replace characters that the locale lacks instead of failing."""
     if sys.stdout is None:
         sys.stdout = _nowhere()

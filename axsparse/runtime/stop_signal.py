@@ -38,7 +38,7 @@ class StopRequest:
         """The name of the first signal; None if there was none."""
         self.echo_seconds = 5.0
         """Seconds after the first signal in which further ones count as the same."""
-        self._heard_at = 0.0
+        self._received_at = 0.0
         self._leave = leave
         self._pipe: tuple[int, int] | None = None
         self._before: dict[int, Any] = {}
@@ -80,13 +80,13 @@ class StopRequest:
         os.close(self._pipe[1])  # this ends the thread, which closes the other end
         self._pipe = self.reason = None
 
-    def hear(self, number: int) -> None:
+    def receive(self, number: int) -> None:
         """Note that a signal has come; a second one that is no echo ends the process."""
         if number not in SIGNALS:
             return
         if self.reason is None:
             self.reason = signal.Signals(number).name
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
             if number == signal.SIGINT and speaks():
                 write_line(
                     "stops after the step under way and saves; Ctrl-C once more leaves at once"
@@ -95,7 +95,7 @@ class StopRequest:
         echo = self.echo_seconds
         if number == signal.SIGINT:
             echo = min(echo, CTRL_C_ECHO_SECONDS)
-        if time.monotonic() - self._heard_at < echo:
+        if time.monotonic() - self._received_at < echo:
             return
         if number != signal.SIGINT or speaks():
             write_line(f"leaving at once, by a second {signal.Signals(number).name}")
@@ -107,5 +107,5 @@ class StopRequest:
         closed."""
         while numbers := os.read(reader, 64):
             for number in numbers:
-                self.hear(number)
+                self.receive(number)
         os.close(reader)

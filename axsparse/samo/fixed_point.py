@@ -102,7 +102,7 @@ def in_fp32(sums_K: Tensor, part: slice, unit: float) -> None:
         values_K[chunk] = sums_K[chunk].double().mul_(unit)
 
 
-class Fit(IntEnum):
+class UnitFit(IntEnum):
     """How the largest entry of a tensor in any microbatch fits its unit."""
 
     COARSE = 0
@@ -139,30 +139,30 @@ class Units:
         """The unit of a tensor's gradient in the coming step, loss scale included."""
         return 2.0 ** self._exponents.get(name, FIRST_LARGEST - self._room)
 
-    def fit(self, largest: float) -> Fit | None:
+    def fit(self, largest: float) -> UnitFit | None:
         """How the largest entry, in units, fits; None if it is zero."""
         if not math.isfinite(largest):
-            return Fit.NOT_FINITE
+            return UnitFit.NOT_FINITE
         if largest > self.limit:
-            return Fit.TOO_LARGE
+            return UnitFit.TOO_LARGE
         if largest >= 2.0 ** (self._room - MARGIN - 1):
-            return Fit.GOOD
+            return UnitFit.GOOD
         if largest >= 2.0**LEAST_BITS:
-            return Fit.ROOMY
-        return Fit.COARSE if largest > 0 else None
+            return UnitFit.ROOMY
+        return UnitFit.COARSE if largest > 0 else None
 
-    def follow(self, fits: Mapping[str, Fit]) -> bool:
+    def follow(self, fits: Mapping[str, UnitFit]) -> bool:
         """Choose the units for the next pass; returns whether this step's gradients count, or are
         to be computed again. `fits` has the largest report of all ranks on a tensor."""
         again: dict[str, int] = {}
         smaller: dict[str, int] = {}
         for name, fit in fits.items():
             now = self._exponents.get(name, FIRST_LARGEST - self._room)
-            if fit is Fit.TOO_LARGE:
+            if fit is UnitFit.TOO_LARGE:
                 again[name] = now + self._jump
-            elif fit is Fit.COARSE:
+            elif fit is UnitFit.COARSE:
                 again[name] = now - self._jump
-            elif fit is Fit.ROOMY:
+            elif fit is UnitFit.ROOMY:
                 smaller[name] = now - 1
         self._exponents.update(again or smaller)
         return not again

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.layer import Layer, StartValues, odd_values, on_meta
+from axsparse.models.layer import Layer, StartValues, mismatched_values, on_meta
 from axsparse.models.module_buffers import slots
 from axsparse.models.tensor_shard import LayerSharding
 from axsparse.runtime.canonical_form import canonical
@@ -255,7 +255,7 @@ def _skeleton(
                 )
         else:
             given = parameters[name]
-        odd = odd_values(given, trained=trained[name])
+        odd = mismatched_values(given, trained=trained[name])
         if odd:
             raise ConfigError(
                 f"parameter {full}: its start value is {odd}; mend the layer's init or "

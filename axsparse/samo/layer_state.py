@@ -55,7 +55,7 @@ class StateTypes:
 
 
 @dataclass(frozen=True)
-class HeldBuffers:
+class StateBuffers:
     """A layer's masters and moments in one place, on the host or on the GPU."""
 
     master: Tensor | None
@@ -77,8 +77,8 @@ class OptimizerState:
         )
         self._names = moments
         self._moments_K: dict[str, Tensor] = {}
-        self._visit: HeldBuffers | None = None
-        self.settle: Callable[[], None] = _nothing
+        self._staged: StateBuffers | None = None
+        self.finish_copies: Callable[[], None] = _nothing
         """Waits until the buffers on the host have the values of the last update."""
 
     # -- buffers ----------------------------------------------------------------------
@@ -86,35 +86,35 @@ class OptimizerState:
     @property
     def moments_K(self) -> dict[str, Tensor]:
         """The held values of each moment, fp32; zero before the first update."""
-        if self._visit is not None:
-            return self._visit.moments
-        self.settle()
-        return self.resting().moments
+        if self._staged is not None:
+            return self._staged.moments
+        self.finish_copies()
+        return self.stored().moments
 
     @property
     def master_K(self) -> Tensor | None:
         """The held masters, fp32; None where fp32 weights are their own masters."""
-        if self._visit is not None:
-            return self._visit.master
-        self.settle()
+        if self._staged is not None:
+            return self._staged.master
+        self.finish_copies()
         return self._master_K  # not by `resting`, which would allocate the moments
 
-    def resting(self) -> HeldBuffers:
+    def stored(self) -> StateBuffers:
         """The buffers where they are between updates. Before `settle` returns, values of the last
         update may still be missing there."""
         if not self._moments_K:
             size, rest = len(self._shares.held), self._backend.rest
             self._moments_K.update((name, rest(size, torch.float32)) for name in self._names)
-        return HeldBuffers(self._master_K, self._moments_K)
+        return StateBuffers(self._master_K, self._moments_K)
 
     @contextmanager
-    def visiting(self, here: HeldBuffers) -> Iterator[None]:
+    def staged(self, here: StateBuffers) -> Iterator[None]:
         """Within this context `here`, a copy of the resting buffers, is read and written."""
-        self._visit = here
+        self._staged = here
         try:
             yield
         finally:
-            self._visit = None
+            self._staged = None
 
     # -- masters ----------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class OptimizerState:
         master_K = self.master_K
         if master_K is None:
             return tensor.index.gather(tensor.weight_D, start, stop)
-        return master_K[self._shares.held_slice(tensor, start, stop)].to(self._backend.device)
+        return master_K[self._shares.shard_slice(tensor, start, stop)].to(self._backend.device)
 
     def write_master(self, tensor: TensorState, start: int, values_K: Tensor) -> None:
         """Store new fp32 master weights of the kept entries from `start` on, as far as they are
@@ -132,13 +132,13 @@ class OptimizerState:
         held = tensor.entries_in(self._shares.held, start, start + values_K.numel())
         master_K = self.master_K
         if master_K is not None and held:
-            stored_K = master_K[self._shares.held_slice(tensor, held.start, held.stop)]
+            stored_K = master_K[self._shares.shard_slice(tensor, held.start, held.stop)]
             values_K = values_K[held.start - start : held.stop - start]
             if stored_K.data_ptr() != values_K.data_ptr():
                 stored_K.copy_(values_K)
         tensor.index.scatter(tensor.weight_D, weight_K, start)
 
-    def whole_master(self, tensor: TensorState) -> Tensor:
+    def full_master(self, tensor: TensorState) -> Tensor:
         """The fp32 masters of all kept entries, `(kept,)`, on the layer's device; may be a view.
 
         All replicas call this together where the state is sharded.
@@ -155,16 +155,16 @@ class OptimizerState:
 
     def moments_of(self, tensor: TensorState, start: int, stop: int) -> dict[str, Tensor]:
         """Views of the moments of kept entries [start, stop), all held."""
-        part = self._shares.held_slice(tensor, start, stop)
+        part = self._shares.shard_slice(tensor, start, stop)
         return {name: values[part] for name, values in self.moments_K.items()}
 
-    def whole_moment(self, tensor: TensorState, moment: str) -> Tensor:
+    def full_moment(self, tensor: TensorState, moment: str) -> Tensor:
         """One moment of all kept entries, `(kept,)`; replicas call this together as
-        `whole_master`."""
+        `full_master`."""
         values_K = self.moments_K[moment]
         return self._shares.gathered(
             tensor,
-            lambda start, stop: values_K[self._shares.held_slice(tensor, start, stop)],
+            lambda start, stop: values_K[self._shares.shard_slice(tensor, start, stop)],
             self._backend.device,
         )
 
@@ -180,15 +180,15 @@ class OptimizerState:
 
         Buffers are replaced one at a time. All replicas call this together.
         """
-        self.settle()
+        self.finish_copies()
         if self._master_K is not None:
             self._master_K = self._relocated(relocation, self._master_K)
         for moment, values_K in self._moments_K.items():
             self._moments_K[moment] = self._relocated(relocation, values_K)
 
-    def _relocated(self, relocation: Relocation, resting: Tensor) -> Tensor:
+    def _relocated(self, relocation: Relocation, stored: Tensor) -> Tensor:
         shares = self._shares
-        old = relocation.all_owned(resting.to(self._backend.device))
+        old = relocation.all_owned(stored.to(self._backend.device))
         new = old.new_zeros(shares.bounds[-1])
         relocation.carry_over(old, new)
         if shares.is_sharded or self._backend.host is not None:
@@ -198,9 +198,9 @@ class OptimizerState:
 
     def live_bytes(self) -> StateBytes:
         """Bytes of these buffers."""
-        resting = self.resting()
-        master = 0 if resting.master is None else resting.master.nbytes
-        optimizer = sum(values.nbytes for values in resting.moments.values())
+        stored = self.stored()
+        master = 0 if stored.master is None else stored.master.nbytes
+        optimizer = sum(values.nbytes for values in stored.moments.values())
         if self._backend.host is not None:
             return StateBytes(offloaded=master + optimizer)
         return StateBytes(master=master, optimizer=optimizer)
@@ -399,11 +399,11 @@ class LayerState:
         All replicas ask for it together where the state is sharded, and all ranks of the group
         where the tensor is.
         """
-        return self._kept_of_full(name, self.optimizer_state.whole_master)
+        return self._kept_of_full(name, self.optimizer_state.full_master)
 
     def dense_master(self, name: str) -> Tensor:
         """The masters in the parameter's shape, zero at pruned positions; else like `master`."""
-        return self._dense_full(name, self.optimizer_state.whole_master)
+        return self._dense_full(name, self.optimizer_state.full_master)
 
     def dense_weight(self, name: str) -> Tensor:
         """The weights that training computes with, in the parameter's shape, on the host; all ranks
@@ -414,7 +414,7 @@ class LayerState:
     def moment(self, name: str, moment: str) -> Tensor:
         """All values of one moment of a tensor, kept entries only; else like `master`."""
         return self._kept_of_full(
-            name, lambda tensor: self.optimizer_state.whole_moment(tensor, moment)
+            name, lambda tensor: self.optimizer_state.full_moment(tensor, moment)
         )
 
     def mask(self, name: str) -> Tensor:

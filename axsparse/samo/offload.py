@@ -22,15 +22,15 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Backoff, Event
 from axsparse.runtime.gpu.device_protocol import Device
-from axsparse.samo.layer_state import HeldBuffers, LayerState
-from axsparse.samo.state_bytes import VISITS, visit_bytes
+from axsparse.samo.layer_state import LayerState, StateBuffers
+from axsparse.samo.state_bytes import STAGED, staged_bytes
 
 
 @dataclass(frozen=True)
-class _Visit:
+class _Staging:
     """A layer's values on the GPU, and the event after which they are there."""
 
-    here: HeldBuffers
+    here: StateBuffers
     arrived: Event
 
 
@@ -43,24 +43,24 @@ class Offload:
         self._device = device
         self._backoff = backoff
         self._up, self._down = device.stream(), device.stream()
-        self._free: list[Event | None] = [None] * VISITS
+        self._free: list[Event | None] = [None] * STAGED
         """For each place, the event after which its last visit's values are back on the host."""
         sizes = [
-            [tensor.nbytes for tensor in _tensors(layer.optimizer_state.resting())]
+            [tensor.nbytes for tensor in _tensors(layer.optimizer_state.stored())]
             for layer in layers
         ]
-        size = max(map(visit_bytes, sizes), default=0)
+        size = max(map(staged_bytes, sizes), default=0)
         where = layers[0].backend.device if layers else torch.device("cpu")
-        self._places = [torch.empty(size, dtype=torch.uint8, device=where) for _ in range(VISITS)]
+        self._places = [torch.empty(size, dtype=torch.uint8, device=where) for _ in range(STAGED)]
         for layer in layers:
-            layer.optimizer_state.settle = self.settle
+            layer.optimizer_state.finish_copies = self.finish_copies
 
     @property
     def nbytes(self) -> int:
         """Bytes of both places."""
         return sum(place.nbytes for place in self._places)
 
-    def visits(self, layers: Sequence[LayerState]) -> Iterator[LayerState]:
+    def staged_layers(self, layers: Sequence[LayerState]) -> Iterator[LayerState]:
         """The layers in order, each with its values on the GPU until the next is asked for."""
         coming = self._bring(layers[0], 0) if layers else None
         for number, layer in enumerate(layers):
@@ -71,35 +71,35 @@ class Offload:
             compute = self._device.compute
             compute.wait(visit.arrived)
             state = layer.optimizer_state
-            with state.visiting(visit.here):
+            with state.staged(visit.here):
                 yield layer
             self._down.wait(compute.record())
-            for rest, here in zip(_tensors(state.resting()), _tensors(visit.here), strict=True):
+            for rest, here in zip(_tensors(state.stored()), _tensors(visit.here), strict=True):
                 self._down.copy(rest, here)
-            self._free[number % VISITS] = self._down.record()
+            self._free[number % STAGED] = self._down.record()
 
-    def settle(self) -> None:
+    def finish_copies(self) -> None:
         """Wait until all values are back on the host."""
         self._backoff.reset()
         while not all(event is None or event.query() for event in self._free):
             self._backoff.pause()
 
-    def _bring(self, layer: LayerState, number: int) -> _Visit:
-        free = self._free[number % VISITS]
+    def _bring(self, layer: LayerState, number: int) -> _Staging:
+        free = self._free[number % STAGED]
         # Before the first visit, the compute stream may still use this memory for something else.
         self._up.wait(self._device.compute.record() if free is None else free)
-        room, resting, at = self._places[number % VISITS], layer.optimizer_state.resting(), 0
+        room, stored, at = self._places[number % STAGED], layer.optimizer_state.stored(), 0
         put = []
-        for rest in _tensors(resting):
+        for rest in _tensors(stored):
             here = room[at : at + rest.nbytes].view(rest.dtype)
             self._up.copy(here, rest)
             put.append(here)
-            at += visit_bytes([rest.nbytes])
-        masters = 0 if resting.master is None else 1
-        moments = dict(zip(resting.moments, put[masters:], strict=True))
-        return _Visit(HeldBuffers(put[0] if masters else None, moments), self._up.record())
+            at += staged_bytes([rest.nbytes])
+        masters = 0 if stored.master is None else 1
+        moments = dict(zip(stored.moments, put[masters:], strict=True))
+        return _Staging(StateBuffers(put[0] if masters else None, moments), self._up.record())
 
 
-def _tensors(buffers: HeldBuffers) -> list[Tensor]:
+def _tensors(buffers: StateBuffers) -> list[Tensor]:
     master = [] if buffers.master is None else [buffers.master]
     return [*master, *buffers.moments.values()]

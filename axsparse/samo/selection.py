@@ -43,7 +43,7 @@ def by_magnitude(scores: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Threshold:
     """The threshold of a selection: scores with keys above `key` are kept, and of the scores with
     this key the first `ties`, by position."""
 
@@ -77,7 +77,7 @@ def count_kept(packed: Tensor) -> int:
     return sum(int(np.unpackbits(part.numpy()).sum(dtype=np.int64)) for part in parts)
 
 
-KEEP_NONE = Cut(2**31 - 1, 0)
+KEEP_NONE = Threshold(2**31 - 1, 0)
 """The cut that keeps nothing."""
 
 
@@ -96,7 +96,7 @@ def histogram(scores: Tensor, keys: Keys, upper: int | None = None) -> Tensor:
     return counts.cpu()
 
 
-def cut_bin(counts: Tensor, keep: int) -> tuple[int, int]:
+def threshold_bin(counts: Tensor, keep: int) -> tuple[int, int]:
     """The bin in which the `keep`-th largest falls, and how many of that bin are kept.
 
     `keep` is at least 1 and at most the sum of the counts.
@@ -107,7 +107,7 @@ def cut_bin(counts: Tensor, keep: int) -> tuple[int, int]:
     return BINS - 1 - place, keep - above
 
 
-def find_cut(count: Callable[[int | None], Tensor], keep: int) -> Cut:
+def find_threshold(count: Callable[[int | None], Tensor], keep: int) -> Threshold:
     """The cut that keeps exactly `keep` of all scores.
 
     `count(upper)` is their `histogram`, summed over tensors and ranks; the cut's `ties`
@@ -115,9 +115,9 @@ def find_cut(count: Callable[[int | None], Tensor], keep: int) -> Cut:
     """
     if keep == 0:
         return KEEP_NONE
-    upper, inside = cut_bin(count(None), keep)
-    lower, ties = cut_bin(count(upper), inside)
-    return Cut((upper - HALF) * BINS + lower, ties)
+    upper, inside = threshold_bin(count(None), keep)
+    lower, ties = threshold_bin(count(upper), inside)
+    return Threshold((upper - HALF) * BINS + lower, ties)
 
 
 def equal_to(scores: Tensor, keys: Keys, key: int) -> int:
@@ -125,13 +125,13 @@ def equal_to(scores: Tensor, keys: Keys, key: int) -> int:
     return sum(int((part == key).sum()) for part in _chunks(scores, keys))
 
 
-def cut_of(scores: Tensor, keep: int, keys: Keys) -> Cut:
+def threshold_of(scores: Tensor, keep: int, keys: Keys) -> Threshold:
     """The cut that keeps the `keep` largest scores of one tensor, at most all of them."""
     keep = min(keep, scores.numel())
-    return find_cut(lambda upper: histogram(scores, keys, upper), keep)
+    return find_threshold(lambda upper: histogram(scores, keys, upper), keep)
 
 
-def select(scores: Tensor, keys: Keys, cut: Cut) -> Bits:
+def select(scores: Tensor, keys: Keys, cut: Threshold) -> Bits:
     """The packed mask that a cut gives of scores on the host; the scores can be freed before the
     mask is unpacked."""
     packed = [np.packbits(kept.numpy()) for kept in _kept(scores, keys, cut)]
@@ -144,11 +144,11 @@ def largest(scores: Tensor, keep: int, keys: Keys = by_value) -> Tensor:
 
     `scores` is 1-D fp32 without NaN.
     """
-    parts = [*_kept(scores, keys, cut_of(scores, keep, keys))]
+    parts = [*_kept(scores, keys, threshold_of(scores, keep, keys))]
     return torch.cat([*parts, scores.new_empty(0, dtype=torch.bool)])
 
 
-def _kept(scores: Tensor, keys: Keys, cut: Cut) -> Iterator[Tensor]:
+def _kept(scores: Tensor, keys: Keys, cut: Threshold) -> Iterator[Tensor]:
     """The mask that a cut gives, in chunks."""
     ties = cut.ties
     for part in _chunks(scores, keys):

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from axsparse.samo.shards import share_bounds
 
 if TYPE_CHECKING:
-    from axsparse.models.survey import LayerInfo, ParameterInfo
+    from axsparse.models.model_profile import LayerInfo, ParameterInfo
 
 IndexKind: TypeAlias = Literal["auto", "int32", "mask"]
 """How kept positions are stored; `auto` takes for each tensor the encoding of fewer bytes."""
@@ -64,7 +64,7 @@ MasterKind: TypeAlias = Literal["weight", "fp32"]
 """The place of fp32 master weights: an fp32 weight, or a buffer."""
 MASTER_BYTES: dict[MasterKind, int] = {"weight": 0, "fp32": 4}
 MOMENT_BYTES = 4
-VISITS = 2
+STAGED = 2
 """Layers whose offloaded state is staged on a GPU: one is updated, one is copied."""
 VISIT_ALIGNED = 256
 """Each offloaded tensor begins at a multiple of this many bytes."""
@@ -79,7 +79,7 @@ class StateBytes:
     gradient: int = 0
     master: int = 0
     optimizer: int = 0
-    visiting: int = 0
+    staged: int = 0
     """Bytes of staging buffers on a GPU for offloaded masters and moments."""
     offloaded: int = 0
     """Masters and moments that rest in the memory of the host."""
@@ -155,7 +155,7 @@ def master_kind(*, half: bool) -> MasterKind:
     return "fp32" if half else "weight"
 
 
-def visit_bytes(tensors: Iterable[int]) -> int:
+def staged_bytes(tensors: Iterable[int]) -> int:
     """Bytes of a staging buffer on a GPU for a layer whose offloaded tensors have these bytes."""
     return sum(-(-nbytes // VISIT_ALIGNED) * VISIT_ALIGNED for nbytes in tensors)
 
@@ -251,15 +251,15 @@ def stage_bytes(
     if not stored.offload:
         return StateBytes.sum(each)
     moments = stored.moments
-    visits = [
-        visit_bytes([state.master, *[state.optimizer // max(moments, 1)] * moments])
+    staged_layers = [
+        staged_bytes([state.master, *[state.optimizer // max(moments, 1)] * moments])
         for state in each
     ]
     return replace(
         StateBytes.sum(each),
         master=0,
         optimizer=0,
-        visiting=VISITS * max(visits, default=0),
+        staged=STAGED * max(staged_layers, default=0),
         offloaded=sum(state.master + state.optimizer for state in each),
     )
 

@@ -148,7 +148,7 @@ class Shares:
             if part.start <= tensor.offset + start and tensor.offset + stop <= part.stop:
                 yield start, stop
 
-    def held_slice(self, tensor: TensorState, start: int, stop: int) -> slice:
+    def shard_slice(self, tensor: TensorState, start: int, stop: int) -> slice:
         """The place of a tensor's kept entries [start, stop) in the buffers of held entries."""
         shift = tensor.offset - self.held.start
         begin, end = shift + start, shift + stop

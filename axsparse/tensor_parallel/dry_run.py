@@ -15,9 +15,9 @@ from torch import Tensor
 
 from axsparse.models.layer import Model
 from axsparse.models.layer_cost import SAMPLES, Tracer
-from axsparse.models.survey import Survey, example_of, survey_layers
+from axsparse.models.model_profile import ModelProfile, example_of, profile_layers
 from axsparse.runtime.communication import Op, Sums, Work, shard_bounds
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.rank_order import exchanged_bytes
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.modules import Sharding, sharded_loss
@@ -53,8 +53,8 @@ class SilentTransport:
     name = "silent"
     backoff = None
 
-    def __init__(self, place: Place) -> None:
-        self.ranks = SilentCollective(place.member, place.grid.g_tensor)
+    def __init__(self, coords: RankCoords) -> None:
+        self.ranks = SilentCollective(coords.tp_rank, coords.grid.g_tensor)
 
     def collective(self, _: str, ranks: Sequence[int]) -> SilentCollective:
         assert len(ranks) == self.ranks.size, "ranks of one group"
@@ -64,10 +64,10 @@ class SilentTransport:
 class SilentGroup(TensorGroup):
     """The tensor-parallel ranks of a place, of which only this one is there. A `SumCounter`."""
 
-    def __init__(self, place: Place, samples: int = SAMPLES) -> None:
+    def __init__(self, coords: RankCoords, samples: int = SAMPLES) -> None:
         """Layers run on so many samples."""
-        silent: Any = SilentTransport(place)
-        super().__init__(place, silent)
+        silent: Any = SilentTransport(coords)
+        super().__init__(coords, silent)
         self._silent: SilentCollective = silent.ranks
         self._samples = samples
 
@@ -84,7 +84,9 @@ class SilentGroup(TensorGroup):
         return Sums((sent - fixed) // self._samples, self._silent.started, fixed)
 
 
-def survey_of_member(model: Model, full: Survey, place: Place, dtype: torch.dtype) -> Survey:
+def profile_of_tp_shard(
+    model: Model, full: ModelProfile, coords: RankCoords, dtype: torch.dtype
+) -> ModelProfile:
     """The survey of one rank's shard of a model: its parameters, compute and sums; `full` is the
     survey of the full model.
 
@@ -94,26 +96,26 @@ def survey_of_member(model: Model, full: Survey, place: Place, dtype: torch.dtyp
     example = None if model.example is None else example_of(model.example, SAMPLES)
     # An example that is data has as many samples as a microbatch.
     samples = SAMPLES if example is None else len(example[0])
-    group = SilentGroup(place, samples)
+    group = SilentGroup(coords, samples)
     tracer = None if example is None else Tracer(example, dtype, group, samples=samples)
-    layers = survey_layers(model.layers, tracer, Sharding(group))
+    layers = profile_layers(model.layers, tracer, Sharding(group))
     names = {parameter.name for layer in layers for parameter in layer.parameters}
-    mark = f"#{place.member}"
+    mark = f"#{coords.tp_rank}"
     ties = {
         f"{second}{end}": f"{first}{end}"
         for second, first in full.ties.items()
         for end in ("", mark)
         if f"{second}{end}" in names
     }
-    surveyed = replace(full, layers=layers, ties=ties)
+    profiled = replace(full, layers=layers, ties=ties)
     loss = sharded_loss(model, group)
     if loss is None or tracer is None or example is None:
-        return surveyed
+        return profiled
     words = max(p.shape[0] for p in layers[-1].parameters if "#" in p.name)
     [(hidden, _), *_] = tracer.shapes
     logits = partial(_logits, hidden[:-1].numel() // samples * words)
     sums = tracer.loss_sums(loss)
-    return replace(surveyed, loss_sums=sums, loss_logits=logits)
+    return replace(profiled, loss_sums=sums, loss_logits=logits)
 
 
 def _logits(logits: int, samples: int) -> int:

@@ -17,17 +17,17 @@ from torch.autograd.function import once_differentiable
 from axsparse.models.tensor_shard import TensorShard
 from axsparse.runtime.communication import Collective, Direction, Op, Transport, Work
 from axsparse.runtime.gpu.collectives import NcclWork
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.seeds import kept_rng
 
 
 class TensorGroup:
     """The ranks that compute the layers of one stage of one replica together. A `ShardGroup`."""
 
-    def __init__(self, place: Place, transport: Transport, *, on_gpus: bool = False) -> None:
+    def __init__(self, coords: RankCoords, transport: Transport, *, on_gpus: bool = False) -> None:
         """All ranks call this together. They compute `on_gpus` or on CPUs."""
-        grid = place.grid
-        self.rank, self.size, self.on_gpus = place.member, grid.g_tensor, on_gpus
+        grid = coords.grid
+        self.rank, self.size, self.on_gpus = coords.tp_rank, grid.g_tensor, on_gpus
         self.idle: Callable[[], object] = _nothing
         """Called while this rank waits for others, so that its messages are sent."""
         self.beside: Callable[[Work], object] = _nothing
@@ -41,7 +41,7 @@ class TensorGroup:
         and its copy."""
         self._backoff = transport.backoff
         self._keeping = kept_rng if transport.name.endswith("local") else nullcontext
-        ranks = [grid.rank(place.stage, place.replica, member) for member in range(self.size)]
+        ranks = [grid.rank(coords.stage, coords.replica, tp_rank) for tp_rank in range(self.size)]
         self._ranks = transport.collective("members", ranks)
         self._arrivals: dict[Direction, Collective] = {}
         """On GPUs, the counter of messages that have come to all ranks of the group."""

@@ -82,13 +82,13 @@ class Lockstep(Policy[A]):
                 self._group.broadcast(words)
             return action
         if self._due is None:
-            self._hear()
+            self._receive()
         if self._due is None or not self._has_input(self._due):
             return None
         begun, self._due = self._due, None
         return begun
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Take the next action that the first rank has begun, if there is one.
 
         ConfigError if that rank evaluates while this one trains, or the reverse.

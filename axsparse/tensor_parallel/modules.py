@@ -26,9 +26,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import Layer, LossFunction, Model, TpStyle, on_meta
-from axsparse.models.losses import linear_cross_entropy, most_logits, refuse_foreign_words
+from axsparse.models.losses import linear_cross_entropy, most_logits, reject_foreign_words
 from axsparse.models.tensor_shard import TensorShard
-from axsparse.runtime.errors import ConfigError, described
+from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.targets import IGNORED
 from axsparse.tensor_parallel.group import (
     TensorGroup,
@@ -101,7 +101,7 @@ class VocabularyEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(shard.shape, device="meta"))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        refuse_foreign_words(tokens, self.words)
+        reject_foreign_words(tokens, self.words)
         start, stop = self.bounds
         here = (tokens >= start) & (tokens < stop)
         rows = F.embedding((tokens - start).clamp(0, stop - start - 1), self.weight)
@@ -220,7 +220,7 @@ class _Forward:
             if type(error) not in FAILURES or OF_DEVICES.search(str(error)):
                 raise
             raise ConfigError(
-                f"layer {self._name}: sharded (Layer.tp_plan), it fails with {described(error)}; "
+                f"layer {self._name}: sharded (Layer.tp_plan), it fails with {one_line(error)}; "
                 "take the number of heads or features from the tensor, use sharded modules by "
                 "calling them only, or gather (gather_output)"
             ) from error
@@ -301,7 +301,7 @@ def vocabulary_cross_entropy(
     loss = Σ_t log Σ_r exp(log Σ_{v on r} exp z[t, v]) − Σ_r z[t, y[t]]
     """
     flat, rows = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    refuse_foreign_words(rows, words, ignored=IGNORED)
+    reject_foreign_words(rows, words, ignored=IGNORED)
     given = copy_to_tp(group, flat), weight, rows - group.rank * words // group.size
     if len(rows) * len(weight) > most_logits(rows.device) and torch.is_grad_enabled():
         total, hit = checkpoint(_totals, *given, use_reentrant=False, preserve_rng_state=False)

@@ -19,12 +19,12 @@ from axsparse.data.batches import Batch, Batches
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
-from axsparse.models.survey import Survey, costs_text, survey, with_costs
-from axsparse.observe.out_of_memory import explained, record_history
-from axsparse.observe.sinks import refuse_missing_packages
+from axsparse.models.model_profile import ModelProfile, costs_text, profile, with_costs
+from axsparse.observe.out_of_memory import record_history, with_advice
+from axsparse.observe.sinks import reject_missing_packages
 from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.criteria import Score
-from axsparse.pruning.healing import Fit, HealedLayers
+from axsparse.pruning.healing import HealedLayers, Reconstruction
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
@@ -52,9 +52,9 @@ from axsparse.training.checkpoint.verification import (
     START,
     Checkpoint,
     flat,
-    refuse_other_data,
-    refuse_other_model,
-    refuse_other_settings,
+    reject_other_data,
+    reject_other_model,
+    reject_other_settings,
 )
 from axsparse.training.parts import Parts, assemble
 from axsparse.training.placement import Placement, bind_rank
@@ -63,7 +63,7 @@ from axsparse.training.plan import (
     decided_precision,
     found_budget,
     plan_run,
-    refuse_odd_rank,
+    reject_mismatching_rank,
 )
 from axsparse.training.run_data import Data, open_data, with_example
 from axsparse.training.run_directory import RunDir, find_run, open_run_dir
@@ -102,25 +102,25 @@ def prepare_run(
     one form each. `open_datasets` is called on first and last stages only. Without `grid`, the
     layout of the configuration decides.
     """
-    together(job.transport, lambda: _refuse_other_rules(optimizer, learning_rate))
+    together(job.transport, lambda: _reject_other_rules(optimizer, learning_rate))
     job.run_dir = None
     config = _check_settings(job, config, model)
     if quiet:
-        together(job.transport, lambda: _refuse_quiet(resume))
+        together(job.transport, lambda: _reject_quiet(resume))
     if overwrite:
-        together(job.transport, lambda: _refuse_overwriting(config, resume))
-    placement, config = _place(job, config)
+        together(job.transport, lambda: _reject_overwriting(config, resume))
+    placement, config = _coords(job, config)
     transport = placement.transport
     open_datasets = cache(open_datasets)
     run_here = None if model.example is not None else placement.backend.device
     model = with_example(model, config, transport, open_datasets)
-    surveyed = _survey(model, config, transport, run_here)
+    profiled = _profile(model, config, transport, run_here)
 
     existing = RunDir() if quiet else find_run(config, transport, resume)
     existing = replace(existing, overwrites=overwrite)
     deciding = partial(
         plan_run,
-        *(config, model, surveyed, transport),
+        *(config, model, profiled, transport),
         grid=grid,
         score=score,
         budget=found_budget(config, transport, placement.memory),
@@ -158,7 +158,7 @@ class PrunedLayers:
     """The mean loss of a validation target of the model as it was; NaN without validation data."""
     after: float
     """The same mean loss of the pruned model."""
-    judged: int
+    held_out: int
     """The validation samples that these are of."""
 
 
@@ -179,29 +179,29 @@ def prune_layers(
     healing diverges.
     """
     _check_settings(job, config, model)
-    placement, config = _place(job, config)
+    placement, config = _coords(job, config)
     transport = placement.transport
-    surveyed = _survey(model, config, transport)
+    profiled = _profile(model, config, transport)
     on_host = placement.gpu is None
     plan = together(
-        transport, lambda: plan_run(config, model, surveyed, transport, on_host=on_host)
+        transport, lambda: plan_run(config, model, profiled, transport, on_host=on_host)
     )
     _prepare_process(job, plan, transport)
     if plan.on_host:
         keep_freed_blocks()  # A layer reuses the memory of the one before: 16 % of healing's time.
     data = open_data(plan, config, transport, open_datasets)
-    count, judged = 0, Batch(0, (), 0)
+    count, held_out = 0, Batch(0, (), 0)
     if data.validation is not None:
         batches, count = plan.config.train.eval_steps, data.validation.num_samples
         if batches != "all":
             count = min(count, batches * plan.config.batch.global_batch_size)
-        judged = _alone(data.validation, count).evaluation(0)
+        held_out = _alone(data.validation, count).evaluation(0)
     options = _state_options(plan, _replicas(plan, transport), placement)
-    own = [model.layers[number] for number in plan.stages[plan.place.stage]]
+    own = [model.layers[number] for number in plan.stages[plan.coords.stage]]
     healed = _healed_layers(plan, data, folder)
-    says = partial(print, flush=True) if plan.place.replica == 0 else lambda _: None
+    says = partial(print, flush=True) if plan.coords.replica == 0 else lambda _: None
     calibration = replace(
-        _calibration(plan, own, options, transport, data, judged),
+        _calibration(plan, own, options, transport, data, held_out),
         says=says,
         healed=healed,
         forgets=True,
@@ -219,11 +219,11 @@ def _check_settings(job: Job, config: Config, model: Model) -> Config:
     """Check the configuration; returns it, under the name of the model unless it has one."""
     config = config.named(model.name)
     together(job.transport, lambda: check_config(config))
-    together(job.transport, lambda: refuse_missing_packages(config))
+    together(job.transport, lambda: reject_missing_packages(config))
     return config
 
 
-def _refuse_other_rules(optimizer: object, learning_rate: object) -> None:
+def _reject_other_rules(optimizer: object, learning_rate: object) -> None:
     """ConfigError for rules of wrong types, which would otherwise be found deep within."""
     if not isinstance(optimizer, Optimizer | None):
         raise ConfigError(
@@ -239,7 +239,7 @@ def _refuse_other_rules(optimizer: object, learning_rate: object) -> None:
         own_learning_rate(learning_rate, 0)
 
 
-def _refuse_quiet(resume: str | None) -> None:
+def _reject_quiet(resume: str | None) -> None:
     """ConfigError for a quiet run that is to resume another, since it has no run directory."""
     if resume is not None:
         raise ConfigError(
@@ -247,7 +247,7 @@ def _refuse_quiet(resume: str | None) -> None:
         )
 
 
-def _refuse_overwriting(config: Config, resume: str | None) -> None:
+def _reject_overwriting(config: Config, resume: str | None) -> None:
     """ConfigError where there is no run to overwrite, or where it is also to be resumed."""
     if resume is not None or config.run_dir == "auto":
         why = "resume goes on with a run" if resume is not None else "run_dir is auto, a new one"
@@ -259,7 +259,7 @@ def _refuse_overwriting(config: Config, resume: str | None) -> None:
 # -- this process among the others --------------------------------------------------------
 
 
-def _place(job: Job, config: Config) -> tuple[Placement, Config]:
+def _coords(job: Job, config: Config) -> tuple[Placement, Config]:
     """This rank's device, with a new transport that only the coming trainer uses, and the
     configuration with a precision for all devices."""
     placement = job.placement
@@ -274,9 +274,9 @@ def _place(job: Job, config: Config) -> tuple[Placement, Config]:
     return replace(placement, transport=transport, table=(*placement.table, *lines)), config
 
 
-def _survey(
+def _profile(
     model: Model, config: Config, transport: Transport, device: torch.device | None = None
-) -> Survey:
+) -> ModelProfile:
     """The survey on every rank.
 
     Only rank 0 runs the layers to find what they cost, which costs about one second per process. On
@@ -285,34 +285,34 @@ def _survey(
     """
     dtype, runs = DTYPES[config.precision], transport.rank == 0
 
-    def surveyed_here() -> Survey:
+    def profiled_here() -> ModelProfile:
         if not runs:
-            return survey(replace(model, example=None), dtype)
+            return profile(replace(model, example=None), dtype)
         if device is None:
-            return survey(model, dtype)
+            return profile(model, dtype)
         size = config.batch.microbatch_size
         try:
-            return survey(model, dtype, samples=size)
+            return profile(model, dtype, samples=size)
         except CostError:
-            return survey(model, dtype, samples=size, device=device)
+            return profile(model, dtype, samples=size, device=device)
 
-    surveyed = together(transport, surveyed_here)
-    names = ", ".join(layer.name for layer in surveyed.layers)
-    together(transport, lambda: refuse_odd_rank(transport, {"layers": names}))
-    costs = costs_text(surveyed) if runs else ""
-    return with_costs(surveyed, text_of_first(transport, costs))
+    profiled = together(transport, profiled_here)
+    names = ", ".join(layer.name for layer in profiled.layers)
+    together(transport, lambda: reject_mismatching_rank(transport, {"layers": names}))
+    costs = costs_text(profiled) if runs else ""
+    return with_costs(profiled, text_of_first(transport, costs))
 
 
 def _prepare_process(job: Job, plan: RunPlan, transport: Transport) -> Thread | None:
     """Check that all ranks run the same code and settings, and set up this process; returns the
     thread that loads compiled loops, if the stage has tensors that are worth them."""
-    job.where = str(plan.place)
-    together(transport, lambda: refuse_odd_rank(transport, plan.facts))
+    job.where = str(plan.coords)
+    together(transport, lambda: reject_mismatching_rank(transport, plan.facts))
     torch.set_num_threads(plan.config.train.threads)
     if plan.on_host:
         # Memory that a build takes for a while would leave holes between the blocks that stay.
         give_back_at_once()
-        layers = plan.layers_of(plan.place.stage)
+        layers = plan.layers_of(plan.coords.stage)
         if any(size.numel > FEW for layer in layers for size in layer.parameters):
             return prepare_loops(plan.dtype, plan.types, plan.optimizer)
     return None
@@ -348,9 +348,9 @@ def _open_run_directory(
     def fits() -> list[str]:
         if resumed.checkpoint is None:
             return []
-        refuse_other_model(resumed.checkpoint, plan.survey)
-        refuse_other_data(resumed.checkpoint, data)
-        return refuse_other_settings(resumed.checkpoint, plan.config, config)
+        reject_other_model(resumed.checkpoint, plan.profile)
+        reject_other_data(resumed.checkpoint, data)
+        return reject_other_settings(resumed.checkpoint, plan.config, config)
 
     changes = together(transport, fits)
     opened = open_run_dir(config, transport, resumed)
@@ -370,7 +370,7 @@ def _with_stages(resumed: RunDir, plan: RunPlan, config: Config) -> Sequence[str
     if resumed.checkpoint is None or config.layout.g_inter != "auto":
         return resumed.notes
     written = resumed.checkpoint.manifest.config["layout"]["g_inter"]
-    now = plan.place.grid.g_inter
+    now = plan.coords.grid.g_inter
     if written == now:
         return resumed.notes
     *others, goes_on = resumed.notes
@@ -392,14 +392,14 @@ def _build_state(
 
     TrainingError on all ranks where a GPU has no memory for them.
     """
-    place, transport = plan.place, placement.transport
+    coords, transport = plan.coords, placement.transport
     on_gpus = placement.gpu is not None
-    group = TensorGroup(place, transport, on_gpus=on_gpus) if place.grid.g_tensor > 1 else None
+    group = TensorGroup(coords, transport, on_gpus=on_gpus) if coords.grid.g_tensor > 1 else None
     sharding = None if group is None else Sharding(group)
     options = replace(
         _state_options(plan, _replicas(plan, transport), placement), sharding=sharding
     )
-    stage_layers = [plan.model.layers[number] for number in plan.stages[place.stage]]
+    stage_layers = [plan.model.layers[number] for number in plan.stages[coords.stage]]
     masks: Masks | None
     if checkpoint is None:
         masks = _first_masks(plan, stage_layers, options, transport, data, run_dir)
@@ -410,10 +410,10 @@ def _build_state(
     planned = None if plan.prediction is None else plan.prediction.memory_bytes
 
     def construct() -> list[BuiltLayer]:
-        where = f"building {place}"
-        with explained(place.rank, lambda: where, StateBytes, planned, run_dir):
+        where = f"building {coords}"
+        with with_advice(coords.rank, lambda: where, StateBytes, planned, run_dir):
             return build_layers(
-                stage_layers, plan.survey.ties, replace(options, masks=masks, start=start)
+                stage_layers, plan.profile.ties, replace(options, masks=masks, start=start)
             )
 
     return together(transport, construct), options
@@ -431,13 +431,14 @@ def _loss_of(plan: RunPlan, targets: Tensor, outputs: tuple[Tensor, ...]) -> Ten
 
 def _replicas(plan: RunPlan, transport: Transport) -> Replicas:
     """The ranks that hold the same layers as this one."""
-    place = plan.place
+    coords = plan.coords
     return Replicas(
         transport.collective(
-            f"agreements of stage {place.stage}", place.grid.column(place.stage, place.member)
+            f"agreements of stage {coords.stage}",
+            coords.grid.dp_group(coords.stage, coords.tp_rank),
         ),
         transport.backoff,
-        shard=bool(plan.config.samo.shard_optimizer),
+        shard=bool(plan.config.samo.zero_stage),
     )
 
 
@@ -478,15 +479,15 @@ def _first_masks(
         return None
     if plan.targets.mask_file is not None:
         return plan.targets.mask_file
-    ties, pruning = plan.survey.ties, plan.config.pruning
+    ties, pruning = plan.profile.ties, plan.config.pruning
     heals, is_shown = (
         pruning.heal != "none",
-        run_dir is not None and plan.place.replica == 0 == plan.place.member,
+        run_dir is not None and plan.coords.replica == 0 == plan.coords.tp_rank,
     )
     if pruning.method in METHODS or plan.criterion.sees_inputs or heals:
         size = min(pruning.calibration_samples, plan.config.batch.microbatch_size)
-        judged = _alone(data.training, size).training(0)
-        calibration = _calibration(plan, own, options, transport, data, judged)
+        held_out = _alone(data.training, size).training(0)
+        calibration = _calibration(plan, own, options, transport, data, held_out)
         healed = _healed_layers(plan, data, run_dir / HEALED) if heals and run_dir else None
         says: Callable[[str], None] = partial(print, flush=True) if is_shown else lambda _: None
         drawn = _calibrated(transport, replace(calibration, says=says, healed=healed))
@@ -502,7 +503,7 @@ def _first_masks(
         for value in start_values(layer, ties, options).items()
         if value[0] not in ties
     )
-    total = partial(stage_total, plan.place, transport)
+    total = partial(stage_total, plan.coords, transport)
     if pruning.method == "zeros":
         return masks_of_zeros(plan.targets, pruning, values, total)
     return masks_of_start(plan.targets, plan.criterion, values, total)
@@ -515,30 +516,32 @@ def _calibration(
     options: StateOptions,
     transport: Transport,
     data: Data,
-    judged: Batch,
+    held_out: Batch,
 ) -> Calibration:
     """The calibration of a run, of which the losses of some samples are known afterwards."""
     pruning = plan.config.pruning
     assert plan.targets is not None, "a run that prunes nothing draws no masks"
-    fit = Fit(pruning.heal_passes, pruning.heal_rate, pruning.heal_batch, options.replicas)
+    fit = Reconstruction(
+        pruning.heal_passes, pruning.heal_rate, pruning.heal_batch, options.replicas
+    )
     samples, heals = data.training.first(pruning.calibration_samples), pruning.heal != "none"
     shapes, layers = plan.targets.shapes, plan.model.layers
     pruned = [
         layer.name
-        for layer in plan.survey.layers
+        for layer in plan.profile.layers
         if any(parameter.name in shapes for parameter in layer.parameters)
     ]
     last = [layer.name for layer in layers].index(pruned[-1])
     return Calibration(
-        LayerPruning(pruning.method, plan.targets, plan.criterion, plan.survey.ties),
+        LayerPruning(pruning.method, plan.targets, plan.criterion, plan.profile.ties),
         own,
         pruned,
         options,
-        plan.place,
+        plan.coords,
         transport,
         partial(_loss_of, plan),
         samples,
-        judged,
+        held_out,
         fit=fit if heals else None,
         num_targets=tuple(map(data.training.count_targets, samples)) if heals else (),
         behind=layers[last + 1 :],
@@ -562,14 +565,14 @@ def _healed_layers(plan: RunPlan, data: Data, folder: Path) -> HealedLayers:
     }
     of = (json.dumps(decides), "" if start is None else start.fingerprint, data.fingerprint)
     fingerprint = hashlib.sha256("\n".join(of).encode()).hexdigest()
-    is_first = plan.place.replica == 0 == plan.place.member
+    is_first = plan.coords.replica == 0 == plan.coords.tp_rank
     return HealedLayers(folder, fingerprint, writes=is_first)
 
 
 def _load(checkpoint: Checkpoint, parts: Parts) -> None:
     """Read the state of this rank, and how far its pruning method was."""
-    load_layers(checkpoint, parts.layers, parts.survey.ties)
-    if parts.masking is not None:
-        parts.masking.restore(
-            checkpoint.manifest.standing, CheckpointFiles(checkpoint).read_masking
+    load_layers(checkpoint, parts.layers, parts.profile.ties)
+    if parts.pruner is not None:
+        parts.pruner.restore(
+            checkpoint.manifest.method_state, CheckpointFiles(checkpoint).read_pruner
         )

@@ -12,7 +12,7 @@ from axsparse.pipeline.engine import Engine
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import DataError, everywhere
 from axsparse.runtime.exchange import sum_by_owner
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.rank_order import exact_sum
 from axsparse.samo.backend import to_host
 
@@ -39,7 +39,7 @@ def evaluate(
     metrics: Sequence[str],
     *,
     transport: Transport,
-    place: Place,
+    coords: RankCoords,
     after_batch: Callable[[int, int], object] = lambda _done, _wanted: None,
 ) -> Evaluation:
     """Evaluate the first `number` validation batches, or all of them.
@@ -59,11 +59,11 @@ def evaluate(
         for step in range(asked):
             batch = prefetcher.get(step)
             for loss, *counted in (row.tolist() for row in to_host(engine.evaluate(batch))):
-                if place.member:  # all tensor-parallel ranks of the last stage have the same
+                if coords.tp_rank:  # all tensor-parallel ranks of the last stage have the same
                     continue
                 losses.append(loss)
                 counts = [total + count for total, count in zip(counts, counted, strict=True)]
-            if place.is_last and place.member == 0:
+            if coords.is_last and coords.tp_rank == 0:
                 targets += batch.num_targets
             after_batch(step + 1, asked)
     rows = sum_by_owner(transport.world, transport.backoff, [*exact_sum(losses), targets, *counts])

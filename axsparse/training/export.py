@@ -32,13 +32,13 @@ from axsparse.config.hf_config import (
     config_json,
     model_settings,
     read_json,
-    refuse_other_sizes,
+    reject_other_sizes,
 )
 from axsparse.config.model_config import Family, GptConfig
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
+from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.start_weights import WHOLE_FILE
-from axsparse.models.survey import Survey, survey
 from axsparse.models.zoo.gpt2_files import gpt2_name, turned
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.runtime.errors import (
@@ -125,7 +125,7 @@ def export(
     if not is_folder and path.suffix != SUFFIX:
         raise ConfigError(f"--out: {str(path)!r} does not end in {SUFFIX}; add that")
     path = path.absolute()
-    _refuse_taken(path, is_folder=is_folder, force=force)
+    _reject_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
     tensors = weights.by_name()
     files: Mapping[str, bytes] | None = None
@@ -158,7 +158,7 @@ def save_folder(
     fingerprint of the training data. Raises the errors of `export`.
     """
     path = path.absolute()
-    _refuse_taken(path, is_folder=True, force=force)
+    _reject_taken(path, is_folder=True, force=force)
     held = {name: (header_of(one), partial(as_stored, one)) for name, one in weights.items()}
     mend = "save_hf: the model is one of your own", "take trainer.state_dict()"
     tensors = _of_hf(config, shapes, held, mend)
@@ -169,7 +169,7 @@ def save_folder(
 
 
 def export_folder(
-    config: Config, surveyed: Survey, read: Callable[[str, str], Tensor | None], path: Path
+    config: Config, profiled: ModelProfile, read: Callable[[str, str], Tensor | None], path: Path
 ) -> int:
     """Write a Hugging Face folder of a model that starts from one, and return its bytes.
 
@@ -178,11 +178,11 @@ def export_folder(
     copies. Raises what `export` raises.
     """
     tensors: dict[str, tuple[TensorHeader, Value]] = {}
-    for layer in surveyed.layers:
+    for layer in profiled.layers:
         entries = [
             (each.name, torch.empty(each.shape, device="meta"))
             for each in layer.parameters
-            if each.name not in surveyed.ties
+            if each.name not in profiled.ties
         ]
         for name, empty in entries:
             there, stored = as_in_hf(config.model, name, empty)
@@ -232,7 +232,7 @@ def _write(
         write_safetensors(file, headers, values, {_STEP: str(step)})
         if is_folder:
             sync_folder(unfinished)
-        _refuse_taken(path, is_folder=is_folder, force=force)
+        _reject_taken(path, is_folder=is_folder, force=force)
     return sum(header.nbytes for header in headers.values())
 
 
@@ -357,7 +357,7 @@ class Weights:
 # -- where it appears -----------------------------------------------------------------------
 
 
-def _refuse_taken(path: Path, *, is_folder: bool, force: bool) -> None:
+def _reject_taken(path: Path, *, is_folder: bool, force: bool) -> None:
     """OutputError if something is there already.
 
     Allowed are an empty folder and, with `force`, what an earlier export left there.
@@ -421,7 +421,7 @@ def _of_hf(
     `mend` has the beginning and the end of the error.
     """
     model = model_without_weights(config)
-    if shapes != survey(replace(model, example=None)).shapes:
+    if shapes != profile(replace(model, example=None)).shapes:
         raise ConfigError(
             f"{mend[0]}, not of the {config.model.name} of its configuration; {mend[1]}"
         )
@@ -457,7 +457,7 @@ def hf_files(
     source = None if config.from_ is None else Path(config.from_)
     if source is not None and (source / CONFIG_FILE).is_file():
         there = model_settings(source / CONFIG_FILE, config.name)
-        refuse_other_sizes(source / CONFIG_FILE, there, config)
+        reject_other_sizes(source / CONFIG_FILE, there, config)
         theirs = read_json(source / CONFIG_FILE)
         settings = {key: value for key, value in theirs.items() if key != TORCH_DTYPE}
         companions = [name for name in COMPANIONS if (source / name).is_file()]

@@ -37,7 +37,7 @@ from axsparse.pipeline.layer_runner import (
     run_plainly,
 )
 from axsparse.runtime.canonical_form import bytes_of
-from axsparse.runtime.errors import AxsparseError, ConfigError, described
+from axsparse.runtime.errors import AxsparseError, ConfigError, one_line
 from axsparse.runtime.exchange import sum_by_owner, together
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import BuiltLayer, full_weights, put_storage
@@ -120,7 +120,7 @@ def _failure_of(parts: Parts, batch: Batch, chosen: Sequence[int]) -> AxsparseEr
             (parts.layers[number], record) for number, record in zip(chosen, records, strict=True)
         ]
         # The first layer of the model is the first that its stage compares.
-        is_first = parts.place.is_first and 0 in chosen
+        is_first = parts.coords.is_first and 0 in chosen
         samples = batch.microbatches[0].inputs if is_first else None
         return _first_failure(parts.plan, pairs, samples)
 
@@ -178,9 +178,9 @@ def _first_failure(
                 module.train()
             try:
                 comparison = _Comparison(plan, layer, record, module)
-                comparison.refuse_difference()
+                comparison.reject_difference()
                 if samples is not None:
-                    comparison.refuse_rounded(samples)
+                    comparison.reject_rounded(samples)
             except AxsparseError as error:
                 first = first or type(error)(str(error))  # without the objects in its traceback
         samples = None
@@ -278,7 +278,7 @@ class _Comparison:
     record: RecordedRun
     module: nn.Module
 
-    def refuse_difference(self) -> None:
+    def reject_difference(self) -> None:
         """ConfigError for the first output or gradient that differs."""
         name = self.layer.spec.name
         try:
@@ -288,24 +288,24 @@ class _Comparison:
         except Exception as reason:
             raise ConfigError(
                 f"layer {name}: the module as it was given fails in plain torch with "
-                f"{described(reason)}, and did not in the run; {self._mend('')}"
+                f"{one_line(reason)}, and did not in the run; {self._suggestion('')}"
             ) from reason
         found = self._difference(plain)
         if self._changes_from_call_to_call(plain):
             raise ConfigError(
                 f"layer {name}: its result changes from call to call; draw from the global random "
-                f"generators, and keep what changes in buffers; {self._mend('')}"
+                f"generators, and keep what changes in buffers; {self._suggestion('')}"
             )
         if found is None:
             return
         what, difference, largest = found
         raise ConfigError(
             f"layer {name}: {what} differs from plain torch by {difference:.2g}, where the "
-            f"largest entry is {largest:.2g}; {self._mend(self._cause(what))}"
+            f"largest entry is {largest:.2g}; {self._suggestion(self._cause(what))}"
         )
 
     @torch.no_grad()
-    def refuse_rounded(self, samples: Tensors) -> None:
+    def reject_rounded(self, samples: Tensors) -> None:
         """ConfigError where the inputs of the first layer give other outputs before they are cast
         to the precision of the run; many modules take no others."""
         record, name = self.record, self.layer.spec.name
@@ -324,7 +324,7 @@ class _Comparison:
                     f"layer {name}: output {number} differs by {found[0]:.2g}, where the largest "
                     f"entry is {found[1]:.2g}, if its inputs are not rounded to "
                     f"{self.plan.config.precision} before; shift and scale samples in the "
-                    f"data set, or set precision: fp32; {self._mend('')}"
+                    f"data set, or set precision: fp32; {self._suggestion('')}"
                 )
 
     @torch.no_grad()
@@ -424,7 +424,7 @@ class _Comparison:
         return ""
 
     @staticmethod
-    def _mend(cause: str) -> str:
+    def _suggestion(cause: str) -> str:
         return f"{cause + '; ' if cause else ''}train.check_layers: false runs it nevertheless"
 
 

@@ -43,27 +43,27 @@ class LiveWeights:
         `caches` asks for the buffers that are not in the state dict as well. One tensor at a time
         is under way.
         """
-        place, transport = self._plan.place, self._transport
+        coords, transport = self._plan.coords, self._transport
         tensors = list(self._own(trained=trained, caches=caches))
         headers = [[one.name, str(one.dtype).removeprefix("torch."), one.shape] for one in tensors]
         texts = gather_texts(transport.world, transport.backoff, json.dumps(headers))
-        if place.replica != 0:
-            if not trained and self._plan.config.samo.shard_optimizer:
+        if coords.replica != 0:
+            if not trained and self._plan.config.samo.zero_stage:
                 for one in tensors:  # replica 0 waits for the shares of the others
                     one.value()
             return None
-        groups = self._groups() if place.member == 0 else {}
-        if not place.is_first:
+        groups = self._groups() if coords.tp_rank == 0 else {}
+        if not coords.is_first:
             for one in tensors:
                 value = one.value()
-                if place.member == 0:
-                    self._send(groups[place.stage], bytes_of(value))
+                if coords.tp_rank == 0:
+                    self._send(groups[coords.stage], bytes_of(value))
             return None
         copies = {one.name: one.value().clone() for one in tensors}
-        if place.member:
+        if coords.tp_rank:
             return None
         for stage, group in groups.items():
-            for name, dtype, shape in json.loads(texts[place.grid.rank(stage, 0)]):
+            for name, dtype, shape in json.loads(texts[coords.grid.rank(stage, 0)]):
                 value = torch.empty(shape, dtype=getattr(torch, dtype))
                 self._send(group, value.view(-1).view(torch.uint8))
                 copies[name] = value
@@ -77,7 +77,7 @@ class LiveWeights:
             for local, parameter in layer.module.named_parameters():
                 name = layer.spec.full_name(local)
                 value: Callable[[], Tensor]
-                if name in self._plan.survey.ties:
+                if name in self._plan.profile.ties:
                     continue
                 if name in state.by_full_name:
                     read = state.dense_weight if trained else state.dense_master
@@ -98,11 +98,11 @@ class LiveWeights:
         """The groups of rank 0 with the first rank of each later stage, as far as this rank is in
         them."""
         if self._to_first is None:
-            place, transport = self._plan.place, self._transport
-            stages = range(1, place.grid.g_inter) if place.is_first else [place.stage]
+            coords, transport = self._plan.coords, self._transport
+            stages = range(1, coords.grid.g_inter) if coords.is_first else [coords.stage]
             self._to_first = {
                 stage: transport.collective(
-                    f"weights of stage {stage}", [0, place.grid.rank(stage, 0)]
+                    f"weights of stage {stage}", [0, coords.grid.rank(stage, 0)]
                 )
                 for stage in stages
             }

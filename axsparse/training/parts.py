@@ -13,7 +13,7 @@ from axsparse.config.schema import num_microbatches
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.losses import compiled
-from axsparse.models.survey import Survey
+from axsparse.models.model_profile import ModelProfile
 from axsparse.observe.gpu_phases import DevicePhases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
@@ -26,10 +26,10 @@ from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.run_workload import configured_schedule
 from axsparse.planner.stage_memory import is_recomputed
 from axsparse.pruning.methods.live_masks import LiveMasks
-from axsparse.pruning.methods.masking import Masking
-from axsparse.pruning.methods.method_registry import choose_masking
+from axsparse.pruning.methods.method_registry import choose_pruner
+from axsparse.pruning.methods.pruner import Pruner
 from axsparse.runtime.communication import Collective, Link, Transport
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import StageTie, Use
@@ -55,7 +55,7 @@ class Parts:
     layers: Sequence[BuiltLayer]
     engine: Engine
     link: Link
-    members: TensorGroup | None
+    tp_group: TensorGroup | None
     """The tensor-parallel ranks of this stage, where its layers are sharded."""
     collector: GradientCollector
     sync: GradientSync
@@ -68,7 +68,7 @@ class Parts:
     device."""
     live: LiveMasks | None
     """The live masks of this rank's layers; None where nothing ever is pruned."""
-    masking: Masking | None
+    pruner: Pruner | None
     """Draws and changes masks between steps; None leaves them as they are."""
     phases: Phases
     activity: Activity
@@ -78,14 +78,14 @@ class Parts:
     """The directory that the run writes to; None if it writes nothing."""
 
     @property
-    def place(self) -> Place:
+    def coords(self) -> RankCoords:
         """The stage and replica of this rank."""
-        return self.plan.place
+        return self.plan.coords
 
     @property
-    def survey(self) -> Survey:
+    def profile(self) -> ModelProfile:
         """The contents of the layers of the full model."""
-        return self.plan.survey
+        return self.plan.profile
 
     @property
     def transport(self) -> Transport:
@@ -95,7 +95,7 @@ class Parts:
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state."""
         state = StateBytes.sum(layer.state.live_bytes() for layer in self.layers)
-        return state if self.offload is None else state + StateBytes(visiting=self.offload.nbytes)
+        return state if self.offload is None else state + StateBytes(staged=self.offload.nbytes)
 
 
 def assemble(
@@ -110,12 +110,12 @@ def assemble(
 
     All ranks call this together, since they open their links.
     """
-    place, config, transport = plan.place, plan.config, placement.transport
+    coords, config, transport = plan.coords, plan.config, placement.transport
     recorder = make_recorder(plan, layers, data, placement, run_dir)
     phases = Phases() if placement.gpu is None else DevicePhases(placement.gpu)
     states, backoff = [layer.state for layer in layers], transport.backoff
-    column = place.grid.column(place.stage, place.member)
-    gradients = transport.collective(f"gradients of stage {place.stage}", column)
+    column = coords.grid.dp_group(coords.stage, coords.tp_rank)
+    gradients = transport.collective(f"gradients of stage {coords.stage}", column)
     ties = _stage_ties(plan, layers, transport)
     sync = GradientSync(
         states, ties, replicas=gradients, wire_dtype=plan.dtype, backoff=backoff, phases=phases
@@ -123,9 +123,9 @@ def assemble(
     collector = GradientCollector(states, sync.ready, phases.compression)
     group = options.sharding.group if isinstance(options.sharding, Sharding) else None
     products = _products(plan, layers, collector)
-    link = _link(transport.link(place), group, phases, products)
+    link = _link(transport.link(coords), group, phases, products)
     engine = Engine(
-        Rank(place, backoff, phases, placement.gpu),
+        Rank(coords, backoff, phases, placement.gpu),
         _stage(plan, layers, products, group),
         link,
         schedule=configured_schedule(plan.config.pipeline),
@@ -133,7 +133,7 @@ def assemble(
         around=decides_alone if group is None else partial(Lockstep, group, action),
     )
     live = _live_masks(plan, layers, options, transport)
-    masking = choose_masking(config, plan.criterion, live, starts_pruned=plan.starts_pruned)
+    pruner = choose_pruner(config, plan.criterion, live, starts_pruned=plan.starts_pruned)
     gpu = placement.gpu if config.samo.offload else None
     return Parts(
         plan=plan,
@@ -142,7 +142,7 @@ def assemble(
         layers=layers,
         engine=engine,
         link=link,
-        members=group,
+        tp_group=group,
         collector=collector,
         sync=sync,
         weights=WeightGather(gradients, backoff, phases),
@@ -150,7 +150,7 @@ def assemble(
         replicas=options.replicas,
         offload=None if gpu is None else Offload(gpu, states, backoff),
         live=live,
-        masking=masking,
+        pruner=pruner,
         phases=phases,
         activity=Activity(phases, backoff, engine.awaited),
         recorder=recorder,
@@ -175,8 +175,8 @@ def _live_masks(
     """The pruned tensors of these layers; None if nothing is ever pruned."""
     if plan.targets is None:
         return None
-    pattern, ties = plan.criterion.pattern, plan.survey.ties
-    return LiveMasks(layers, ties, plan.targets, pattern, options, plan.place, transport)
+    pattern, ties = plan.criterion.pattern, plan.profile.ties
+    return LiveMasks(layers, ties, plan.targets, pattern, options, plan.coords, transport)
 
 
 def _link(
@@ -187,7 +187,7 @@ def _link(
         return link
     group.idle, group.timed = link.push, partial(phases, "collective")
     if products is not None:
-        group.beside = products.compute_beside
+        group.beside = products.compute_deferred
     return MeetingLink(link, group) if group.on_gpus else link
 
 
@@ -198,12 +198,12 @@ def _stage(
     group: TensorGroup | None,
 ) -> Stage:
     """The computation of this rank's layers; the loss belongs to the last stage."""
-    place, config, model = plan.place, plan.config, plan.model
+    coords, config, model = plan.coords, plan.config, plan.model
     pipeline = config.pipeline
     loss = model.loss
     if group is not None:
         loss = sharded_loss(model, group) or loss
-    if pipeline.compile and place.is_last:
+    if pipeline.compile and coords.is_last:
         loss = compiled(loss)
     return Stage(
         [
@@ -215,9 +215,9 @@ def _stage(
             )
             for number, layer in enumerate(layers)
         ],
-        loss=loss if place.is_last else None,
-        metrics=model.metrics if place.is_last else {},
-        input_dtype=plan.dtype if place.is_first else None,
+        loss=loss if coords.is_last else None,
+        metrics=model.metrics if coords.is_last else {},
+        input_dtype=plan.dtype if coords.is_first else None,
         seed=config.seed,
         products=products,
     )
@@ -245,19 +245,19 @@ def _stage_ties(
     plan: RunPlan, layers: Sequence[BuiltLayer], transport: Transport
 ) -> list[StageTie]:
     """The ties with a use on this stage, in an order that all stages share."""
-    place = plan.place
+    coords = plan.coords
     tensors = {
         tensor.name: Use(layer.state, tensor) for layer in layers for tensor in layer.state.tensors
     }
     pairs: dict[tuple[int, int], Collective] = {}
     stage_ties = []
-    for second, first in plan.survey.ties.items():
+    for second, first in plan.profile.ties.items():
         uses = tuple(tensors[name] for name in (first, second) if name in tensors)
         if not uses:  # on other stages, or frozen
             continue
         stages = (plan.stage_of(first), plan.stage_of(second))
         if stages[0] != stages[1] and stages not in pairs:
-            ranks = [place.grid.rank(stage, place.replica, place.member) for stage in stages]
+            ranks = [coords.grid.rank(stage, coords.replica, coords.tp_rank) for stage in stages]
             pairs[stages] = transport.collective(f"tie {first}", ranks)
         stage_ties.append(StageTie(uses, pairs.get(stages)))
     return stage_ties

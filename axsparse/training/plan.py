@@ -26,21 +26,21 @@ from axsparse.config.model_config import GptConfig
 from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
 from axsparse.models.layer import Model
+from axsparse.models.model_profile import LayerInfo, ModelProfile, match, named_value
 from axsparse.models.start_weights import FromFile
-from axsparse.models.survey import LayerInfo, Survey, match, named_value
 from axsparse.models.tensor_shard import TensorShard
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
-    Choice,
+    LayoutDecision,
     balanced,
     check_grid,
     chosen_layout,
     cluster_of,
-    fitting_slack,
+    fitting_extra_in_flight,
     resolve_grid,
 )
 from axsparse.planner.cutting import Cutting
-from axsparse.planner.layout import DEFAULT_SLACK
+from axsparse.planner.layout import DEFAULT_EXTRA_IN_FLIGHT
 from axsparse.planner.memory_budget import (
     GPU_OVERHEAD,
     HOST_OVERHEAD,
@@ -48,13 +48,13 @@ from axsparse.planner.memory_budget import (
     MemoryBudget,
     memory_budget,
 )
+from axsparse.planner.profiled_model import ProfiledModel, state_format
 from axsparse.planner.run_workload import (
     Prediction,
     has_costs,
     predict,
     splits_backward,
 )
-from axsparse.planner.surveyed_model import SurveyedModel, state_format
 from axsparse.pruning.criteria import Criterion, Score, configured_criterion
 from axsparse.pruning.targets import (
     Targets,
@@ -65,7 +65,7 @@ from axsparse.pruning.targets import (
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first
-from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.process_memory import host_memory_bytes, resident_memory_bytes
 from axsparse.runtime.provenance import versions
 from axsparse.samo.layer_state import StateTypes
@@ -106,10 +106,10 @@ class RunPlan:
 
     config: Config
     model: Model
-    survey: Survey
+    profile: ModelProfile
     stages: Sequence[range]
     """The layers of each stage."""
-    place: Place
+    coords: RankCoords
     targets: Targets | None
     """The pruned tensors; None trains dense."""
     criterion: Criterion
@@ -133,15 +133,16 @@ class RunPlan:
     """Bytes that this rank may take in addition to its process's at its start."""
     shards: Mapping[str, TensorShard]
     """The last shard of each sharded parameter, by name."""
-    largest_rank: Survey
+    largest_rank: ModelProfile
     """The shard of the model on the tensor-parallel rank that holds most."""
 
     @property
     def counted(self) -> list[str]:
-        """`Survey.counted`, with the names of its shards in place of a sharded tensor's name."""
+        """`ModelProfile.counted`, with the names of its shards in place of a sharded tensor's
+        name."""
         return [
             name
-            for full in self.survey.counted
+            for full in self.profile.counted
             for name in (
                 [f"{full}#{n}" for n in range(self.shards[full].count)]
                 if full in self.shards
@@ -185,27 +186,27 @@ class RunPlan:
 
     def state_bytes(self, layers: Sequence[LayerInfo], kept: Mapping[str, int]) -> int:
         """Bytes of model state of one rank that holds these layers; `kept` as in `stage_bytes`."""
-        stored = state_format(self.config, self.optimizer, self.place.grid.g_data)
-        return stage_bytes(layers, self.survey.ties, kept, stored).total
+        stored = state_format(self.config, self.optimizer, self.coords.grid.g_data)
+        return stage_bytes(layers, self.profile.ties, kept, stored).total
 
     @property
     def facts(self) -> dict[str, str]:
         """The facts that must be equal on all ranks: every version, every setting, every layer."""
         settings = {key: str(value) for key, value in flat(self.config.model_dump()).items()}
-        layers = {f"layer {layer.name}": repr(layer.parameters) for layer in self.survey.layers}
+        layers = {f"layer {layer.name}": repr(layer.parameters) for layer in self.profile.layers}
         return {
             **versions(),
             **settings,
             **layers,
-            "ties": repr(self.survey.ties),
-            START: self.survey.start or "drawn from the seed",
+            "ties": repr(self.profile.ties),
+            START: self.profile.start or "drawn from the seed",
             "Trainer: optimizer": f"the moments {', '.join(self.optimizer.moments) or 'none'}",
             "Trainer: learning_rate": "none" if self.learning_rate is None else "a function",
         }
 
     def stage_of(self, name: str) -> int:
         """The stage that holds a parameter or a shard of it."""
-        layer = self.survey.layer_of(name.rpartition("#")[0] or name)
+        layer = self.profile.layer_of(name.rpartition("#")[0] or name)
         return next(number for number, stage in enumerate(self.stages) if layer in stage)
 
 
@@ -213,7 +214,7 @@ class RunPlan:
 def plan_run(
     config: Config,
     model: Model,
-    survey: Survey,
+    profile: ModelProfile,
     transport: Transport,
     *,
     grid: Grid | None = None,
@@ -234,17 +235,17 @@ def plan_run(
     ConfigError for what this transport, number of ranks or model cannot run.
     """
     check_transport(config, transport, on_host=on_host)
-    targets = what_is_pruned(config, survey)
+    targets = what_is_pruned(config, profile)
     draws = targets is not None and targets.mask_file is None
     if targets is not None and draws and config.pruning.method in ("zeros", "sparsegpt"):
         check_weights_are_loaded(config, model, targets)
     kept = kept_at_start(config, targets) if saved is None else saved
     criterion = configured_criterion(config, score)
     optimizer = optimizer or optimizer_of(config.optimizer)
-    cutting = Cutting(config, model, survey)
-    subject = SurveyedModel(
+    cutting = Cutting(config, model, profile)
+    planned_model = ProfiledModel(
         config,
-        survey,
+        profile,
         config.name,
         kept,
         optimizer,
@@ -254,38 +255,40 @@ def plan_run(
         sees_gradients=criterion.sees_gradients,
         cutting=cutting,
     )
-    grid, slack, choice = _layout(config, subject, transport.size, grid, budget)
-    decided = _settled(config, grid, slack, _compiled(config, model, grid, on_host=on_host))
-    groups = parameter_groups(config, survey, targets)
+    grid, extra_in_flight, choice = _layout(config, planned_model, transport.size, grid, budget)
+    decided = _decided(
+        config, grid, extra_in_flight, _compiled(config, model, grid, on_host=on_host)
+    )
+    groups = parameter_groups(config, profile, targets)
     shards = cutting.shards(grid.g_tensor)
-    ties = _ties(survey, shards, grid.g_tensor)
+    ties = _ties(profile, shards, grid.g_tensor)
     if draws:
         check_rounds(config, decided)
-    largest = subject.of_member(grid.g_tensor)
+    largest = planned_model.tp_shard(grid.g_tensor)
     # Stages that the user has chosen are tried in any memory, unless a limit is given.
     is_limited = choice is not None or config.layout.memory_per_rank != "auto"
     stages = _stages(config, decided, grid, largest, budget if is_limited else UNLIMITED)
 
     def state_of(config: Config) -> list[int]:
-        stored, layers = state_format(config, optimizer, grid.g_data), largest.survey.layers
+        stored, layers = state_format(config, optimizer, grid.g_data), largest.profile.layers
         each = ([layers[number] for number in stage] for stage in stages)
         return [stage_bytes(stage, ties, largest.kept, stored).total for stage in each]
 
     sizes = tuple(map(len, stages))
     decided = _with(
-        decided, {"layout.split": sizes, "samo.shard_optimizer": _shares(decided, state_of)}
+        decided, {"layout.split": sizes, "samo.zero_stage": int(_shares(decided, state_of))}
     )
     prediction = None
-    if has_costs(survey):
+    if has_costs(profile):
         reason = None if choice is None else choice.reason
-        known = replace(subject, config=decided)
-        prediction = predict(known, cluster_of(config), decided, grid, slack, reason)
+        known = replace(planned_model, config=decided)
+        prediction = predict(known, cluster_of(config), decided, grid, extra_in_flight, reason)
     return RunPlan(
         config=decided,
         model=model,
-        survey=replace(survey, ties=ties),
+        profile=replace(profile, ties=ties),
         stages=stages,
-        place=grid.place(transport.rank),
+        coords=grid.coords(transport.rank),
         targets=targets,
         criterion=criterion,
         optimizer=optimizer,
@@ -296,36 +299,40 @@ def plan_run(
         on_host=on_host,
         memory_budget=budget.for_model,
         shards=shards,
-        largest_rank=largest.survey,
+        largest_rank=largest.profile,
     )
 
 
 def _layout(
-    config: Config, subject: SurveyedModel, ranks: int, given: Grid | None, budget: MemoryBudget
-) -> tuple[Grid, int, Choice | None]:
+    config: Config,
+    planned_model: ProfiledModel,
+    ranks: int,
+    given: Grid | None,
+    budget: MemoryBudget,
+) -> tuple[Grid, int, LayoutDecision | None]:
     """The grid, the slack of its pipeline, and the choice of the planner; None where the grid is
     given, in Python or by the configuration."""
-    num_layers, choice = len(subject.survey.layers), None
+    num_layers, choice = len(planned_model.profile.layers), None
     if given is not None:
         grid = given
         check_grid(grid, ranks, num_layers)
         check_split(config, grid.g_inter, num_layers)
     else:
-        choice = chosen_layout(config, subject, cluster_of(config), ranks, budget)
+        choice = chosen_layout(config, planned_model, cluster_of(config), ranks, budget)
         if choice is not None:
             config = _with(config, {"layout.g_inter": choice.row.layout.grid.g_inter})
         grid = resolve_grid(config, ranks, num_layers)
     check_batch(config, grid)
-    slack = DEFAULT_SLACK
+    extra_in_flight = DEFAULT_EXTRA_IN_FLIGHT
     if choice is not None:
-        slack = choice.row.layout.schedule.slack
-    elif config.layout.memory_per_rank != "auto" and has_costs(subject.survey):
-        slack = fitting_slack(subject, config, grid, budget)
-    return grid, slack, choice
+        extra_in_flight = choice.row.layout.schedule.extra_in_flight
+    elif config.layout.memory_per_rank != "auto" and has_costs(planned_model.profile):
+        extra_in_flight = fitting_extra_in_flight(planned_model, config, grid, budget)
+    return grid, extra_in_flight, choice
 
 
 def _stages(
-    config: Config, decided: Config, grid: Grid, largest: SurveyedModel, budget: MemoryBudget
+    config: Config, decided: Config, grid: Grid, largest: ProfiledModel, budget: MemoryBudget
 ) -> Sequence[range]:
     """The layers of each stage; `budget` limits a split that is left to `auto`."""
     if config.layout.split != "auto":
@@ -333,13 +340,15 @@ def _stages(
     return balanced(config, decided, grid, largest, budget)
 
 
-def _settled(config: Config, grid: Grid, slack: int, compiled: bool | Literal["loss"]) -> Config:
-    """The configuration with every `auto` replaced but `layout.split` and `samo.shard_optimizer`,
-    which need the rest; `slack` and `compiled` are for the section `pipeline`."""
+def _decided(
+    config: Config, grid: Grid, extra_in_flight: int, compiled: bool | Literal["loss"]
+) -> Config:
+    """The configuration with every `auto` replaced but `layout.split` and `samo.zero_stage`,
+    which need the rest; `extra_in_flight` and `compiled` are for the section `pipeline`."""
     pruning, steps = config.pruning, config.train.steps
     automatic: dict[str, object] = {
         "data.sequence_length": sample_length(config),
-        "pipeline.slack": slack,
+        "pipeline.extra_in_flight": extra_in_flight,
         "pipeline.split_backward": splits_backward(config.pipeline, grid.g_inter),
         "pipeline.compile": compiled,
         "pruning.rewind_step": 0 if pruning.method == "iterative" else "never",
@@ -378,14 +387,14 @@ def has_compiler() -> bool:
     return find_spec("triton") is not None and any(map(shutil.which, compilers))
 
 
-def _ties(survey: Survey, shards: Mapping[str, TensorShard], ranks: int) -> dict[str, str]:
+def _ties(profile: ModelProfile, shards: Mapping[str, TensorShard], ranks: int) -> dict[str, str]:
     """The ties of a model and of its shards on `ranks` tensor-parallel ranks."""
-    check_ties(survey.ties, shards)
+    check_ties(profile.ties, shards)
     return {
-        **survey.ties,
+        **profile.ties,
         **{
             f"{second}#{index}": f"{first}#{index}"
-            for second, first in survey.ties.items()
+            for second, first in profile.ties.items()
             for index in range(ranks if first in shards else 0)
         },
     }
@@ -397,12 +406,10 @@ def _shares(config: Config, state_of: Callable[[Config], Sequence[int]]) -> bool
 
     Time does not decide (docs/decisions/041-waiting-and-start-up.md).
     """
-    asked = config.samo.shard_optimizer
+    asked = config.samo.zero_stage
     if asked != "auto":
-        return asked
-    shared, full = (
-        state_of(_with(config, {"samo.shard_optimizer": shares})) for shares in (True, False)
-    )
+        return bool(asked)
+    shared, full = (state_of(_with(config, {"samo.zero_stage": stage})) for stage in (1, 0))
     return any(here < there for here, there in zip(shared, full, strict=True))
 
 
@@ -432,11 +439,11 @@ def _with(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def parameter_groups(
-    config: Config, survey: Survey, targets: Targets | None
+    config: Config, profile: ModelProfile, targets: Targets | None
 ) -> dict[str, ParameterGroup]:
     """The separate settings of some parameters; ConfigError for an entry of another form, or with a
     pattern that no parameter matches."""
-    settings, names, shapes = config.optimizer, survey.counted, survey.shapes
+    settings, names, shapes = config.optimizer, profile.counted, profile.shapes
     rates = _own_values("optimizer.learning_rates", settings.learning_rates, names)
     decays = _own_values("optimizer.weight_decays", settings.weight_decays, names)
     if targets is not None and config.pruning.rate_power:
@@ -450,7 +457,7 @@ def parameter_groups(
             decay = settings.weight_decay if len(shapes[name]) >= 2 else 0.0
             peak = rates.get(name, settings.learning_rate)
             groups[name] = ParameterGroup(peak, decays.get(name, decay))
-    return groups | {second: groups[of] for second, of in survey.ties.items() if of in groups}
+    return groups | {second: groups[of] for second, of in profile.ties.items() if of in groups}
 
 
 def _own_values(key: str, entries: Sequence[str], names: Sequence[str]) -> dict[str, float]:
@@ -565,16 +572,18 @@ def found_budget(
 # -- the same on all ranks -----------------------------------------------------------------------
 
 
-def refuse_odd_rank(transport: Transport, facts: Mapping[str, str]) -> None:
+def reject_mismatching_rank(transport: Transport, facts: Mapping[str, str]) -> None:
     """ConfigError if a fact differs between ranks; names the odd rank and its host."""
-    odd = odd_rank(transport, facts)
+    odd = mismatching_rank(transport, facts)
     if odd is not None:
         fact, text = odd
         mend = "start all ranks with the same command, configuration and environment"
         raise ConfigError(f"{text}; {MENDS.get(fact, mend)}")
 
 
-def odd_rank(transport: Transport, facts: Mapping[str, str] | None) -> tuple[str, str] | None:
+def mismatching_rank(
+    transport: Transport, facts: Mapping[str, str] | None
+) -> tuple[str, str] | None:
     """A fact that differs between ranks, and on which rank and host; None if all are equal.
 
     Rank 0 has facts. All ranks call this together; those whose facts are None are not compared.

@@ -23,7 +23,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from axsparse.config.schema import Config, SpikesConfig
-from axsparse.pruning.methods.masking import Change
+from axsparse.pruning.methods.pruner import MaskUpdate
 from axsparse.samo.optim.optimizer import LearningRate, learning_rate, own_learning_rate
 
 FACTOR = 2.0
@@ -59,7 +59,7 @@ class SpikeHistory(_Counters):
     in_a_row: Count = 0
     """Number of spikes since the last good step."""
 
-    def judge(self, settings: SpikesConfig, step: int, loss: float) -> Spike | None:
+    def decide(self, settings: SpikesConfig, step: int, loss: float) -> Spike | None:
         """The spike that a finite loss is; None if the loss is good, which is then remembered."""
         if settings.rule == "none":
             return None
@@ -196,7 +196,7 @@ class Progress(_Counters):
         self.step += 1
         self.evaluated = self.masked = False
 
-    def follow_masks(self, change: Change) -> None:
+    def follow_masks(self, change: MaskUpdate) -> None:
         """Take note that the masks before the coming step were rewound or changed."""
         if change.rewound:
             self.updates, self.schedule_start = 0, self.step

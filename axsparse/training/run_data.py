@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_data
-from axsparse.data.batches import Batches, whole_number
+from axsparse.data.batches import Batches, integer_of
 from axsparse.data.dataset import Datasets, length_of
 from axsparse.data.order import Share
-from axsparse.data.torch_dataset import mend_for
+from axsparse.data.torch_dataset import advice_for
 from axsparse.models.layer import Model
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
@@ -25,7 +25,7 @@ from axsparse.runtime.errors import DataError
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.seeds import preserved_rng
 from axsparse.training.checkpoint.manifest import DataEntry
-from axsparse.training.plan import RunPlan, odd_rank
+from axsparse.training.plan import RunPlan, mismatching_rank
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ def open_data(
     Raises on all ranks the error of opening on any, DataError if two ranks read different data, and
     the errors of `check_data`.
     """
-    reads = plan.place.is_first or plan.place.is_last
-    separate = config.data.separate_documents
+    reads = plan.coords.is_first or plan.coords.is_last
+    separate = config.data.intra_document_attention
     datasets = together(transport, lambda: _open(open_datasets, separate) if reads else None)
     read_here = None if datasets is None else _facts_of(datasets)
-    together(transport, lambda: _refuse_other_data(transport, read_here))
+    together(transport, lambda: _reject_other_data(transport, read_here))
     # Rank 0 is a first stage, which reads.
     facts = json.loads(text_of_first(transport, json.dumps(read_here)))
     together(
@@ -91,8 +91,8 @@ def open_data(
         Batches,
         global_batch_size=plan.config.batch.global_batch_size,
         microbatch_size=plan.config.batch.microbatch_size,
-        replica=plan.place.replica,
-        g_data=plan.place.grid.g_data,
+        replica=plan.coords.replica,
+        g_data=plan.coords.grid.g_data,
         seed=plan.config.seed,
         vocab_size=plan.model.vocab_size,
         pinned=pinned,
@@ -123,7 +123,7 @@ def with_example(
     """
     if model.example is not None:
         return model
-    size, separate = config.batch.microbatch_size, config.data.separate_documents
+    size, separate = config.batch.microbatch_size, config.data.intra_document_attention
 
     def first_inputs() -> tuple[Tensor, ...]:
         if transport.rank:
@@ -164,7 +164,7 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
     separate documents where `separate` asks for it."""
     opened = open_datasets()
     if not isinstance(opened, Datasets):
-        mend = f"; for each, {mend_for(opened)}" if isinstance(opened, DataLoader) else ""
+        mend = f"; for each, {advice_for(opened)}" if isinstance(opened, DataLoader) else ""
         raise DataError(
             f"data: open_datasets returned {type(opened).__name__}; return "
             f"Datasets(training, validation){mend}"
@@ -175,14 +175,15 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
         if missing:
             raise DataError(
                 f"data: {type(dataset).__name__} has no {', '.join(missing)}, which data sets "
-                f"have; {mend_for(dataset)}"
+                f"have; {advice_for(dataset)}"
             )
         if dataset.targets_per_sample is not None:
             per_sample = f"{dataset.name}: targets_per_sample"
-            whole_number(dataset.targets_per_sample, per_sample, least=1)
+            integer_of(dataset.targets_per_sample, per_sample, least=1)
         if separate and getattr(dataset, "separator", None) is None:
             raise DataError(
-                f"data.separate_documents: {dataset.name} has no ends of documents; choose false, "
+                f"data.intra_document_attention: {dataset.name} has no ends of documents; choose "
+                "false, "
                 "or give a TokenDataset with the separator that ends them"
             )
     return opened
@@ -202,9 +203,9 @@ def _facts_of(datasets: Datasets) -> dict[str, Any]:
     }
 
 
-def _refuse_other_data(transport: Transport, facts: Mapping[str, Any] | None) -> None:
+def _reject_other_data(transport: Transport, facts: Mapping[str, Any] | None) -> None:
     """DataError if two ranks that read data differ in a fact; None on the other ranks."""
-    odd = odd_rank(transport, facts and {key: str(value) for key, value in facts.items()})
+    odd = mismatching_rank(transport, facts and {key: str(value) for key, value in facts.items()})
     if odd is not None:
         raise DataError(
             f"data: {odd[1]}; give all hosts the same data, and what is drawn the same seed "

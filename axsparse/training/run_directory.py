@@ -29,7 +29,7 @@ from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, step_of
 from axsparse.training.checkpoint.verification import (
     Checkpoint,
     flat,
-    newest_whole,
+    newest_complete,
     remains,
     steps_in,
     verify_together,
@@ -109,7 +109,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
             locks.append(RunLock(path))
         if named is not None:
             if path is not None:
-                _refuse_older(path, named)
+                _reject_older(path, named)
             return json.dumps([path and str(path), str(named), [], []])
         if path is None:
             return json.dumps([None, None, [], []])
@@ -122,7 +122,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         if named is not None:
             checkpoint = verify_together(transport, Path(named))
         elif path is not None:
-            checkpoint, skipped = newest_whole(transport, Path(path), steps)
+            checkpoint, skipped = newest_complete(transport, Path(path), steps)
             notes = [*notes, *skipped]
     except BaseException:
         for lock in locks:
@@ -133,7 +133,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         left = "" if checkpoint.step < all_steps else f"; train.steps {all_steps} asks for no more"
         notes = [*notes, f"goes on from {checkpoint.path}, after step {checkpoint.step}{left}"]
     elif path is not None:
-        together(transport, lambda: _refuse_lost(Path(path)))
+        together(transport, lambda: _reject_lost(Path(path)))
         notes = [*notes, f"{path} has no checkpoint; starts from the beginning"]
     elif resume is not None:
         notes = [*notes, "there is no run to go on with; starts from the beginning"]
@@ -200,7 +200,7 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
                 f"{where}: {path} is not a directory; choose another --run-dir"
             ) from reason
         has_mark = _is_run(path, where)
-        if overwrite or not _holds_run(path):  # otherwise not even a lock file is left there
+        if overwrite or not _contains_run(path):  # otherwise not even a lock file is left there
             lock = RunLock(path)
             if overwrite and has_mark:
                 _clear(path)
@@ -243,11 +243,11 @@ def _take(path: Path, lock: RunLock) -> bool:
         (path / METRICS_FILE).open("x").close()
     except FileExistsError:
         # Without a real lock, the run of an empty file may be about to record its first step.
-        return lock.is_exclusive and not _holds_run(path)
+        return lock.is_exclusive and not _contains_run(path)
     return True
 
 
-def _holds_run(path: Path) -> bool:
+def _contains_run(path: Path) -> bool:
     """Whether a directory has records of a run, or an empty metrics.jsonl next to checkpoints."""
     try:
         return bool((path / METRICS_FILE).stat().st_size or steps_in(path))
@@ -324,7 +324,7 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
     return None, named
 
 
-def _refuse_lost(run_dir: Path) -> None:
+def _reject_lost(run_dir: Path) -> None:
     """MissingInputError if a run has saved checkpoints and has none any more."""
     if RunMark.of(run_dir).has_saved:
         raise MissingInputError(
@@ -333,7 +333,7 @@ def _refuse_lost(run_dir: Path) -> None:
         )
 
 
-def _refuse_older(run_dir: Path, named: Path) -> None:
+def _reject_older(run_dir: Path, named: Path) -> None:
     """ConfigError if the run has checkpoints after the one that is named.
 
     The later checkpoints belong to steps that the resumed run would do again.

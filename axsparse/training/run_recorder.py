@@ -38,7 +38,7 @@ def make_recorder(
     run_dir: Path | None,
 ) -> Recorder:
     """The recorder of every rank; on rank 0 it has a screen, which shows the banner."""
-    config, survey, transport = plan.config, plan.survey, placement.transport
+    config, profile, transport = plan.config, plan.profile, placement.transport
     live = sum(layer.state.live_bytes().total for layer in layers)
     peak = config.train.peak_flops
     own = [live, matrix_peak(plan.dtype, placement.backend.device) if peak == "auto" else peak]
@@ -54,7 +54,7 @@ def make_recorder(
         steps=config.train.steps,
         log_every=config.train.log_every,
         tokens_per_step=sequences * (data.training.targets_per_sample or 1),
-        flops_per_step=3 * survey.flops * sequences,  # backward is twice the forward
+        flops_per_step=3 * profile.flops * sequences,  # backward is twice the forward
         peak_flops=sum(row[1] for row in rows),
         unit=data.unit,
         predicted_memory_bytes=peak_bytes,
@@ -87,9 +87,9 @@ def _banner(
     """The lines of the banner; `state_bytes` belong to the fullest rank."""
     layout = ModelLayout(
         plan.model.name,
-        plan.survey,
+        plan.profile,
         plan.stages,
-        plan.place.grid,
+        plan.coords.grid,
         transport.name,
         dense_bytes=max(
             plan.state_bytes(plan.layers_of(stage), {}) for stage in range(len(plan.stages))
@@ -109,7 +109,7 @@ def _pruned(plan: RunPlan) -> list[str]:
     """The pruned tensors, and the ones that stay dense."""
     if plan.targets is None:
         return []
-    return pruning_lines(plan.survey, plan.targets, plan.config.pruning)
+    return pruning_lines(plan.profile, plan.targets, plan.config.pruning)
 
 
 def _slow_ranks(plan: RunPlan, transport: Transport) -> SlowRanks | None:
@@ -118,8 +118,8 @@ def _slow_ranks(plan: RunPlan, transport: Transport) -> SlowRanks | None:
     if settings.slow_ratio is None:
         return None
     return SlowRanks(
-        plan.place.grid,
-        [sum(plan.survey.layers[layer].work for layer in stage) for stage in plan.stages],
+        plan.coords.grid,
+        [sum(plan.profile.layers[layer].work for layer in stage) for stage in plan.stages],
         gather_texts(transport.world, transport.backoff, socket.gethostname()),
         ratio=settings.slow_ratio,
         steps=settings.slow_steps,
@@ -134,7 +134,7 @@ def _planned(plan: RunPlan, memory_bytes: float) -> str:
     if prediction.step_seconds is not None:
         text += f" · step ~{prediction.step_seconds:.3g} s"
     if prediction.sum_bytes:
-        text += f" · a member sends {format_bytes(prediction.sum_bytes)} a step"
+        text += f" · a tensor-parallel rank sends {format_bytes(prediction.sum_bytes)} a step"
     if plan.memory_is_tight:
         text += ", which is tight: freed memory goes back at once, at some 8 % of the time"
     if prediction.reason is not None:

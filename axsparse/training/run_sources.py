@@ -76,7 +76,7 @@ class OfModule:
     loss: LossFunction | None = None
     metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
 
-    def refuse_other(self, model: object) -> None:
+    def reject_other(self, model: object) -> None:
         """ConfigError for a module without a loss, and for a loss of what is no module."""
         if isinstance(model, nn.Module) != (self.loss is not None):
             raise ConfigError(
@@ -132,7 +132,7 @@ def run_sources(
             f"Trainer: model is {type(model).__name__}; give an nn.Module and loss=, an ax.Model, "
             "ax.hf(folder), or leave it out for that of the settings"
         )
-    of_module.refuse_other(model)
+    of_module.reject_other(model)
     of_data = data.settings if isinstance(data, Tokens) else {}
     whole = load_settings(config, of_model, of_data, settings)
     if isinstance(model, nn.Module):

@@ -17,8 +17,8 @@ from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import Dataset, Datasets
 from axsparse.models.layer import Model, as_tuple
+from axsparse.models.model_profile import profile
 from axsparse.models.sequential import filled_modules
-from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine, Rank
@@ -34,7 +34,7 @@ from axsparse.training.checkpoint.manifest import DataEntry
 from axsparse.training.checkpoint.verification import (
     Checkpoint,
     checkpoint_of,
-    refuse_other_data,
+    reject_other_data,
 )
 from axsparse.training.evaluation import Evaluation, evaluate
 from axsparse.training.export import Weights
@@ -64,15 +64,15 @@ def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: 
     weights = Weights(checkpoint_of(run, step), trained=trained)
     config = weights.config().with_origins(run.name, {})
     model = model_without_weights(config)
-    surveyed = survey(replace(model, example=None))
+    profiled = profile(replace(model, example=None))
     shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    if shapes != surveyed.shapes:
+    if shapes != profiled.shapes:
         raise ConfigError(
             f"{weights.checkpoint.path}: is of a model of your own, not of the {config.model.name} "
             "of its configuration; in Python, ax.Trainer(…, resume=RUN).evaluate() evaluates it, "
             "and ax.load gives its weights"
         )
-    modules = filled_modules(model, surveyed.ties, weights.tensors())
+    modules = filled_modules(model, profiled.ties, weights.tensors())
     for module in modules.values():
         module.requires_grad_(requires_grad=False)
     return SavedModel(weights.checkpoint, config, model, list(modules.values()))
@@ -99,7 +99,7 @@ def evaluate_saved(
     validation = _validation_data(saved, datasets)
     torch.set_num_threads(config.train.threads)
     transport = LocalTransport(LocalWorld[object](1), 0)
-    place = Grid(1, 1).place(0)
+    coords = Grid(1, 1).coords(0)
     stage = Stage(
         [
             LayerRunner(layer.name, module, is_recomputed=False)
@@ -111,9 +111,9 @@ def evaluate_saved(
         seed=config.seed,
     )
     engine = Engine(
-        Rank(place, transport.backoff, Phases()),
+        Rank(coords, transport.backoff, Phases()),
         stage,
-        transport.link(place),
+        transport.link(coords),
         schedule=Schedule("message-driven", 0, "alternate"),
         while_idle=lambda: None,
     )
@@ -133,7 +133,7 @@ def evaluate_saved(
         number,
         tuple(model.metrics),
         transport=transport,
-        place=place,
+        coords=coords,
         after_batch=after_batch,
     )
 
@@ -144,7 +144,7 @@ def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
     data = DataEntry(
         name=training.name, fingerprint=training.fingerprint, samples=len(training), position=0
     )
-    refuse_other_data(saved.checkpoint, data)
+    reject_other_data(saved.checkpoint, data)
     if validation is None:
         raise ConfigError(f"evaluate: {training.name} has no validation data; nothing to do")
     check_data(

@@ -18,15 +18,21 @@ from torch import Tensor
 from axsparse.config.schema import num_microbatches
 from axsparse.data.batches import Batch
 from axsparse.data.prefetch import Prefetcher
-from axsparse.data_parallel.agreement import NOTHING, Agreement, Notice, Report, Verdict
+from axsparse.data_parallel.step_consensus import (
+    NOTHING,
+    Flags,
+    LocalStats,
+    StepConsensus,
+    StepResult,
+)
 from axsparse.models.module_buffers import slots
-from axsparse.pruning.methods.masking import Change
+from axsparse.pruning.methods.pruner import MaskUpdate
 from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.launcher import write_line
 from axsparse.samo.backend import to_host
-from axsparse.samo.fixed_point import Fit, Units
+from axsparse.samo.fixed_point import UnitFit, Units
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.masks import bits_digest, masks_digest, weights_digest
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
@@ -72,17 +78,17 @@ class Step:
         )
         """Whether the coming step compares the layers with plain torch first."""
         self._named: dict[str, set[str]] = {}
-        self._buffers_are_compared = parts.place.grid.g_data == 1
+        self._buffers_are_compared = parts.coords.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
-        _refuse_unequal(
-            weights_digest(parts.layers), parts.replicas, parts.place.stage, UNEQUAL_WEIGHTS
+        _reject_unequal(
+            weights_digest(parts.layers), parts.replicas, parts.coords.stage, UNEQUAL_WEIGHTS
         )
-        self._agreement = self._make_agreement()
+        self._consensus = self._make_consensus()
 
     @torch.inference_mode(mode=False)
     @torch.enable_grad()  # whoever calls may have switched gradients off
-    def train_step(self, notice: Callable[[], Notice] = lambda: NOTHING) -> Verdict:
+    def train_step(self, notice: Callable[[], Flags] = lambda: NOTHING) -> StepResult:
         """Train on the next batch; the loss and norm returned were measured before the update.
 
         If the loss or a gradient is not finite anywhere, or the loss spikes, no rank updates.
@@ -93,7 +99,7 @@ class Step:
         self.check_layers()
         step = self._progress.step + 1
         verdict = self._gradients(self._next_batch(), notice)
-        refuse_drifted_weights(verdict, step, self._parts.place.grid)
+        reject_drifted_weights(verdict, step, self._parts.coords.grid)
         spike = self.skips.spike_of(step, verdict)
         if verdict.finite and spike is None:
             with self._parts.phases("collective"):
@@ -115,11 +121,11 @@ class Step:
         """
         if self._checks_layers:
             self._checks_layers = False
-            self._refuse_frozen()
+            self._reject_frozen()
             self._read_ahead = self._next_batch()
             check_layers(self._parts, self._read_ahead)
 
-    def _gradients(self, batch: Batch, notice: Callable[[], Notice] = lambda: NOTHING) -> Verdict:
+    def _gradients(self, batch: Batch, notice: Callable[[], Flags] = lambda: NOTHING) -> StepResult:
         """Compute the gradients of a batch, and reach a verdict on them with all ranks.
 
         Where exact sums did not fit, the gradients are computed again in other units.
@@ -131,9 +137,9 @@ class Step:
             digest = 0
             if self._compares_replicas:
                 digest = self._digest()
-                group, layers = self._parts.members, self._parts.layers
+                group, layers = self._parts.tp_group, self._parts.layers
                 if group is not None:
-                    refuse_partial_gradients(group, layers, self._parts.place.stage)
+                    reject_partial_gradients(group, layers, self._parts.coords.stage)
             verdict = self._agree(losses, notice, digest)
             if self._units is None or not verdict.finite:
                 return verdict
@@ -156,9 +162,9 @@ class Step:
 
     def _begin_step(self) -> None:
         """Open a step, whose first gradient of each parameter overwrites the last step's."""
-        self._refuse_frozen()
+        self._reject_frozen()
         if self._units is not None:
-            ties = self._parts.survey.ties
+            ties = self._parts.profile.ties
             for layer in self._parts.layers:
                 for tensor in layer.state.tensors:
                     tensor.unit = self._units.unit(ties.get(tensor.name, tensor.name))
@@ -166,7 +172,7 @@ class Step:
         self._parts.sync.begin()
         self._parts.statistics.begin()
 
-    def _refuse_frozen(self) -> None:
+    def _reject_frozen(self) -> None:
         """ConfigError if a callback has frozen a parameter, or has made one train: its moments in
         the optimizer would not follow."""
         for name, parameter, trains in self._parameters:
@@ -191,12 +197,12 @@ class Step:
             lambda is_last: parts.collector.microbatch(is_last=is_last),
         )
         self._name_once(
-            f"warning: {parts.place}: its microbatches of step {self._progress.step + 1} gave "
+            f"warning: {parts.coords}: its microbatches of step {self._progress.step + 1} gave "
             "no gradient to {}; it counts as zero (freeze what no sample ever uses)",
             parts.collector.finish(),
         )
         self._name_once(
-            f"{parts.place}: pipeline.split_backward leaves unsplit, since they have gradients "
+            f"{parts.coords}: pipeline.split_backward leaves unsplit, since they have gradients "
             "besides that of one call of their layer: {}",
             parts.engine.unsplit,
         )
@@ -220,9 +226,9 @@ class Step:
     def _agree(
         self,
         losses: Sequence[Tensor],
-        notice: Callable[[], Notice] = lambda: NOTHING,
+        notice: Callable[[], Flags] = lambda: NOTHING,
         digest: int = 0,
-    ) -> Verdict:
+    ) -> StepResult:
         """Agree on all ranks on the loss, the norm, and whether both are finite."""
         parts = self._parts
         with parts.phases("optimizer"):
@@ -238,22 +244,22 @@ class Step:
         fits = self._fits(dict(zip(summed, ends[len(ends) - len(summed) :], strict=True)))
         with parts.phases("collective"):
             is_finite = all(map(math.isfinite, ends))
-            report = Report(each, partials, notice(), is_finite, digest, fits)
-            return self._agreement.reach(report, self._progress.loss_scale)
+            report = LocalStats(each, partials, notice(), is_finite, digest, fits)
+            return self._consensus.reach(report, self._progress.loss_scale)
 
-    def _fits(self, largest: Mapping[TensorState, float]) -> dict[str, Fit]:
+    def _fits(self, largest: Mapping[TensorState, float]) -> dict[str, UnitFit]:
         """How exact sums fit their units, from the largest entry of each tensor; both uses of a
         tied weight count as its first."""
-        fits: dict[str, Fit] = {}
+        fits: dict[str, UnitFit] = {}
         for tensor, most in largest.items():
             assert self._units is not None, "sums of numbers note no largest entry"
             fit = self._units.fit(most / tensor.unit)
-            first = self._parts.survey.ties.get(tensor.name, tensor.name)
+            first = self._parts.profile.ties.get(tensor.name, tensor.name)
             if fit is not None:
                 fits[first] = max(fit, fits.get(first, fit))
         return fits
 
-    def _clip_and_update(self, verdict: Verdict) -> None:
+    def _clip_and_update(self, verdict: StepResult) -> None:
         """Clip by the global norm, step the optimizer on kept entries, write the dense weights."""
         parts, settings = self._parts, self._config.optimizer
         progress = self._progress
@@ -281,7 +287,7 @@ class Step:
                     for name, group in parts.plan.groups.items()
                 },
                 updated=parts.weights.updated,
-                visits=iter if parts.offload is None else parts.offload.visits,
+                staged_layers=iter if parts.offload is None else parts.offload.staged_layers,
             )
         parts.weights.finish()
 
@@ -300,11 +306,11 @@ class Step:
                 return
             self.skips.rescale(self._progress.step + 1, verdict)
 
-    def follow_masks(self, change: Change) -> None:
+    def follow_masks(self, change: MaskUpdate) -> None:
         """Adapt counters and the agreement; all ranks call this together after masks changed."""
         self._progress.follow_masks(change)
         if change.changed:
-            self._agreement = self._make_agreement()
+            self._consensus = self._make_consensus()
 
     def learning_rate(self, peak: float) -> float:
         """The learning rate of the coming step for parameters with this peak."""
@@ -324,7 +330,7 @@ class Step:
         Other stages divide nothing and get 1. DataError if the step has no target.
         """
         parts = self._parts
-        if not parts.place.is_last:
+        if not parts.coords.is_last:
             return 1.0
         each = parts.data.training.targets_per_sample
         if each is not None:
@@ -339,21 +345,21 @@ class Step:
             )
         return count.item()
 
-    def _make_agreement(self) -> Agreement:
+    def _make_consensus(self) -> StepConsensus:
         """Check that replicas keep the same entries, and lay out the vector of the agreement."""
         parts, transport = self._parts, self._parts.transport
-        _refuse_unequal(
-            masks_digest(parts.layers), parts.replicas, parts.place.stage, UNEQUAL_MASKS
+        _reject_unequal(
+            masks_digest(parts.layers), parts.replicas, parts.coords.stage, UNEQUAL_MASKS
         )
         kept = {
             tensor.name: tensor.kept
             for layer in parts.layers
             for tensor in layer.state.owned
-            if parts.place.member == 0 or tensor.shard is not None
+            if parts.coords.tp_rank == 0 or tensor.shard is not None
         }
         names = parts.plan.counted
         self._counted = [name for name in names if name in kept]
-        return Agreement(transport.world, transport.backoff, parts.place, names, kept)
+        return StepConsensus(transport.world, transport.backoff, parts.coords, names, kept)
 
     def _warn_of_own_buffers(self) -> None:
         """Warn, after the first step, of buffers that each replica has in its own way.
@@ -369,7 +375,7 @@ class Step:
             for number, name in parts.statistics.different()
         ]
         self._name_once(
-            f"warning: {parts.place}: each replica has its own {{}}; checkpoints hold the first "
+            f"warning: {parts.coords}: each replica has its own {{}}; checkpoints hold the first "
             "replica's, so that a run that resumes goes on otherwise if training depends on them",
             names,
         )
@@ -383,7 +389,7 @@ class Step:
         known = self._named.setdefault(text.rpartition("{}")[2], set())
         new = [name for name in names if name not in known]
         known.update(new)
-        if new and self._parts.place.replica == 0:
+        if new and self._parts.coords.replica == 0:
             more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
             write_line(text.format(f"{', '.join(new[:MOST_NAMED])}{more}"))
 
@@ -399,7 +405,7 @@ UNEQUAL_MASKS = (
 )
 
 
-def _refuse_unequal(digest: int, replicas: Replicas, stage: int, text: str) -> None:
+def _reject_unequal(digest: int, replicas: Replicas, stage: int, text: str) -> None:
     """TrainingError if a replica of this stage has another digest than replica 0.
 
     All replicas call this together. `text` names {replica} and {stage}.
@@ -413,7 +419,7 @@ def _refuse_unequal(digest: int, replicas: Replicas, stage: int, text: str) -> N
             raise TrainingError(text.format(replica=replica, stage=stage))
 
 
-def refuse_partial_gradients(group: TensorGroup, layers: Sequence[BuiltLayer], stage: int) -> None:
+def reject_partial_gradients(group: TensorGroup, layers: Sequence[BuiltLayer], stage: int) -> None:
     """ConfigError if tensor-parallel ranks have other gradients of a parameter that all of them
     have, or other buffers. All ranks call this together."""
     states = [layer.state for layer in layers]
@@ -440,14 +446,14 @@ def refuse_partial_gradients(group: TensorGroup, layers: Sequence[BuiltLayer], s
             )
 
 
-def refuse_drifted_weights(verdict: Verdict, step: int, grid: Grid) -> None:
+def reject_drifted_weights(verdict: StepResult, step: int, grid: Grid) -> None:
     """TrainingError on all ranks if a replica has come to other weights than replica 0."""
     if verdict.drifted is not None:
-        place = grid.place(verdict.drifted)
+        coords = grid.coords(verdict.drifted)
         raise everywhere(
             TrainingError(
-                f"step {step}: weights: replica {place.replica} has come to others than replica 0 "
-                f"on stage {place.stage}; look for code that writes to weights beside the "
+                f"step {step}: weights: replica {coords.replica} has come to others than replica 0 "
+                f"on stage {coords.stage}; look for code that writes to weights beside the "
                 "optimizer (through .data in a forward, say), or for bad memory of a host; resume "
                 "from a checkpoint before that"
             )
@@ -472,13 +478,13 @@ class SkippedSteps:
         self._run_dir = run_dir
         self._progress = progress
 
-    def spike_of(self, step: int, verdict: Verdict) -> Spike | None:
+    def spike_of(self, step: int, verdict: StepResult) -> Spike | None:
         """The spike of step number `step`; None if its loss is usual or not finite."""
         if not verdict.finite:
             return None
-        return self._progress.spikes.judge(self._config.spikes, step, verdict.loss)
+        return self._progress.spikes.decide(self._config.spikes, step, verdict.loss)
 
-    def record(self, step: int, verdict: Verdict, spike: Spike | None) -> None:
+    def record(self, step: int, verdict: StepResult, spike: Spike | None) -> None:
         """Take note of step number `step`, and let the loss scale follow it.
 
         TrainingError on all ranks once too many steps in a row could not update.
@@ -494,7 +500,7 @@ class SkippedSteps:
             self.reason = self._culprit(verdict)
         self.rescale(step, verdict)
 
-    def rescale(self, step: int, verdict: Verdict) -> None:
+    def rescale(self, step: int, verdict: StepResult) -> None:
         """Let the loss scale follow the verdict of step number `step`.
 
         TrainingError on all ranks once the smallest scale has failed too often.
@@ -543,23 +549,23 @@ class SkippedSteps:
             )
         return everywhere(TrainingError(f"{why}; {mend}"))
 
-    def _culprit(self, verdict: Verdict) -> str:
+    def _culprit(self, verdict: StepResult) -> str:
         """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.
 
         A loss that is not finite spoils all gradients, so gradients are named only where every
         loss is finite. Where the gradients of each replica are finite by themselves, their sum
         is too large for its type, and the stage is named instead of a rank.
         """
-        grid = self._plan.place.grid
+        grid = self._plan.coords.grid
         if verdict.bad_loss is not None:
             rank = grid.rank(grid.g_inter - 1, verdict.bad_loss)
-            return f"{grid.place(rank)}: the loss is not finite"
+            return f"{grid.coords(rank)}: the loss is not finite"
         assert verdict.culprit is not None, "a loss or a gradient is not finite"
         stage = self._plan.stage_of(verdict.culprit)
         shard = int(verdict.culprit.rpartition("#")[2]) if "#" in verdict.culprit else 0
-        column = grid.column(stage, shard)
+        column = grid.dp_group(stage, shard)
         # A single replica sums nothing, so that its gradients are looked at only once.
         bad = [rank for rank in column if rank in verdict.bad_ranks or len(column) == 1]
-        where = str(grid.place(bad[0])) if bad else f"stage {stage}, summed"
+        where = str(grid.coords(bad[0])) if bad else f"stage {stage}, summed"
         text = f"{where}: the gradient of {verdict.culprit} is not finite"
         return "".join(letter if letter.isprintable() else "?" for letter in text)[:LONGEST_REASON]

@@ -17,23 +17,23 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
-from axsparse.data_parallel.agreement import Notice, Verdict
+from axsparse.data_parallel.step_consensus import Flags, StepResult
 from axsparse.models.layer import LossFunction, MetricFunction, Model
-from axsparse.models.sequential import plain_model, refuse_dotted_names
+from axsparse.models.sequential import plain_model, reject_dotted_names
 from axsparse.observe.metrics import MaskRecord
-from axsparse.observe.out_of_memory import explained
+from axsparse.observe.out_of_memory import with_advice
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_file import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Watchdog, open_watchdog
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.mask_file import MASK_FILE
-from axsparse.pruning.methods.masking import Masking, Moment
+from axsparse.pruning.methods.pruner import Pruner, StepContext
 from axsparse.runtime.errors import (
     ConfigError,
     StoppedError,
     TrainingError,
     everywhere,
-    noted,
+    with_note,
 )
 from axsparse.runtime.exchange import sum_by_owner, sum_of, together
 from axsparse.runtime.job import Job, own_job
@@ -83,7 +83,8 @@ class Trainer:
         """Connect this process to the other ranks, and build or read the state of its layers.
 
         Args:
-            model: An `nn.Module` whose forward runs the members of its lists one after the other
+            model: An `nn.Module` whose forward runs the tensor-parallel ranks of its lists one
+            after the other
                 (`ax.from_module`), `ax.from_sequential(modules, loss)`, another `ax.Model`,
                 `ax.hf(folder)`, the name of a model such as "gpt", or None for the settings' model.
             data: The training data, a pair (training, validation), `ax.tokens(path)`, or None for
@@ -148,7 +149,7 @@ class Trainer:
             self._watchdog = open_watchdog(
                 config.watchdog,
                 directory.path,
-                place=parts.place,
+                coords=parts.coords,
                 activity=parts.activity,
                 transport=parts.transport,
             )
@@ -168,7 +169,7 @@ class Trainer:
     @property
     def rank(self) -> int:
         """The number of this rank, from 0; rank 0 gets weights, and is the one to print."""
-        return self.parts.place.rank
+        return self.parts.coords.rank
 
     @property
     def run_dir(self) -> Path | None:
@@ -199,7 +200,7 @@ class Trainer:
         After the last step the run ends as `train` ends it. A loop that is left before continues
         where another one begins; `close` saves its steps.
         """
-        self._refuse_closed("the loop")
+        self._reject_closed("the loop")
         self._awaits_step = False
         return self
 
@@ -216,7 +217,7 @@ class Trainer:
         self._awaits_step = True
         return self.steps_done + 1
 
-    def step(self) -> Verdict:
+    def step(self) -> StepResult:
         """One training step: forward, backward, sums and update, and before it the work between two
         steps, unless the loop has done it.
 
@@ -224,7 +225,7 @@ class Trainer:
         together. ConfigError after the last step, or after `close`; StoppedError on all ranks if a
         signal came, once all is saved.
         """
-        self._refuse_closed("step")
+        self._reject_closed("step")
         if not self._make_ready():
             raise ConfigError(
                 f"step: the run is over after {self.steps_done} steps; raise train.steps"
@@ -249,19 +250,19 @@ class Trainer:
         its last step. A run without evaluations warns of an `on_evaluation`, which it never calls.
         StoppedError on all ranks once a signal ends it before the last step and all is saved.
         """
-        self._refuse_closed("train")
+        self._reject_closed("train")
         self._callbacks = {
             "on_step": on_step,
             "on_evaluation": on_evaluation,
             "on_checkpoint": on_checkpoint,
         }
         with self._ending_on_failure():
-            _refuse_no_functions(self._callbacks)
+            _reject_no_functions(self._callbacks)
             self._warn_of_no_evaluation(on_evaluation)
             for _ in self:
                 self.step()
 
-    def _refuse_closed(self, what: str) -> None:
+    def _reject_closed(self, what: str) -> None:
         if self._closed:
             raise ConfigError(
                 f"{what}: the trainer is closed; make another one, with resume='auto' to go on"
@@ -287,8 +288,8 @@ class Trainer:
             with (
                 torch.inference_mode(mode=False),
                 torch.enable_grad(),
-                explained(
-                    parts.place.rank,
+                with_advice(
+                    parts.coords.rank,
                     lambda: (
                         f"{parts.phases.action or parts.activity.task} of step "
                         f"{parts.activity.step}"
@@ -316,8 +317,8 @@ class Trainer:
             if self._saver is not None:
                 parts.activity.at("checkpoint", self.steps_done)
                 self._saver.finish()
-                self._tell_of_checkpoints()
-            refuse_bad_end(self.steps_done, self.last_evaluation, parts.masking)
+                self._announce_checkpoints()
+            reject_bad_end(self.steps_done, self.last_evaluation, parts.pruner)
             for line in last_lines(self.progress, self._saver):
                 parts.recorder.say(line)
         self._release()
@@ -347,7 +348,7 @@ class Trainer:
             self.parts.activity.at("checkpoint", self.steps_done)
             saver.start(self.progress)
         saver.finish()
-        self._tell_of_checkpoints()
+        self._announce_checkpoints()
         if self.steps_done:
             recorder.say(
                 f"closed after step {self.steps_done}, saved in {saver.folder}; resume='auto' goes "
@@ -385,7 +386,7 @@ class Trainer:
         """Do all that stands between two steps; True if another step follows."""
         # Evaluate even if a signal asked to stop, since the saved weights may have new masks.
         if self._evaluation_is_due() and (
-            self._is_over or not self._is_stopped or self.parts.masking is not None
+            self._is_over or not self._is_stopped or self.parts.pruner is not None
         ):
             self._recorded_evaluation()
             self._heed_signal()
@@ -434,7 +435,7 @@ class Trainer:
                 self.config.train.eval_steps,
                 tuple(parts.plan.model.metrics),
                 transport=parts.transport,
-                place=parts.place,
+                coords=parts.coords,
             )
         return self.last_evaluation
 
@@ -485,7 +486,7 @@ class Trainer:
         def write() -> None:
             if found is not None:
                 names = {name: there for name in found if (there := named(name)) is not None}
-                shapes = parts.survey.shapes
+                shapes = parts.profile.shapes
                 notes = save_folder(
                     self.config,
                     {there: shapes[name] for name, there in names.items() if name in shapes},
@@ -518,9 +519,9 @@ class Trainer:
         """
         model = self.parts.plan.model
         if model.container is None:
-            refuse_dotted_names(model)
+            reject_dotted_names(model)
         tensors = self._live_weights.collect(trained=trained, caches=True)
-        return None if tensors is None else plain_model(model, self.parts.survey.ties, tensors)
+        return None if tensors is None else plain_model(model, self.parts.profile.ties, tensors)
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state."""
@@ -528,7 +529,7 @@ class Trainer:
 
     # -- details ------------------------------------------------------------------------
 
-    def _recorded_step(self) -> Verdict:
+    def _recorded_step(self) -> StepResult:
         parts = self.parts
         parts.activity.at("training", self.steps_done + 1)
         self._step.check_layers()  # before anything of the step is counted
@@ -562,16 +563,16 @@ class Trainer:
             self._tracing.end(self.steps_done)
         parts.recorder.step(figures, seconds, maxima)
         self._call_back("on_step", "after step", self.steps_done, verdict)
-        self._tell_of_checkpoints()
+        self._announce_checkpoints()
         parts.activity.steps += 1
         return verdict
 
-    def _train_step(self) -> Verdict:
+    def _train_step(self) -> StepResult:
         """`Step.train_step`, in which all ranks also learn whether any of them was asked to stop or
         still writes a checkpoint."""
         stop, saver = self._stop, self._saver
         verdict = self._step.train_step(
-            lambda: Notice(
+            lambda: Flags(
                 stop is not None and stop.is_set,
                 saver is not None and saver.is_writing,
                 saver is not None and saver.asks(),
@@ -592,17 +593,17 @@ class Trainer:
         callback = self._callbacks.get(name)
         if callback is not None:
             # A callback may switch gradients off: the end of the block switches them on again.
-            with noted(f"{name} {when} {step}"), torch.enable_grad():
+            with with_note(f"{name} {when} {step}"), torch.enable_grad():
                 ends = callback(step, value) is True
             if sum_of(self.parts.transport, [float(ends)]) != [0.0] and not self._is_over:
                 self._is_ended = True
                 total = self.config.train.steps
                 self.parts.recorder.say(f"{name} ends the run after step {self.steps_done}/{total}")
 
-    def _tell_of_checkpoints(self) -> None:
+    def _announce_checkpoints(self) -> None:
         """Call `on_checkpoint` for the checkpoints that are complete since the last call."""
         if self._saver is not None:
-            for step in self._saver.take_whole():
+            for step in self._saver.take_complete():
                 folder = path_of(self._saver.folder, step)
                 self._call_back("on_checkpoint", "of step", step, folder)
 
@@ -622,13 +623,13 @@ class Trainer:
     def _change_masks(self) -> None:
         """Let the pruning method change the masks, and adapt all that depends on them."""
         self.progress.masked = True
-        masking = self.parts.masking
-        if masking is None:
+        pruner = self.parts.pruner
+        if pruner is None:
             return
         before = self.state_bytes().total
         self.parts.activity.at("masks", self.steps_done)
-        now = Moment(self.steps_done, self.progress.updates, self._step.score_gradients)
-        change = masking.before_step(now)
+        now = StepContext(self.steps_done, self.progress.updates, self._step.score_gradients)
+        change = pruner.before_step(now)
         if change is None:
             return
         self._step.follow_masks(change)
@@ -643,8 +644,8 @@ class Trainer:
 
     def _bytes_sent(self) -> tuple[int, int]:
         """Bytes that were sent so far to other replicas, and to other stages and shards."""
-        sync, members = self.parts.sync, self.parts.members
-        of_members = 0 if members is None else members.bytes_sent
+        sync, tp_group = self.parts.sync, self.parts.tp_group
+        of_members = 0 if tp_group is None else tp_group.bytes_sent
         others = self.parts.link.bytes_sent + sync.tie_bytes_sent + of_members
         return sync.gradient_bytes_sent, others
 
@@ -667,7 +668,7 @@ class Trainer:
         saver = self._saver
         assert saver is not None, "signals are taken where there is a place to save"
         saver.finish()
-        self._tell_of_checkpoints()
+        self._announce_checkpoints()
         if self.steps_done == 0:
             raise StoppedError(
                 "stopped before the first step, with nothing to save; --resume auto begins anew"
@@ -690,7 +691,7 @@ def build(
     return trainer
 
 
-OnStep = Callable[[int, Verdict], object]
+OnStep = Callable[[int, StepResult], object]
 """`on_step(steps done, verdict)`, after each step; True ends the run."""
 OnEvaluation = Callable[[int, Evaluation], object]
 """`on_evaluation(steps done, evaluation)`, after each evaluation; True ends the run."""
@@ -698,7 +699,7 @@ OnCheckpoint = Callable[[int, Path], object]
 """`on_checkpoint(step, folder)`, once the checkpoint of a step is complete; True ends the run."""
 
 
-def _refuse_no_functions(callbacks: Mapping[str, object]) -> None:
+def _reject_no_functions(callbacks: Mapping[str, object]) -> None:
     """ConfigError for the first callback that cannot be called."""
     for name, called in callbacks.items():
         if called is not None and not callable(called):
@@ -706,7 +707,7 @@ def _refuse_no_functions(callbacks: Mapping[str, object]) -> None:
             raise ConfigError(f"train: {name} is {kind}; give a function, or leave it out")
 
 
-def refuse_bad_end(steps_done: int, last: Evaluation | None, masking: Masking | None) -> None:
+def reject_bad_end(steps_done: int, last: Evaluation | None, pruner: Pruner | None) -> None:
     """TrainingError on all ranks if the result of the training cannot be used."""
     if last is not None and not math.isfinite(last.loss):
         raise everywhere(
@@ -715,8 +716,8 @@ def refuse_bad_end(steps_done: int, last: Evaluation | None, masking: Masking | 
                 "optimizer.learning_rate, or look at the data"
             )
         )
-    if masking is not None and masking.unfinished is not None:
-        raise everywhere(TrainingError(f"step {steps_done}: {masking.unfinished}"))
+    if pruner is not None and pruner.unfinished is not None:
+        raise everywhere(TrainingError(f"step {steps_done}: {pruner.unfinished}"))
 
 
 def last_lines(progress: Progress, saver: Saver | None) -> Iterator[str]:
@@ -752,4 +753,4 @@ def make_tracing(parts: Parts, steps_done: int) -> TraceRecorder | None:
     last = min(steps_done + 1 + train.trace, train.steps)
     first = min(steps_done + 2, last)
     steps = range(first, last + 1)
-    return TraceRecorder(parts.transport, parts.place, parts.phases, folder, steps)
+    return TraceRecorder(parts.transport, parts.coords, parts.phases, folder, steps)

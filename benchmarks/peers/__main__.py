@@ -21,7 +21,7 @@ from peers.cap import Settings, measure_cap
 from peers.launch import CHECKOUT, EXTENSIONS
 from peers.measuring import Measuring, RunLog, code_digest
 from peers.report import write_report
-from peers.times import judge, measure_times, speedups, time_rows
+from peers.times import measure_times, speedups, sum_squares, time_rows
 from peers.workload import SIZES, Case, Precision, cases_for, missing_references
 
 PARTS = ("times", "cap")
@@ -140,7 +140,7 @@ class Comparison:
                     steps=asked.steps,
                     warmup=asked.warmup,
                 )
-                for case, reason in judge(found).items():
+                for case, reason in sum_squares(found).items():
                     print(f"{case.key}: does not count: {reason}", file=sys.stderr)
                 parts.append(
                     {

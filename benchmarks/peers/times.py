@@ -33,7 +33,7 @@ def measure_times(
     return found
 
 
-def judge(found: Measured) -> dict[Case, str]:
+def sum_squares(found: Measured) -> dict[Case, str]:
     """The reason why the times of a case do not count, for each such case.
 
     Raises LookupError if a reference has not run: then no loss can be compared.
@@ -90,7 +90,7 @@ def _median(found: Measured, case: Case) -> float:
 
 def time_rows(found: Measured) -> list[dict[str, Any]]:
     """The reported row of each case: times, ratios, agreement of losses, memory, phases."""
-    wrong = judge(found)
+    wrong = sum_squares(found)
     best = fastest_variants(found, wrong)
     rows = []
     for case in found.rows:
@@ -125,7 +125,7 @@ def time_rows(found: Measured) -> list[dict[str, Any]]:
 
 def speedups(found: Measured) -> list[dict[str, Any]]:
     """How many times as fast as each peer, at its best setting, ours is in the same layout."""
-    best = fastest_variants(found, judge(found))
+    best = fastest_variants(found, sum_squares(found))
     pairs = [
         (own, peer)
         for own in best.values()

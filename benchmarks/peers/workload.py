@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 Precision: TypeAlias = Literal["fp32", "bf16"]
-Masking: TypeAlias = Literal["dense", "step", "prune", "samo"]
+Pruner: TypeAlias = Literal["dense", "step", "prune", "samo"]
 """Dense training; pruned weights set to zero after each step; torch.nn.utils.prune; compressed
 state."""
 Framework: TypeAlias = Literal["plain", "ddp", "fsdp2", "pipelining", "deepspeed", "axsparse"]
@@ -97,7 +97,7 @@ class Case:
     framework: Framework
     stages: int = 1
     replicas: int = 1
-    masking: Masking = "dense"
+    masking: Pruner = "dense"
     variant: str = ""
     """A setting of the framework. Only the fastest variant of a contender counts."""
     only: Precision | None = None

@@ -79,7 +79,7 @@ class GptFormula:
     def num_params(self) -> int:
         return self.body_params + self.embedding_params
 
-    def of_member(self, members: int) -> GptFormula:
+    def tp_shard(self, members: int) -> GptFormula:
         """See `Workload`. Layers are not sharded."""
         if members > 1:
             raise ConfigError(f"{self.name}: the formulas cut no layers; plan with 1 member")

@@ -133,7 +133,7 @@ def rates(row: RunRow, seconds: float) -> tuple[float, float | None]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutDecision:
     """Runs of one model with one batch on equally many devices, of which a planner chooses."""
 
     rows: Sequence[CheckedRow]
@@ -146,7 +146,7 @@ class Choice:
         return self.rows.index(best) + 1
 
 
-def choices(rows: Sequence[CheckedRow]) -> list[Choice]:
+def choices(rows: Sequence[CheckedRow]) -> list[LayoutDecision]:
     """The groups of rows that are alternatives."""
     groups: dict[object, list[CheckedRow]] = {}
     for each in rows:
@@ -156,7 +156,7 @@ def choices(rows: Sequence[CheckedRow]) -> list[Choice]:
         key = (each.row.model, each.row.batch.global_, each.row.devices, training)
         groups.setdefault(key, []).append(each)
     return [
-        Choice(sorted(group, key=lambda each: each.seconds))
+        LayoutDecision(sorted(group, key=lambda each: each.seconds))
         for group in groups.values()
         if len(group) > 1
     ]

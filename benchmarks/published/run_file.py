@@ -82,7 +82,7 @@ class RunTraining(Section):
     sequence_parallel: bool | None = None
     """Whether norms and dropouts are divided over the tensor group; null: with fused attention and
     with selective recomputation."""
-    slack: Annotated[int, Field(ge=0)] | None = None
+    extra_in_flight: Annotated[int, Field(ge=0)] | None = None
     """message-driven: activations in flight beyond the stages; null: 1."""
 
 

@@ -123,10 +123,12 @@ def _simulate_plain(row: RunRow, costs: RunCosts, edges: Sequence[MessageCost]) 
 
 def schedule_of(row: RunRow) -> Schedule:
     """The schedule of a run without chunks."""
-    slack = row.training.slack
+    extra_in_flight = row.training.extra_in_flight
     if row.training.schedule == "message-driven":
-        return Schedule("message-driven", 1 if slack is None else slack, "alternate")
-    return Schedule(row.training.schedule, slack or 0, "alternate")
+        return Schedule(
+            "message-driven", 1 if extra_in_flight is None else extra_in_flight, "alternate"
+        )
+    return Schedule(row.training.schedule, extra_in_flight or 0, "alternate")
 
 
 def placement(row: RunRow, cluster: Cluster) -> NodePlacement:

@@ -29,11 +29,11 @@ def rewritten(text: str, page: str, root: Path) -> str:
             return found[0]
         path, hash_mark, anchor = link.partition("#")
         target = _in_repository(page, path)
-        place = _on_site(target, root)
-        if place is None:
+        coords = _on_site(target, root)
+        if coords is None:
             return words
         here = posixpath.dirname(page) or "."
-        return f"[{words}]({posixpath.relpath(place, here)}{hash_mark}{anchor})"
+        return f"[{words}]({posixpath.relpath(coords, here)}{hash_mark}{anchor})"
 
     return LINK.sub(replace, text)
 
@@ -50,8 +50,8 @@ def outside(root: Path, made: Mapping[str, str]) -> Iterator[str]:
             if link.startswith(ELSEWHERE):
                 continue
             target = _in_repository(page, link.partition("#")[0])
-            place = _on_site(target, root)
-            if place == f"files/{target}":
+            coords = _on_site(target, root)
+            if coords == f"files/{target}":
                 found.add(target)
     yield from sorted(found)
 

@@ -57,7 +57,7 @@ def _schedules() -> Iterator[str]:
     names: Sequence[tuple[ScheduleName, str]] = (
         ("gpipe", "GPipe"),
         ("1f1b", "1F1B"),
-        ("message-driven", "message-driven, slack 1"),
+        ("message-driven", "message-driven, extra_in_flight 1"),
     )
     forward = [[1.0] * MICROBATCHES for _ in range(STAGES)]
     forward[1][2] = SLOW

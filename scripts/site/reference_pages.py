@@ -19,7 +19,7 @@ PROTOCOLS = {
     "Optimizer": "axsparse.samo.optim.optimizer",
     "Index": "axsparse.samo.index.base",
     "Criterion": "axsparse.pruning.criteria",
-    "Masking": "axsparse.pruning.methods.masking",
+    "Pruner": "axsparse.pruning.methods.pruner",
     "Policy": "axsparse.pipeline.policy",
     "Link": "axsparse.runtime.communication",
     "Collective": "axsparse.runtime.communication",

@@ -11,9 +11,9 @@ import torch
 from support.cases import (
     ONE_STAGE,
     SAME_LAYOUT,
+    PlannedModel,
     Row,
     Settings,
-    Subject,
     freed,
     judge,
     judge_everywhere,
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Layer, Model
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.trainer import Trainer
@@ -68,7 +68,7 @@ def last_buffers(ranks: Ranks) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in buffers_of(ranks).items()}
 
 
-NORM = Subject(
+NORM = PlannedModel(
     "norms",
     lambda _: norm_model(),
     vector_data,
@@ -155,11 +155,11 @@ def test_a_skipped_step_leaves_no_trace_in_the_statistics(g_inter: int, g_data: 
 
     def note(trainer: Trainer) -> None:
         step = trainer.step
-        seen[trainer.parts.place.rank] = []
+        seen[trainer.parts.coords.rank] = []
 
-        def noted_step() -> Verdict:
+        def noted_step() -> StepResult:
             found = step()
-            seen[trainer.parts.place.rank].append(last_buffers([(trainer, Trace())]))
+            seen[trainer.parts.coords.rank].append(last_buffers([(trainer, Trace())]))
             return found
 
         trainer.step = noted_step  # type: ignore[method-assign]  # nobody else is told of a step
@@ -180,7 +180,7 @@ def test_statistics_count_as_state_in_live_bytes_and_formula() -> None:
     model = small_wide_resnet()
     settings = image_config(train={"steps": 1})
     [(trainer, _)] = train_in_process(1, 1, model, settings, image_data(33))
-    layers = trainer.parts.survey.layers
+    layers = trainer.parts.profile.layers
 
     statistics = sum(layer.buffer_bytes for layer in layers)
     weights = sum(4 * layer.numel for layer in layers)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Datasets
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Layer, LossFunction, Model
 from axsparse.runtime.errors import ConfigError, TrainingError
 from axsparse.runtime.job import Job
@@ -290,7 +290,7 @@ def test_a_run_has_gradients_though_they_were_switched_off(
         config, job = small_config(), Job(LocalTransport(LocalWorld[None](1), 0))
         model = Model([linear(), linear(WIDTH, 5)], summed_loss)
 
-        def on_step(step: int, verdict: Verdict) -> None:
+        def on_step(step: int, verdict: StepResult) -> None:
             found.append(verdict.loss)
             if is_off and by_a_callback:
                 torch.set_grad_enabled(False)

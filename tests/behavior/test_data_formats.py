@@ -121,7 +121,7 @@ def test_the_same_tokens_give_the_same_losses_in_every_format(
 @pytest.mark.parametrize("kind", ["text", "datasets in place", "megatron"])
 def test_documents_are_told_apart_in_every_format(kind: str, tmp_path: Path) -> None:
     path = FORMATS[kind](tmp_path)
-    loaded = loaded_of(f"data.path={path}", "data.separate_documents=true")
+    loaded = loaded_of(f"data.path={path}", "data.intra_document_attention=true")
 
     data: Any = open_datasets(loaded).training
     (tokens, starts), _ = data.read(np.arange(len(data)))

@@ -19,7 +19,7 @@ import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distil.py"
 
@@ -41,7 +41,7 @@ class Learnt:
 
     def __init__(self, model: Model) -> None:
         self.weights = {}
-        for name, shape in survey(model).shapes.items():
+        for name, shape in profile(model).shapes.items():
             generator = torch.Generator().manual_seed(sum(map(ord, name)))
             drawn = torch.randn(shape, generator=generator) / 4
             self.weights[name] = drawn if len(shape) > 1 else 1 + drawn
@@ -87,7 +87,7 @@ def test_the_student_learns_alike_in_every_pipeline_and_the_teacher_stays(
             assert trace.losses == reference.losses
             if not tied:  # a tied weight has its second use under a name of its own
                 assert_bitwise(trace, reference)
-            assert one.parts.survey.ties == trainer.parts.survey.ties
+            assert one.parts.profile.ties == trainer.parts.profile.ties
 
 
 def logits_of(model: Model, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def test_it_leaves_a_folder_that_a_run_starts_from(
     assert start is not None
     trained = ax.load("run")
     model = small_llama()
-    for name in survey(model).shapes:
+    for name in profile(model).shapes:
         tensor = start.read(name)
         assert tensor is not None
         assert torch.equal(tensor, trained[example.with_role(model, "student", name)]), name

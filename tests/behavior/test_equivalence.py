@@ -34,13 +34,19 @@ REPLICAS_TOLERANCE = 2e-6
 
 # -- layouts, schedules and arrival orders -----------------------------------------------------
 
-SHARDED = {"samo": {"shard_optimizer": True}}
+SHARDED = {"samo": {"zero_stage": 1}}
 TIED = axis("model", "tie_embeddings", False, True)
 LAYOUTS = [
     *crossed(PIPELINES + REPLICAS, TIED, settings=steps(4)),
     *crossed([(4, 1)], [batch(6, 6 // number) for number in (1, 2, 3)], settings=steps(2)),
     *(
-        Row((4, 1), steps(3), {"pipeline": {"slack": order % 3}}, order=order, is_usual=order < 3)
+        Row(
+            (4, 1),
+            steps(3),
+            {"pipeline": {"extra_in_flight": order % 3}},
+            order=order,
+            is_usual=order < 3,
+        )
         for order in range(6)
     ),
     *(Row((3, 1), steps(2), {"pipeline": {"prefer": one}}, order=1) for one in PREFERENCES),
@@ -53,7 +59,9 @@ DEEP = steps(2, model={"num_layers": 4})
 BY_SCHEDULE = [
     # With recomputation, and with four layers on three stages an uneven split.
     *(
-        replace(row, free={"pipeline": {"slack": row.layout[0] - 1, **row.free["pipeline"]}})
+        replace(
+            row, free={"pipeline": {"extra_in_flight": row.layout[0] - 1, **row.free["pipeline"]}}
+        )
         for row in freed(
             [(2, 1), (3, 1), (4, 1), (2, 2), (1, 1)],
             [

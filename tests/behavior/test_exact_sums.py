@@ -17,8 +17,8 @@ from support.cases import (
     ONE_RANK,
     PRUNING,
     Layout,
+    PlannedModel,
     Row,
-    Subject,
     batch,
     crossed,
     judge,
@@ -48,7 +48,7 @@ from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.fixed_point import Units
 
 EXACT: dict[str, Any] = {"samo": {"gradient": "exact"}}
-SHARDED: dict[str, Any] = {"samo": {"shard_optimizer": True}}
+SHARDED: dict[str, Any] = {"samo": {"zero_stage": 1}}
 SHAPES = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (3, 1), (4, 1)]
 """Twelve microbatches: five replicas take two or three of them."""
 FEW = [(1, 5), (2, 3), (3, 1)]
@@ -76,7 +76,7 @@ def linear() -> Model:
     return Model(layers, loss=summed_loss)
 
 
-JUMPING = Subject("linear, outliers", lambda config: linear(), outliers)
+JUMPING = PlannedModel("linear, outliers", lambda config: linear(), outliers)
 
 
 class Loaded:
@@ -94,7 +94,7 @@ SHAPES_OF_MLP = [
     for layer in mlp().layers
     for name, parameter in layer.build().named_parameters()
 ]
-LOADED = Subject("loaded mlp", lambda config: replace(mlp(), start=Loaded()), vector_data)
+LOADED = PlannedModel("loaded mlp", lambda config: replace(mlp(), start=Loaded()), vector_data)
 UNEVEN = batch(10, 2)
 """Five microbatches."""
 
@@ -135,11 +135,11 @@ class _NowAndThen(nn.Module):
         return normed
 
 
-NORMS = Subject("norms", normed(nn.BatchNorm1d, cumulative), vector_data)
-INFINITE_NORMS = Subject(
+NORMS = PlannedModel("norms", normed(nn.BatchNorm1d, cumulative), vector_data)
+INFINITE_NORMS = PlannedModel(
     "norms, infinite", NORMS.model, lambda: vector_data(infinite=17), settings=steps(5)
 )
-ODD_NORMS = Subject("odd norms", normed(now_and_then, cumulative), vector_data)
+ODD_NORMS = PlannedModel("odd norms", normed(now_and_then, cumulative), vector_data)
 ROWS = [
     *crossed(SHAPES, [exact(steps(3, model={"tie_embeddings": tied})) for tied in (True, False)]),
     *crossed(
@@ -225,10 +225,10 @@ def test_numbers_that_are_not_finite_skip_the_step_in_every_layout(
 
 CHAIN: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 2), {}),
-    ((1, 5), {"samo": {"shard_optimizer": True}}),
+    ((1, 5), {"samo": {"zero_stage": 1}}),
     ((3, 1), {"pipeline": {"split_backward": True}}),
     ((1, 2), {"pipeline": {"checkpoint_activations": 1}}),
-    ((2, 3), {"samo": {"shard_optimizer": True}}),
+    ((2, 3), {"samo": {"zero_stage": 1}}),
 ]
 """Shapes of one run, each for one step."""
 

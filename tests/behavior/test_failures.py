@@ -33,7 +33,7 @@ def train(ranks: int, config: Path, *arguments: str) -> Finished:
     return run_mpirun(ranks, command, cwd=config.parent)
 
 
-def assert_refused(job: Finished, code: int, line: str) -> None:
+def assert_rejected(job: Finished, code: int, line: str) -> None:
     """One line for all ranks, word by word; and nothing else that looks like a failure."""
     assert job.errors == [f"axsparse: error: {line}"], str(job)
     assert job.returncode == code, str(job)
@@ -66,7 +66,7 @@ def test_a_setting_that_cannot_be_run_is_refused(
 ) -> None:
     options = [option for pair in setting.split() for option in ("--set", pair)]
 
-    assert_refused(train(ranks, tiny, *options), 78, line)
+    assert_rejected(train(ranks, tiny, *options), 78, line)
 
 
 def test_help_is_printed_once_and_is_no_failure() -> None:
@@ -107,7 +107,7 @@ def test_a_rank_of_another_configuration_is_named(tiny: Path) -> None:
 
     job = run_mpirun(1, [*one, ":", "-n", "1", warm_python(), *one, "--set", "seed=2"])
 
-    assert_refused(
+    assert_rejected(
         job,
         78,
         f"seed: rank 1 on host {socket.gethostname()} has 2, rank 0 has 1234; "
@@ -142,7 +142,7 @@ def test_an_exception_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None
     job, outlived = break_down(tmp_path, "2x2", 4, "raise")
 
     kept = tmp_path / "traceback-rank-1.txt"
-    assert_refused(
+    assert_rejected(
         job,
         70,
         "rank 1 (stage 1, replica 0): layer hidden2: RuntimeError: a layer of glass broke; "
@@ -155,7 +155,7 @@ def test_an_exception_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None
 def test_a_rank_that_leaves_ends_all(tmp_path: Path) -> None:
     job, outlived = break_down(tmp_path, "2x1", 2, "exit5")
 
-    assert_refused(
+    assert_rejected(
         job, 5, "rank 1 (stage 1, replica 0): left in the middle of the run (sys.exit(5))"
     )
     assert outlived < 5, str(job)
@@ -175,7 +175,7 @@ if own_job().transport.rank == 0:
 def test_ranks_that_end_before_others_make_a_trainer_end_all_with_one_line() -> None:
     job = run_mpirun(3, ["-c", LEAVES_EARLY])
 
-    assert_refused(
+    assert_rejected(
         job,
         78,
         "rank 1: has ended, and other ranks wait for it; make a Trainer on every rank of the job, "

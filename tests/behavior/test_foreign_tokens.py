@@ -54,7 +54,7 @@ def test_the_sample_is_named(wrong: str, when: str, layout: tuple[int, int]) -> 
     good, bad = samples(""), samples(wrong)
     training, validation = (good, bad) if when == "evaluation" else (bad, good)
 
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as rejected:
         train_in_process(*layout, model(), config, training, validation=validation)
 
-    assert str(refused.value) == f"data ({wrong}{MEND}"
+    assert str(rejected.value) == f"data ({wrong}{MEND}"

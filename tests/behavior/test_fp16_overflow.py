@@ -110,7 +110,7 @@ def specified_scales(overflows: Collection[int], interval: int, steps: int) -> l
     return scales
 
 
-@pytest.mark.parametrize("samo", [{}, {"gradient": "fp32"}, {"shard_optimizer": True}], ids=str)
+@pytest.mark.parametrize("samo", [{}, {"gradient": "fp32"}, {"zero_stage": 1}], ids=str)
 def test_an_overflow_on_any_one_rank_is_skipped_by_all_and_replicas_never_differ(
     samo: Mapping[str, object],
 ) -> None:
@@ -181,7 +181,7 @@ def test_overflows_at_the_floor_end_the_run_and_name_rank_and_parameter() -> Non
     config = config_of(loss_scale=settings, train={"steps": 20})
 
     def prepare(trainer: Trainer) -> None:
-        if trainer.parts.place.stage == 1 and trainer.parts.place.replica == 1:
+        if trainer.parts.coords.stage == 1 and trainer.parts.coords.replica == 1:
             plant(trainer, range(2, 20), kept_position)
 
     with pytest.raises(TrainingError) as told:

@@ -17,7 +17,7 @@ from support.sums import Sums
 from torch import Tensor, nn
 
 from axsparse.config.model_config import GptConfig
-from axsparse.models.survey import Survey, survey
+from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.zoo.gpt import gpt
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.policy import Action, Kind
@@ -27,12 +27,12 @@ from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import Layout
 from axsparse.planner.memory_budget import HOST_OVERHEAD
+from axsparse.planner.profiled_model import CUT_LOSS_BYTES, ProfiledModel
 from axsparse.planner.stage_memory import is_recomputed
-from axsparse.planner.surveyed_model import CUT_LOSS_BYTES, SurveyedModel
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.tensor_parallel.dry_run import SilentGroup, survey_of_member
+from axsparse.tensor_parallel.dry_run import SilentGroup, profile_of_tp_shard
 from axsparse.tensor_parallel.modules import shard_module, sharded_loss
 
 SAMPLES, MICROBATCHES = 4, 6
@@ -47,8 +47,8 @@ CNN = small_cnn(3, 32)
 CUTS = {
     "gpt": (GPT, 3),
     "cnn": (CNN, 2),
-    "gpt of 2 members": (GPT, 3),
-    "gpt of 4 members": (GPT, 3),
+    "gpt of 2 tensor-parallel ranks": (GPT, 3),
+    "gpt of 4 tensor-parallel ranks": (GPT, 3),
 }
 """Models of two stages, and how many layers the first one has."""
 CASES = [(name, stage, every) for name in CUTS for stage in (0, 1) for every in (0, 1, 2)]
@@ -76,10 +76,10 @@ class Played:
         model, cut = CUTS[name]
         layers = model.layers[cut:] if stage else model.layers[:cut]
         modules = [(layer.name, layer.build()) for layer in layers]
-        loss, members = model.loss, members_of(name)
-        if members > 1:
+        loss, tp_group = model.loss, members_of(name)
+        if tp_group > 1:
             # Sums have wrong values, and all their memory.
-            group = SilentGroup(Grid(1, 1, members).place(members - 1))
+            group = SilentGroup(Grid(1, 1, tp_group).coords(tp_group - 1))
             for layer, (_, module) in zip(layers, modules, strict=True):
                 shard_module(layer, module, group)
                 for parameter in module.parameters():
@@ -135,14 +135,14 @@ class Played:
                 policy.arrived(Direction.BACKWARD, action.microbatch)
 
 
-def planned(surveyed: Survey, name: str, stage: int, every: int) -> tuple[Schedule, float]:
+def planned(profiled: ModelProfile, name: str, stage: int, every: int) -> tuple[Schedule, float]:
     """The schedule as training has it, and the bytes of a stage in addition to its state."""
     cut = CUTS[name][1]
     sections = {"checkpoint_activations": every}
-    config = tiny_config(pipeline=sections, layout={"split": [cut, len(surveyed.layers) - cut]})
-    cutting = Cutting(config.named(name), CUTS[name][0], surveyed)
-    subject = SurveyedModel(config, surveyed, name, {}, ADAMW, cutting=cutting)
-    loads = subject.of_member(members_of(name)).stages(2, 1, microbatches=MICROBATCHES)
+    config = tiny_config(pipeline=sections, layout={"split": [cut, len(profiled.layers) - cut]})
+    cutting = Cutting(config.named(name), CUTS[name][0], profiled)
+    subject = ProfiledModel(config, profiled, name, {}, ADAMW, cutting=cutting)
+    loads = subject.tp_shard(members_of(name)).stages(2, 1, microbatches=MICROBATCHES)
     assert loads is not None
     schedule = Schedule("message-driven", 1, "alternate", split_backward=True)
     layout = Layout(Grid(2, 1), schedule, SAMPLES, MICROBATCHES)
@@ -156,14 +156,14 @@ def planned(surveyed: Survey, name: str, stage: int, every: int) -> tuple[Schedu
     by_default(
         [
             *[("gpt", 1, 0), ("gpt", 0, 1), ("cnn", 1, 2)],
-            *[("gpt of 2 members", 1, 0), ("gpt of 4 members", 0, 1)],
+            *[("gpt of 2 tensor-parallel ranks", 1, 0), ("gpt of 4 tensor-parallel ranks", 0, 1)],
         ],
         CASES,
     ),
 )
 def test_a_stage_holds_what_is_planned_and_little_less(name: str, stage: int, every: int) -> None:
-    surveyed = survey(CUTS[name][0], torch.float32)
-    schedule, beside = planned(surveyed, name, stage, every)
+    profiled = profile(CUTS[name][0], torch.float32)
+    schedule, beside = planned(profiled, name, stage, every)
     played = Played(name, stage, every, schedule)
     played.step()  # The first microbatch of a run is whole.
 
@@ -172,18 +172,18 @@ def test_a_stage_holds_what_is_planned_and_little_less(name: str, stage: int, ev
     assert 0.5 * beside < peak <= 1.05 * beside
 
 
-@pytest.mark.parametrize(("members", "words"), [(2, 2048), (4, 2048), (2, 40_000)])
-def test_the_loss_of_a_sharded_vocabulary_takes_what_is_planned(members: int, words: int) -> None:
+@pytest.mark.parametrize(("tp_group", "words"), [(2, 2048), (4, 2048), (2, 40_000)])
+def test_the_loss_of_a_sharded_vocabulary_takes_what_is_planned(tp_group: int, words: int) -> None:
     """Also where logits are computed again, of 40,000 words."""
     tokens, samples = 32, 4
     config = GptConfig(
         num_layers=1, hidden_size=8, num_heads=8, sequence_length=tokens, vocab_size=words
     )
-    model, place = gpt(config, tokens), Grid(1, 1, members).place(members - 1)
-    weight = torch.randn(words // members, 8, requires_grad=True)
+    model, coords = gpt(config, tokens), Grid(1, 1, tp_group).coords(tp_group - 1)
+    weight = torch.randn(words // tp_group, 8, requires_grad=True)
     hidden = torch.randn(samples, tokens, 8, requires_grad=True)
     targets = torch.arange(samples * tokens).view(samples, tokens)
-    loss = sharded_loss(model, SilentGroup(place))
+    loss = sharded_loss(model, SilentGroup(coords))
     assert loss is not None
 
     def step() -> None:
@@ -192,9 +192,9 @@ def test_the_loss_of_a_sharded_vocabulary_takes_what_is_planned(members: int, wo
     step()  # Gradients are there from now on.
     peak = peak_of_torch(step)
 
-    surveyed = survey_of_member(model, survey(model), place, torch.float32)
-    assert surveyed.loss_logits is not None
-    planned = CUT_LOSS_BYTES * surveyed.loss_logits(samples)
+    profiled = profile_of_tp_shard(model, profile(model), coords, torch.float32)
+    assert profiled.loss_logits is not None
+    planned = CUT_LOSS_BYTES * profiled.loss_logits(samples)
     beside = weight.nbytes + 3 * hidden.nbytes
     assert 0.9 * planned < peak <= planned + beside
 
@@ -220,7 +220,7 @@ MODELS = {
         *("model.num_layers=4", "model.hidden_size=512", "model.sequence_length=256"),
         *("model.vocab_size=4096", "batch.global_batch_size=12", "batch.microbatch_size=2"),
         *("precision=fp32", "pruning.sparsity=0.9", "layout.g_inter=2"),
-        *("pipeline.split_backward=true", "pipeline.slack=1"),
+        *("pipeline.split_backward=true", "pipeline.extra_in_flight=1"),
     ),
     # In bf16 its largest tensor takes more to make than to train. CPUs without bf16, where torch
     # would also convert that tensor, train in fp32.

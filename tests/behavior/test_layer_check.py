@@ -74,12 +74,12 @@ def given(make: Callable[[], nn.Module]) -> Model:
 class Doing(nn.Module):
     """A linear layer, and something that is done to its output."""
 
-    def __init__(self, does: Callable[[Any, Tensor], Tensor], **members: object) -> None:
+    def __init__(self, does: Callable[[Any, Tensor], Tensor], **tp_group: object) -> None:
         super().__init__()
         self.linear = linear()
         self.does = does
-        for name, member in members.items():
-            setattr(self, name, member)
+        for name, tp_rank in tp_group.items():
+            setattr(self, name, tp_rank)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.does(self, torch.tanh(self.linear(x)))
@@ -474,13 +474,13 @@ def test_the_check_leaves_nothing_behind(way: str) -> None:
 
 def test_alike_layers_are_compared_once_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
-    usual = layer_check._Comparison.refuse_difference
+    usual = layer_check._Comparison.reject_difference
 
     def note(self: Any) -> None:
         compared.append(self.layer.spec.name)
         usual(self)
 
-    monkeypatch.setattr(layer_check._Comparison, "refuse_difference", note)
+    monkeypatch.setattr(layer_check._Comparison, "reject_difference", note)
 
     def scaled(factor: float) -> nn.Module:
         return Doing(lambda self, x: x * self.factor, factor=factor)

@@ -249,7 +249,7 @@ RUNS = [
         samo={"gradient": "fp32"},
     ),
     row("a rule without a kernel", (2, 1), optimizer=LAMB, train={"steps": 3}),
-    row("sharded and offloaded", (2, 2), samo={"shard_optimizer": True, **OFFLOAD}),
+    row("sharded and offloaded", (2, 2), samo={"zero_stage": 1, **OFFLOAD}),
     row(
         "offloaded, bf16",
         (2, 1),
@@ -301,8 +301,8 @@ def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placi
         layers = [layer.spec.name for layer in parts.layers]
         pruned = {t.name: t.kept for layer in parts.layers for t in layer.state.owned}
         expected = stage_bytes(
-            [info for info in parts.survey.layers if info.name in layers],
-            parts.survey.ties,
+            [info for info in parts.profile.layers if info.name in layers],
+            parts.profile.ties,
             pruned,
             StateFormat(half=True, gradient_bytes=2, moments=2, index="auto", offload=True),
         )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import axsparse as ax
 from axsparse.config.schema import Config
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -56,7 +56,7 @@ def groups_of_oracle(config: Config) -> dict[str, tuple[float, float]]:
     """The same settings in words that need no pattern."""
     rate, decay = config.optimizer.learning_rate, config.optimizer.weight_decay
     own = {}
-    for name, shape in survey(tiny_gpt(config)).shapes.items():
+    for name, shape in profile(tiny_gpt(config)).shapes.items():
         decays = decay if len(shape) >= 2 else 0.0
         if name.endswith(".fc2.weight"):
             own[name] = (0.003, decays)
@@ -83,7 +83,7 @@ def test_parameters_with_settings_of_their_own_are_bitwise_torchs_in_every_layou
 ) -> None:
     g_inter, g_data = layout
     settings = {"name": rule, "learning_rate": 0.01, "weight_decay": 0.1, **GROUPS}
-    config = config_of(settings, samo={"shard_optimizer": shard})
+    config = config_of(settings, samo={"zero_stage": int(shard)})
     own = groups_of_oracle(config)
     dense = Oracle(
         tiny_gpt(config), config, token_data(), g_data, {"adamw": adamw, "sgd": sgd}[rule], own
@@ -142,9 +142,9 @@ def test_an_optimizer_of_ones_own_is_bitwise_the_dense_one(
 ) -> None:
     """With a custom learning rate, of which a group has its part."""
     settings = {"learning_rate": 0.02, "learning_rates": ["block0.*=0.01"]}
-    config = config_of(settings, samo={"shard_optimizer": shard})
+    config = config_of(settings, samo={"zero_stage": int(shard)})
     groups = {
-        name: (0.01, 0.0) for name in survey(tiny_gpt(config)).shapes if name.startswith("block0.")
+        name: (0.01, 0.0) for name in profile(tiny_gpt(config)).shapes if name.startswith("block0.")
     }
     monkeypatch.setattr(
         "support.oracle.learning_rate",

@@ -17,11 +17,11 @@ from support.mpirun import run_mpirun
 
 from axsparse.config.load import bundled_configs, configure
 from axsparse.config.schema import Config
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.memory_budget import GPU_OVERHEAD, HOST_OVERHEAD, memory_budget
-from axsparse.planner.plan_model import subject
+from axsparse.planner.plan_model import planned_model
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -54,7 +54,7 @@ def planned(loaded: Config, cluster: Cluster) -> tuple[int | None, dict[str, obj
     """The stages that a plan recommends on all ranks, and the settings that its command adds: the
     microbatch size too, where the configuration leaves it to a default."""
     try:
-        found = subject(loaded, cluster).plan("start", cluster, RANKS)
+        found = planned_model(loaded, cluster).plan("start", cluster, RANKS)
     except ConfigError:
         return None, {}
     layout = found.recommended.layout
@@ -71,11 +71,11 @@ def trained(loaded: Config, memory: float, *, on_host: bool) -> int | None:
         return plan_run(
             loaded,
             model,
-            survey(model, DTYPES[loaded.precision]),
+            profile(model, DTYPES[loaded.precision]),
             LocalTransport(world, 0),
             budget=memory_budget(memory, overhead, on_host=on_host),
             on_host=on_host,
-        ).place.grid.g_inter
+        ).coords.grid.g_inter
     return None
 
 
@@ -99,7 +99,7 @@ WIDE = [
     *("--config", "quickstart.yaml", "--set", "layout.g_inter=auto", "--set", "precision=fp32"),
     *("--set", "model.hidden_size=512", "--set", "model.sequence_length=32"),
     *("--set", "batch.global_batch_size=4", "--set", "batch.microbatch_size=1"),
-    *("--set", "samo.enabled=false", "--set", "samo.shard_optimizer=false"),
+    *("--set", "samo.enabled=false", "--set", "samo.zero_stage=0"),
     *("--set", "train.eval_steps=0", "--set", "checkpoint.every=0"),
 ]
 """19 million dense parameters, of 16 bytes each: in 0.62 GB a rank two stages fit and one does

@@ -20,7 +20,7 @@ from support.resuming import ran, same
 from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Layer, Model
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.stage import Key, Stage
@@ -94,7 +94,7 @@ def test_draws_that_begin_later_are_seeded_as_well(
     def begin(trainer: Trainer) -> None:
         step = trainer.step
 
-        def noisy_step() -> Verdict:
+        def noisy_step() -> StepResult:
             if trainer.steps_done == 1:
                 for built in trainer.parts.layers:
                     if isinstance(built.module, Noisy):

@@ -83,7 +83,7 @@ def test_replicas_that_stay_together_are_let_be(precision: str, sharded: bool) -
     settings = tiny_config(
         batch={"global_batch_size": 12, "microbatch_size": 2},
         train={"steps": 4, "compare_replicas_every": 1},
-        samo={"shard_optimizer": sharded},
+        samo={"zero_stage": int(sharded)},
         precision=precision,
     )
 

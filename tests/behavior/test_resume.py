@@ -138,7 +138,7 @@ class Case:
     layouts: tuple[Layout, Layout] = ((2, 1), (3, 1))
 
 
-SHARD = {"samo": {"shard_optimizer": True}}
+SHARD = {"samo": {"zero_stage": 1}}
 REPLICAS = (1, 2), (2, 2)
 STATES = {
     "fp16": Case(
@@ -151,7 +151,7 @@ STATES = {
     "another index": Case(
         {"precision": "bf16", "samo": {"index": "int32"}}, {"samo": {"index": "mask"}}
     ),
-    "shards before": Case(SHARD, {"samo": {"shard_optimizer": False}}, REPLICAS),
+    "shards before": Case(SHARD, {"samo": {"zero_stage": 0}}, REPLICAS),
     "shards after": Case({"precision": "bf16"}, SHARD, REPLICAS),
     "shards both times": Case({"precision": "bf16", **SHARD}, layouts=REPLICAS),
 }
@@ -432,9 +432,9 @@ def test_an_evaluation_where_a_run_stops_is_of_the_masks_before(tmp_path: Path) 
 
 def hears_at_once(trainer: Trainer) -> None:
     """The signal comes to the last rank while the run starts."""
-    if trainer.parts.place.rank == trainer.parts.place.grid.size - 1:
+    if trainer.parts.coords.rank == trainer.parts.coords.grid.size - 1:
         assert trainer._stop is not None
-        trainer._stop.hear(signal.SIGUSR1)
+        trainer._stop.receive(signal.SIGUSR1)
 
 
 def hears_in_evaluation(after: int) -> Callable[[Trainer], None]:

@@ -106,11 +106,11 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 OTHERS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "two stages": ((2, 1), {}),
-    "four stages, slack": ((4, 1), {"pipeline": {"slack": 2}}),
+    "four stages, extra_in_flight": ((4, 1), {"pipeline": {"extra_in_flight": 2}}),
     "1f1b": ((2, 1), {"pipeline": {"schedule": "1f1b"}}),
     "recomputed": ((1, 1), {"pipeline": {"checkpoint_activations": 2}}),
     "split": ((1, 1), {"pipeline": {"split_backward": True}}),
-    "two stages, split": ((2, 1), {"pipeline": {"split_backward": True, "slack": 2}}),
+    "two stages, split": ((2, 1), {"pipeline": {"split_backward": True, "extra_in_flight": 2}}),
     "another index": ((1, 1), {"samo": {"index": "mask"}}),
 }
 
@@ -265,7 +265,7 @@ def test_a_gpt_has_the_same_bits_in_every_layout(tied: bool, products: list[int]
     [(_, one)] = train_in_process(1, 1, tiny_gpt(settings), settings, tokens)
     assert products
 
-    for pipeline in ({"checkpoint_activations": 1}, {"split_backward": True, "slack": 1}):
+    for pipeline in ({"checkpoint_activations": 1}, {"split_backward": True, "extra_in_flight": 1}):
         other = settings.model_copy(
             update={"pipeline": settings.pipeline.model_copy(update=pipeline)}
         )

@@ -50,7 +50,7 @@ BY_TORCH = [
     Row(
         layout,
         steps(2, model={"tie_embeddings": tied}),
-        merged(SPLIT, {"pipeline": {"schedule": schedule, "slack": 2}}),
+        merged(SPLIT, {"pipeline": {"schedule": schedule, "extra_in_flight": 2}}),
         order=5,
     )
     for layout, schedule, tied in (
@@ -69,14 +69,14 @@ SETTINGS: list[Settings] = [
     {"samo": {"enabled": False}, "precision": "bf16"},
     {"pruning": {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 2}},
     {"pruning": {"method": "snip", "at_step": 1}},
-    {"pipeline": {"slack": 0}},
+    {"pipeline": {"extra_in_flight": 0}},
     {"batch": {"microbatch_size": 12}},
 ]
 AS_WHOLE = [
     Row(layout, merged(steps(3), batch(12, 2), settings), SPLIT, SAME_LAYOUT, order=7)
     for layout, settings in [
         *(((2, 1), each) for each in SETTINGS),
-        ((2, 2), {"samo": {"shard_optimizer": True}, "precision": "bf16"}),
+        ((2, 2), {"samo": {"zero_stage": 1}, "precision": "bf16"}),
     ]
 ]
 

@@ -120,7 +120,7 @@ OPTIMIZERS += [
     )
 ]
 
-SHARDED = {"samo": {"shard_optimizer": True}}
+SHARDED = {"samo": {"zero_stage": 1}}
 WIDE_STATE: list[Settings] = [
     {"precision": "bf16"},
     {"precision": "bf16", "samo": {"gradient": "fp32"}},

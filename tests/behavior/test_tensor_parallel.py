@@ -17,8 +17,8 @@ from support.cases import (
     ONE_STAGE,
     PRUNING,
     TORCH,
+    PlannedModel,
     Row,
-    Subject,
     judge,
     merged,
     parameters,
@@ -42,7 +42,7 @@ from support.sums import sample_all
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model, TpStyle
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
@@ -50,7 +50,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.runtime.seeds import keyed_generator
-from axsparse.tensor_parallel.dry_run import survey_of_member
+from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.training.trainer import Trainer
 
@@ -147,7 +147,7 @@ FOUR_HEADS = replace(
     name="gpt of four heads",
     settings={"batch": {"microbatch_size": 4}, "model": {"num_heads": 4}},
 )
-OWN = Subject("own", lambda config: own_model(), vector_data, settings=FOUR_HEADS.settings)
+OWN = PlannedModel("own", lambda config: own_model(), vector_data, settings=FOUR_HEADS.settings)
 SHAPES = {
     f"{layer.name}.{name}": tuple(parameter.shape)
     for layer in own_model().layers
@@ -204,12 +204,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Families of transformers that are cut, with what is theirs of the settings of a small model."""
 
 
-def family(name: str) -> Subject:
+def family(name: str) -> PlannedModel:
     """A small model of a family: eight heads, of which pairs share keys and values, and MLPs whose
     chunks have eleven features."""
     settings = {**HF, **FAMILIES[name], "model_type": name}
     model = {**SMALL_LLAMA, "hf": {**SMALL_LLAMA["hf"], **settings}}
-    return Subject(
+    return PlannedModel(
         name,
         lambda config: small_llama(**settings),
         token_data,
@@ -222,7 +222,7 @@ TOLERANCE = (3e-7, 1e-6)
 """Sums over chunks in place of one product: 1.2e-7 and 1e-7 were the most seen over three steps."""
 
 
-def members(number: int, **others: Any) -> dict[str, Any]:
+def tp_group(number: int, **others: Any) -> dict[str, Any]:
     return merged({"layout": {"g_tensor": number}}, others)
 
 
@@ -230,7 +230,7 @@ def alike(layout: tuple[int, int], number: int, *given: Mapping[str, Any], **oth
     """A run of a degree that has the bits of one stage of it, and with exact sums of one replica;
     the last settings are those that may differ."""
     *settings, free = given
-    asked = merged(members(number), steps(2), *settings)
+    asked = merged(tp_group(number), steps(2), *settings)
     is_exact = asked.get("samo", {}).get("gradient") == "exact"
     others = {"subject": FOUR_HEADS, **others}
     return Row(layout, asked, free, ONE_RANK if is_exact else ONE_STAGE, **others)
@@ -252,11 +252,11 @@ CASES: list[Case] = [
     ((4, 1), 2, DEEP, {"pipeline": {"checkpoint_activations": 1}}, 2),
     ((2, 1), 4, DEEP, {}, 3),
     ((2, 1), 2, {"samo": {"enabled": False}}, {}, None),
-    ((1, 2), 2, SUMS, {"samo": {"shard_optimizer": True}}, None),
+    ((1, 2), 2, SUMS, {"samo": {"zero_stage": 1}}, None),
     ((2, 2), 2, SUMS, {}, 4),
     ((1, 3), 4, SUMS, {}, None),
     ((2, 1), 2, {"precision": "bf16", "optimizer": {"name": "sgd"}}, {}, None),
-    ((1, 2), 2, {"optimizer": LAMB, **SUMS}, {"samo": {"shard_optimizer": True}}, None),
+    ((1, 2), 2, {"optimizer": LAMB, **SUMS}, {"samo": {"zero_stage": 1}}, None),
     ((2, 1), 4, {"optimizer": LAMB}, {}, 6),
     (
         (2, 1),
@@ -274,12 +274,12 @@ SAME_BITS = [
     ),
     *(alike((2, 1), 2, ten_steps(method), {}) for method in PRUNING),
     alike((2, 1), 4, ten_steps("gradual"), {"pruning": {"include": "all"}}, {}),
-    alike((1, 2), 4, ten_steps("gradual"), SUMS, {"samo": {"shard_optimizer": True}}),
+    alike((1, 2), 4, ten_steps("gradual"), SUMS, {"samo": {"zero_stage": 1}}),
     alike((2, 1), 4, DEEP, {}, subject=OWN, order=1),
     *(
         # Shards keep other numbers of entries, so that ranks have other shares.
         alike((1, 2), 2, SUMS, {"pruning": {"sparsity": 0.9}}, free, subject=OWN)
-        for free in ({}, {"samo": {"shard_optimizer": True}})
+        for free in ({}, {"samo": {"zero_stage": 1}})
     ),
     # A stage without sharded layers has weights that the first rank alone answers for.
     alike(
@@ -336,21 +336,21 @@ def test_weight_gradients_are_computed_while_members_sum(
     if is_sparse:
         sample_all(monkeypatch)
     config = tiny_config(
-        **merged(members(2), steps(2), {"samo": {"sparse_products": is_sparse}}),
+        **merged(tp_group(2), steps(2), {"samo": {"sparse_products": is_sparse}}),
         batch={"global_batch_size": 3},
     )
     found = ran((1, 1, 2), config, tmp_path)
 
-    matrices = 2 * 2 * 4  # of two members, with two blocks each
+    matrices = 2 * 2 * 4  # of two tensor-parallel ranks, with two blocks each
     assert len(found.losses) == 2
     assert sum(computed) == matrices * (2 * 3 - 1)
 
 
 def test_colwise_modules_of_one_input_share_the_sum_of_its_gradients() -> None:
     model = small_llama(**HF)
-    full = survey(model, torch.float32)
-    member = survey_of_member(model, full, Grid(1, 1, 4).place(1), torch.float32)
-    [_, block] = [layer.sums for layer in member.layers if layer.kind == "block"]
+    full = profile(model, torch.float32)
+    tp_rank = profile_of_tp_shard(model, full, Grid(1, 1, 4).coords(1), torch.float32)
+    [_, block] = [layer.sums for layer in tp_rank.layers if layer.kind == "block"]
 
     # Three modules have one input in the attention, and two in the MLP.
     assert (block.forward.count, block.backward.count) == (2, 2)
@@ -359,7 +359,7 @@ def test_colwise_modules_of_one_input_share_the_sum_of_its_gradients() -> None:
 
 
 def test_a_look_without_gradients_shares_nothing() -> None:
-    group = TensorGroup(Grid(1, 1).place(0), LocalTransport(LocalWorld(1), 0))
+    group = TensorGroup(Grid(1, 1).coords(0), LocalTransport(LocalWorld(1), 0))
     x = torch.ones(3, requires_grad=True)
 
     with torch.no_grad():
@@ -391,7 +391,7 @@ def test_masks_do_not_depend_on_the_degree(number: int) -> None:
 def test_a_trainer_gives_whole_weights(is_trained: bool) -> None:
     config = tiny_config(
         **merged(FOUR_HEADS.settings, steps(2), {"precision": "bf16"}),
-        samo={"gradient": "exact", "shard_optimizer": True},
+        samo={"gradient": "exact", "zero_stage": 1},
     )
     found: list[dict[str, Tensor] | None] = []
 
@@ -539,7 +539,7 @@ def test_a_degree_has_the_same_bits_in_every_layout(row: Row) -> None:
         Row(
             (stages, 1),
             steps(3),
-            members(number),
+            tp_group(number),
             TORCH,
             FOUR_HEADS,
             tolerance=TOLERANCE,
@@ -552,7 +552,7 @@ def test_a_degree_has_the_same_bits_in_every_layout(row: Row) -> None:
             Row(
                 (1, 1),
                 steps(3, optimizer=LAMB),
-                members(4),
+                tp_group(4),
                 TORCH,
                 FOUR_HEADS,
                 tolerance=TOLERANCE,
@@ -564,7 +564,7 @@ def test_a_degree_has_the_same_bits_in_every_layout(row: Row) -> None:
         Row(
             (1, 1),
             steps(2),
-            members(2),
+            tp_group(2),
             ONE_RANK,
             family(name),
             tolerance=TOLERANCE,
@@ -577,7 +577,7 @@ def test_a_degree_has_the_same_bits_in_every_layout(row: Row) -> None:
             Row(
                 (1, 1),
                 steps(2),
-                members(2),
+                tp_group(2),
                 ONE_RANK,
                 replace(OWN, name="gathered", model=lambda config: own_model(**GATHERED)),
                 tolerance=TOLERANCE,
@@ -585,7 +585,7 @@ def test_a_degree_has_the_same_bits_in_every_layout(row: Row) -> None:
             Row(
                 (1, 1),
                 steps(2),
-                members(3),
+                tp_group(3),
                 ONE_RANK,
                 replace(OWN, name="by threes", model=lambda config: own_model(**BY_THREES)),
                 tolerance=TOLERANCE,
@@ -633,11 +633,11 @@ COSTED = replace(
     name="own with costs",
     model=lambda config: replace(own_model(), example=lambda samples: (torch.zeros(samples, 16),)),
 )
-COUNTED: list[tuple[tuple[int, int], int, dict[str, Any], Subject]] = [
+COUNTED: list[tuple[tuple[int, int], int, dict[str, Any], PlannedModel]] = [
     ((1, 1), 2, {"samo": {"enabled": False}}, FOUR_HEADS),
     ((2, 1), 2, {"pipeline": {"split_backward": True}}, FOUR_HEADS),
     ((1, 1), 4, {"pipeline": {"checkpoint_activations": 1}}, FOUR_HEADS),
-    ((2, 2), 2, {"samo": {"shard_optimizer": True, "index": "mask"}, **EVEN}, FOUR_HEADS),
+    ((2, 2), 2, {"samo": {"zero_stage": 1, "index": "mask"}, **EVEN}, FOUR_HEADS),
     ((1, 1), 2, {"precision": "bf16"}, FOUR_HEADS),
     ((2, 1), 4, {"pruning": {"include": "all"}}, FOUR_HEADS),
     ((2, 1), 2, {}, COSTED),
@@ -654,7 +654,7 @@ COUNTED: list[tuple[tuple[int, int], int, dict[str, Any], Subject]] = [
     ("layout", "number", "settings", "subject"), by_default([COUNTED[1]], COUNTED)
 )
 def test_state_and_messages_of_every_member_are_what_plans_count(
-    layout: tuple[int, int], number: int, settings: dict[str, Any], subject: Subject
+    layout: tuple[int, int], number: int, settings: dict[str, Any], subject: PlannedModel
 ) -> None:
     """To the byte; masks decide how many entries of a tensor each tensor-parallel rank keeps."""
     config = tiny_config(**merged(subject.settings, settings, {"train": {"steps": 3}}))
@@ -669,7 +669,7 @@ def test_state_and_messages_of_every_member_are_what_plans_count(
     # The first step also compares the gradients of members.
     for before, trainer in zip(after(2), after(3), strict=True):
         state, sent = planned_bytes(trainer, model)
-        parts, earlier = trainer.parts.members, before.parts.members
+        parts, earlier = trainer.parts.tp_group, before.parts.tp_group
 
         assert trainer.state_bytes().total == state > 0
         assert parts is not None and earlier is not None
@@ -682,7 +682,7 @@ def test_on_gpus_a_word_has_left_before_who_tells_it_goes_on(on_gpus: bool) -> N
     order: list[str] = []
 
     def on_rank(transport: Transport) -> None:
-        group = TensorGroup(Grid(1, 1, 2).place(transport.rank), transport, on_gpus=on_gpus)
+        group = TensorGroup(Grid(1, 1, 2).coords(transport.rank), transport, on_gpus=on_gpus)
         if transport.rank == 0:
             group.broadcast([1, 2])
             order.append("told")

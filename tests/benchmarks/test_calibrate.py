@@ -11,14 +11,14 @@ import calibrate
 import pytest
 from calibrate import Measurements, fitted
 from support.mpirun import run_mpirun
-from support.planner_cases import surveyed
+from support.planner_cases import profiled
 
 from axsparse.planner.cluster import Cluster, load_cluster, parse_cluster, to_yaml
 from axsparse.planner.step_cost import all_reduce_seconds, edges, stage_seconds, step_costs
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.grid import Grid
 
-MODEL = surveyed(precision="fp32")
+MODEL = profiled(precision="fp32")
 SEEN = Measurements(
     ranks=4,
     memory_bytes=4e9,

@@ -112,7 +112,7 @@ def test_a_training_is_held_against_its_plan(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     device = gpu_train.Device("none", 24_000_000_000, 1.0)
-    here = gpu_train.Place(device, tmp_path, time.monotonic() + 120.0)
+    here = gpu_train.RankCoords(device, tmp_path, time.monotonic() + 120.0)
     training = Training("quickstart.yaml", (*TINY, "precision=bf16"), 4)
 
     rows, detail = gpu_train.alone("tiny", gpu_train.pruned(training, here), here)
@@ -151,7 +151,7 @@ def test_a_dense_run_has_the_losses_of_its_peer_and_is_not_run_twice(
     monkeypatch.setattr(gpu_beside, "WARM", 1)
     monkeypatch.setattr(gpu_beside, "STEPS", 2)
     device = gpu_train.Device("none", 24_000_000_000, 1.0)
-    here = gpu_train.Place(device, tmp_path, time.monotonic() + 120.0)
+    here = gpu_train.RankCoords(device, tmp_path, time.monotonic() + 120.0)
     report = Report.opened(tmp_path / "beside.json", {})
 
     rows = gpu_beside.measure(here, report)

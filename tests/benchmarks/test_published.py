@@ -19,7 +19,7 @@ from axsparse.config.load import configure
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout import Layout
-from axsparse.planner.plan_model import subject
+from axsparse.planner.plan_model import planned_model
 from axsparse.planner.stage_memory import StageMemory
 from axsparse.planner.step_cost import stage_seconds
 from axsparse.runtime.grid import Grid
@@ -120,7 +120,7 @@ def test_the_page_has_the_scoreboard_as_it_is_printed() -> None:
 
 def test_a_survey_and_the_formulas_of_published_runs_predict_alike() -> None:
     loaded = configure("gpt3_2.7b", ["model.num_layers=4"])
-    asked = subject(loaded, selene()).workload("dense")
+    asked = planned_model(loaded, selene()).workload("dense")
     [load] = asked.stages(1, 1) or []
     sizes = loaded.model
     row = run(
@@ -132,10 +132,10 @@ def test_a_survey_and_the_formulas_of_published_runs_predict_alike() -> None:
         precision="bf16",
     )
 
-    surveyed, counted = stage_seconds(asked, load, selene(), 1), run_costs(row, selene())
+    profiled, counted = stage_seconds(asked, load, selene(), 1), run_costs(row, selene())
 
-    assert surveyed.forward == pytest.approx(counted.forward[0][0], rel=0.1)
-    assert surveyed.backward == pytest.approx(counted.backward[0][0], rel=0.1)
+    assert profiled.forward == pytest.approx(counted.forward[0][0], rel=0.1)
+    assert profiled.backward == pytest.approx(counted.backward[0][0], rel=0.1)
 
 
 # -- the formulas of the paper -----------------------------------------------------------------
@@ -162,11 +162,15 @@ def test_the_smallest_power_of_two_that_fits_summit_is_the_papers(
     config: str, dense: int, pruned: int
 ) -> None:
     for density, expected in ((1.0, dense), (0.1, pruned)):
-        for slack in (1, expected):  # the runtime's default, and AxoNN's two pipelines' worth
+        for extra_in_flight in (
+            1,
+            expected,
+        ):  # the runtime's default, and AxoNN's two pipelines' worth
             fits = [
                 g_inter
                 for g_inter in (1, 2, 4, 8, 16, 32)
-                if fullest(config, density, g_inter, schedule(slack=slack)) <= SUMMIT.memory_bytes
+                if fullest(config, density, g_inter, schedule(extra_in_flight=extra_in_flight))
+                <= SUMMIT.memory_bytes
             ]
             assert fits[0] == expected
 

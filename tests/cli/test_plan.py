@@ -45,14 +45,20 @@ def test_members_are_tried_as_asked_for_and_what_training_does_by_itself_is_said
     plan: Axsparse,
 ) -> None:
     small = ("layout.memory_per_rank=0.4026", "layout.g_inter=1", "samo.enabled=false")
-    asked = ("--microbatch-size=1", "--members=1,2", *(f"--set={one}" for one in small))
+    asked = ("--microbatch-size=1", "--g-tensor=1,2", *(f"--set={one}" for one in small))
     fewer, one = plan("--gpus", "4", *asked)[1], plan("--gpus", "4")[1]
-    summit = plan("--gpus", "6", "--members", "1,2", "--cluster", "summit")[1]
+    summit = plan("--gpus", "6", "--g-tensor", "1,2", "--cluster", "summit")[1]
 
-    assert "recommended: 1 stage × 2 members × 2 replicas" in fewer
-    assert "note: training by itself takes as many members as layout.g_tensor says, 1; " in fewer
+    assert "recommended: 1 stage × 2 tensor-parallel ranks × 2 replicas" in fewer
+    assert (
+        "note: training by itself takes as many tensor-parallel ranks as layout.g_tensor says, 1; "
+        in fewer
+    )
     assert "member" not in one
-    assert "note: no two GPUs have trained with several members of a stage so far: " in summit
+    assert (
+        "note: no two GPUs have trained with several tensor-parallel ranks of a stage so far: "
+        in summit
+    )
 
 
 @pytest.mark.parametrize("wish", ["layout.split=[4]", "layout.memory_per_rank=2"])
@@ -97,7 +103,7 @@ def test_the_first_line_is_the_answer_and_a_table_follows(plan: Axsparse) -> Non
 
 
 def test_where_nothing_fits_it_says_what_would_and_both_figures_are_true(plan: Axsparse) -> None:
-    asked = ("--set", "samo.enabled=false", "--members", "1")
+    asked = ("--set", "samo.enabled=false", "--g-tensor", "1")
     code, screen, errors = plan("--gpus", "2", "--memory", "0.402", *asked, "--json")
     told = json.loads(screen)["refusals"][0]
     memory, fewest = f"{told['least_bytes'] / 1e9:.6g}", told["fewest_devices"]
@@ -235,15 +241,15 @@ def test_only_the_microbatches_that_were_asked_for_are_tried(
 
 
 def test_in_a_study_what_does_not_fit_is_said_above_what_does(plan: Axsparse) -> None:
-    dense = ("--set=samo.enabled=false", "--set=pipeline.slack=1", "--microbatch-size=1")
+    dense = ("--set=samo.enabled=false", "--set=pipeline.extra_in_flight=1", "--microbatch-size=1")
     code, screen, errors = plan("--gpus", "1,4", *dense, "--memory", "0.4026")
-    nothing, refused, _ = plan("--gpus", "1,2", "--memory", "0.4001")
+    nothing, rejected, _ = plan("--gpus", "1,2", "--memory", "0.4001")
 
     assert (code, nothing, errors) == (0, EXIT_CONFIG, "")
     first, head, _, *rows = screen.splitlines()
     assert first.startswith("1 device, dense: does not fit: 1 device would do with 0.41 GB, ")
     assert head == "quickstart in fp32 on laptop"
     assert [row.split()[1] for row in rows[:2]] == ["devices", "4"]
-    assert [line.split(":")[0] for line in refused.splitlines()[:2]] == [
+    assert [line.split(":")[0] for line in rejected.splitlines()[:2]] == [
         *("1 device, samo", "2 devices, samo"),
     ]

@@ -102,8 +102,8 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
 
     others = [staged, replicas, again]
     if heal in ("none", "blocks"):
-        members = ("layout.g_tensor=2", "layout.g_inter=1")
-        set_all = [word for one in members for word in ("--set", one)]
+        g_tensor = ("layout.g_tensor=2", "layout.g_inter=1")
+        set_all = [word for one in g_tensor for word in ("--set", one)]
         others.append(pruned(tmp_path, "members", *more, *set_all, ranks=2))
     if heal == "adapters":
         page = (tmp_path / "model #2" / "README.md").read_text()

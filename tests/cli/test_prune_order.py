@@ -27,7 +27,7 @@ def order_of(
 
 def settled(order: PruneOrder, *settings: str) -> None:
     order.work.mkdir(exist_ok=True)
-    order.settle(configure("quickstart.yaml", ["pruning.sparsity=0.5", *settings]))
+    order.adopt(configure("quickstart.yaml", ["pruning.sparsity=0.5", *settings]))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_work_of_another_order_is_refused(setting: str, text: str, tmp_path: Pat
     (order.work / "run" / "checkpoints" / "step-3").mkdir(parents=True)
 
     settled(order, "layout.g_inter=1", "run_dir=x", "train.log_every=3")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         settled(order, setting)
     with pytest.raises(ConfigError, match="--rank: 4, but"):
         settled(replace(order, rank=4))
@@ -161,8 +161,10 @@ def test_work_of_another_order_is_refused(setting: str, text: str, tmp_path: Pat
     with pytest.raises(ConfigError, match=r"^weights of --from: .* but what is in"):
         settled(order)
 
-    assert str(refused.value).startswith(text)
-    assert str(refused.value).endswith(f"set it back, choose another --out, or remove {order.work}")
+    assert str(rejected.value).startswith(text)
+    assert str(rejected.value).endswith(
+        f"set it back, choose another --out, or remove {order.work}"
+    )
     assert (order.work / ORDER).exists()
 
 

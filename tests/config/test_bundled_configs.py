@@ -13,7 +13,7 @@ from axsparse.config.load import bundled_configs, configure
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.models.zoo.gpt import gpt
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.auto_layout import resolve_grid
@@ -77,7 +77,7 @@ def test_models_have_the_published_shapes_and_numbers_of_parameters(name: str) -
     assert (model.sequence_length, model.tie_embeddings, model.dropout) == (2048, True, 0.0)
     assert 0 <= model.vocab_size - WORDS < 128
     assert model.vocab_size % 128 == 0
-    counted = survey(gpt(model, model.sequence_length)).num_params
+    counted = profile(gpt(model, model.sequence_length)).num_params
     assert counted == pytest.approx(parameters, rel=0.03)
 
 
@@ -88,7 +88,7 @@ def test_llamas_are_the_published_ones_and_trained_on_with_their_masks(
     loaded = configure(name)
     config = loaded
 
-    assert survey(replace(named_model(loaded), example=None)).num_params == parameters
+    assert profile(replace(named_model(loaded), example=None)).num_params == parameters
     assert config.model.name == "hf"
     assert config.model.from_ is None
     assert (config.data.source, config.precision) == ("tokens", "auto")

@@ -32,7 +32,7 @@ from axsparse.runtime.grid import Grid
         ("optimizer.betas=[0.95, 0.9]",),
         ("optimizer.nesterov=true",),
         ("pipeline.split_backward=auto", "pipeline.compile=true"),
-        ("data.separate_documents=true", "model.name=hf", "model.hf={model_type: llama}"),
+        ("data.intra_document_attention=true", "model.name=hf", "model.hf={model_type: llama}"),
         ("pruning.method=gradual", "pruning.at_step=0", "pruning.rewind_step=never"),
     ],
 )

@@ -21,9 +21,9 @@ from axsparse.data import documents as module
 from axsparse.data.chats import Chat
 from axsparse.data.documents import (
     Completion,
+    DocumentSource,
     Piece,
     Reading,
-    Source,
     documents,
     find_sources,
     read_json_lines,
@@ -32,7 +32,7 @@ from axsparse.data.documents import (
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 
-def source_of(path: Path) -> Source:
+def source_of(path: Path) -> DocumentSource:
     [source], _ = find_sources([path], [], path / "out", Reading())
     return source
 

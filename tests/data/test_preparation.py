@@ -283,7 +283,7 @@ DEATHS = {
     "before the first record": ("_Writer.save", 1),
     "after the third record": ("_Writer.save", 4),
     "within a document": ("_Writer._append", 55),
-    "after the last document": ("_refuse_empty", 1),
+    "after the last document": ("_reject_empty", 1),
     "before the files are moved": ("sample_digest", 2),
     "before the sidecar": ("Sidecar", 1),
     "before the rest is removed": ("shutil.rmtree", 1),
@@ -385,7 +385,7 @@ def test_progress_that_does_not_fit_the_files_is_no_progress(
     ]
     for harm in harms:
         with monkeypatch.context() as patch:
-            patch.setattr(preparation, "_refuse_empty", interrupt)
+            patch.setattr(preparation, "_reject_empty", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 run(request)
         [part] = request.out.glob("parts-*")

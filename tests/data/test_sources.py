@@ -16,7 +16,7 @@ def test_files_are_told_apart_for_a_model_that_separates_them() -> None:
     pytest.importorskip("transformers", reason="no transformers: pip install 'axsparse[test]'")
     tiny = "model_type: llama, hidden_size: 8, num_attention_heads: 1, num_hidden_layers: 1"
     asked = ["model.name=hf", f"model.hf={{{tiny}, vocab_size: 256, max_position_embeddings: 64}}"]
-    for settings, inputs in (([*asked, "data.separate_documents=true"], 2), (asked, 1)):
+    for settings, inputs in (([*asked, "data.intra_document_attention=true"], 2), (asked, 1)):
         loaded = configure(None, settings)
         datasets, example = open_datasets(loaded), named_model(loaded).example
         assert example is not None

@@ -380,7 +380,7 @@ def gradient_bytes(precision: str, **samo: Any) -> tuple[int, int, int]:
 def test_replicas_exchange_kept_entries_only_in_the_precision_of_weights(
     precision: str, gradient: str, shard: bool, itemsize: int
 ) -> None:
-    pruned, kept, numel = gradient_bytes(precision, gradient=gradient, shard_optimizer=shard)
+    pruned, kept, numel = gradient_bytes(precision, gradient=gradient, zero_stage=int(shard))
     dense, all_kept, _ = gradient_bytes(precision, enabled=False)
 
     assert all_kept == numel
@@ -421,7 +421,7 @@ def test_replicas_sum_a_piece_of_a_tied_weight_while_two_stages_sum_the_next(
 @pytest.mark.parametrize(("shard", "gradient"), [(False, "half"), (True, "fp32")])
 def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch, shard: bool, gradient: str) -> None:
     def traces() -> list[Trace]:
-        samo = {"shard_optimizer": shard, "gradient": gradient}
+        samo = {"zero_stage": int(shard), "gradient": gradient}
         return [trace for _, trace in train_gpt(2, 2, precision="bf16", samo=samo)]
 
     whole = traces()

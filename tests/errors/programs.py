@@ -38,7 +38,7 @@ from axsparse.config.schema import Config
 from axsparse.data import batches, documents, preparation, stdlib, token_file
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets
-from axsparse.models import layer_cost, survey
+from axsparse.models import layer_cost, model_profile
 from axsparse.models.layer import Layer, Model
 from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import open_weights, start_from
@@ -60,7 +60,7 @@ from axsparse.training.trainer import build
 
 MODULES = (
     *(planner_cases, preparing, runs, mask_files, load, validate),
-    *(batches, documents, preparation, stdlib, token_file, layer_cost, survey),
+    *(batches, documents, preparation, stdlib, token_file, layer_cost, model_profile),
     *(auto_layout, cluster, plan_model, criteria, mask_file, targets, safetensors, run_lock),
     *(index_base, plan, run_sources),
 )
@@ -215,9 +215,9 @@ def resolved(ranks: int = 1, grid: Grid | None = None, **sections: Any) -> RunPl
     config = tiny_config(**sections)
     model = tiny_gpt(config)
     transport: Transport = LocalTransport(LocalWorld(ranks), 0)
-    surveyed = survey.survey(model, DTYPES[config.precision])
+    profiled = model_profile.profile(model, DTYPES[config.precision])
     loaded = config.with_origins("test", {})
-    return plan_run(loaded, model, surveyed, transport, grid=grid)
+    return plan_run(loaded, model, profiled, transport, grid=grid)
 
 
 # -- models -----------------------------------------------------------------------------------
@@ -259,21 +259,21 @@ def with_buffer(value: Tensor) -> Callable[[], nn.Module]:
     return build
 
 
-def surveyed(*layers: Any, ties: Sequence[tuple[str, str]] = ()) -> survey.Survey:
+def profiled(*layers: Any, ties: Sequence[tuple[str, str]] = ()) -> model_profile.ModelProfile:
     """The survey of a model; builds alone become layers a, b and c with an init."""
     named = zip("abc"[: len(layers)], layers, strict=True)
     made = [
         each if isinstance(each, Layer) else Layer(name, each, init=random_init)
         for name, each in named
     ]
-    return survey.survey(Model(made, summed_loss, ties=[ax.Tie(*tie) for tie in ties]))
+    return model_profile.profile(Model(made, summed_loss, ties=[ax.Tie(*tie) for tie in ties]))
 
 
 def masked(masks: dict[str, Tensor], *layers: Any, ties: Sequence[tuple[str, str]] = ()) -> object:
     """The targets of a mask file `m` for a model of these layers."""
     Path("m").unlink(missing_ok=True)
     mask_files.write_tensors(Path("m"), masks)
-    return mask_file.open_masks(Path("m")).targets(surveyed(*layers, ties=ties))
+    return mask_file.open_masks(Path("m")).targets(profiled(*layers, ties=ties))
 
 
 def started(tensors: dict[str, Any], new: Sequence[str] = ()) -> None:
@@ -418,7 +418,7 @@ def scored(score: Any, model: Model | None = None, **pruning: Any) -> None:
 
 def found_targets(**pruning: Any) -> object:
     config: Config = tiny_config(pruning=pruning)
-    return targets.find_targets(survey.survey(tiny_gpt(config)), config.pruning)
+    return targets.find_targets(model_profile.profile(tiny_gpt(config)), config.pruning)
 
 
 HEAD = Layer("out", partial(nn.Linear, 16, 5), kind="head", init=random_init)

@@ -22,7 +22,7 @@ from axsparse.config.load import configure
 from axsparse.config.validate import check_batch, check_config
 from axsparse.data.torch_dataset import from_torch
 from axsparse.models.layer import Model
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.planner.auto_layout import resolve_grid
 from axsparse.runtime.errors import DataError
 from axsparse.samo.layer_construction import StateOptions, build_layers
@@ -109,14 +109,14 @@ def published_wide_resnet() -> Table:
 def test_names_shapes_parameters_and_flops_are_those_published(
     model: Model, published: Table, parameters: int, blocks: int, flops: float
 ) -> None:
-    surveyed = survey(model)
+    profiled = profile(model)
 
     shapes = {name.removeprefix("stem."): shape for name, shape in shapes_of(model).items()}
     assert shapes == published
-    assert surveyed.num_params == parameters
-    kinds = [layer.kind for layer in surveyed.layers]
+    assert profiled.num_params == parameters
+    kinds = [layer.kind for layer in profiled.layers]
     assert kinds == ["embedding", *["block"] * blocks, "head"]
-    assert surveyed.flops == pytest.approx(flops, rel=2e-3)
+    assert profiled.flops == pytest.approx(flops, rel=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from support.warm_client import SESSION
 from torch import Tensor
 
 from axsparse.data.dataset import Datasets
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.runtime.files import safetensors
 from axsparse.runtime.files.safetensors import TensorHeader
 from axsparse.runtime.grid import Grid
@@ -62,7 +62,7 @@ def break_writing(step: int, happen: Callable[[], None]) -> None:
 
     def breaking(
         path: Path,
-        described: Mapping[str, TensorHeader],
+        one_line: Mapping[str, TensorHeader],
         tensors: Iterator[Tensor],
         *,
         written: Callable[[Any], object],
@@ -76,7 +76,7 @@ def break_writing(step: int, happen: Callable[[], None]) -> None:
             if pieces == 2 and path.parent.name == f"step-{step}.tmp":
                 happen()
 
-        write(path, described, tensors, written=count)
+        write(path, one_line, tensors, written=count)
 
     vars(save)["write_safetensors"] = breaking
 
@@ -186,7 +186,7 @@ def main(job: Job) -> None:
         pruning={"method": "gradual", "interval": 2, "until_step": 9},
     )
 
-    def on_step(done: int, verdict: Verdict) -> None:
+    def on_step(done: int, verdict: StepResult) -> None:
         after(done)
 
     trainer = build(

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import Datasets
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Layer, Model
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
@@ -157,7 +157,7 @@ def main(job: Job) -> None:
     )
     before: list[tuple[float, float]] = []
 
-    def on_step(done: int, verdict: Verdict) -> None:
+    def on_step(done: int, verdict: StepResult) -> None:
         fault.present = done + 1
         used = os.times()
         before.append((used.user + used.system, used.elapsed))

@@ -86,7 +86,7 @@ def checkpoint(folder: Path, step: int = STEPS) -> Path:
     return folder / "run" / CHECKPOINTS / f"step-{step}"
 
 
-def assert_refused(done: Finished, code: int, line: str) -> None:
+def assert_rejected(done: Finished, code: int, line: str) -> None:
     """One line for all ranks, word by word."""
     assert done.errors == [f"axsparse: error: {line}"], str(done)
     assert done.returncode == code, str(done)
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(
     damage(checkpoint(here))
     named = f"run/{CHECKPOINTS}/step-{STEPS}"
 
-    assert_refused(
+    assert_rejected(
         start(here, named, ranks=2), code, f"checkpoint {named}: {words.format(size=size)}"
     )
 
@@ -180,7 +180,7 @@ def test_damaged_checkpoints_are_passed_over_whatever_the_clock_says_of_them(her
 def test_a_checkpoint_of_another_vocabulary_is_refused(here: Path) -> None:
     (here / "tiny.yaml").write_text(CONFIG.replace("vocab_size: 300", "vocab_size: 310"))
 
-    assert_refused(
+    assert_rejected(
         start(here),
         65,
         f"checkpoint run/{CHECKPOINTS}/step-{STEPS}: embed.token.weight: (300, 16) was saved, the "
@@ -192,7 +192,7 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(here: Path) -> None:
 def test_data_that_were_cut_short_since_are_refused(here: Path) -> None:
     os.truncate(here / "data" / "train.tokens", 700)
 
-    assert_refused(
+    assert_rejected(
         start(here),
         65,
         "data.path: data/train.tokens has 700 bytes, tokens.json says 800; copy it again, or "

@@ -16,7 +16,7 @@ from support.mpirun import KILLED, TESTS, Finished, run_mpirun
 from support.warm_python import warm_python
 
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps, unfinished
-from axsparse.training.checkpoint.verification import is_whole
+from axsparse.training.checkpoint.verification import is_complete
 
 REPLICAS_TOLERANCE = 2e-6
 """Other orders of fp32 sums over replicas, as in tests/behavior/test_equivalence.py."""
@@ -69,7 +69,7 @@ def test_a_run_outlives_everything_that_happens_while_it_saves(tmp_path: Path, w
     done = train(run, "kill-write:4")
     assert done.returncode in KILLED, str(done)
     assert "there is no run to go on with; starts from the beginning" in done.stdout
-    assert saved_steps(folder) == [2] and is_whole(folder / "step-2")
+    assert saved_steps(folder) == [2] and is_complete(folder / "step-2")
 
     done = train(run, "limit:3", grid="2x2")
     assert done.returncode == 74, str(done)
@@ -92,7 +92,7 @@ def test_a_run_outlives_everything_that_happens_while_it_saves(tmp_path: Path, w
     done = train(run, "kill-remove:4")
     assert done.returncode in KILLED, str(done)
     assert f"passed over: checkpoint {folder}/step-6.tmp" in done.stdout
-    assert saved_steps(folder) == [8, 6] and is_whole(folder / "step-8")
+    assert saved_steps(folder) == [8, 6] and is_complete(folder / "step-8")
     assert [path.name for path in unfinished(folder)] == ["step-4.old"]
 
     done = train(run, "kill-step:9")
@@ -124,7 +124,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(tmp_path: Pat
         (line,) = done.errors
         assert "checkpoint " in line and "cannot be written (No space left on device)" in line
         newest, *_ = saved_steps(disk / CHECKPOINTS)
-        assert is_whole(disk / CHECKPOINTS / f"step-{newest}")
+        assert is_complete(disk / CHECKPOINTS / f"step-{newest}")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -166,7 +166,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_with_75_also_while_it_saves(
     at = int(line.removeprefix("axsparse: stopped after step ").split(",")[0])
     assert line == f"axsparse: stopped after step {at}, saved in {folder}; --resume auto goes on"
     assert saved_steps(folder)[0] == at
-    assert all(is_whole(folder / f"step-{step}") for step in saved_steps(folder))
+    assert all(is_complete(folder / f"step-{step}") for step in saved_steps(folder))
     assert losses(run) == {step: loss for step, loss in losses(whole).items() if step <= at}
 
 

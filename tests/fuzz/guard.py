@@ -121,7 +121,7 @@ def watched(folder: Path) -> Iterator[None]:
     assert not WATCH.found, f"touched {WATCH.found}"
 
 
-def read_or_refused(read: Callable[[], object], folder: Path) -> None:
+def read_or_rejected(read: Callable[[], object], folder: Path) -> None:
     """Read something; the only accepted failure is one line that a terminal shows as it is."""
     refusal: AxsparseError | None = None
     try:

@@ -88,7 +88,7 @@ class Cut:
     """Layers of each stage."""
     schedule: str = "message-driven"
     prefer: str = "alternate"
-    slack: int = 1
+    extra_in_flight: int = 1
     recompute: int = 0
     index: str = "auto"
     shard: bool = False
@@ -376,13 +376,13 @@ def make_config(case: Case, cut: Cut | None = None) -> Config:
         sections["pipeline"] = {
             "schedule": cut.schedule,
             "prefer": cut.prefer,
-            "slack": cut.slack,
+            "extra_in_flight": cut.extra_in_flight,
             "checkpoint_activations": cut.recompute,
             "split_backward": cut.split_backward,
         }
         sections["samo"] = {
             "index": cut.index,
-            "shard_optimizer": cut.shard,
+            "zero_stage": int(cut.shard),
             **sections.get("samo", {}),
         }
     return tiny_config(**sections)
@@ -514,7 +514,13 @@ def _draw_pruning(rng: Random, steps: int) -> dict[str, Any]:
         found["rewind_step"] = rng.choice(["auto", "auto", found["at_step"] // 2])
         found["rewarm_steps"] = rng.choice([0, 0, 1])
     elif method == "early-bird":
-        found |= {"interval": 1, "undrawn": "draw", "until_step": 7, "steps": 9, "threshold": 1.0}
+        found |= {
+            "interval": 1,
+            "on_no_convergence": "prune",
+            "until_step": 7,
+            "steps": 9,
+            "threshold": 1.0,
+        }
     else:
         found |= {"interval": 1, "until_step": steps - 1, "at_step": rng.choice([0, 1])}
         if found["at_step"] == 1 and steps == 3:
@@ -556,7 +562,7 @@ def _draw_cut(rng: Random, layers: int, room: Room, least: int) -> Cut:
         tuple(b - a for a, b in pairwise(at)),
         schedule=rng.choice(["message-driven", "message-driven", "1f1b", "gpipe"]),
         prefer=rng.choice(["alternate", "backward", "forward"]),
-        slack=rng.choice([0, 1, 2]),
+        extra_in_flight=rng.choice([0, 1, 2]),
         recompute=rng.choice([0, 0, 1, 2]),
         index=rng.choice(["auto", "int32", "mask"]),
         shard=rng.random() < 0.3,

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
+from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.module_buffers import slots
-from axsparse.models.survey import Survey, survey
 from axsparse.runtime.errors import AxsparseError, ConfigError, TrainingError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
-from axsparse.tensor_parallel.dry_run import survey_of_member
+from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import Trainer
 
@@ -65,7 +65,7 @@ class Judgement:
         self.folder = folder
         self.model = make_model(case)
         self.data = make_data(case)
-        self.surveys: dict[tuple[int, int], Survey] = {}
+        self.profiles: dict[tuple[int, int], ModelProfile] = {}
         """By number of tensor-parallel ranks and rank."""
         self.trainers: list[Trainer] = []
         self.by_hand: list[tuple[float, float]] = []
@@ -77,7 +77,7 @@ class Judgement:
             whole = Cut((len(case.layers),), members=case.members)
             one = self.run(whole, make_config(case), "one", look=self.look)
         except ConfigError as refusal:
-            return self.refused(refusal)
+            return self.rejected(refusal)
         except TrainingError as failure:
             for ends in ("nan", "not finite", "early-bird drew no mask"):
                 if ends in str(failure):
@@ -86,7 +86,7 @@ class Judgement:
         except AxsparseError:
             raise
         except Exception as failure:
-            self.torch_refuses(failure)
+            self.torch_rejects(failure)
             raise
         self.check_first_step(one)
         evaluated = self.evaluated()
@@ -94,14 +94,14 @@ class Judgement:
         try:
             part = self.run(first, make_config(case, first), "cut", stop_after=case.stop_after)
         except ConfigError as refusal:
-            return f"with other settings {self.refused(refusal)}"
+            return f"with other settings {self.rejected(refusal)}"
         self.compare("the cut", part, one)
         if part.stopped is None:
             raise FoundError("it did not stop")
         try:
             rest = self.run(second, make_config(case, second), "cut", resume="auto")
         except ConfigError as refusal:
-            return f"with other settings {self.refused(refusal)}"
+            return f"with other settings {self.rejected(refusal)}"
         self.compare("the resumption", rest, one)
         if str(self.evaluated()) != str(evaluated):
             raise FoundError(f"evaluations: {self.evaluated()} is not {evaluated}")
@@ -125,20 +125,20 @@ class Judgement:
         return found
 
     @cached_property
-    def whole(self) -> Survey:
-        return survey(self.model)
+    def whole(self) -> ModelProfile:
+        return profile(self.model)
 
-    def survey_for(self, trainer: Trainer) -> Survey:
+    def survey_for(self, trainer: Trainer) -> ModelProfile:
         """The survey of a tensor-parallel rank's part of the model."""
-        run, place = trainer.parts.plan, trainer.parts.place
+        run, coords = trainer.parts.plan, trainer.parts.coords
         if not run.shards:
             return self.whole
-        key = place.grid.g_tensor, place.member
-        if key not in self.surveys:
-            member = Grid(1, 1, place.grid.g_tensor).place(place.member)
-            found = survey_of_member(self.model, self.whole, member, run.dtype)
-            self.surveys[key] = found
-        return self.surveys[key]
+        key = coords.grid.g_tensor, coords.tp_rank
+        if key not in self.profiles:
+            tp_rank = Grid(1, 1, coords.grid.g_tensor).coords(coords.tp_rank)
+            found = profile_of_tp_shard(self.model, self.whole, tp_rank, run.dtype)
+            self.profiles[key] = found
+        return self.profiles[key]
 
     def look(self, trainer: Trainer) -> None:
         self.trainers.append(trainer)
@@ -208,7 +208,7 @@ class Judgement:
 
     # -- refusals -----------------------------------------------------------------------
 
-    def refused(self, refusal: ConfigError) -> str:
+    def rejected(self, refusal: ConfigError) -> str:
         """The reason, without what differs between models; it must name layer or setting."""
         told = str(refusal)
         if not re.match(
@@ -219,7 +219,7 @@ class Judgement:
             raise FoundError(f"a refusal that names no layer: {told}")
         return "refused: " + re.sub(r"'[^']*'|\d+(\.\w+)*", "#", told)[:110]
 
-    def torch_refuses(self, failure: Exception) -> None:
+    def torch_rejects(self, failure: Exception) -> None:
         """Raise NotAModelError if plain torch cannot run the model either."""
         try:
             first_step(self.case, self.model, None)
@@ -241,21 +241,21 @@ def equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(t.view(torch.uint8) for t in dense))
 
 
-def check_bytes(trainer: Trainer, surveyed: Survey) -> None:
+def check_bytes(trainer: Trainer, profiled: ModelProfile) -> None:
     """The bytes of the live state equal the formula's."""
     parts, config, run = trainer.parts, trainer.config, trainer.parts.plan
     here = {layer.spec.name for layer in parts.layers}
-    ties = surveyed.ties
+    ties = profiled.ties
     kept = {
         ties.get(tensor.name, tensor.name): tensor.kept
         for layer in parts.layers
         for tensor in layer.state.tensors
         if tensor.kept < tensor.parameter.numel()
     }
-    sharded = config.samo.shard_optimizer
+    sharded = config.samo.zero_stage
     trained = [layer.state for layer in parts.layers if layer.state.tensors]
     expected = stage_bytes(
-        [layer for layer in surveyed.layers if layer.name in here],
+        [layer for layer in profiled.layers if layer.name in here],
         ties,
         kept,
         StateFormat(
@@ -263,9 +263,9 @@ def check_bytes(trainer: Trainer, surveyed: Survey) -> None:
             gradient_bytes=trained[0].accumulator.itemsize if trained else 4,
             moments=len(run.optimizer.moments),
             index=config.samo.index,
-            replicas=parts.place.grid.g_data if sharded else 1,
+            replicas=parts.coords.grid.g_data if sharded else 1,
         ),
-        parts.place.replica if sharded else 0,
+        parts.coords.replica if sharded else 0,
     )
     if trainer.state_bytes() != expected:
         raise FoundError(f"bytes: {trainer.state_bytes()} is not {expected}")

@@ -29,11 +29,11 @@ class Apply(nn.Module):
 
     def __init__(self, function: Callable[[Any, Tensor], Any], **members: Any) -> None:
         super().__init__()
-        for name, member in members.items():
-            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
-                self.register_buffer(name, member, persistent=not name.startswith("cache"))
+        for name, tp_rank in members.items():
+            if isinstance(tp_rank, Tensor) and not isinstance(tp_rank, nn.Parameter):
+                self.register_buffer(name, tp_rank, persistent=not name.startswith("cache"))
             else:
-                setattr(self, name, member)
+                setattr(self, name, tp_rank)
         self.function = function
 
     def forward(self, x: Tensor) -> Any:

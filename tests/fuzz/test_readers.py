@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from fuzz.guard import WATCH, read_or_refused, watched
+from fuzz.guard import WATCH, read_or_rejected, watched
 from fuzz.mutations import (
     bytes_changed,
     json_changed,
@@ -48,7 +48,7 @@ from axsparse.planner.cluster import bundled_clusters, load_cluster
 from axsparse.pruning.mask_file import open_masks
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, SafetensorsIndex
-from axsparse.training.checkpoint.verification import open_checkpoint, refuse_other_settings, verify
+from axsparse.training.checkpoint.verification import open_checkpoint, reject_other_settings, verify
 from axsparse.training.export import export
 
 INPUTS = int(os.environ.get("AXSPARSE_FUZZ", "600"))
@@ -177,9 +177,9 @@ def test_checkpoints(checkpoint: Restored, tmp_path: Path, counted: list[int], r
         verify(found)
         with contextlib.suppress(OutputError):
             export(folder, "torch", folder.parent / "out.safetensors", force=True)
-        refuse_other_settings(found, DEFAULTS, DEFAULTS)
+        reject_other_settings(found, DEFAULTS, DEFAULTS)
 
-    read_or_refused(read, folder.parent)
+    read_or_rejected(read, folder.parent)
     assert outside.read_bytes() == b"not yours"
 
 
@@ -229,7 +229,7 @@ def test_mask_files(tmp_path: Path, counted: list[int], rng: Random) -> None:
         for name, entry in masks.entries.items():
             masks.mask(name, entry.shape)
 
-    read_or_refused(read, tmp_path)
+    read_or_rejected(read, tmp_path)
 
 
 @given(SEEDS)
@@ -257,7 +257,7 @@ def test_safetensors(checkpoint: Restored, tmp_path: Path, counted: list[int], r
             for key in file.shapes:
                 file.read(key)
 
-    read_or_refused(read, tmp_path)
+    read_or_rejected(read, tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -281,7 +281,7 @@ def test_tokenizer_files(tokenizer: bytes, tmp_path: Path, counted: list[int], r
         found = Subwords(path, TokenizerRecord(kind="file"), SEPARATOR)
         found.decode([int(token) for token in found.encode("the cat é\n")])
 
-    read_or_refused(read, tmp_path)
+    read_or_rejected(read, tmp_path)
 
 
 # -- settings -------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_configurations(tmp_path: Path, counted: list[int], rng: Random) -> None
         loaded = configure(str(path))
         check_config(loaded)
 
-    read_or_refused(read, tmp_path)
+    read_or_rejected(read, tmp_path)
 
 
 @given(SEEDS)
@@ -325,7 +325,7 @@ def test_overrides(tmp_path: Path, counted: list[int], rng: Random) -> None:
         loaded = configure(None, [override])
         check_config(loaded)
 
-    read_or_refused(read, tmp_path)
+    read_or_rejected(read, tmp_path)
 
 
 CLUSTERS = [
@@ -340,7 +340,7 @@ def test_clusters(tmp_path: Path, counted: list[int], rng: Random) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_bytes(yaml_bytes(rng, rng.choice(CLUSTERS)))
 
-    read_or_refused(lambda: load_cluster(str(path)), tmp_path)
+    read_or_rejected(lambda: load_cluster(str(path)), tmp_path)
 
 
 # -- the watch itself -----------------------------------------------------------------------

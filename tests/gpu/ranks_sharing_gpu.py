@@ -26,7 +26,7 @@ from axsparse.runtime.communication import Collective, Link, Message, Op, Transp
 from axsparse.runtime.gpu.cuda_device import CudaDevice
 from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport
 from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
-from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 from axsparse.tensor_parallel.group import TensorGroup
 
@@ -95,8 +95,8 @@ class OnGpu(GpuTransport):
             connections = NcclConnections(Rendezvous(host, nccl_backend), device, host.backoff)
         super().__init__(host, device, connections=connections)
 
-    def link(self, place: Place) -> Link:
-        return cast("Link", MovedLink(super().link(place)))
+    def link(self, coords: RankCoords) -> Link:
+        return cast("Link", MovedLink(super().link(coords)))
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         return cast("Collective", MovedCollective(super().collective(name, ranks)))
@@ -120,7 +120,7 @@ def test_members_have_the_sum_and_over_nccl_their_hosts_go_on() -> None:
     connections = NcclConnections(Rendezvous(host, nccl_backend), device, host.backoff)
     transport = GpuTransport(host, device, connections=connections if NCCL else None)
     size = host.size
-    group = TensorGroup(Grid(1, 1, size).place(host.rank), transport, on_gpus=True)
+    group = TensorGroup(Grid(1, 1, size).coords(host.rank), transport, on_gpus=True)
     drawn = torch.rand(size, 1 << 16, generator=torch.Generator().manual_seed(3)) - 0.5
     shard = TensorShard((size, 1 << 16), 0, group.rank, size)
     own = drawn[group.rank].to(GPU)

@@ -22,7 +22,7 @@ from support.runs import tiny_config, tiny_gpt, token_data
 from torch import Tensor
 
 from axsparse.data.dataset import Datasets
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
 from axsparse.samo.layer_state import LayerState
@@ -96,7 +96,7 @@ def train(job: Job, case: Case) -> Outcome:
         moments={},
     )
 
-    def note(step: int, verdict: Verdict) -> None:
+    def note(step: int, verdict: StepResult) -> None:
         found["losses"].append(verdict.loss)
         found["norms"].append(verdict.grad_norm)
         found["finite"].append(verdict.finite)

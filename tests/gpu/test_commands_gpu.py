@@ -67,7 +67,7 @@ TRAININGS = {
     "1F1B": Training(("pipeline.schedule=1f1b",), 2, 2),
     "split backwards": Training(("pipeline.split_backward=true",), 2, 2),
     "members": Training(("layout.g_tensor=2",), 2),
-    "sharded": Training(("samo.shard_optimizer=true",), 2),
+    "sharded": Training(("samo.zero_stage=1",), 2),
     "exact gradients": Training(("samo.gradient=exact",), 2),
     "offloaded": Training(on_gpu=("samo.offload=true",)),
     "masks": Training(("samo.index=mask",)),

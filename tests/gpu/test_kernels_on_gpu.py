@@ -7,7 +7,7 @@ import torch
 from support.kernel_contract import CONTRACT
 from support.kernel_machine import Machine, Promise
 
-from axsparse.samo.cuda.kernels import judge
+from axsparse.samo.cuda.kernels import sum_squares
 from axsparse.samo.cuda.launch import CupyLauncher
 from axsparse.samo.shards import BLOCK
 
@@ -33,7 +33,7 @@ def test_kernels_wait_for_what_torch_has_begun_on_the_current_stream(launch: Cup
         for _ in range(20):
             square = square @ square  # keeps every entry, and takes a while
         partials = square.new_empty(square.numel() // BLOCK, dtype=torch.float64)
-        judge(launch, [(square.view(-1), partials)])
+        sum_squares(launch, [(square.view(-1), partials)])
         total = partials.sum()
     stream.synchronize()
 
@@ -45,7 +45,7 @@ def test_the_same_sums_come_out_of_every_run(launch: CupyLauncher) -> None:
 
     def once() -> list[float]:
         partials = values.new_empty(-(-values.numel() // BLOCK), dtype=torch.float64)
-        judge(launch, [(values, partials)])
+        sum_squares(launch, [(values, partials)])
         sums: list[float] = partials.tolist()
         return sums
 

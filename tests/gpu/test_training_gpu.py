@@ -57,7 +57,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "int32": {"samo": {"index": "int32"}},
     "mask": {"samo": {"index": "mask"}},
     "recomputed": {"pipeline": {"checkpoint_activations": 1}},
-    "sharded": {"samo": {"shard_optimizer": True}},
+    "sharded": {"samo": {"zero_stage": 1}},
     "1f1b": {"pipeline": {"schedule": "1f1b"}},
 }
 HALVES: dict[str, dict[str, Any]] = {

@@ -53,7 +53,7 @@ def test_a_job_trains_case_by_case_and_another_goes_on_behind_one_that_fails(
         ON_CPU,
     )
 
-    plain, refused, overflow = (outcomes[name] for name in ("plain", "refused", "overflow"))
+    plain, rejected, overflow = (outcomes[name] for name in ("plain", "refused", "overflow"))
     config = tiny_config(**SETTINGS)
     oracle = Oracle(tiny_gpt(config), config, token_data(), 1)
     trace = oracle.run(STEPS)
@@ -66,8 +66,8 @@ def test_a_job_trains_case_by_case_and_another_goes_on_behind_one_that_fails(
         owner = name if name in trace.weights else "embed.token.weight"
         assert torch.equal(values, trace.weights[owner].reshape(-1)[kept[name]]), name
     assert len(kept["block0.fc1.weight"]) == oracle.masks["block0.fc1.weight"].sum()
-    assert isinstance(refused, CaseFailedError)
-    assert "layout.split" in str(refused)
+    assert isinstance(rejected, CaseFailedError)
+    assert "layout.split" in str(rejected)
     assert not isinstance(overflow, CaseFailedError), overflow
     for outcome in overflow:
         assert outcome["finite"] == [True, False, True]

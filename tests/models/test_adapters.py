@@ -9,7 +9,7 @@ from torch import nn
 
 from axsparse.models.adapters import AdaptedLinear, merged, with_adapters
 from axsparse.models.layer import Layer, Model
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.runtime.errors import ConfigError
 
 
@@ -57,7 +57,7 @@ def test_start_values_are_those_of_the_layer_and_of_the_adapter() -> None:
     def draw(name: str, *shape: int) -> torch.Tensor:
         return init(name, shape, torch.Generator().manual_seed(1))
 
-    shapes = {p.name: p.shape for p in survey(model).layers[0].parameters}
+    shapes = {p.name: p.shape for p in profile(model).layers[0].parameters}
     assert {"hidden0.0.adapter_in", "hidden0.0.adapter_out"} <= shapes.keys()
     assert torch.equal(draw("0.adapter_out", 8, 4), torch.zeros(8, 4))
     assert float(draw("0.adapter_in", 4, 1000).std()) == pytest.approx(0.5, abs=0.05)

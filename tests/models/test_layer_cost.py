@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from axsparse.models.layer import Layer, Model, as_tuple
 from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
-from axsparse.models.survey import FLOPS_PER_BYTE, costs_text, survey, with_costs
+from axsparse.models.model_profile import FLOPS_PER_BYTE, costs_text, profile, with_costs
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -199,7 +199,7 @@ def model(*, example: bool, flops: float | None = None) -> Model:
 
 
 def test_a_survey_with_an_example_weighs_flops_and_bytes() -> None:
-    first, second = survey(model(example=True), BF16).layers
+    first, second = profile(model(example=True), BF16).layers
 
     assert (first.flops, second.flops) == (72, 96)
     assert first.work == 72 + FLOPS_PER_BYTE * 12
@@ -207,21 +207,21 @@ def test_a_survey_with_an_example_weighs_flops_and_bytes() -> None:
 
 
 def test_without_an_example_parameters_count() -> None:
-    first, second = survey(model(example=False)).layers
+    first, second = profile(model(example=False)).layers
 
     assert (first.work, second.work) == (2 * 42, 2 * 56)
     assert first.activations is None
 
 
 def test_flops_that_a_layer_states_come_first() -> None:
-    assert survey(model(example=True, flops=5.0)).layers[0].flops == 5.0
+    assert profile(model(example=True, flops=5.0)).layers[0].flops == 5.0
 
 
 @pytest.mark.parametrize("example", [True, False])
 def test_costs_reach_ranks_that_have_not_run_the_layers(example: bool) -> None:
-    found = survey(model(example=example), BF16)
+    found = profile(model(example=example), BF16)
 
-    assert with_costs(survey(model(example=False)), costs_text(found)) == found
+    assert with_costs(profile(model(example=False)), costs_text(found)) == found
 
 
 # -- what a layer may return ----------------------------------------------------------------

@@ -18,7 +18,7 @@ from axsparse.models.losses import (
     compiled,
     linear_cross_entropy,
     logits_at_a_time,
-    refuse_foreign_words,
+    reject_foreign_words,
     summed_cross_entropy,
 )
 from axsparse.runtime.targets import IGNORED
@@ -244,10 +244,10 @@ def test_a_token_that_is_no_word_is_refused_on_a_device_by_torch(token: int) -> 
 
     for ignored in (None, -100):
         if token == 4 or token == ignored:
-            refuse_foreign_words(tokens, 5, ignored)
+            reject_foreign_words(tokens, 5, ignored)
             continue
         with pytest.raises(RuntimeError, match="a token is no word of a vocabulary of 5"):
-            refuse_foreign_words(tokens, 5, ignored)
+            reject_foreign_words(tokens, 5, ignored)
 
 
 def test_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from support.own_models import Looped, class_loss, images, noisy_images, words
 from torch import Tensor, nn
 
 from axsparse.models.layer import Model
+from axsparse.models.model_profile import profile
 from axsparse.models.own_forward import from_module
-from axsparse.models.survey import survey
 from axsparse.runtime.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def test_members_are_layers_with_the_names_of_the_module(
 ) -> None:
     model = cut(module(), data)
 
-    found = survey(model)
+    found = profile(model)
 
     assert " ".join(layer.name for layer in found.layers) == layers
     names = {parameter.name for layer in found.layers for parameter in layer.parameters}
@@ -58,7 +58,7 @@ def test_members_are_layers_with_the_names_of_the_module(
 
 
 def test_a_segment_is_costed_without_what_is_before_it() -> None:
-    found = survey(cut(own_models.ResNet()))
+    found = profile(cut(own_models.ResNet()))
 
     flops = {layer.name: layer.flops for layer in found.layers}
     assert flops["head"] == 2 * 16 * own_models.CLASSES

@@ -11,8 +11,8 @@ from support.runs import summed_loss, train_in_process, vector_data
 from torch import nn
 
 from axsparse.models.layer import Model
+from axsparse.models.model_profile import profile
 from axsparse.models.sequential import from_sequential
-from axsparse.models.survey import survey
 from axsparse.runtime.errors import ConfigError
 
 WIDTH = 16
@@ -40,7 +40,7 @@ def test_it_trains_bitwise_alike_on_one_to_four_stages() -> None:
 
 
 def test_layers_have_the_modules_names_and_kinds() -> None:
-    found = survey(from_sequential(sequential(), summed_loss))
+    found = profile(from_sequential(sequential(), summed_loss))
 
     assert [layer.name for layer in found.layers] == ["first", "norm", "relu", "second", "last"]
     assert [layer.kind for layer in found.layers] == [*["block"] * 4, "head"]
@@ -50,7 +50,7 @@ def test_layers_have_the_modules_names_and_kinds() -> None:
 def test_lists_are_numbered_embeddings_are_found_and_kinds_can_be_said() -> None:
     modules = [nn.Embedding(9, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2), nn.ReLU()]
 
-    found = survey(from_sequential(modules, summed_loss, kinds={"1": "embedding"}))
+    found = profile(from_sequential(modules, summed_loss, kinds={"1": "embedding"}))
 
     assert [(layer.name, layer.kind) for layer in found.layers] == [
         ("0", "embedding"),
@@ -92,11 +92,11 @@ def test_it_starts_at_the_modules_values_and_leaves_the_modules_alone() -> None:
 
 def test_ranks_that_made_other_values_are_told_apart() -> None:
     torch.manual_seed(1)
-    one = survey(from_sequential([nn.Linear(3, 2)], summed_loss)).start
-    two = survey(from_sequential([nn.Linear(3, 2)], summed_loss)).start
+    one = profile(from_sequential([nn.Linear(3, 2)], summed_loss)).start
+    two = profile(from_sequential([nn.Linear(3, 2)], summed_loss)).start
     torch.manual_seed(1)
 
-    assert survey(from_sequential([nn.Linear(3, 2)], summed_loss)).start == one != two
+    assert profile(from_sequential([nn.Linear(3, 2)], summed_loss)).start == one != two
 
 
 def on_meta() -> Model:
@@ -119,7 +119,7 @@ def test_modules_on_the_meta_device_start_as_torch_would_whatever_the_layout() -
     [(_, again)] = train_in_process(1, 1, on_meta(), image_config(), image_data(8))
 
     assert again.losses == ranks[0][1].losses
-    assert survey(on_meta()).start == ""
+    assert profile(on_meta()).start == ""
 
 
 def test_start_values_on_the_meta_device_are_torchs() -> None:

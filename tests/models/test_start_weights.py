@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 import axsparse as ax
 from axsparse.models.layer import Layer, Model
+from axsparse.models.model_profile import profile
 from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import FromFile, fingerprint, open_weights, start_from
-from axsparse.models.survey import survey
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.training.trainer import build
@@ -46,7 +46,7 @@ def random_tensors(model: Model, called: Callable[[str], str] = str) -> dict[str
     """A state dict for a model, under the names of a library."""
     generator = torch.Generator().manual_seed(9)
     state = {}
-    for layer in survey(model).layers:
+    for layer in profile(model).layers:
         for parameter in layer.parameters:
             state[called(parameter.name)] = torch.randn(parameter.shape, generator=generator)
         for buffer in layer.buffers:
@@ -157,7 +157,8 @@ def test_ranks_compare_what_they_start_at(tmp_path: Path) -> None:
 
     assert fingerprint(one) != fingerprint(two)
     assert (
-        survey(start_from(small_vgg(), open_weights(one))).start == f"{one.name} {fingerprint(one)}"
+        profile(start_from(small_vgg(), open_weights(one))).start
+        == f"{one.name} {fingerprint(one)}"
     )
 
 

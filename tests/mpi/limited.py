@@ -51,7 +51,7 @@ def limited(part: float, *arguments: Any, **named: Any) -> RunPlan:
     decided = plan_run(*arguments, **named)
     assert decided.prediction is not None
     peak = decided.prediction.memory_bytes
-    if decided.place.rank == 0:
+    if decided.coords.rank == 0:
         print(f"predicted peak {peak:.0f}", flush=True)
     limit = held_bytes() + int(part * peak)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -47,7 +47,7 @@ ROWS = [
         for method, layout in zip(METHODS, itertools.cycle(LAYOUTS), strict=False)
     ),
     *(
-        Row(layout, {"samo": {"shard_optimizer": shard}}, subject=WIDE)
+        Row(layout, {"samo": {"zero_stage": int(shard)}}, subject=WIDE)
         for layout, shard in itertools.product(LAYOUTS, [False, True])
         if layout[0] <= len(WIDE.model(tiny_config()).layers)
     ),
@@ -57,7 +57,7 @@ ROWS = [
             layout,
             {
                 **steps(4, **batch(11, 2)),
-                "samo": {"gradient": "exact", "shard_optimizer": layout[0] == 1},
+                "samo": {"gradient": "exact", "zero_stage": layout[0] == 1},
             },
         )
         for layout in LAYOUTS
@@ -65,13 +65,13 @@ ROWS = [
     # Members that share the layers of a stage: all ranks, or half of them.
     *(
         Row(
-            (SIZE // members, 1),
-            {**steps(2), "layout": {"g_tensor": members}, "model": {"num_heads": 4}},
+            (SIZE // tp_group, 1),
+            {**steps(2), "layout": {"g_tensor": tp_group}, "model": {"num_heads": 4}},
             {},
             ONE_STAGE,
             FEW,
         )
-        for members in {SIZE, SIZE // 2} - {1}
+        for tp_group in {SIZE, SIZE // 2} - {1}
     ),
     # Masks by samples that travelled.
     Row(
@@ -117,8 +117,8 @@ def test_members_hold_and_send_what_plans_count(stages: int) -> None:
             trainer, _ = train_here(transport, grid, model, config, FEW.data())
         state, planned = planned_bytes(trainer, model)
         assert trainer.state_bytes().total == state
-        assert trainer.parts.members is not None
-        sent.append(trainer.parts.members.bytes_sent)
+        assert trainer.parts.tp_group is not None
+        sent.append(trainer.parts.tp_group.bytes_sent)
 
     # The first step also compares the gradients of members.
     assert sent[1] - sent[0] == planned > 0

@@ -20,7 +20,7 @@ from axsparse.runtime.communication import (
     Transport,
     wait,
 )
-from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.host_channel import (
     decode_header,
     encode_header,
@@ -36,8 +36,8 @@ needs_a_neighbour = pytest.mark.skipif(SIZE < 2, reason="one rank has no neighbo
 class SmallCalls(MpiTransport):
     """No call of its links carries more than 1,000 bytes."""
 
-    def link(self, place: Place) -> Link:
-        link = MpiLink(self._comm, place, self.backoff, max_call_bytes=1000)
+    def link(self, coords: RankCoords) -> Link:
+        link = MpiLink(self._comm, coords, self.backoff, max_call_bytes=1000)
         self._made.append(link)
         return link
 
@@ -53,13 +53,13 @@ def test_an_mpi_link_keeps_the_contract(promise: Callable[[Transport], None]) ->
 @needs_a_neighbour
 def test_two_links_of_the_same_ranks_are_apart() -> None:
     with on_mpi() as transport:
-        place = Grid(SIZE, 1).place(transport.rank)
-        links = [transport.link(place), transport.link(place)]
-        if not place.is_last:
+        coords = Grid(SIZE, 1).coords(transport.rank)
+        links = [transport.link(coords), transport.link(coords)]
+        if not coords.is_last:
             for number in (1, 0):
                 message = Message(Direction.FORWARD, number, (torch.tensor([number]),))
                 links[number].send(message)
-        if not place.is_first:
+        if not coords.is_first:
             for number, link in enumerate(links):
                 while not (arrived := link.arrivals()):
                     transport.backoff.pause()
@@ -69,11 +69,11 @@ def test_two_links_of_the_same_ranks_are_apart() -> None:
 @needs_a_neighbour
 def test_a_message_that_is_complete_waits_for_those_before_it() -> None:
     with on_mpi() as transport:
-        place = Grid(SIZE, 1).place(transport.rank)
-        link = transport.link(place)
+        coords = Grid(SIZE, 1).coords(transport.rank)
+        link = transport.link(coords)
         assert isinstance(link, MpiLink)
         here = torch.zeros(1, dtype=torch.float64)
-        if place.rank == 0:
+        if coords.rank == 0:
             # A sender whose first content is slow, and whose second message has none.
             comm, content = link._outgoing[Direction.FORWARD]._comm, torch.ones(3)
             for number, tensors in enumerate([(content,), ()]):
@@ -82,13 +82,13 @@ def test_a_message_that_is_complete_waits_for_those_before_it() -> None:
             wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
             comm.Send([content.numpy(), MPI.BYTE], dest=1, tag=CONTENT_TAG)
             return
-        while place.rank == 1 and len(link._receiving[Direction.FORWARD]) < 2:
+        while coords.rank == 1 and len(link._receiving[Direction.FORWARD]) < 2:
             assert link.arrivals() == []
             transport.backoff.pause()
         wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
 
         numbers: list[int] = []
-        while place.rank == 1 and len(numbers) < 2:
+        while coords.rank == 1 and len(numbers) < 2:
             numbers += [message.microbatch for message in link.arrivals()]
             transport.backoff.pause()
         assert numbers in ([0, 1], [])
@@ -111,12 +111,12 @@ def test_arrivals_are_complete_although_the_first_look_finds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with on_mpi() as transport:
-        place = Grid(SIZE, 1).place(transport.rank)
-        link = transport.link(place)
+        coords = Grid(SIZE, 1).coords(transport.rank)
+        link = transport.link(coords)
         assert isinstance(link, MpiLink)
-        if place.rank == 0:
+        if coords.rank == 0:
             link.send(Message(Direction.FORWARD, 0, ()))
-        if place.rank == 1:
+        if coords.rank == 1:
             channel = link._incoming[Direction.FORWARD]
             comm = channel._comm
             while not comm.Iprobe(0, HEADER_TAG):
@@ -128,11 +128,11 @@ def test_arrivals_are_complete_although_the_first_look_finds_nothing(
 @needs_a_neighbour
 def test_closing_waits_for_what_was_sent() -> None:
     with on_mpi() as transport:
-        place = Grid(SIZE, 1).place(transport.rank)
-        link = transport.link(place)
-        if not place.is_last:
+        coords = Grid(SIZE, 1).coords(transport.rank)
+        link = transport.link(coords)
+        if not coords.is_last:
             link.send(Message(Direction.FORWARD, 0, (torch.ones(1 << 21),)))
-        while not place.is_first and not link.arrivals():
+        while not coords.is_first and not link.arrivals():
             transport.backoff.pause()
 
     assert link.unsent == 0
@@ -148,8 +148,8 @@ def test_a_header_says_everything_but_the_contents() -> None:
     assert words.dtype == np.int64
     assert (read.direction, read.microbatch) == (Direction.BACKWARD, 41)
     assert read.requires_grad == sent.requires_grad
-    described = [None if t is None else (t.dtype, t.shape) for t in read.tensors]
-    assert described == [None if t is None else (t.dtype, t.shape) for t in tensors]
+    one_line = [None if t is None else (t.dtype, t.shape) for t in read.tensors]
+    assert one_line == [None if t is None else (t.dtype, t.shape) for t in tensors]
 
 
 def test_a_type_that_no_message_carries_is_named() -> None:

@@ -13,7 +13,7 @@ import axsparse
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
-from axsparse.models.survey import Survey, survey
+from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.zoo.gpt import gpt
 from axsparse.observe.banner import ModelLayout, banner
 from axsparse.runtime.grid import Grid
@@ -36,7 +36,7 @@ def lines(
     *,
     grid: Grid | None = None,
     stages: tuple[range, ...] = (range(3), range(3, 7)),
-    surveyed: Survey | None = None,
+    profiled: ModelProfile | None = None,
     live_bytes: int = 900_000,
     planned: str = "",
 ) -> list[str]:
@@ -45,7 +45,7 @@ def lines(
             settings,
             ModelLayout(
                 "gpt",
-                surveyed or survey(gpt(of_family(settings.model, GptConfig), 128)),
+                profiled or profile(gpt(of_family(settings.model, GptConfig), 128)),
                 stages,
                 grid or Grid(2, 2),
                 "mpi (MPICH 4.2)",
@@ -99,13 +99,13 @@ def test_only_runs_of_numbered_layers_are_drawn_together() -> None:
         loss=lambda output, target: output.sum(),
     )
 
-    text = lines(config(), surveyed=survey(model), stages=(range(9),))[1]
+    text = lines(config(), profiled=profile(model), stages=(range(9),))[1]
 
     assert text == "stage 0: a, b1–2, b4, c5, c6x, d9–11 (9, 100 % of the work)"
 
 
 def test_what_was_predicted_and_what_replicas_share_stands_beside_the_state() -> None:
-    shared = config(samo={"shard_optimizer": True})
+    shared = config(samo={"zero_stage": 1})
     state = "model state/rank: dense 4.0 MB → SAMO 900 kB"
 
     assert lines(config(), planned="peak ~1.2 GB")[2] == f"{state} · peak ~1.2 GB"

@@ -45,7 +45,7 @@ def times(**seconds: float) -> dict[str, float]:
     return {**dict.fromkeys(PHASES, 0.0), **seconds, "step": sum(seconds.values())}
 
 
-Block = tuple[str, float, float]
+PhaseContext = tuple[str, float, float]
 """A phase, the seconds that the host spends in it, and the work that it enqueues before."""
 
 
@@ -84,7 +84,7 @@ Block = tuple[str, float, float]
     ],
 )
 def test_the_gpus_time_is_divided_among_phases(
-    blocks: list[Block], expected: dict[str, float]
+    blocks: list[PhaseContext], expected: dict[str, float]
 ) -> None:
     gpu = Gpu()
 
@@ -232,8 +232,8 @@ def play(rank: int, world: LocalWorld[None], folder: Path) -> None:
     gpu = Gpu(rank)
     gpu.now = 1000.0 * (rank + 1)
     transport, phases = LocalTransport(world, rank), gpu.phases
-    place = Grid(2, 1).place(rank)
-    tracing = TraceRecorder(transport, place, phases, folder, range(2, 4), lambda: gpu.now)
+    coords = Grid(2, 1).coords(rank)
+    tracing = TraceRecorder(transport, coords, phases, folder, range(2, 4), lambda: gpu.now)
     for step in range(1, 5):
         gpu.hardware.frozen = step != 2  # where the GPU's clock is tied to the host's
         tracing.begin(step)

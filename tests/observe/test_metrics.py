@@ -30,11 +30,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 def read(path: Path) -> list[dict[str, object]]:
     """The lines of a file of strict JSON."""
 
-    def refuse(constant: str) -> None:
+    def reject(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON")
 
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line, parse_constant=refuse) for line in lines]
+    return [json.loads(line, parse_constant=reject) for line in lines]
 
 
 def written(folder: Path, *records: Record) -> list[dict[str, object]]:

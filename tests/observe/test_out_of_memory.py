@@ -13,7 +13,7 @@ from support.runs import tiny_config, tiny_gpt, token_data
 import axsparse.training.build
 from axsparse.data.dataset import Datasets
 from axsparse.observe import out_of_memory
-from axsparse.observe.out_of_memory import explained
+from axsparse.observe.out_of_memory import with_advice
 from axsparse.runtime.errors import TrainingError
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -44,7 +44,7 @@ def said(
 ) -> str:
     with (
         pytest.raises(TrainingError) as caught,
-        explained(5, lambda: f"{where} of step 12", lambda: STATE, predicted, folder),
+        with_advice(5, lambda: f"{where} of step 12", lambda: STATE, predicted, folder),
     ):
         raise torch.OutOfMemoryError(text)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
@@ -116,7 +116,7 @@ def test_what_is_not_known_or_cannot_be_written_does_not_hide_the_rest(tmp_path:
 def test_other_failures_pass_as_they_are(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match="another"),
-        explained(5, str, lambda: STATE, None, tmp_path),
+        with_advice(5, str, lambda: STATE, None, tmp_path),
     ):
         raise RuntimeError("another")
 

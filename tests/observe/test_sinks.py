@@ -23,7 +23,7 @@ from axsparse.observe.sinks import (
     Write,
     curves_of,
     open_records,
-    refuse_missing_packages,
+    reject_missing_packages,
 )
 from axsparse.runtime.errors import ConfigError
 
@@ -82,14 +82,14 @@ def _packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(sinks, "find_spec", lambda name: name)
     yield
-    left = [thread for thread in threading.enumerate() if "observe." in thread.name]
+    left = [thread for thread in threading.enumerate() if "logging." in thread.name]
     assert not left, "a sink's thread has outlived its run"
 
 
 def recorded(run: Path, steps: range = range(1, 5), **observe: Any) -> list[Record]:
     """Write steps, the second one with an evaluation, as a run in this folder does."""
     run.mkdir(exist_ok=True)
-    config = tiny_config(observe=observe)
+    config = tiny_config(logging=observe)
     records: list[Record] = []
     with closing(open_records(config, run, run / "metrics.jsonl")) as file:
         for step in steps:
@@ -135,9 +135,9 @@ def test_a_sink_that_fails_is_one_warning_and_the_run_goes_on(
 
     recorded(tmp_path / "run", tensorboard=True)
 
-    warnings = [line for line in capfd.readouterr().err.splitlines() if "observe." in line]
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "logging." in line]
     assert warnings == [
-        "axsparse: warning: observe.tensorboard: OSError: no space left on device; the run goes on "
+        "axsparse: warning: logging.tensorboard: OSError: no space left on device; the run goes on "
         "without it"
     ]
 
@@ -149,12 +149,12 @@ def test_a_sink_that_cannot_be_opened_is_one_warning(
     def open_sink(step: int) -> AbstractContextManager[Write]:
         raise failure
 
-    thread = SinkThread("observe.wandb", open_sink)
+    thread = SinkThread("logging.wandb", open_sink)
     for step in range(3):
         thread.write(EvalRecord(step, 1.0, {}))
     thread.close()
 
-    assert capfd.readouterr().err.count("warning: observe.wandb: ") == 1
+    assert capfd.readouterr().err.count("warning: logging.wandb: ") == 1
 
 
 def test_a_sink_that_hangs_holds_up_nothing(
@@ -168,7 +168,7 @@ def test_a_sink_that_hangs_holds_up_nothing(
         goes_on.wait()
         raise OSError("at last")
 
-    thread = SinkThread("observe.wandb", open_sink)
+    thread = SinkThread("logging.wandb", open_sink)
     for step in range(9):
         thread.write(EvalRecord(step, 1.0, {}))
     thread.close()
@@ -177,7 +177,7 @@ def test_a_sink_that_hangs_holds_up_nothing(
     goes_on.set()
     thread.close()  # now it is read
     assert told == (
-        "axsparse: warning: observe.wandb: is 3 records behind; the run goes on without it\n"
+        "axsparse: warning: logging.wandb: is 3 records behind; the run goes on without it\n"
     )
 
 
@@ -190,7 +190,7 @@ def test_only_finite_numbers_are_curves() -> None:
 @pytest.mark.parametrize(
     ("observe", "message"),
     [
-        ({"tensorboard": True}, r"observe.tensorboard \(configure\): True, but the package tensor"),
+        ({"tensorboard": True}, r"logging.tensorboard \(configure\): True, but the package tensor"),
         ({"wandb": "mine"}, r"mine, but the package wandb is not installed; pip install 'axsparse"),
     ],
 )
@@ -198,10 +198,10 @@ def test_a_missing_package_is_told_before_anything_begins(
     observe: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
-    config = tiny_config(observe=observe)
+    config = tiny_config(logging=observe)
 
     with pytest.raises(ConfigError, match=message):
-        refuse_missing_packages(config.named("tiny"))
+        reject_missing_packages(config.named("tiny"))
     with pytest.raises(ConfigError, match="is not installed"):
         ran((1, 1), config, tmp_path / "run", model=lambda _: mlp(), data=vector_data())
     assert not (tmp_path / "run").exists()

@@ -85,8 +85,8 @@ def play(rank: int, world: LocalWorld[Any], folder: Path, actions: int = 1) -> L
     """Four steps on a host whose clock shows anything; rank r computes r + 1 seconds."""
     clock = Clock(1000.0 * rank)
     transport, phases = LocalTransport(world, rank), Phases(clock)
-    place = Grid(2, 1).place(rank)
-    tracing = TraceRecorder(transport, place, phases, folder, range(2, 4), clock)
+    coords = Grid(2, 1).coords(rank)
+    tracing = TraceRecorder(transport, coords, phases, folder, range(2, 4), clock)
     for step in range(1, 5):
         tracing.begin(step)
         phases.begin_step()

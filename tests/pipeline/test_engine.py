@@ -33,7 +33,7 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.communication import Direction, Message, wait_for
 from axsparse.runtime.errors import TrainingError
-from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.lockstep import Lockstep, MeetingLink
@@ -43,7 +43,7 @@ G_INTER = 4
 
 
 @pytest.mark.parametrize(
-    ("schedule", "slack", "order"),
+    ("schedule", "extra_in_flight", "order"),
     [
         ("message-driven", 0, None),
         ("message-driven", 1, 7),
@@ -54,9 +54,11 @@ G_INTER = 4
     ],
 )
 def test_a_stage_holds_no_more_activations_than_its_schedule_allows(
-    schedule: str, slack: int, order: int | None, monkeypatch: pytest.MonkeyPatch
+    schedule: str, extra_in_flight: int, order: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config(train={"steps": 1}, pipeline={"schedule": schedule, "slack": slack})
+    config = tiny_config(
+        train={"steps": 1}, pipeline={"schedule": schedule, "extra_in_flight": extra_in_flight}
+    )
     forward = Stage.forward
     most: dict[int, int] = {}
 
@@ -68,15 +70,15 @@ def test_a_stage_holds_no_more_activations_than_its_schedule_allows(
     monkeypatch.setattr(Stage, "forward", counting)
     ranks = train_in_process(G_INTER, 1, tiny_gpt(config), config, token_data(), order=order)
 
-    held = [most[id(trainer.parts.engine._stage)] for trainer, _ in ranks]
+    unfinished = [most[id(trainer.parts.engine._stage)] for trainer, _ in ranks]
     if schedule == "gpipe":
-        assert held == [MICROBATCHES] * G_INTER
+        assert unfinished == [MICROBATCHES] * G_INTER
     else:
         # The last stage never waits for a backward.
-        bounds = [G_INTER - stage + slack for stage in range(G_INTER - 1)] + [1]
-        assert all(most <= bound for most, bound in zip(held, bounds, strict=True))
-        assert held[0] == bounds[0]
-        assert schedule == "message-driven" or held == bounds
+        bounds = [G_INTER - stage + extra_in_flight for stage in range(G_INTER - 1)] + [1]
+        assert all(most <= bound for most, bound in zip(unfinished, bounds, strict=True))
+        assert unfinished[0] == bounds[0]
+        assert schedule == "message-driven" or unfinished == bounds
 
 
 def test_the_last_microbatch_completes_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,11 +88,11 @@ def test_the_last_microbatch_completes_the_sums(monkeypatch: pytest.MonkeyPatch)
     said: list[bool] = []
     microbatch = GradientCollector.microbatch
 
-    def noted(collector: GradientCollector, *, is_last: bool) -> None:
+    def with_note(collector: GradientCollector, *, is_last: bool) -> None:
         said.append(is_last)
         microbatch(collector, is_last=is_last)
 
-    monkeypatch.setattr(GradientCollector, "microbatch", noted)
+    monkeypatch.setattr(GradientCollector, "microbatch", with_note)
     train_in_process(1, 1, tiny_gpt(config), config, token_data())
 
     assert said == [False] * (MICROBATCHES - 1) + [True]
@@ -137,7 +139,7 @@ def test_an_evaluation_takes_in_no_more_than_it_has_use_for() -> None:
     """A slow stage's memory would fill with all that there is to evaluate."""
     link = Eager(20)
     engine = Engine(
-        Rank(Grid(3, 1).place(1), link, Phases()),
+        Rank(Grid(3, 1).coords(1), link, Phases()),
         Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
         link,
         schedule=Schedule("message-driven", 1, "alternate"),
@@ -159,7 +161,7 @@ def test_a_member_that_follows_runs_what_it_is_told_however_much_it_has_to_send(
     told = iter([[Kind.FORWARD, number, number == 3, EVALUATED] for number in range(4)])
     group: Any = SimpleNamespace(rank=1, next_broadcast=lambda count: next(told))
     engine = Engine(
-        Rank(Grid(3, 1, 2).place(3), link, Phases()),
+        Rank(Grid(3, 1, 2).coords(3), link, Phases()),
         Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
         link,
         schedule=Schedule("message-driven", 1, "alternate"),
@@ -200,7 +202,7 @@ def test_a_host_is_ahead_of_its_gpu_as_far_as_nothing_that_arrives_could_change_
     gpu, link = Late(), Eager(0)
     one: Any = SimpleNamespace(evaluate=lambda *_: (torch.ones(1).sum(),))
     engine = Engine(
-        Rank(Grid(stages, 1).place(0), cast("Any", gpu), Phases(), cast("Any", gpu)),
+        Rank(Grid(stages, 1).coords(0), cast("Any", gpu), Phases(), cast("Any", gpu)),
         one,
         link,
         schedule=Schedule("message-driven", 1, "alternate"),
@@ -216,14 +218,14 @@ class Summing:
     """A stage that sums over its tensor-parallel ranks in every action, and passes on how many it
     has seen."""
 
-    def __init__(self, group: TensorGroup, place: Place, fails_at: int | None) -> None:
-        self._group, self._place, self._fails_at = group, place, fails_at
+    def __init__(self, group: TensorGroup, coords: RankCoords, fails_at: int | None) -> None:
+        self._group, self._coords, self._fails_at = group, coords, fails_at
 
     def forward(self, number: int, inputs: Sequence[Tensor], *_: object) -> tuple[Tensor]:
-        if number == self._fails_at and (self._place.stage, self._place.member) == (1, 2):
+        if number == self._fails_at and (self._coords.stage, self._coords.tp_rank) == (1, 2):
             raise TrainingError("one member fails")
         total = self._group.all_reduce(inputs[0].detach())
-        return (total[0] if self._place.is_last else total.requires_grad_(),)
+        return (total[0] if self._coords.is_last else total.requires_grad_(),)
 
     def backward(self, number: int, gradients: Sequence[Tensor], _: float) -> list[Tensor]:
         start = torch.full((3,), float(number), device=pretend())
@@ -240,14 +242,14 @@ def summed(seed: int, fails_at: int | None = None) -> list[list[float]]:
     """The losses of every rank of two stages of four tensor-parallel ranks on stand-in devices."""
 
     def main(transport: StandIn) -> list[float]:
-        place = Grid(STAGES, 1, MEMBERS).place(transport.rank)
-        group = TensorGroup(place, transport, on_gpus=True)
-        transport.device.compute.queue.chance = LATE.get((place.stage, place.member), 1.0)
-        link = MeetingLink(transport.link(place), group)
+        coords = Grid(STAGES, 1, MEMBERS).coords(transport.rank)
+        group = TensorGroup(coords, transport, on_gpus=True)
+        transport.device.compute.queue.chance = LATE.get((coords.stage, coords.tp_rank), 1.0)
+        link = MeetingLink(transport.link(coords), group)
         group.idle = link.push
         engine = Engine(
-            Rank(place, transport.backoff, Phases(), transport.device),
-            cast("Any", Summing(group, place, fails_at)),
+            Rank(coords, transport.backoff, Phases(), transport.device),
+            cast("Any", Summing(group, coords, fails_at)),
             link,
             schedule=Schedule("message-driven", 0, "alternate"),
             while_idle=lambda: None,

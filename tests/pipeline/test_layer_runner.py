@@ -47,9 +47,9 @@ def test_activations_are_recomputed_from_the_first_forward_on(is_recomputed: boo
     layer = LayerRunner("layer", module, is_recomputed=is_recomputed)
     outputs = [layer.train((torch.ones(3),), (0, "layer", step, 0)) for step in range(2)]
 
-    held = [activation() is not None for activation in module.activations]
+    unfinished = [activation() is not None for activation in module.activations]
 
-    assert held == [not is_recomputed] * 2
+    assert unfinished == [not is_recomputed] * 2
     for (output,) in outputs:
         output.sum().backward()
     assert module.weight.grad is not None
@@ -133,4 +133,4 @@ def test_the_loss_alone_may_be_fused(compiles: object, monkeypatch: pytest.Monke
 
     train_in_process(1, 1, tiny_gpt(config), config, token_data())
 
-    assert fused == ([losses._whole_cross_entropy] if compiles else [])
+    assert fused == ([losses._unchunked_cross_entropy] if compiles else [])

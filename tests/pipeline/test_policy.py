@@ -67,7 +67,7 @@ SETTINGS = st.builds(
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepContext:
     """The runnable actions of a stage by kind, and its policy's answer (None: wait)."""
 
     action: Action | None
@@ -95,10 +95,10 @@ class StageLog:
 
     here: list[int]
     begun: list[int] = field(default_factory=lambda: [0, 0, 0])
-    moments: list[Moment] = field(default_factory=list)
+    moments: list[StepContext] = field(default_factory=list)
 
     def note(self, action: Action | None) -> None:
-        self.moments.append(Moment(action, tuple(self.here), tuple(self.begun)))
+        self.moments.append(StepContext(action, tuple(self.here), tuple(self.begun)))
         if action is not None:
             self.begun[action.kind] += 1
 
@@ -153,12 +153,12 @@ def play(
             logs[move].here[Kind.WEIGHT] += 1
 
 
-def runnable(setting: Setting, stage: int, moment: Moment) -> tuple[bool, bool, bool]:
+def runnable(setting: Setting, stage: int, moment: StepContext) -> tuple[bool, bool, bool]:
     """Whether a forward, a backward and weight gradients could have been run at a moment."""
     bound = setting.bounds[stage]
-    held = moment.in_flight + (moment.deferred if setting.is_split else 0)
+    unfinished = moment.in_flight + (moment.deferred if setting.is_split else 0)
     return (
-        moment.has(Kind.FORWARD) and moment.in_flight < bound and held < 2 * bound,
+        moment.has(Kind.FORWARD) and moment.in_flight < bound and unfinished < 2 * bound,
         moment.has(Kind.BACKWARD),
         setting.is_split and moment.has(Kind.WEIGHT),
     )

@@ -24,9 +24,10 @@ many = settings(deadline=None, derandomize=True, max_examples=150)
 sizes = {"g_inter": st.integers(1, 7), "microbatches": st.integers(1, 20)}
 
 
-def all_1f1b(g_inter: int, microbatches: int, slack: int) -> list[list[Action]]:
+def all_1f1b(g_inter: int, microbatches: int, extra_in_flight: int) -> list[list[Action]]:
     return [
-        one_forward_one_backward(stage, g_inter, microbatches, slack) for stage in range(g_inter)
+        one_forward_one_backward(stage, g_inter, microbatches, extra_in_flight)
+        for stage in range(g_inter)
     ]
 
 
@@ -41,13 +42,13 @@ def play_out(policy: Policy) -> str:
 
 
 @pytest.mark.parametrize(
-    ("g_inter", "microbatches", "slack", "expected"),
+    ("g_inter", "microbatches", "extra_in_flight", "expected"),
     [
         (
             *(3, 4, 0),
             ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
         ),
-        # Slack deepens the warm-up of all but the last stage.
+        # extra_in_flight deepens the warm-up of all but the last stage.
         (
             *(3, 4, 1),
             ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 F2 B0 F3 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
@@ -57,9 +58,9 @@ def play_out(policy: Policy) -> str:
     ],
 )
 def test_1f1b_warms_up_and_then_takes_turns(
-    g_inter: int, microbatches: int, slack: int, expected: list[str]
+    g_inter: int, microbatches: int, extra_in_flight: int, expected: list[str]
 ) -> None:
-    assert [*map(to_text, all_1f1b(g_inter, microbatches, slack))] == expected
+    assert [*map(to_text, all_1f1b(g_inter, microbatches, extra_in_flight))] == expected
 
 
 def test_gpipe_runs_all_forwards_first_and_weight_gradients_follow_their_backwards() -> None:
@@ -71,13 +72,13 @@ def test_gpipe_runs_all_forwards_first_and_weight_gradients_follow_their_backwar
 
 
 @many
-@given(**sizes, slack=st.integers(0, 5))
+@given(**sizes, extra_in_flight=st.integers(0, 5))
 def test_lists_never_wait_for_ever_and_fill_their_bounds(
-    g_inter: int, microbatches: int, slack: int
+    g_inter: int, microbatches: int, extra_in_flight: int
 ) -> None:
-    most = dry_run(all_1f1b(g_inter, microbatches, slack))
+    most = dry_run(all_1f1b(g_inter, microbatches, extra_in_flight))
 
-    bounds = [g_inter - stage + slack for stage in range(g_inter - 1)]
+    bounds = [g_inter - stage + extra_in_flight for stage in range(g_inter - 1)]
     assert most == [min(microbatches, bound) for bound in bounds] + [1]
     assert dry_run([gpipe(microbatches)] * g_inter) == [microbatches] * g_inter
 

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.action_text import from_text, most_held, to_text
+from support.action_text import from_text, peak_in_flight, to_text
 
 from axsparse.pipeline.policy import (
     Action,
@@ -26,15 +26,15 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 NAMES: tuple[ScheduleName, ...] = ("message-driven", "1f1b", "gpipe")
 PREFERENCES: tuple[Preference, ...] = ("alternate", "backward", "forward")
 SCHEDULES = [
-    Schedule(name, slack, prefer)
+    Schedule(name, extra_in_flight, prefer)
     for name in NAMES
-    for slack in (0, 1, 3)
+    for extra_in_flight in (0, 1, 3)
     for prefer in (PREFERENCES if name == "message-driven" else PREFERENCES[:1])
 ]
 SPLIT = [
-    Schedule(name, slack, "alternate", split_backward=True)
+    Schedule(name, extra_in_flight, "alternate", split_backward=True)
     for name in get_args(ScheduleName)
-    for slack in (0, 1, 3)
+    for extra_in_flight in (0, 1, 3)
 ]
 many = settings(deadline=None, derandomize=True, max_examples=150)
 
@@ -256,10 +256,10 @@ def test_no_stage_holds_more_than_its_schedule_allows(case: Case) -> None:
 
     for stage, done in enumerate(result.stages):
         bound = case.schedule.bound(stage, case.g_inter)
-        in_flight = most_held(done.actions, 0.0)
+        in_flight = peak_in_flight(done.actions, 0.0)
         assert in_flight <= (case.microbatches if case.schedule.name == "gpipe" else bound)
         if case.schedule.name == "message-driven":
-            assert most_held(done.actions, 1.0) <= 2 * bound
+            assert peak_in_flight(done.actions, 1.0) <= 2 * bound
 
 
 @many

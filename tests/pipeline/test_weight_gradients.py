@@ -407,7 +407,7 @@ def test_split_backwards_make_the_gradients_of_torch(name: str, way: str) -> Non
 
     assert_trained_alike(split, expected)
     assert split.names(split.sums.late) == deferred
-    assert (split.stage.held, split.deferred_bytes) == (0, 0)
+    assert (split.stage.unfinished, split.deferred_bytes) == (0, 0)
     counts = [Counter(map(id, each.sums.completed)) for each in (split, expected)]
     assert sorted(counts[0].values()) == sorted(counts[1].values())
 
@@ -440,7 +440,7 @@ def test_sparse_products_have_all_of_the_gradient(name: str, is_recomputed: bool
                 torch.testing.assert_close(unsplit.sums.totals[weight], total)
     else:
         assert_trained_alike(unsplit, expected)
-    assert (split.stage.held, split.deferred_bytes) == (0, 0)
+    assert (split.stage.unfinished, split.deferred_bytes) == (0, 0)
 
 
 COUNTS = {"3-d": 1, "no bias": 1, "mlp": 2, "attention": 4, "twice": 2, "tied": 2, "penalty": 1}
@@ -566,10 +566,10 @@ def test_what_several_products_share_is_counted_once_and_freed_with_the_last() -
     # The first microbatch has shown that each weight is used once, and deferred nothing. Inputs of
     # q, k, v and out are x and the heads; the gradients of the three heads are a tensor each.
     assert played.deferred_bytes == 2 * 6 * played.inputs[0].nbytes
-    assert played.stage.held == 3
+    assert played.stage.unfinished == 3
     for microbatch in range(3):
         played.stage.weight_gradients(microbatch)
-    assert (played.deferred_bytes, played.stage.held) == (0, 0)
+    assert (played.deferred_bytes, played.stage.unfinished) == (0, 0)
 
 
 def test_at_most_one_dense_weight_gradient_is_there_at_a_time() -> None:
@@ -665,7 +665,7 @@ def test_split_backwards_compute_weight_gradients_until_a_sum_is_there(
             return out
 
     def wait() -> None:
-        played.products.compute_beside(Polled(polls))
+        played.products.compute_deferred(Polled(polls))
         deferred = played.products.deferred
         assert deferred is not None and deferred._current is not None
         left.append(len(deferred._current.each))
@@ -700,7 +700,7 @@ def test_a_weight_waits_for_all_of_its_gradients_during_a_sum() -> None:
             return y  # type: ignore[no-any-return]
 
     def wait() -> None:
-        played.products.compute_beside(Polled(9))
+        played.products.compute_deferred(Polled(9))
         deferred = played.products.deferred
         assert deferred is not None and deferred._current is not None
         left.append(len(deferred._current.each))

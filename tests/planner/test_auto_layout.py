@@ -13,35 +13,35 @@ from support.runs import tiny_config, tiny_gpt
 
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
-from axsparse.models.survey import survey
-from axsparse.planner.auto_layout import Choice, fewest_stages, resolve_grid
+from axsparse.models.model_profile import profile
+from axsparse.planner.auto_layout import LayoutDecision, fewest_stages, resolve_grid
 from axsparse.planner.layout_search import Rejection
 from axsparse.planner.memory_budget import MemoryBudget
-from axsparse.planner.run_workload import run_question
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.planner.profiled_model import ProfiledModel
+from axsparse.planner.run_workload import run_request
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 
 MACHINE = cluster(overhead_bytes=0.0, jitter=0.0)
 
 
-def fewest(config: Config, stages: Sequence[int], room: float) -> Choice | Rejection:
-    subject = SurveyedModel(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
-    question = run_question(subject, MACHINE, config, 4, stages, room)
-    return fewest_stages(question, MemoryBudget(room, 0.0))
+def fewest(config: Config, stages: Sequence[int], rank_budget: float) -> LayoutDecision | Rejection:
+    planned_model = ProfiledModel(config, profile(tiny_gpt(config)), "tiny", {}, ADAMW)
+    search_request = run_request(planned_model, MACHINE, config, 4, stages, rank_budget)
+    return fewest_stages(search_request, MemoryBudget(rank_budget, 0.0))
 
 
-def chosen(room: float, **sections: Any) -> Choice | Rejection:
+def chosen(rank_budget: float, **sections: Any) -> LayoutDecision | Rejection:
     config = tiny_config(**sections)
-    return fewest(config, [1, 2, 4], room)
+    return fewest(config, [1, 2, 4], rank_budget)
 
 
 def test_the_fewest_stages_that_fit_are_taken_and_it_is_said_why() -> None:
     roomy = chosen(1e9)
-    assert isinstance(roomy, Choice)
+    assert isinstance(roomy, LayoutDecision)
     tight, none = chosen(0.8 * roomy.row.most_bytes), chosen(1e3)
 
-    assert isinstance(tight, Choice)
+    assert isinstance(tight, LayoutDecision)
     assert (roomy.row.layout.grid, tight.row.layout.grid) == (Grid(1, 4), Grid(2, 2))
     most = roomy.row.most_bytes / 1e9
     assert roomy.reason == f"1 stage (the fewest that fit: {most:.2g} of 1 GB a rank)"
@@ -55,25 +55,25 @@ def test_the_fewest_stages_that_fit_are_taken_and_it_is_said_why() -> None:
 
 def test_slack_goes_where_memory_asks_for_it() -> None:
     config = tiny_config(model={"num_layers": 6}, layout={"split": [2, 2, 2, 2]})
-    found, room = [], 1e9
+    found, rank_budget = [], 1e9
     for _ in range(2):
-        choice = fewest(config, [4], room)
-        assert isinstance(choice, Choice)
-        found.append(choice.row.layout.schedule.slack)
-        room = choice.row.most_bytes
+        choice = fewest(config, [4], rank_budget)
+        assert isinstance(choice, LayoutDecision)
+        found.append(choice.row.layout.schedule.extra_in_flight)
+        rank_budget = choice.row.most_bytes
 
-    # Slack is an option, for which no more than 85 % of the memory is used.
+    # extra_in_flight is an option, for which no more than 85 % of the memory is used.
     assert found == [1, 0]
 
 
 def test_a_limit_has_to_hold_the_copies_of_checkpoints_as_well() -> None:
     sections: dict[str, Any] = {"train": {"steps": 20}}
     at_the_end = chosen(1e12, **sections)
-    assert isinstance(at_the_end, Choice)
+    assert isinstance(at_the_end, LayoutDecision)
     need = at_the_end.row.most_bytes
 
     enough = chosen(need, **sections)
-    assert isinstance(enough, Choice) and enough.row.layout.grid.g_inter == 1
+    assert isinstance(enough, LayoutDecision) and enough.row.layout.grid.g_inter == 1
     more = chosen(need, **sections, checkpoint={"every": 1})
     assert isinstance(more, Rejection) or more.row.layout.grid.g_inter > 1
 

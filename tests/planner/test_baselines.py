@@ -9,7 +9,7 @@ from support.runs import tiny_config, tiny_gpt
 
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Plan
-from axsparse.planner.plan_model import subject
+from axsparse.planner.plan_model import planned_model
 
 MACHINE = load_cluster("a100-pod")
 
@@ -17,8 +17,8 @@ MACHINE = load_cluster("a100-pod")
 def planned(gpus: int, **sections: Any) -> tuple[Plan, int]:
     """The plan of a small GPT, and the number of its parameters."""
     config = tiny_config(**sections)
-    asked = subject(config.with_origins("tiny", {}), MACHINE, tiny_gpt(config))
-    return asked.plan("start", MACHINE, gpus), asked.survey.num_params
+    asked = planned_model(config.with_origins("tiny", {}), MACHINE, tiny_gpt(config))
+    return asked.plan("start", MACHINE, gpus), asked.profile.num_params
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def planned(gpus: int, **sections: Any) -> tuple[Plan, int]:
     [
         ({"precision": "bf16"}, (2, 2, 12)),
         (
-            {"precision": "bf16", "samo": {"shard_optimizer": True}},
+            {"precision": "bf16", "samo": {"zero_stage": 1}},
             (2, 2, 12),
         ),
         ({"precision": "fp32", "samo": {"gradient": "exact"}}, (4, 4, 8)),

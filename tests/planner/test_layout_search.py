@@ -1,4 +1,4 @@
-"""Plans: what is recommended, what is rejected and why, and what slack is worth."""
+"""Plans: what is recommended, what is rejected and why, and what extra_in_flight is worth."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_layout_is_either_a_row_or_rejected_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "reasons"),
+    ("search_request", "reasons"),
     [
         (
             {"global_batch_size": 48, "g_inter": [5, 48, 1], "microbatch_sizes": [1, 2]},
@@ -72,8 +72,10 @@ def test_every_layout_is_either_a_row_or_rejected_with_a_reason() -> None:
         ),
     ],
 )
-def test_what_can_not_run_at_all_says_so(question: dict[str, Any], reasons: list[str]) -> None:
-    found = planned("gpt3_xl", 0.1, **{"gpus": 48, "schedules": [schedule()], **question})
+def test_what_can_not_run_at_all_says_so(
+    search_request: dict[str, Any], reasons: list[str]
+) -> None:
+    found = planned("gpt3_xl", 0.1, **{"gpus": 48, "schedules": [schedule()], **search_request})
 
     assert [r.reason for r in found.rejected] == reasons
 
@@ -128,11 +130,11 @@ def test_backwards_are_split_where_there_are_several_stages_unless_told(
 def test_devices_without_which_a_step_is_no_slower_are_left_over(
     gpus: int, batch: int, grid: tuple[int, int]
 ) -> None:
-    question: dict[str, Any] = {
+    search_request: dict[str, Any] = {
         **{"gpus": gpus, "global_batch_size": batch, "microbatch_sizes": [1]},
         **{"g_inter": [1], "schedules": [schedule()], "machine": BIG},
     }
-    found = planned("gpt3_xl", 0.1, **question, may_leave=True)
+    found = planned("gpt3_xl", 0.1, **search_request, may_leave=True)
 
     layout = found.recommended.layout
     assert (layout.grid.g_inter, layout.grid.g_data) == grid
@@ -141,31 +143,34 @@ def test_devices_without_which_a_step_is_no_slower_are_left_over(
     assert found.recommended.seconds == min(row.seconds for row in rows.values())
     if batch >= gpus:
         assert gpus in rows, "so everyone sees what it costs"
-        with_all = planned("gpt3_xl", 0.1, **question)
+        with_all = planned("gpt3_xl", 0.1, **search_request)
         assert with_all.recommended.layout.grid.g_data == gpus
         assert with_all.recommended.seconds >= found.recommended.seconds
 
 
 def test_the_number_of_stages_need_not_divide_that_of_devices() -> None:
     """Three stages are the fewest that hold the model; of seven devices they leave one."""
-    question: dict[str, Any] = {
+    search_request: dict[str, Any] = {
         **{"gpus": 7, "global_batch_size": 12, "microbatch_sizes": [1]},
         "schedules": [schedule()],
     }
-    with_all = planned("gpt3_2.7b", 0.1, **question)
-    room = min(row.most_bytes for row in planned("gpt3_2.7b", 0.1, gpus=3, **rest(question)).rows)
-    found = planned("gpt3_2.7b", 0.1, **question, memory_bytes=room, may_leave=True)
+    with_all = planned("gpt3_2.7b", 0.1, **search_request)
+    rank_budget = min(
+        row.most_bytes for row in planned("gpt3_2.7b", 0.1, gpus=3, **rest(search_request)).rows
+    )
+    found = planned("gpt3_2.7b", 0.1, **search_request, memory_bytes=rank_budget, may_leave=True)
 
     assert with_all.recommended.layout.grid.g_inter in (1, 7)
     assert found.recommended.layout.grid.size == 6
     assert f"{found.gpus - 6} device" in because(found)
 
 
-def rest(question: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in question.items() if key != "gpus"}
+def rest(search_request: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in search_request.items() if key != "gpus"}
 
 
-# -- members ----------------------------------------------------------------------------------
+# -- tensor-parallel ranks
+# ----------------------------------------------------------------------------------
 
 
 def test_every_layout_of_three_axes_is_a_row_or_rejected() -> None:
@@ -201,14 +206,14 @@ def test_of_the_smallest_model_parallelism_that_fits_the_fastest_is_taken() -> N
     assert roomy.recommended.layout.grid == Grid(1, 8)
     one_stage = of_three_axes(0.9 * alone, stages=[1, 8])
     assert one_stage.recommended.layout.grid == Grid(1, 4, 2)
-    # Members have many messages, stages few but a bubble.
+    # Tensor-parallel ranks have many messages, stages few but a bubble.
     assert [grid.g_tensor > 1 for grid in grids] == [True, False]
 
 
 def test_members_that_the_model_cannot_have_are_not_tried_where_devices_may_be_left() -> None:
     with pytest.raises(ConfigError, match="tiny fits no layout of 9 devices of summit; with "):
         of_three_axes(1.0, gpus=9, may_leave=True)
-    said = r"tiny fits no layout of 8 devices of summit; with 2 stages × 4 members stage . needs "
+    said = r"tiny fits no layout of 8 devices of summit; with 2 stages × 4 tensor-parallel ranks "
     with pytest.raises(ConfigError, match=said):
         of_three_axes(1.0)
     seven = of_three_axes(1e9, gpus=7, may_leave=True, global_batch_size=4).recommended
@@ -219,8 +224,15 @@ def test_members_that_the_model_cannot_have_are_not_tried_where_devices_may_be_l
 @pytest.mark.parametrize(
     ("gpus", "on_node", "reasons"),
     [
-        (12, 6, {8: "8 members do not divide 12 devices", 4: "some would be on another node"}),
-        (4, 6, {8: "8 members do not divide 4 devices"}),
+        (
+            12,
+            6,
+            {
+                8: "8 tensor-parallel ranks do not divide 12 devices",
+                4: "some would be on another node",
+            },
+        ),
+        (4, 6, {8: "8 tensor-parallel ranks do not divide 4 devices"}),
         (8, 4, {8: "some would be on another node, as nodes have 4 devices"}),
     ],
 )
@@ -231,4 +243,4 @@ def test_the_members_of_a_stage_stand_on_one_node(
 
     apart = {each.g_tensor: each.reason for each in found.rejected if not each.g_data}
     assert apart.keys() == reasons.keys()
-    assert all(apart[members].startswith(reason) for members, reason in reasons.items())
+    assert all(apart[g_tensor].startswith(reason) for g_tensor, reason in reasons.items())

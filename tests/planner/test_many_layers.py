@@ -10,8 +10,8 @@ from support.runs import random_init, summed_loss, tiny_config
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model
-from axsparse.models.survey import survey
-from axsparse.planner.surveyed_model import SurveyedModel
+from axsparse.models.model_profile import profile
+from axsparse.planner.profiled_model import ProfiledModel
 from axsparse.planner.workload import StageLoad
 from axsparse.samo.optim.adamw import ADAMW
 
@@ -37,7 +37,7 @@ def deep_model(layers: int = LAYERS) -> Model:
 def test_equal_layers_are_built_and_run_once() -> None:
     BUILT.clear()
 
-    found = survey(deep_model())
+    found = profile(deep_model())
 
     assert len(BUILT) == 3
     assert [layer.parameters[0].name for layer in found.layers[:3]] == [
@@ -50,7 +50,7 @@ def test_equal_layers_are_built_and_run_once() -> None:
         return (torch.zeros(samples, 16),)
 
     first, second = (
-        survey(Model(layers, summed_loss, example=example)) for layers in (one_by_one, alike)
+        profile(Model(layers, summed_loss, example=example)) for layers in (one_by_one, alike)
     )
     assert first == second
 
@@ -60,21 +60,21 @@ def test_few_loads_are_made_and_they_are_those_of_the_stages(
     stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory for a little more than an equal share, and less of it on the first stage."""
-    model = SurveyedModel(tiny_config(), survey(deep_model()), "deep", {}, ADAMW)
+    model = ProfiledModel(tiny_config(), profile(deep_model()), "deep", {}, ADAMW)
     limit = [1.3 * LAYERS / stages] * stages
     limit[0] = 0.9 * LAYERS / stages
-    made, new_load = list[range](), SurveyedModel._new_load
+    made, new_load = list[range](), ProfiledModel._new_load
 
-    def counted(self: SurveyedModel, numbers: range, g_data: int, half: bool) -> StageLoad:
+    def counted(self: ProfiledModel, numbers: range, g_data: int, half: bool) -> StageLoad:
         made.append(numbers)
         return new_load(self, numbers, g_data, half)
 
-    monkeypatch.setattr(SurveyedModel, "_new_load", counted)
+    monkeypatch.setattr(ProfiledModel, "_new_load", counted)
 
-    def has_room(stage: int, load: StageLoad) -> bool:
+    def fits_budget(stage: int, load: StageLoad) -> bool:
         return load.trained <= 272 * limit[stage]
 
-    loads = model.stages(stages, 1, has_room)
+    loads = model.stages(stages, 1, fits_budget)
 
     assert loads is not None
     assert len(made) < 300, "not one for each pair of first and last layer"

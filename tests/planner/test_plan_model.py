@@ -15,7 +15,7 @@ import axsparse
 from axsparse.config.load import configure
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Plan
-from axsparse.planner.plan_model import Subject, subject
+from axsparse.planner.plan_model import PlannedModel, planned_model
 from axsparse.planner.plan_report import answer, settings
 from axsparse.planner.what_fits import DoesNotFitError, Refusal
 from axsparse.pruning.criteria import Score
@@ -28,9 +28,9 @@ def example(samples: int) -> tuple[Tensor, ...]:
     return (torch.zeros(samples, 16),)
 
 
-def asked(origins: dict[str, str] | None = None, **sections: Any) -> Subject:
+def asked(origins: dict[str, str] | None = None, **sections: Any) -> PlannedModel:
     config = tiny_config(**sections)
-    return subject(config.with_origins("tiny", origins or {}), MACHINE, tiny_gpt(config))
+    return planned_model(config.with_origins("tiny", origins or {}), MACHINE, tiny_gpt(config))
 
 
 def planned(gpus: int = 4, method: Any = "start", **sections: Any) -> Plan:
@@ -49,35 +49,37 @@ def test_all_layouts_are_planned_unless_the_configuration_says_which() -> None:
     assert grids(planned(layout={"split": [1, 3], "g_data": 2})) == {(2, 2)}
 
 
-def members(found: Plan) -> set[tuple[int, int, int]]:
+def g_tensor(found: Plan) -> set[tuple[int, int, int]]:
     grids = [row.layout.grid for row in found.rows]
     return {(grid.g_inter, grid.g_tensor, grid.g_data) for grid in grids}
 
 
 def test_members_are_those_of_the_configuration_unless_it_is_said_how_many() -> None:
-    assert {each for _, each, _ in members(planned())} == {1}
-    assert {each for _, each, _ in members(planned(layout={"g_tensor": 2}))} == {2}
-    assert members(planned(layout={"g_tensor": 2, "g_data": 2})) == {(1, 2, 2)}
-    tried = asked().plan("start", MACHINE, 4, members=[1, 2])
-    assert members(tried) >= {(1, 1, 4), (1, 2, 2), (2, 2, 1)}
+    assert {each for _, each, _ in g_tensor(planned())} == {1}
+    assert {each for _, each, _ in g_tensor(planned(layout={"g_tensor": 2}))} == {2}
+    assert g_tensor(planned(layout={"g_tensor": 2, "g_data": 2})) == {(1, 2, 2)}
+    tried = asked().plan("start", MACHINE, 4, g_tensor=[1, 2])
+    assert g_tensor(tried) >= {(1, 1, 4), (1, 2, 2), (2, 2, 1)}
 
 
 def test_members_on_gpus_and_those_that_training_refuses_are_planned_only_if_asked_for() -> None:
     gpus = cluster(peak_bf16=1e12)
     config = tiny_config()
-    on_gpus = subject(config.with_origins("tiny", {}), gpus, tiny_gpt(config))
+    on_gpus = planned_model(config.with_origins("tiny", {}), gpus, tiny_gpt(config))
     layers = mlp()
-    images = subject(config.with_origins("mlp", {}), MACHINE, replace(layers, example=example))
+    images = planned_model(
+        config.with_origins("mlp", {}), MACHINE, replace(layers, example=example)
+    )
 
     for each in (on_gpus, images):
-        assert {number for _, number, _ in members(each.plan("start", gpus, 4))} == {1}
-    found = on_gpus.plan("start", gpus, 4, members=[1, 2])
-    assert {number for _, number, _ in members(found)} == {1, 2}
-    tried = images.plan("start", MACHINE, 4, members=[1, 2])
+        assert {number for _, number, _ in g_tensor(each.plan("start", gpus, 4))} == {1}
+    found = on_gpus.plan("start", gpus, 4, g_tensor=[1, 2])
+    assert {number for _, number, _ in g_tensor(found)} == {1, 2}
+    tried = images.plan("start", MACHINE, 4, g_tensor=[1, 2])
     [why] = [rejected.reason for rejected in tried.rejected if rejected.g_tensor == 2]
     assert why.startswith("layout.g_tensor (default): model mlp names no modules to shard")
     with pytest.raises(ConfigError, match="names no modules to shard"):
-        images.plan("start", MACHINE, 4, members=[2])
+        images.plan("start", MACHINE, 4, g_tensor=[2])
 
 
 def test_a_run_is_planned_as_it_starts() -> None:
@@ -92,9 +94,9 @@ def test_a_run_is_planned_as_it_starts() -> None:
 
 
 def test_replicas_that_share_the_optimizer_state_are_planned_so_and_the_plan_says_it() -> None:
-    shared, whole = asked(samo={"shard_optimizer": "auto"}), asked()
+    shared, whole = asked(samo={"zero_stage": "auto"}), asked()
 
-    assert shared.notes[-1].startswith("samo.shard_optimizer: auto: where there are several ")
+    assert shared.notes[-1].startswith("samo.zero_stage: auto: where there are several ")
     (one,), (other,) = (each.plan("start", MACHINE, 2).rows[0].loads for each in (shared, whole))
     assert one.state.optimizer < 0.6 * other.state.optimizer
 
@@ -107,21 +109,23 @@ def test_without_pruning_there_is_no_samo_to_compare() -> None:
 def test_a_limit_of_memory_has_everything_in_it() -> None:
     limited, free = asked(layout={"memory_per_rank": 2.0}), asked()
 
-    assert limited.room(MACHINE) == 2e9
-    assert free.room(MACHINE) == 1e6 + 0.8 * (MACHINE.memory_bytes - 1e6)
-    assert replace(free, on_host=False).room(MACHINE) == MACHINE.memory_bytes
+    assert limited.rank_budget(MACHINE) == 2e9
+    assert free.rank_budget(MACHINE) == 1e6 + 0.8 * (MACHINE.memory_bytes - 1e6)
+    assert replace(free, on_host=False).rank_budget(MACHINE) == MACHINE.memory_bytes
 
 
-def in_memory(room: float, origins: dict[str, str] | None = None, **sections: Any) -> Subject:
+def in_memory(
+    rank_budget: float, origins: dict[str, str] | None = None, **sections: Any
+) -> PlannedModel:
     """A dense model, of a rank that may take so many bytes."""
-    layout = {"memory_per_rank": room / 1e9, **sections.pop("layout", {})}
+    layout = {"memory_per_rank": rank_budget / 1e9, **sections.pop("layout", {})}
     return asked(origins, layout=layout, samo={"enabled": False}, **sections)
 
 
-def refused(gpus: int, room: float, **sections: Any) -> Refusal | None:
+def rejected(gpus: int, rank_budget: float, **sections: Any) -> Refusal | None:
     """Why six blocks do not fit; None if they do."""
     try:
-        in_memory(room, model={"num_layers": 6}, **sections).plan("start", MACHINE, gpus)
+        in_memory(rank_budget, model={"num_layers": 6}, **sections).plan("start", MACHINE, gpus)
     except DoesNotFitError as error:
         return error.refusal
     return None
@@ -129,23 +133,23 @@ def refused(gpus: int, room: float, **sections: Any) -> Refusal | None:
 
 @pytest.mark.parametrize("gpus", [1, 3, 4])
 def test_where_nothing_fits_both_figures_are_the_least_that_do(gpus: int) -> None:
-    nothing = refused(gpus, 1.0)
+    nothing = rejected(gpus, 1.0)
     assert nothing is not None
     least = nothing.least.nbytes
     less = least - 0.1e6  # two digits are shown
 
-    assert refused(gpus, least) is None
-    found = refused(gpus, less)
+    assert rejected(gpus, least) is None
+    found = rejected(gpus, less)
     assert found is not None and found.fewest is not None
     assert found.least.nbytes == least
-    assert refused(found.fewest, less) is None
+    assert rejected(found.fewest, less) is None
     for fewer in range(gpus, found.fewest):
-        assert refused(fewer, less) is not None
+        assert rejected(fewer, less) is not None
 
 
 def test_where_no_number_of_devices_does_it_says_so() -> None:
-    found = refused(1, 1e6 + 1)
-    given = refused(2, 1.05e6, layout={"g_data": 2})
+    found = rejected(1, 1e6 + 1)
+    given = rejected(2, 1.05e6, layout={"g_data": 2})
 
     assert found is not None and given is not None
     assert "GB; no number of devices does with 0.001" in found.answer
@@ -185,7 +189,7 @@ def test_a_precision_left_to_auto_is_one_that_the_devices_have(
     devices = cluster(host_memory_bytes=None, **peaks)
     config = tiny_config(precision="auto")
 
-    found = subject(config.with_origins("tiny", {}), devices, tiny_gpt(config))
+    found = planned_model(config.with_origins("tiny", {}), devices, tiny_gpt(config))
 
     assert found.workload("start").precision == taken
     notes = [f"summit has no units for bf16: planned as precision={taken}"] if lacking else []
@@ -195,20 +199,20 @@ def test_a_precision_left_to_auto_is_one_that_the_devices_have(
 def test_a_precision_that_is_asked_for_is_not_exchanged() -> None:
     volta = cluster(peak_bf16=None, host_memory_bytes=None)
     config = tiny_config(precision="bf16")
-    kept = subject(config.with_origins("tiny", {}), volta, tiny_gpt(config))
+    kept = planned_model(config.with_origins("tiny", {}), volta, tiny_gpt(config))
     with pytest.raises(ConfigError, match="have no peak_bf16"):
         kept.plan("start", volta, 2)
 
 
 def test_on_gpus_copies_of_checkpoints_are_the_hosts_and_it_is_said() -> None:
-    saves = {"train": {"steps": 20}, "checkpoint": {"every": 5, "buffer": 2.0}}
+    saves = {"train": {"steps": 20}, "checkpoint": {"every": 5, "staging_memory": 2.0}}
     config = tiny_config(**saves)
     gpus = cluster(peak_bf16=1e12, host_memory_bytes=64e9)
 
-    there = subject(config.with_origins("tiny", {}), gpus, tiny_gpt(config))
+    there = planned_model(config.with_origins("tiny", {}), gpus, tiny_gpt(config))
     assert there.notes == [
         "of the host's 64.0 GB a rank takes up to 2.0 GB for copies of checkpoints "
-        "(checkpoint.buffer), and messages under way where they go through it"
+        "(checkpoint.staging_memory), and messages under way where they go through it"
     ]
     assert there.plan("start", gpus, 2).recommended.memory[0].checkpoint == 0
     assert planned(2, **saves).recommended.memory[0].checkpoint > 0
@@ -219,7 +223,7 @@ def test_offloaded_state_is_not_in_the_memory_of_a_gpu() -> None:
     rows = []
     for offload in (False, True):
         config = tiny_config(precision="bf16", samo={"offload": offload})
-        found = subject(config.with_origins("tiny", {}), gpus, tiny_gpt(config)).plan(
+        found = planned_model(config.with_origins("tiny", {}), gpus, tiny_gpt(config)).plan(
             "start", gpus, 1
         )
         rows.append(found.rows[0].memory[0])
@@ -241,7 +245,7 @@ def test_the_python_api_tries_members_as_asked_for() -> None:
     config = tiny_config(layout={"g_inter": 1})
     model = tiny_gpt(config)
     found = {
-        one: axsparse.plan_for(model, "laptop", 4, config, members=one) for one in (None, (1, 2))
+        one: axsparse.plan_for(model, "laptop", 4, config, g_tensor=one) for one in (None, (1, 2))
     }
 
     assert {row.layout.grid.g_tensor for row in found[None].rows} == {1}
@@ -260,7 +264,7 @@ def test_state_of_llama_3_8b_is_the_sum_over_its_tensors() -> None:
         loaded = configure(
             "llama3_8b.yaml", [f"pruning.sparsity={sparsity}", "data.sequence_length=16"]
         )
-        found = subject(loaded, load_cluster("h200-node")).workload("start")
+        found = planned_model(loaded, load_cluster("h200-node")).workload("start")
         [load] = found.stages(1, 1, microbatches=8) or []
 
         pruned = matrices * (2.127 + 14 * (1 - sparsity)) if sparsity else 16 * matrices
@@ -295,6 +299,6 @@ def test_a_plan_counts_what_a_score_takes_that_it_is_given(
 def test_a_plan_of_a_score_that_nobody_knows_says_so() -> None:
     asked = tiny_config(pruning={"method": "custom"}).named("tiny")
 
-    notes = subject(asked, load_cluster("laptop")).notes
+    notes = planned_model(asked, load_cluster("laptop")).notes
 
     assert any(note.startswith("custom: a score that takes inputs or gradient") for note in notes)

@@ -15,7 +15,7 @@ from support.planner_cases import cluster, formula, of_three_axes, planned
 
 from axsparse.observe.trace_file import Span
 from axsparse.planner.html_page import page
-from axsparse.planner.layout import LayoutQuestion, Row
+from axsparse.planner.layout import Candidate, SearchRequest
 from axsparse.planner.layout_search import Plan, Rejection, plan
 from axsparse.planner.plan_report import (
     MOST_ROWS,
@@ -74,7 +74,7 @@ def test_it_says_why_fewer_stages_do_not_do_or_that_more_are_predicted_faster() 
 
 
 def test_the_third_axis_is_shown_where_several_members_were_tried() -> None:
-    alone, shared = (of_three_axes(1e9, members=each) for each in ([1], [1, 2, 4, 8]))
+    alone, shared = (of_three_axes(1e9, g_tensor=each) for each in ([1], [1, 2, 4, 8]))
     told = [json.loads(json.dumps(as_json(found))) for found in (alone, shared)]
     texts = ["\n".join(lines([found], [])) for found in (alone, shared)]
 
@@ -83,7 +83,7 @@ def test_the_third_axis_is_shown_where_several_members_were_tried() -> None:
     assert {each["g_tensor"] for each in told[1]["rejected"]} >= {8}
     assert "1 × 1 × 8" in texts[1] and "2 × 2 × 2" in texts[1]
     assert "  1 stage × 8 members: layout.g_tensor (default): 8 does not divide" in texts[1]
-    assert "2 members" in page([shared], [])
+    assert "2 tensor-parallel ranks" in page([shared], [])
 
 
 def test_what_members_exchange_and_the_settings_that_train_them_are_said() -> None:
@@ -95,7 +95,7 @@ def test_what_members_exchange_and_the_settings_that_train_them_are_said() -> No
     assert f"--set layout.g_tensor={best.layout.grid.g_tensor} " in settings(found)
     assert "layout.g_tensor" not in settings(alone)
     most = gigabytes(max(best.sum_bytes))
-    assert f"a member sends up to {most} GB to its partners in a step" in text
+    assert f"a tensor-parallel rank sends up to {most} GB to its group in a step" in text
     told = as_json(found)["rows"][0]["stages"]
     assert [stage["sum_bytes"] for stage in told] == best.sum_bytes
 
@@ -154,7 +154,7 @@ def test_json_has_all_and_is_json() -> None:
 
 @cache
 def drawn_plan(gpus: int = 16, name: str = "gpt", method: str = "samo") -> Plan:
-    question = LayoutQuestion(
+    search_request = SearchRequest(
         workload=replace(formula("gpt3_xl.yaml", 0.1), name=name),
         cluster=cluster(),
         gpus=gpus,
@@ -162,7 +162,7 @@ def drawn_plan(gpus: int = 16, name: str = "gpt", method: str = "samo") -> Plan:
         g_inter=[4],
         microbatch_sizes=[1],
     )
-    return replace(plan(question), method=method)
+    return replace(plan(search_request), method=method)
 
 
 def texts(figure: ElementTree.Element) -> list[str]:
@@ -208,7 +208,7 @@ def test_several_numbers_of_devices_have_a_scaling_curve_of_each_method() -> Non
 # -- the trace ------------------------------------------------------------------------------
 
 
-def row(jitter: float = 0.0) -> Row:
+def row(jitter: float = 0.0) -> Candidate:
     """Four stages, sixteen replicas, over several nodes; pruned, so that all phases occur."""
     return planned(
         "gpt3_xl.yaml",

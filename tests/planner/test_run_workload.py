@@ -9,34 +9,43 @@ from support.planner_cases import cluster
 from support.runs import tiny_config, tiny_gpt
 
 from axsparse.config.schema import Config
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
+from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
 from axsparse.planner.run_workload import (
     only_backward,
     predict,
     schedules,
     splits_backward,
 )
-from axsparse.planner.surveyed_model import SurveyedModel, copied_bytes
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 
 MACHINE = cluster(overhead_bytes=0.0, jitter=0.0)
 
 
-def subject(config: Config) -> SurveyedModel:
-    return SurveyedModel(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW)
+def planned_model(config: Config) -> ProfiledModel:
+    return ProfiledModel(config, profile(tiny_gpt(config)), "tiny", {}, ADAMW)
 
 
 @pytest.mark.parametrize(
     ("pipeline", "expected"),
     [
-        ({}, [Schedule("message-driven", slack, "alternate") for slack in (1, 0)]),
-        ({"slack": 3, "prefer": "backward"}, [Schedule("message-driven", 3, "backward")]),
-        ({"schedule": "1f1b"}, [Schedule("1f1b", slack, "alternate") for slack in (1, 0)]),
         (
-            {"slack": 2, "split_backward": True},
+            {},
+            [
+                Schedule("message-driven", extra_in_flight, "alternate")
+                for extra_in_flight in (1, 0)
+            ],
+        ),
+        ({"extra_in_flight": 3, "prefer": "backward"}, [Schedule("message-driven", 3, "backward")]),
+        (
+            {"schedule": "1f1b"},
+            [Schedule("1f1b", extra_in_flight, "alternate") for extra_in_flight in (1, 0)],
+        ),
+        (
+            {"extra_in_flight": 2, "split_backward": True},
             [Schedule("message-driven", 2, "alternate", split_backward=True)],
         ),
     ],
@@ -72,8 +81,8 @@ def test_which_backwards_a_configuration_allows(
 @pytest.mark.parametrize("machine", [None, MACHINE])
 def test_a_prediction_has_times_only_with_a_cluster(machine: Cluster | None) -> None:
     config = tiny_config()
-    found = predict(subject(config), machine, config, Grid(2, 2), 1, "because")
-    other = predict(subject(config), MACHINE, config, Grid(2, 2), 1, None)
+    found = predict(planned_model(config), machine, config, Grid(2, 2), 1, "because")
+    other = predict(planned_model(config), MACHINE, config, Grid(2, 2), 1, None)
 
     assert (found.step_seconds is None) == (machine is None)
     assert found.memory_bytes == other.memory_bytes > 0
@@ -82,7 +91,7 @@ def test_a_prediction_has_times_only_with_a_cluster(machine: Cluster | None) -> 
     peaks = set()
     for every in (20, 1):
         config = tiny_config(train={"steps": 20}, checkpoint={"every": every})
-        peaks.add(predict(subject(config), machine, config, Grid(2, 2), 1, None).memory_bytes)
+        peaks.add(predict(planned_model(config), machine, config, Grid(2, 2), 1, None).memory_bytes)
     assert len(peaks) == 1
 
 
@@ -90,10 +99,10 @@ def test_a_prediction_has_times_only_with_a_cluster(machine: Cluster | None) -> 
 def test_a_checkpoint_takes_memory_of_training_unless_it_is_the_last(
     every: int, expected: float
 ) -> None:
-    config = tiny_config(train={"steps": 20}, checkpoint={"every": every, "buffer": 2.0})
+    config = tiny_config(train={"steps": 20}, checkpoint={"every": every, "staging_memory": 2.0})
 
     assert copied_bytes(config) == expected
-    [load] = subject(config).stages(1, 1) or []
+    [load] = planned_model(config).stages(1, 1) or []
     assert (load.saved > 0) == (expected > 0)
-    elsewhere = SurveyedModel(config, survey(tiny_gpt(config)), "tiny", {}, ADAMW, on_host=False)
+    elsewhere = ProfiledModel(config, profile(tiny_gpt(config)), "tiny", {}, ADAMW, on_host=False)
     assert [load.saved for load in elsewhere.stages(1, 1) or []] == [0]

@@ -8,21 +8,21 @@ from functools import partial
 from typing import get_args
 
 import pytest
-from support.action_text import most_held as held_of
+from support.action_text import peak_in_flight as held_of
 
 from axsparse.models.layer_cost import Activations
-from axsparse.models.survey import LayerInfo
+from axsparse.models.model_profile import LayerInfo
 from axsparse.pipeline.policy import Policy
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, simulate
 from axsparse.planner.layout import Layout
 from axsparse.planner.stage_memory import (
-    HeldActivations,
+    ActivationMemory,
+    activation_memory,
     gigabytes,
-    held_activations,
-    most_held,
     most_in_flight,
     needed,
+    peak_in_flight,
     stage_memory,
 )
 from axsparse.planner.workload import StageLoad
@@ -47,9 +47,9 @@ LAYERS = [
 def test_a_backward_needs_room_for_two_gradients_and_for_what_it_computes_again(
     every: int, kept: int, working: int
 ) -> None:
-    assert held_activations(LAYERS, every) == HeldActivations(kept, working)
+    assert activation_memory(LAYERS, every) == ActivationMemory(kept, working)
     without_example = [LayerInfo("a", "block", (), 1.0)]
-    assert held_activations(without_example, every) == HeldActivations(0, 0)
+    assert activation_memory(without_example, every) == ActivationMemory(0, 0)
 
 
 def split(saved: int, deferred: int) -> LayerInfo:
@@ -69,7 +69,7 @@ def split(saved: int, deferred: int) -> LayerInfo:
 def test_what_is_deferred_piles_up_while_a_backward_frees_what_it_used(
     layers: list[LayerInfo], deferred: int
 ) -> None:
-    activations = held_activations(layers, 0)
+    activations = activation_memory(layers, 0)
 
     saved = sum(10 + each.activations.saved for each in layers if each.activations)
     assert activations.held == saved + 10
@@ -131,8 +131,8 @@ def _policy(schedule: Schedule, g_inter: int, microbatches: int, stage: int) -> 
 
 @pytest.mark.parametrize("name", ["message-driven", "1f1b", "gpipe"])
 def test_a_free_pipeline_holds_as_many_microbatches_as_are_counted(name: ScheduleName) -> None:
-    for g_inter, microbatches, slack in itertools.product((1, 2, 4), (1, 3, 12), (0, 2)):
-        schedule = Schedule(name, slack, "alternate")
+    for g_inter, microbatches, extra_in_flight in itertools.product((1, 2, 4), (1, 3, 12), (0, 2)):
+        schedule = Schedule(name, extra_in_flight, "alternate")
         run = simulate(
             partial(_policy, schedule, g_inter, microbatches),
             # Slow backwards fill every stage.
@@ -154,22 +154,22 @@ def test_a_free_pipeline_holds_as_many_microbatches_as_are_counted(name: Schedul
 def test_a_stage_that_splits_never_holds_more_than_is_counted(
     name: ScheduleName, size: float
 ) -> None:
-    for g_inter, microbatches, slack in itertools.product((1, 2, 4), (1, 3, 12), (0, 2)):
-        schedule = Schedule(name, slack, "alternate", split_backward=True)
+    for g_inter, microbatches, extra_in_flight in itertools.product((1, 2, 4), (1, 3, 12), (0, 2)):
+        schedule = Schedule(name, extra_in_flight, "alternate", split_backward=True)
         for weight in (0.1, 50.0):
             run = simulate(
                 partial(_policy, schedule, g_inter, microbatches),
                 Durations.uniform(g_inter, microbatches, 1, 5, weight),
             )
             for stage, done in enumerate(run.stages):
-                counted = most_held(
+                counted = peak_in_flight(
                     schedule, stage=stage, g_inter=g_inter, microbatches=microbatches, size=size
                 )
                 assert held_of(done.actions, size) <= counted + 1e-9
 
 
 def test_what_waits_for_weight_gradients_counts_by_its_own_bytes() -> None:
-    # Two stages, slack 0: two in flight and two deferred of half size, and one and one.
+    # Two stages, extra_in_flight 0: two in flight and two deferred of half size, and one and one.
     layout = Layout(
         Grid(2, 1), Schedule("message-driven", 0, "alternate", split_backward=True), 3, 8
     )
@@ -183,14 +183,14 @@ def test_what_waits_for_weight_gradients_counts_by_its_own_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("need", "room", "text"),
+    ("need", "rank_budget", "text"),
     [
         (18.24e9, 16e9, "18.2 GB of 16.0"),
         (17.184e9, 17.18e9, "17.184 GB of 17.180"),
         (3.2e6, 3e6, "0.0032 GB of 0.0030"),
     ],
 )
-def test_a_need_is_told_apart_from_the_room(need: float, room: float, text: str) -> None:
-    assert needed(need, room) == text
+def test_a_need_is_told_apart_from_the_room(need: float, rank_budget: float, text: str) -> None:
+    assert needed(need, rank_budget) == text
     assert gigabytes(12.34e9) == "12.3"
     assert gigabytes(1_234_000) == "0.0012"

@@ -101,7 +101,7 @@ def test_messages_cost_by_the_nodes_that_their_ranks_stand_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "on_node", "seconds"),
+    ("g_tensor", "on_node", "seconds"),
     [
         (1, 8, 0.0),
         (2, 8, 3 * 70 / 100 + 5 * 2 * 0.25),
@@ -111,12 +111,12 @@ def test_messages_cost_by_the_nodes_that_their_ranks_stand_on() -> None:
         (8, 4, 3 * 70 / 40 + 5 * 14 * 0.5),
     ],
 )
-def test_members_sum_by_a_ring(members: int, on_node: int, seconds: float) -> None:
+def test_members_sum_by_a_ring(g_tensor: int, on_node: int, seconds: float) -> None:
     machine = replace(MACHINE, gpus_per_node=on_node)
 
-    assert sum_seconds(Sums(70, 5), machine, 3, members) == pytest.approx(seconds)
+    assert sum_seconds(Sums(70, 5), machine, 3, g_tensor) == pytest.approx(seconds)
     # What does not grow with the samples is sent once.
-    assert sum_seconds(Sums(60, 5, 30), machine, 3, members) == pytest.approx(seconds)
+    assert sum_seconds(Sums(60, 5, 30), machine, 3, g_tensor) == pytest.approx(seconds)
 
 
 def test_a_pass_takes_its_sums_on_top_and_weight_gradients_take_none() -> None:
@@ -144,7 +144,7 @@ def test_members_stand_next_to_each_other_and_share_the_cards_of_their_node() ->
     )
     near, far = MessageCost(0.5, 2.0), MessageCost(3.0, 24 / (2 * 80 / 2))
 
-    # Nodes of four: two stages of two members each.
+    # Nodes of four: two stages of two tensor-parallel ranks each.
     assert edges(costs, machine, Grid(3, 2, 2), 0) == [near, far]
     assert edges(costs, machine, Grid(3, 2, 2), 1) == [far, near]
     # Replicas are six ranks apart, one on a node, and four rings share each node's card.

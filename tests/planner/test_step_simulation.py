@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.action_text import most_held
+from support.action_text import peak_in_flight
 from support.planner_cases import cluster, schedule, uniform
 
 from axsparse.pipeline.schedules import ScheduleName
@@ -113,7 +113,7 @@ def test_with_jitter_every_replica_is_played_unless_a_sample_will_do() -> None:
     g_inter=st.integers(1, 6),
     g_data=st.integers(1, 5),
     microbatches=st.integers(1, 9),
-    slack=st.integers(0, 3),
+    extra_in_flight=st.integers(0, 3),
     message=st.sampled_from([0.0, 0.3, 2.0]),
     jitter=st.sampled_from([0.0, 0.3]),
 )
@@ -122,11 +122,11 @@ def test_any_step_keeps_its_promises(
     g_inter: int,
     g_data: int,
     microbatches: int,
-    slack: int,
+    extra_in_flight: int,
     message: float,
     jitter: float,
 ) -> None:
-    order = schedule(name, slack)
+    order = schedule(name, extra_in_flight)
     costs = uniform(g_inter, 1, 2, message=message, all_reduce=0.5, optimizer=0.25, compress=0.5)
 
     run = simulate_step(
@@ -141,7 +141,7 @@ def test_any_step_keeps_its_promises(
         for number, stage_run in enumerate(pipeline.stages):
             bound = most_in_flight(order, stage=number, g_inter=g_inter, microbatches=microbatches)
             assert len(stage_run.actions) == 2 * microbatches
-            assert most_held(stage_run.actions, 0.0) <= bound
+            assert peak_in_flight(stage_run.actions, 0.0) <= bound
 
 
 def test_what_members_sum_is_collective_and_not_computing() -> None:
@@ -156,7 +156,7 @@ def test_what_members_sum_is_collective_and_not_computing() -> None:
 
 def test_members_wait_for_the_slowest_of_them_and_their_sums_take_no_longer() -> None:
     each = StageSeconds(3.0, 5.0, 0.0, forward_sums=1.0, backward_sums=2.0)
-    few, many = (durations([each], 4000, 0.2, "key", members=n) for n in (1, 4))
+    few, many = (durations([each], 4000, 0.2, "key", g_tensor=n) for n in (1, 4))
 
     # The largest of four normal numbers is 1.029 in the mean.
     chance = random.Random(0)  # noqa: S311 - delays, not secrets

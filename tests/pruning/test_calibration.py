@@ -30,7 +30,7 @@ from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model
 from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.pruning.calibration import Progress
+from axsparse.pruning.calibration import CalibrationProgress
 from axsparse.training.trainer import build
 
 SAMPLES = 6
@@ -388,7 +388,7 @@ def test_it_says_how_far_it_is_and_what_the_pruning_costs(
 def test_progress_is_shown_at_first_and_every_few_seconds() -> None:
     said: list[str] = []
     times = iter([0.0, 0.0, 3.0, 5.1, 5.1, 6.0])
-    progress = Progress(said.append, times.__next__)
+    progress = CalibrationProgress(said.append, times.__next__)
 
     for layer in range(4):
         progress.show(str(layer))

@@ -224,10 +224,10 @@ def test_a_pattern_is_two_numbers() -> None:
 def test_a_tensor_whose_inputs_are_no_multiple_is_refused_by_name() -> None:
     check_pattern("stem.conv.weight", (64, 4, 7, 7), 2, 4)
 
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         check_pattern("stem.conv.weight", (64, 3, 7, 7), 2, 4)
 
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         "stem.conv.weight: 2:4 runs along dimension 1 of its shape (64, 3, 7, 7), which is not a "
         "multiple of 4; name it in pruning.exclude"
     )

@@ -29,7 +29,7 @@ from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.pruning import calibration
-from axsparse.pruning.healing import Fit, HealedLayers, relative_error
+from axsparse.pruning.healing import HealedLayers, Reconstruction, relative_error
 from axsparse.runtime.errors import DataError, OutputError, TrainingError
 from axsparse.training.trainer import build
 
@@ -189,7 +189,9 @@ def test_a_gradient_may_lie_in_memory_in_any_order() -> None:
         module = nn.Linear(4, 3, bias=False)
         nn.init.ones_(module.weight)
         masters = {"weight": module.weight.detach().clone()}
-        Fit(passes=2, rate=0.1).heal(module, masters, {}, lambda _: (loss(module.weight), 1), 1)
+        Reconstruction(passes=2, rate=0.1).heal(
+            module, masters, {}, lambda _: (loss(module.weight), 1), 1
+        )
         return masters["weight"]
 
     across = healed(lambda weight: (weight.t() * given).sum())
@@ -312,7 +314,7 @@ def test_a_parameter_that_nobody_uses_stays() -> None:
     def errors(_: int) -> tuple[Tensor, int]:
         return relative_error((module(inputs),), (wanted,))
 
-    before, after = Fit(20, 0.1).heal(module, masters, {}, errors, 1)
+    before, after = Reconstruction(20, 0.1).heal(module, masters, {}, errors, 1)
 
     assert after < before
     assert torch.equal(masters["idle"], torch.ones(1))
@@ -359,15 +361,15 @@ def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
     config = config_of(run_dir=str(tmp_path / "run"))
     now = config_of(run_dir=str(tmp_path / "run"), **changed)
     expected = started((1, 1), model, now)
-    real, healed = Fit.heal, list[int]()
+    real, healed = Reconstruction.heal, list[int]()
 
-    def counting(self: Fit, *given: Any) -> tuple[float, float]:
+    def counting(self: Reconstruction, *given: Any) -> tuple[float, float]:
         healed.append(1)
         if len(healed) == 3:
             raise KeyboardInterrupt
         return real(self, *given)
 
-    monkeypatch.setattr(Fit, "heal", counting)
+    monkeypatch.setattr(Reconstruction, "heal", counting)
     data = Datasets(vector_data(), None)
     with pytest.raises(KeyboardInterrupt):
         build(job_alone(), model, lambda: data, config)

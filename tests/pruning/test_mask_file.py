@@ -44,7 +44,7 @@ def drawn(path: Path, config: Config, g_inter: int, g_data: int) -> list[Trainer
     trainers: dict[int, Trainer] = {}
 
     def note(trainer: Trainer) -> None:
-        trainers[trainer.parts.place.rank] = trainer
+        trainers[trainer.parts.coords.rank] = trainer
         release = trainer._release
 
         def save_and_release() -> None:
@@ -147,17 +147,17 @@ def test_reading_a_mask_holds_no_other(tmp_path: Path, monkeypatch: pytest.Monke
     read: list[str] = []
     original = SafetensorsFile.read
 
-    def noted(self: SafetensorsFile, name: str) -> Tensor:
+    def with_note(self: SafetensorsFile, name: str) -> Tensor:
         read.append(name)
         return original(self, name)
 
-    monkeypatch.setattr(SafetensorsFile, "read", noted)
+    monkeypatch.setattr(SafetensorsFile, "read", with_note)
     monkeypatch.setattr(SafetensorsFile, "read_part", lambda *_: pytest.fail("bits are counted"))
     masks = open_masks(small_mask_file(tmp_path))
     assert masks.kept["block1.fc.weight"] > 0
     assert read == []
     monkeypatch.undo()
-    monkeypatch.setattr(SafetensorsFile, "read", noted)
+    monkeypatch.setattr(SafetensorsFile, "read", with_note)
 
     masks.mask("block1.fc.weight", (4, 4))
 
@@ -222,7 +222,7 @@ def test_a_bool_that_is_neither_true_nor_false_is_damage(tmp_path: Path) -> None
 
 
 def write_on(
-    g_inter: int, g_data: int, path: Path, noted: Callable[[int, str], None] = lambda *_: None
+    g_inter: int, g_data: int, path: Path, with_note: Callable[[int, str], None] = lambda *_: None
 ) -> None:
     """Write on all ranks of a layout; tensor n is on stage n, or on the last stage."""
     world: LocalWorld[None] = LocalWorld(g_inter * g_data)
@@ -230,17 +230,17 @@ def write_on(
 
     def main(rank: int) -> None:
         def mask(name: str) -> Tensor:
-            noted(rank, name)
+            with_note(rank, name)
             return some_masks()[name]
 
-        place = grid.place(rank)
+        coords = grid.coords(rank)
         own = {
             name: partial(mask, name)
             for number, name in enumerate(PRUNED)
-            if min(number, g_inter - 1) == place.stage
+            if min(number, g_inter - 1) == coords.stage
         }
         transport = LocalTransport(world, rank)
-        write_masks(path, PRUNED, own, transport=transport, place=place)
+        write_masks(path, PRUNED, own, transport=transport, coords=coords)
 
     world.run(main)
 
@@ -270,7 +270,7 @@ def test_a_disk_that_fills_up_ends_all_ranks_and_leaves_what_was_there(
 ) -> None:
     def fills_up(
         path: Path,
-        described: Mapping[str, TensorHeader],
+        one_line: Mapping[str, TensorHeader],
         tensors: Iterator[Tensor],
         metadata: Mapping[str, str],
     ) -> None:

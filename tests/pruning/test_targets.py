@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.targets import find_targets, pruning_lines
 from axsparse.runtime.errors import ConfigError
@@ -138,7 +138,7 @@ def test_a_tensor_of_zeros_alone_was_initialized_so_and_stays_dense(folder: Path
 
 def prunable(**pruning: Any) -> list[str]:
     config = tiny_config(pruning=pruning)
-    return list(find_targets(survey(tiny_gpt(config)), config.pruning).shapes)
+    return list(find_targets(profile(tiny_gpt(config)), config.pruning).shapes)
 
 
 def test_patterns_mean_tensors_by_their_global_names() -> None:
@@ -164,7 +164,7 @@ class Vision(nn.Module):
         self.convolution = nn.Conv1d(8, 8, 3)
 
 
-VISION = survey(
+VISION = profile(
     Model([Layer("a", Vision), Layer("b", lambda: nn.Linear(8, 3), kind="head")], summed_loss)
 )
 MULTIPLYING = [

@@ -13,23 +13,23 @@ grids = st.builds(Grid, st.integers(1, 6), st.integers(1, 6))
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(grids)
 def test_places_and_ranks_are_inverse_and_fill_the_grid(grid: Grid) -> None:
-    places = [grid.place(rank) for rank in range(grid.size)]
+    places = [grid.coords(rank) for rank in range(grid.size)]
 
-    assert [grid.rank(place.stage, place.replica) for place in places] == list(range(grid.size))
-    assert len({(place.stage, place.replica) for place in places}) == grid.g_inter * grid.g_data
+    assert [grid.rank(coords.stage, coords.replica) for coords in places] == list(range(grid.size))
+    assert len({(coords.stage, coords.replica) for coords in places}) == grid.g_inter * grid.g_data
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(grids)
 def test_columns_hold_one_stage_of_every_replica_in_order(grid: Grid) -> None:
     for stage in range(grid.g_inter):
-        column = [grid.place(rank) for rank in grid.column(stage)]
-        assert {place.stage for place in column} == {stage}
-        assert [place.replica for place in column] == list(range(grid.g_data))
+        column = [grid.coords(rank) for rank in grid.dp_group(stage)]
+        assert {coords.stage for coords in column} == {stage}
+        assert [coords.replica for coords in column] == list(range(grid.g_data))
 
 
 def test_neighbouring_stages_have_neighbouring_ranks() -> None:
-    assert [str(Grid(2, 2).place(rank)) for rank in range(4)] == [
+    assert [str(Grid(2, 2).coords(rank)) for rank in range(4)] == [
         "rank 0 (stage 0, replica 0)",
         "rank 1 (stage 1, replica 0)",
         "rank 2 (stage 0, replica 1)",
@@ -38,8 +38,8 @@ def test_neighbouring_stages_have_neighbouring_ranks() -> None:
 
 
 def test_the_ends_of_the_pipeline_know_themselves() -> None:
-    assert [Grid(3, 1).place(rank).is_first for rank in range(3)] == [True, False, False]
-    assert [Grid(3, 1).place(rank).is_last for rank in range(3)] == [False, False, True]
+    assert [Grid(3, 1).coords(rank).is_first for rank in range(3)] == [True, False, False]
+    assert [Grid(3, 1).coords(rank).is_last for rank in range(3)] == [False, False, True]
 
 
 def test_a_grid_is_said_in_words() -> None:

@@ -18,7 +18,7 @@ def test_every_pair_of_neighbours_has_a_channel_each_way() -> None:
     grid = Grid(3, 2)
     channels = {
         direction: sorted(
-            {ends for rank in range(grid.size) for ends in neighbours(grid.place(rank), direction)}
+            {ends for rank in range(grid.size) for ends in neighbours(grid.coords(rank), direction)}
         )
         for direction in Direction
     }

@@ -47,7 +47,7 @@ def test_an_unseeded_world_repeats_itself() -> None:
 @pytest.mark.parametrize(("rank", "direction"), [(0, Direction.BACKWARD), (1, Direction.FORWARD)])
 def test_a_message_to_no_neighbour_is_an_internal_error(rank: int, direction: Direction) -> None:
     world: LocalWorld[None] = LocalWorld(2)
-    link = LocalTransport(world, rank).link(Grid(2, 1).place(rank))
+    link = LocalTransport(world, rank).link(Grid(2, 1).coords(rank))
 
     with pytest.raises(AssertionError, match="no such neighbour"):
         link.send(Message(direction, 0, (torch.zeros(1),)))
@@ -60,7 +60,7 @@ def _arrivals_in_the_middle(order: int | None) -> str:
 
     def main(rank: int) -> str:
         transport = LocalTransport(world, rank)
-        link = transport.link(Grid(3, 1).place(rank))
+        link = transport.link(Grid(3, 1).coords(rank))
         calls: list[str] = []
         if rank != 1:
             direction = Direction.FORWARD if rank == 0 else Direction.BACKWARD

@@ -60,11 +60,11 @@ def test_a_second_signal_leaves_at_once(
 
 
 def test_one_signal_that_several_pass_on_is_one_and_others_mean_nothing(stop: StopRequest) -> None:
-    stop.hear(signal.SIGHUP)
+    stop.receive(signal.SIGHUP)
     assert not stop.is_set
 
     for _ in range(3):
-        stop.hear(signal.SIGUSR1)
+        stop.receive(signal.SIGUSR1)
 
     assert stop.reason == "SIGUSR1"
     assert not vars(stop)["left"].is_set()
@@ -75,20 +75,20 @@ def test_ctrl_c_says_what_happens_and_once_more_leaves_at_once(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    stop.hear(signal.SIGINT)
-    stop.hear(signal.SIGINT)  # as the launcher passes it on
+    stop.receive(signal.SIGINT)
+    stop.receive(signal.SIGINT)  # as the launcher passes it on
     assert not vars(stop)["left"].is_set()
     assert capsys.readouterr().err == (
         "axsparse: stops after the step under way and saves; Ctrl-C once more leaves at once\n"
     )
 
     now += 1
-    stop.hear(signal.SIGINT)
+    stop.receive(signal.SIGINT)
 
     assert vars(stop)["left"].is_set()
     assert capsys.readouterr().err == "axsparse: leaving at once, by a second SIGINT\n"
     monkeypatch.setenv("PMI_RANK", "1")
-    StopRequest().hear(signal.SIGINT)
+    StopRequest().receive(signal.SIGINT)
     assert capsys.readouterr().err == "", "one of many ranks speaks"
 
 

@@ -20,7 +20,7 @@ from axsparse.samo.fixed_point import (
     FIRST_LARGEST,
     LEAST_BITS,
     MARGIN,
-    Fit,
+    UnitFit,
     Units,
     add,
     in_fp32,
@@ -156,9 +156,9 @@ def test_units_of_other_tensors_stay_where_one_does_not_fit() -> None:
     units = Units(1, {})
     before = units.unit(OTHER)
 
-    assert not units.follow({NAME: Fit.TOO_LARGE, OTHER: Fit.ROOMY})
+    assert not units.follow({NAME: UnitFit.TOO_LARGE, OTHER: UnitFit.ROOMY})
     assert units.unit(OTHER) == before
-    assert units.follow({NAME: Fit.GOOD, OTHER: Fit.ROOMY})
+    assert units.follow({NAME: UnitFit.GOOD, OTHER: UnitFit.ROOMY})
     assert units.unit(OTHER) == before / 2
 
 

@@ -14,23 +14,23 @@ from support.late_device import LateDevice, LateStream
 
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.samo.backend import HOST
-from axsparse.samo.layer_state import HeldBuffers
+from axsparse.samo.layer_state import StateBuffers
 from axsparse.samo.offload import Offload
 
 
 class Layer:
     backend = HOST
-    settle: object
+    finish_copies: object
 
     def __init__(self) -> None:
         self.optimizer_state = self
-        self.rest = HeldBuffers(torch.ones(3), {"exp_avg": torch.ones(3)})
+        self.rest = StateBuffers(torch.ones(3), {"exp_avg": torch.ones(3)})
 
-    def resting(self) -> HeldBuffers:
+    def stored(self) -> StateBuffers:
         return self.rest
 
     @contextmanager
-    def visiting(self, here: HeldBuffers) -> Iterator[None]:
+    def staged(self, here: StateBuffers) -> Iterator[None]:
         yield
 
 
@@ -50,6 +50,6 @@ def test_the_next_layer_is_on_its_way_while_one_is_updated() -> None:
     offload = Offload(device, layers, SleepingBackoff())
     up, _ = device.made
 
-    asked = [len(up.events) for _ in offload.visits(layers)]
+    asked = [len(up.events) for _ in offload.staged_layers(layers)]
 
     assert asked == [2, 3, 4, 4]

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from axsparse.samo import selection
 from axsparse.samo.selection import (
-    Cut,
     Keys,
+    Threshold,
     by_magnitude,
     by_value,
     equal_to,
-    find_cut,
+    find_threshold,
     histogram,
     largest,
     select,
@@ -66,9 +66,9 @@ def test_histograms_of_several_tensors_add_up_to_the_cut_of_all(
     def count(upper: int | None) -> Tensor:
         return torch.stack([histogram(one, by_value, upper) for one in scores]).sum(0)
 
-    cut = find_cut(count, keep)
+    cut = find_threshold(count, keep)
 
-    above = int(select(everything, by_value, Cut(cut.key, 0)).mask().sum())
+    above = int(select(everything, by_value, Threshold(cut.key, 0)).mask().sum())
     assert above + cut.ties == keep
     assert keep == 0 or 0 < cut.ties <= equal_to(everything, by_value, cut.key)
     assert torch.equal(select(everything, by_value, cut).mask(), largest(everything, keep))

@@ -16,7 +16,7 @@ from torch import nn
 from axsparse.config.model_config import GptConfig
 from axsparse.config.schema import PruningConfig
 from axsparse.models.layer import Layer, Model, Tie
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.models.zoo.gpt import gpt
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import ScoredMasks
@@ -143,10 +143,10 @@ def live(layers: Sequence[BuiltLayer]) -> StateBytes:
 
 
 def predicted(case: Case) -> StateBytes:
-    surveyed = survey(make_model(case.model))
+    profiled = profile(make_model(case.model))
     return stage_bytes(
-        surveyed.layers[case.layers],
-        surveyed.ties,
+        profiled.layers[case.layers],
+        profiled.ties,
         {} if case.pruning is None else kept(make_model(case.model), case.pruning),
         StateFormat(
             half=case.dtype != torch.float32,
@@ -207,14 +207,14 @@ def test_after_training_every_rank_holds_what_the_formula_says(
         train={"steps": 2},
     )
     model = tiny_gpt(config)
-    surveyed = survey(model)
+    profiled = profile(model)
 
     for trainer, _ in train_in_process(g_inter, g_data, model, config, token_data()):
         names = {layer.spec.name for layer in trainer.parts.layers}
-        layers = [layer for layer in surveyed.layers if layer.name in names]
+        layers = [layer for layer in profiled.layers if layer.name in names]
         gradient_bytes = trainer.parts.layers[0].state.accumulator.itemsize
         stored = StateFormat(precision == "bf16", gradient_bytes, moments=2, index="auto")
-        expected = stage_bytes(layers, surveyed.ties, kept(model, config.pruning), stored)
+        expected = stage_bytes(layers, profiled.ties, kept(model, config.pruning), stored)
         assert trainer.state_bytes() == expected
 
 
@@ -296,7 +296,7 @@ def test_the_formula_by_category() -> None:
 
 
 def test_what_rests_on_the_host_takes_no_memory_of_the_device() -> None:
-    assert StateBytes(weight=2, visiting=3, offloaded=100).total == 5
+    assert StateBytes(weight=2, staged=3, offloaded=100).total == 5
 
 
 def test_the_second_use_on_another_stage_costs_its_own_full_state() -> None:

@@ -37,7 +37,7 @@ from axsparse.training.checkpoint.checkpoint_folder import (
     saved_steps,
     unfinished,
 )
-from axsparse.training.checkpoint.verification import is_whole
+from axsparse.training.checkpoint.verification import is_complete
 
 STEPS = 60
 LAYOUTS = {
@@ -91,12 +91,12 @@ class Run:
 class Job:
     """A run that was started on separate ranks."""
 
-    def __init__(self, run: Run, grid: str, free: int, place: Path) -> None:
+    def __init__(self, run: Run, grid: str, free: int, coords: Path) -> None:
         self.grid = grid
         self.ranks = int(grid[0]) * int(grid[2])
-        self._mark = place / f"status-{time.monotonic_ns()}"
+        self._mark = coords / f"status-{time.monotonic_ns()}"
         self._status = Status.new(self._mark)
-        self._out = (place / "out.txt").open("w+b")
+        self._out = (coords / "out.txt").open("w+b")
         words = [
             str(self._mark),
             str(run.folder),
@@ -166,9 +166,9 @@ def _shared_memory(process: int) -> set[Path]:
 class Soak:
     """All cycles; what they found is in the counts."""
 
-    def __init__(self, seed: int, place: Path, kinds: Sequence[tuple[int, ...]] = KINDS) -> None:
+    def __init__(self, seed: int, coords: Path, kinds: Sequence[tuple[int, ...]] = KINDS) -> None:
         self.draw = random.Random(seed)  # noqa: S311  # no secret
-        self.place = place
+        self.coords = coords
         self.aimed: collections.Counter[str] = collections.Counter()
         self.fell: collections.Counter[str] = collections.Counter()
         self.finished: collections.Counter[str] = collections.Counter()
@@ -184,7 +184,7 @@ class Soak:
         """A run of the next kind."""
         self._runs += 1
         replicas = self._kinds[self._runs % len(self._kinds)]
-        return Run(self.place / f"run-{self._runs}", replicas)
+        return Run(self.coords / f"run-{self._runs}", replicas)
 
     def cycle(self, run: Run) -> bool:
         """Start, and kill at a random moment; whether the run came to its end before."""
@@ -192,7 +192,7 @@ class Soak:
         before = _marks(run)
         grid = self.draw.choice(LAYOUTS[self.draw.choice(run.replicas)])
         moment = self.draw.choices([*MOMENTS], [*MOMENTS.values()])[0]
-        job = Job(run, grid, self.draw.randrange(len(FREE)), self.place)
+        job = Job(run, grid, self.draw.randrange(len(FREE)), self.coords)
         victim = self.draw.choice([None, *range(job.ranks)])
         self.aimed[moment] += 1
         self._wait_for(moment, job, run, before)
@@ -237,7 +237,7 @@ class Soak:
 
     def _let_end(self, run: Run, grid: str, free: int) -> None:
         """Start a run and leave it alone."""
-        job = Job(run, grid, free, self.place)
+        job = Job(run, grid, free, self.coords)
         job.process.wait(LIMIT_SECONDS)
         job.wait()
         run.starts += 1
@@ -248,10 +248,10 @@ class Soak:
         """The step to continue from, 0 for the start; every folder with a checkpoint's name is
         complete, but for one that is damaged here at times."""
         steps = saved_steps(run.checkpoints)
-        if run.damaged not in steps or is_whole(path_of(run.checkpoints, run.damaged)):
+        if run.damaged not in steps or is_complete(path_of(run.checkpoints, run.damaged)):
             run.damaged = None  # it is gone, or was saved once more
         for step in steps:
-            if step != run.damaged and not is_whole(path_of(run.checkpoints, step)):
+            if step != run.damaged and not is_complete(path_of(run.checkpoints, step)):
                 raise WrongError(f"{path_of(run.checkpoints, step)} was left half done")
         whole = [step for step in steps if step != run.damaged]
         if len(whole) > 1 and self.draw.random() < 1 / DAMAGED_EVERY:
@@ -304,7 +304,7 @@ class Soak:
     def _untouched(self, replicas: tuple[int, ...]) -> Path:
         """A run from start to end, trained when it is first asked for."""
         if replicas not in self._whole:
-            run = Run(self.place / f"whole-{len(self._whole)}", replicas)
+            run = Run(self.coords / f"whole-{len(self._whole)}", replicas)
             self._let_end(run, f"1x{replicas[0]}", 0)
             self._whole[replicas] = run.folder
         return self._whole[replicas]
@@ -350,11 +350,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     arguments = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
-    place = Path(tempfile.mkdtemp(prefix="soak-"))
-    print(f"seed {seed}, in {place}", flush=True)
+    coords = Path(tempfile.mkdtemp(prefix="soak-"))
+    print(f"seed {seed}, in {coords}", flush=True)
     began, done = time.monotonic(), 0
     try:
-        soak = Soak(seed, place, (MIXED,) if arguments.mixed else KINDS)
+        soak = Soak(seed, coords, (MIXED,) if arguments.mixed else KINDS)
         run = soak.new_run()
         while done < arguments.cycles and time.monotonic() - began < arguments.minutes * 60:
             done += 1
@@ -367,14 +367,14 @@ def main() -> int:
                 print(f"cycle {done}: kills {dict(soak.fell)}", flush=True)
         print(f"the last one, {run}: {soak.end(run)}")
     except (WrongError, subprocess.TimeoutExpired) as wrong:
-        print(f"cycle {done}, seed {seed}, {place}: {wrong}", file=sys.stderr)
+        print(f"cycle {done}, seed {seed}, {coords}: {wrong}", file=sys.stderr)
         return 1
     minutes = (time.monotonic() - began) / 60
     print(f"{done} cycles in {minutes:.1f} min, seed {seed}")
     print(f"aimed at {dict(soak.aimed)}; kills fell on {dict(soak.fell)}")
     print(f"resumed {soak.resumed} times; damaged checkpoints passed over {soak.passed_over} times")
     print(f"runs that came to their end: {dict(soak.finished)}")
-    shutil.rmtree(place)
+    shutil.rmtree(coords)
     return 0
 
 

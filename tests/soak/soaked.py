@@ -20,7 +20,7 @@ from support.runs import mlp, tiny_config, vector_data
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
 from axsparse.training.trainer import build
@@ -69,10 +69,10 @@ class Status:
 
 FREE: tuple[dict[str, Any], ...] = (
     {},
-    {"samo": {"shard_optimizer": True}},
+    {"samo": {"zero_stage": 1}},
     {"pipeline": {"split_backward": True}},
     {"pipeline": {"checkpoint_activations": 1}},
-    {"samo": {"index": "mask"}, "pipeline": {"slack": 2}},
+    {"samo": {"index": "mask"}, "pipeline": {"extra_in_flight": 2}},
 )
 """Settings that a run may take up or drop whenever it is resumed, and that change no bit."""
 
@@ -105,7 +105,7 @@ def _train(job: Job, status: Status, words: Sequence[str]) -> None:
     g_inter, g_data = (int(number) for number in grid.split("x"))
     config = _config(run_dir, int(steps), gradient, FREE[int(free)])
 
-    def on_step(done: int, verdict: Verdict) -> None:
+    def on_step(done: int, verdict: StepResult) -> None:
         status.tell("training", done)
 
     trainer = build(

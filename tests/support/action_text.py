@@ -49,10 +49,10 @@ def dry_run(stages: Sequence[Sequence[Action]]) -> list[float]:
             if at < len(actions)
         )
         raise ValueError(f"schedule: a deadlock; waiting are {waits}")
-    return [most_held(actions) for actions in stages]
+    return [peak_in_flight(actions) for actions in stages]
 
 
-def most_held(actions: Iterable[Action], size: float = 1.0) -> float:
+def peak_in_flight(actions: Iterable[Action], size: float = 1.0) -> float:
     """The most that a stage holds at a time, in units of a microbatch in flight.
 
     A microbatch that waits for its weight gradients, if backwards are split, takes `size`.

@@ -115,7 +115,7 @@ class Browser:
         message: Event = json.loads(line)
         tab = self._tabs.get(message.get("sessionId", ""))
         if tab is not None and "method" in message:
-            tab.hear(message["method"], message["params"])
+            tab.receive(message["method"], message["params"])
         return message
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Tab:
         found = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         return base64.b64decode(found["data"])
 
-    def hear(self, event: str, said: Event) -> None:
+    def receive(self, event: str, said: Event) -> None:
         """Take an event of the protocol."""
         if event == "Page.loadEventFired":
             self._is_loaded = True

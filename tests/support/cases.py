@@ -78,7 +78,7 @@ PRUNING: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannedModel:
     """A model and its data."""
 
     name: str
@@ -89,13 +89,13 @@ class Subject:
     """The settings that differ from the defaults of `tiny_config` for all rows with this model."""
 
 
-GPT = Subject("gpt", tiny_gpt, token_data, lambda: token_data(samples=23))
+GPT = PlannedModel("gpt", tiny_gpt, token_data, lambda: token_data(samples=23))
 COARSE = replace(GPT, name="gpt by threes", settings={"batch": {"microbatch_size": 3}})
 """A third of the microbatches: for rows whose fact does not depend on how many there are."""
-MLP = Subject("mlp", lambda config: mlp(), vector_data)
-INFINITE = Subject("mlp, infinite", lambda config: mlp(), lambda: vector_data(infinite=17))
+MLP = PlannedModel("mlp", lambda config: mlp(), vector_data)
+INFINITE = PlannedModel("mlp, infinite", lambda config: mlp(), lambda: vector_data(infinite=17))
 """One of the samples overflows every step that it is in."""
-WIDE = Subject(
+WIDE = PlannedModel(
     "wide mlp",
     lambda config: mlp(3, 510),
     lambda: vector_data(24, 510),
@@ -118,12 +118,12 @@ class Row:
     settings: Settings = field(default_factory=dict)
     free: Settings = field(default_factory=dict)
     judge: Judge = TORCH
-    subject: Subject = GPT
+    subject: PlannedModel = GPT
     order: int | None = None
     """Which arrival order of messages is drawn."""
     tolerance: tuple[float, float] | None = None
     """Relative, of losses and of norms. None asks for equal bits of all state."""
-    plain: Subject | None = None
+    plain: PlannedModel | None = None
     """The model of the reference, if it is another way to write the same model."""
     is_usual: bool = True
     """Whether `make test` runs the row; `make test-all` runs all."""
@@ -137,10 +137,10 @@ class Row:
 
     def __str__(self) -> str:
         g_inter, g_data = self.layout
-        members = f"x{self.g_tensor}" * (self.g_tensor > 1)
+        tp_group = f"x{self.g_tensor}" * (self.g_tensor > 1)
         said = " ".join(_words(section) for section in (self.settings, self.free) if section)
         drawn = "" if self.order is None else f" order {self.order}"
-        return f"{self.subject.name} {g_inter}x{g_data}{members} {said}{drawn} = {self.judge}"
+        return f"{self.subject.name} {g_inter}x{g_data}{tp_group} {said}{drawn} = {self.judge}"
 
     @property
     def g_tensor(self) -> int:
@@ -283,8 +283,8 @@ def judge_everywhere(
     With `plain`, which is the same model in other words, all are compared with plain torch. Returns
     the traces of the last run's ranks.
     """
-    subject = Subject("own", lambda _: model, lambda: data)
-    other = None if plain is None else Subject("plain", lambda _: plain, lambda: data)
+    subject = PlannedModel("own", lambda _: model, lambda: data)
+    other = None if plain is None else PlannedModel("plain", lambda _: plain, lambda: data)
     rows = [
         Row(
             (stages, 1),
@@ -303,7 +303,7 @@ def judge_everywhere(
 
 
 @lru_cache(maxsize=12)
-def _reference(subject: Subject, by: Judge, layout: Layout, config_text: str) -> list[Trace]:
+def _reference(subject: PlannedModel, by: Judge, layout: Layout, config_text: str) -> list[Trace]:
     config = Config.model_validate(json.loads(config_text))
     if by == TORCH:
         oracle = oracle_of(config, layout[1], subject.model(config), subject.data())
@@ -311,7 +311,7 @@ def _reference(subject: Subject, by: Judge, layout: Layout, config_text: str) ->
     return [trace for _, trace in _train(subject, layout, config)]
 
 
-def _train(subject: Subject, layout: Layout, config: Config, **others: Any) -> Ranks:
+def _train(subject: PlannedModel, layout: Layout, config: Config, **others: Any) -> Ranks:
     if config.train.eval_steps:
         others["validation"] = (subject.validation or subject.data)()
     given = (*layout, subject.model(config), config, subject.data())

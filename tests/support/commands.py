@@ -46,9 +46,9 @@ def lines_beside(test_file: str) -> dict[str, str]:
     return {case[0]: case[1] for case in cases_in(Path(test_file).with_suffix(".txt"))}
 
 
-def refusal(refused: Callable[[], object], kind: type[AxsparseError], place: object = None) -> str:
+def refusal(rejected: Callable[[], object], kind: type[AxsparseError], place: object = None) -> str:
     """The line that a call is refused with; `place`, such as a path, is left out of it."""
     with pytest.raises(kind) as told:
-        refused()
+        rejected()
     said = str(told.value)
     return said if place is None else said.replace(str(place), "PLACE")

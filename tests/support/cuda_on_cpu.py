@@ -106,7 +106,7 @@ STATES = tuple(
 )
 COMPRESS = [f"compress<{index}, {types}>" for index, types in product(INDICES.values(), GRADIENTS)]
 NUMBERS = ("Bf16", "Fp16", "Fp32")
-JUDGE = [f"judge<{number}>" for number in NUMBERS] + ["fold"]
+JUDGE = [f"sum_squares<{number}>" for number in NUMBERS] + ["fold"]
 STEP = [f"step_adamw<{index}, {state}>" for index, state in product(INDICES.values(), STATES)] + [
     f"step_sgd<{index}, {state}, {momentum}>"
     for index, state, momentum in product(INDICES.values(), STATES, ("NONE", "PLAIN", "NESTEROV"))

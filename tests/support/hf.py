@@ -20,7 +20,7 @@ from axsparse.config.model_config import GptConfig, HfConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.models.zoo.gpt import gpt
 from axsparse.models.zoo.gpt2_files import gpt2_name, turned
 from axsparse.models.zoo.hf_models import hf_model
@@ -67,7 +67,7 @@ def write_llama(
     generator = torch.Generator().manual_seed(7)
     weights = {
         name: change(name, torch.empty(shape).uniform_(0.05, 0.2, generator=generator))
-        for name, shape in survey(small_llama()).shapes.items()
+        for name, shape in profile(small_llama()).shapes.items()
     }
     write_safetensors(folder / "model.safetensors", weights)
     (folder / "config.json").write_text(json.dumps(SMALL_LLAMA["hf"]))
@@ -135,9 +135,9 @@ def gpt2_folder(
 
     A tensor that is None is left out.
     """
-    surveyed = survey(gpt(model, 12))
+    profiled = profile(gpt(model, 12))
     generator = torch.Generator().manual_seed(4)
-    ours = {name: torch.rand(shape, generator=generator) for name, shape in surveyed.shapes.items()}
+    ours = {name: torch.rand(shape, generator=generator) for name, shape in profiled.shapes.items()}
     state = {gpt2_name(name): turned(name, tensor) for name, tensor in ours.items()}
     state = {name: t for name, t in {**state, **(changed or {})}.items() if t is not None}
     write_safetensors(folder / "model.safetensors", state)
@@ -157,7 +157,7 @@ def our_logits(model: Model, config: Config, tokens: Tensor, g_inter: int = 1) -
 
     def note(trainer: Trainer) -> None:
         layers = [layer.module for layer in trainer.parts.layers]
-        stages[trainer.parts.place.stage] = layers
+        stages[trainer.parts.coords.stage] = layers
         if len(stages) == g_inter:
             found.append(forward([m for stage in sorted(stages) for m in stages[stage]]))
 

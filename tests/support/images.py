@@ -19,7 +19,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Dataset
 from axsparse.models.layer import Kind, Layer, Model, count_top1
 from axsparse.models.losses import summed_cross_entropy
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.training.trainer import Trainer
 
 CLASSES = 7
@@ -204,7 +204,7 @@ def buffers_of(ranks: Ranks) -> dict[str, Tensor]:
 def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
     """Parameters and buffers by global name."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for layer in survey(model).layers:
+    for layer in profile(model).layers:
         shapes |= {parameter.name: parameter.shape for parameter in layer.parameters}
         shapes |= {buffer.name: buffer.shape for buffer in layer.buffers}
     return shapes

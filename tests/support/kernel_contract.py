@@ -47,7 +47,7 @@ from axsparse.samo.cuda.kernels import (
     add_exact,
     compress,
     finish_exact,
-    judge,
+    sum_squares,
 )
 from axsparse.samo.cuda.launch import CHUNK, GROUP, SUMMED, TILE, Argument
 from axsparse.samo.index.base import make_index
@@ -218,7 +218,7 @@ def sums_of_squares_are_those_of_the_cpu_in_another_order(
     layer.gradient.copy_(randoms(kept, 1))
     partials = empty_partials(machine, kept)
 
-    judge(machine.launch, [(machine.put(layer.gradient), partials)])
+    sum_squares(machine.launch, [(machine.put(layer.gradient), partials)])
 
     same_bits(partials, reference.partials(layer.gradient))
     theirs = norm_partials([layer], ["w"])["w"]
@@ -231,7 +231,7 @@ def a_gradient_that_is_not_finite_is_found(machine: Machine, value: float) -> No
     gradient[-1] = value
     partials = empty_partials(machine, gradient.numel())
 
-    judge(machine.launch, [(machine.put(gradient), partials)])
+    sum_squares(machine.launch, [(machine.put(gradient), partials)])
 
     assert not partials.isfinite().any()
 
@@ -245,7 +245,7 @@ def a_sum_that_overflows_its_type_is_found(machine: Machine) -> None:
     partials = empty_partials(machine, index.kept)
     for accumulate in (False, True):
         compress(index, dense, gradient, accumulate=accumulate)
-        judge(machine.launch, [(gradient, partials)])
+        sum_squares(machine.launch, [(gradient, partials)])
         assert bool(partials.isfinite().all()) == (not accumulate)
 
 
@@ -262,7 +262,7 @@ def squares_of_many_tensors_are_summed_by_few_launches(
         launched.append(kernel)
         machine.launch(kernel, blocks, *arguments)
 
-    judge(counted, parts)
+    sum_squares(counted, parts)
 
     for values, (_, partials) in zip(gradients, parts, strict=True):
         same_bits(partials, reference.partials(values))
@@ -508,7 +508,7 @@ def subnormal_numbers_stay_what_they_are(machine: Machine) -> None:
     partials = empty_partials(machine, tiny.numel())
 
     ADAMW_CASE.device([slot], HYPER, 1.0)
-    judge(machine.launch, [(slot.gradient, partials)])
+    sum_squares(machine.launch, [(slot.gradient, partials)])
 
     by_numpy(layer, ADAMW_CASE, HYPER, 1.0)
     same_state(slot, layer)

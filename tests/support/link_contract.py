@@ -15,7 +15,7 @@ from axsparse.runtime.communication import (
     Transport,
     wait,
 )
-from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.grid import Grid, RankCoords
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 ALIGNMENT = 64
@@ -44,15 +44,15 @@ DTYPES = (
 
 
 def tensors_of_every_kind_arrive_bit_by_bit(transport: Transport) -> None:
-    place, link = _open(transport)
+    coords, link = _open(transport)
     assert link.arrivals() == []
     _all_here(transport)
-    for direction in _outgoing(place):
-        sent = _every_kind(place.rank, direction)
+    for direction in _outgoing(coords):
+        sent = _every_kind(coords.rank, direction)
         link.send(Message(direction, 0, sent, _wishes(sent)))
 
     for message in _receive(transport, link, 1):
-        expected = _every_kind(_source(place, message.direction), message.direction)
+        expected = _every_kind(_source(coords, message.direction), message.direction)
         assert message.microbatch == 0
         assert message.requires_grad == _wishes(expected)
         assert len(message.tensors) == len(expected)
@@ -61,11 +61,11 @@ def tensors_of_every_kind_arrive_bit_by_bit(transport: Transport) -> None:
 
 
 def received_tensors_are_aligned_leaves_of_their_own(transport: Transport) -> None:
-    place, link = _open(transport)
+    coords, link = _open(transport)
     base = torch.arange(35.0, requires_grad=True)
     sent = (base.exp()[1:], base.view(5, 7).t() * 2, torch.arange(6.0).view(2, 3).t())
     before = [tensor.detach().clone() for tensor in sent]
-    for direction in _outgoing(place):
+    for direction in _outgoing(coords):
         link.send(Message(direction, 3, sent, (True, True, False)))
 
     for message in _receive(transport, link, 1):
@@ -83,7 +83,7 @@ def received_tensors_are_aligned_leaves_of_their_own(transport: Transport) -> No
 
 
 def messages_keep_their_order_in_each_direction(transport: Transport) -> None:
-    place, link = _open(transport)
+    coords, link = _open(transport)
     count = 60
 
     def content(rank: int, number: int) -> tuple[Tensor, ...]:
@@ -92,41 +92,41 @@ def messages_keep_their_order_in_each_direction(transport: Transport) -> None:
         return (torch.full((size,), 100 * rank + number), torch.tensor(number))
 
     for number in range(count):
-        for direction in _outgoing(place):
-            link.send(Message(direction, number, content(place.rank, number)))
+        for direction in _outgoing(coords):
+            link.send(Message(direction, number, content(coords.rank, number)))
 
     messages = _receive(transport, link, count)
-    for direction in _incoming(place):
+    for direction in _incoming(coords):
         arrived = [message for message in messages if message.direction is direction]
         assert [message.microbatch for message in arrived] == list(range(count))
         for number, message in enumerate(arrived):
-            expected = content(_source(place, direction), number)
+            expected = content(_source(coords, direction), number)
             for tensor, wanted in zip(message.tensors, expected, strict=True):
                 _assert_same(tensor, wanted)
 
 
 def neighbours_may_both_send_much_before_either_receives(transport: Transport) -> None:
-    place, link = _open(transport)
+    coords, link = _open(transport)
 
     def content(rank: int, number: int) -> Tensor:
         return torch.arange(EAGER_BYTES // 8) * (10 * rank + number + 1)
 
     # Nobody but the link holds what was sent.
     for number in range(2):
-        for direction in _outgoing(place):
-            link.send(Message(direction, number, (content(place.rank, number),)))
+        for direction in _outgoing(coords):
+            link.send(Message(direction, number, (content(coords.rank, number),)))
     _all_here(transport)
 
     for message in _receive(transport, link, 2):
-        wanted = content(_source(place, message.direction), message.microbatch)
+        wanted = content(_source(coords, message.direction), message.microbatch)
         _assert_same(message.tensors[0], wanted)
 
 
 def bytes_sent_counts_contents_and_nothing_stays_unsent(transport: Transport) -> None:
-    place, link = _open(transport)
+    coords, link = _open(transport)
     assert link.bytes_sent == link.unsent == 0
     tensors = (torch.ones(3, 5), None, torch.ones(7, dtype=torch.bfloat16), torch.empty(0, 4))
-    outgoing = _outgoing(place)
+    outgoing = _outgoing(coords)
 
     for number in range(4):
         for direction in outgoing:
@@ -139,30 +139,30 @@ def bytes_sent_counts_contents_and_nothing_stays_unsent(transport: Transport) ->
 
 
 def a_relay_passes_through_all_stages_and_back(transport: Transport) -> None:
-    place, link = _open(transport)
+    coords, link = _open(transport)
     count, last = 5, transport.size - 1
     returned = []
-    if place.is_first:
+    if coords.is_first:
         for number in range(count):
             link.send(Message(FORWARD, number, (torch.tensor([float(number)]),)))
 
-    left = (0 if place.is_first else count) + (0 if place.is_last else count)
+    left = (0 if coords.is_first else count) + (0 if coords.is_last else count)
     transport.backoff.reset()
     while left:
         for message in link.arrivals():
             left -= 1
             tensor = message.tensors[0]
             assert tensor is not None
-            turns = message.direction is FORWARD and place.is_last
+            turns = message.direction is FORWARD and coords.is_last
             direction = BACKWARD if turns else message.direction
-            if direction is BACKWARD and place.is_first:
+            if direction is BACKWARD and coords.is_first:
                 returned.append((message.microbatch, tensor.item()))
             else:
-                link.send(Message(direction, message.microbatch, (tensor + 10 * place.rank,)))
+                link.send(Message(direction, message.microbatch, (tensor + 10 * coords.rank,)))
         transport.backoff.pause()
 
     _drain(transport, link)
-    if place.is_first:
+    if coords.is_first:
         way = 10 * (sum(range(last + 1)) + sum(range(last)))
         assert returned == [(number, number + way) for number in range(count)]
 
@@ -179,27 +179,27 @@ CONTRACT: tuple[Callable[[Transport], None], ...] = (
 """For two ranks and more, all of them stages of one pipeline."""
 
 
-def _open(transport: Transport) -> tuple[Place, Link]:
-    place = Grid(transport.size, 1).place(transport.rank)
-    return place, transport.link(place)
+def _open(transport: Transport) -> tuple[RankCoords, Link]:
+    coords = Grid(transport.size, 1).coords(transport.rank)
+    return coords, transport.link(coords)
 
 
-def _outgoing(place: Place) -> list[Direction]:
-    return [FORWARD] * (not place.is_last) + [BACKWARD] * (not place.is_first)
+def _outgoing(coords: RankCoords) -> list[Direction]:
+    return [FORWARD] * (not coords.is_last) + [BACKWARD] * (not coords.is_first)
 
 
-def _incoming(place: Place) -> list[Direction]:
-    return [FORWARD] * (not place.is_first) + [BACKWARD] * (not place.is_last)
+def _incoming(coords: RankCoords) -> list[Direction]:
+    return [FORWARD] * (not coords.is_first) + [BACKWARD] * (not coords.is_last)
 
 
-def _source(place: Place, direction: Direction) -> int:
-    return place.rank + (-1 if direction is FORWARD else 1)
+def _source(coords: RankCoords, direction: Direction) -> int:
+    return coords.rank + (-1 if direction is FORWARD else 1)
 
 
 def _receive(transport: Transport, link: Link, from_each: int) -> list[Message]:
     """That many messages from each neighbour, and none beyond."""
-    place = Grid(transport.size, 1).place(transport.rank)
-    expected = from_each * len(_incoming(place))
+    coords = Grid(transport.size, 1).coords(transport.rank)
+    expected = from_each * len(_incoming(coords))
     messages: list[Message] = []
     transport.backoff.reset()
     while len(messages) < expected:

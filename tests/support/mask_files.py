@@ -41,7 +41,7 @@ def small_mask_file(folder: Path) -> Path:
     path = folder / "mask.safetensors"
     own = {name: partial(given, mask) for name, mask in some_masks().items()}
     transport = LocalTransport(LocalWorld(1), 0)
-    write_masks(path, PRUNED, own, transport=transport, place=Grid(1, 1).place(0))
+    write_masks(path, PRUNED, own, transport=transport, coords=Grid(1, 1).coords(0))
     return path
 
 

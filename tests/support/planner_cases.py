@@ -15,19 +15,19 @@ from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import num_microbatches
 from axsparse.models.layer import Model
 from axsparse.models.layer_cost import Activations
-from axsparse.models.survey import LayerInfo, ParameterInfo, Survey, survey
+from axsparse.models.model_profile import LayerInfo, ModelProfile, ParameterInfo, profile
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.cutting import Cutting
-from axsparse.planner.layout import Layout, LayoutQuestion
+from axsparse.planner.layout import Layout, SearchRequest
 from axsparse.planner.layout_search import Plan, plan
+from axsparse.planner.profiled_model import ProfiledModel, state_format
 from axsparse.planner.run_workload import configured_schedule
 from axsparse.planner.step_cost import StageSeconds, StepCosts
-from axsparse.planner.surveyed_model import SurveyedModel, state_format
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.state_bytes import stage_bytes
-from axsparse.tensor_parallel.dry_run import survey_of_member
+from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.training.trainer import Trainer
 
 SUMMIT = load_cluster("summit")
@@ -71,14 +71,16 @@ def uniform(
     )
 
 
-def schedule(name: ScheduleName = "message-driven", slack: int = 1) -> Schedule:
-    return Schedule(name, slack, "alternate")
+def schedule(name: ScheduleName = "message-driven", extra_in_flight: int = 1) -> Schedule:
+    return Schedule(name, extra_in_flight, "alternate")
 
 
-def planned(config: str, density: float = 1.0, machine: Cluster = SUMMIT, **question: Any) -> Plan:
+def planned(
+    config: str, density: float = 1.0, machine: Cluster = SUMMIT, **search_request: Any
+) -> Plan:
     """The plan of a bundled GPT, with full backwards by default."""
-    question = {"split_backward": False, **question}
-    return plan(LayoutQuestion(workload=formula(config, density), cluster=machine, **question))
+    search_request = {"split_backward": False, **search_request}
+    return plan(SearchRequest(workload=formula(config, density), cluster=machine, **search_request))
 
 
 def layer(name: str, rows: int, flops: float, saved: int = 100) -> LayerInfo:
@@ -94,7 +96,7 @@ def layer(name: str, rows: int, flops: float, saved: int = 100) -> LayerInfo:
     )
 
 
-SURVEY = Survey(
+SURVEY = ModelProfile(
     [layer("a", 10, 1e3), layer("b", 40, 4e3, 700), layer("c", 20, 2e3), layer("d", 10, 3e3)],
     ties={},
 )
@@ -106,18 +108,18 @@ SETTINGS = {
 }
 
 
-def surveyed(
-    survey: Survey = SURVEY, kept: dict[str, int] | None = None, **sections: Any
-) -> SurveyedModel:
+def profiled(
+    profile: ModelProfile = SURVEY, kept: dict[str, int] | None = None, **sections: Any
+) -> ProfiledModel:
     """The model of a survey, with some settings."""
     config = tiny_config(**merged(SETTINGS, sections))
-    return SurveyedModel(config, survey, "four layers", KEPT if kept is None else kept, ADAMW)
+    return ProfiledModel(config, profile, "four layers", KEPT if kept is None else kept, ADAMW)
 
 
 def of_three_axes(
     room: float,
     gpus: int = 8,
-    members: Sequence[int] = (1, 2, 4, 8),
+    g_tensor: Sequence[int] = (1, 2, 4, 8),
     *,
     global_batch_size: int = 8,
     may_leave: bool = False,
@@ -127,20 +129,20 @@ def of_three_axes(
     """The plan of a GPT of four heads in so many bytes a device."""
     config = tiny_config(model={"num_heads": 4}, samo={"enabled": False})
     model = tiny_gpt(config)
-    info = survey(model)
+    info = profile(model)
     cutting = Cutting(config.named("tiny"), model, info)
-    subject = SurveyedModel(config, info, "tiny", {}, ADAMW, cutting=cutting)
+    subject = ProfiledModel(config, info, "tiny", {}, ADAMW, cutting=cutting)
     machine = cluster(**{"peak_fp32": 1e9, "overhead_bytes": 0.0, "gpus_per_node": 8} | constants)
     return plan(
-        LayoutQuestion(
+        SearchRequest(
             workload=subject,
             cluster=machine,
             gpus=gpus,
             global_batch_size=global_batch_size,
             may_leave=may_leave,
             g_inter=stages,
-            members=members,
-            schedules=[schedule(slack=0)],
+            g_tensor=g_tensor,
+            schedules=[schedule(extra_in_flight=0)],
             split_backward=False,
             microbatch_sizes=[1],
             memory_bytes=room,
@@ -151,23 +153,23 @@ def of_three_axes(
 def planned_bytes(trainer: Trainer, model: Model) -> tuple[int, int]:
     """By formula: the state of a rank, given how many entries its masks keep of each tensor, and
     the bytes that it sends to the other tensor-parallel ranks of its stage in a step."""
-    run, place = trainer.parts.plan, trainer.parts.place
-    grid, config = place.grid, run.config
-    member = Grid(1, 1, grid.g_tensor).place(place.member)
-    here = survey_of_member(model, survey(model, run.dtype), member, run.dtype)
+    run, coords = trainer.parts.plan, trainer.parts.coords
+    grid, config = coords.grid, run.config
+    tp_rank = Grid(1, 1, grid.g_tensor).coords(coords.tp_rank)
+    here = profile_of_tp_shard(model, profile(model, run.dtype), tp_rank, run.dtype)
     tensors = [tensor for layer in trainer.parts.layers for tensor in layer.state.tensors]
     kept = {here.ties.get(tensor.name, tensor.name): tensor.kept for tensor in tensors}
     microbatches = num_microbatches(config.batch, grid.g_data)
-    loads = SurveyedModel(config, here, "member", kept, run.optimizer).stages(
+    loads = ProfiledModel(config, here, "member", kept, run.optimizer).stages(
         grid.g_inter, grid.g_data, microbatches=microbatches
     )
     assert loads is not None
-    load = loads[place.stage]
-    assert load.numbers == run.stages[place.stage]
+    load = loads[coords.stage]
+    assert load.numbers == run.stages[coords.stage]
     stored = state_format(config, run.optimizer, grid.g_data)
     layers = [here.layers[number] for number in load.numbers]
-    state = stage_bytes(layers, here.ties, kept, stored, place.replica)
+    state = stage_bytes(layers, here.ties, kept, stored, coords.replica)
     schedule = configured_schedule(config.pipeline)
     layout = Layout(grid, schedule, config.batch.microbatch_size, microbatches)
-    words = layout.word_bytes if place.member == 0 else 0
+    words = layout.word_bytes if coords.tp_rank == 0 else 0
     return state.total, layout.sum_bytes(load) + words

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset, Datasets
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Model
+from axsparse.models.model_profile import profile
 from axsparse.models.module_buffers import slots
-from axsparse.models.survey import survey
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, StoppedError
 from axsparse.runtime.grid import Grid
@@ -83,13 +83,13 @@ def ran(
         if stop_after == trainer.steps_done + 1 and rank == world.size - 1:
             hear_in_step(trainer, job)
 
-        def note(step: int, verdict: Verdict) -> None:
+        def note(step: int, verdict: StepResult) -> None:
             found.losses[step] = verdict.loss
             found.norms[step] = verdict.grad_norm
             found.scales[step] = trainer.progress.loss_scale
             # One rank hears of it while a step is under way; all stop after that step.
             if stop_after is not None and step == stop_after - 1 and rank == world.size - 1:
-                job.stop.hear(signal.SIGUSR1)
+                job.stop.receive(signal.SIGUSR1)
 
         try:
             trainer.train(note)
@@ -113,8 +113,8 @@ def hear_in_step(trainer: Trainer, job: Job) -> None:
     """Let the signal to stop come while the first step is under way."""
     step = trainer.step
 
-    def hearing() -> Verdict:
-        job.stop.hear(signal.SIGUSR1)
+    def hearing() -> StepResult:
+        job.stop.receive(signal.SIGUSR1)
         return step()
 
     vars(trainer)["step"] = hearing
@@ -136,7 +136,7 @@ def note_state(found: Ran, trainer: Trainer) -> None:
             for kind, value in values.items():
                 before = found.state.setdefault(f"{kind}/{name}", value.clone())
                 assert torch.equal(before, value), f"replicas differ in {kind} of {name}"
-        if trainer.parts.place.replica == 0:
+        if trainer.parts.coords.replica == 0:
             for slot in slots(layer.module):
                 found.buffers[f"{layer.spec.name}.{slot.name}"] = slot.tensor.clone().cpu()
 
@@ -199,9 +199,9 @@ def train_and_save(
 
 def dense_state(found: Ran, model: Model, kind: str = "master") -> dict[str, Tensor]:
     """Trained parameters of a run by global name, a tied one once, and buffers."""
-    surveyed = survey(model)
+    profiled = profile(model)
     tensors = {}
-    for name, shape in surveyed.shapes.items():
+    for name, shape in profiled.shapes.items():
         if f"kept/{name}" in found.state:
             values = found.state[f"{kind}/{name}"]
             if kind == "master":

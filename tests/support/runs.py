@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config, PruningConfig
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets, TokenDataset
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Layer, Model
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.models.zoo.gpt import gpt
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.distribution import kept_entries
@@ -147,7 +147,7 @@ def train_here(
     before(trainer)
     trace = Trace()
 
-    def note(step: int, verdict: Verdict) -> None:
+    def note(step: int, verdict: StepResult) -> None:
         trace.losses.append(verdict.loss)
         trace.norms.append(verdict.grad_norm)
         trace.finite.append(verdict.finite)
@@ -276,4 +276,4 @@ def matrices(
 
 def kept(model: Model, settings: PruningConfig) -> dict[str, int]:
     """Entries of each pruned tensor that stay, by a configuration."""
-    return find_targets(survey(model), settings).kept()
+    return find_targets(profile(model), settings).kept()

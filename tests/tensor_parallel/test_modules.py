@@ -52,7 +52,7 @@ def test_outputs_and_gradients_are_those_of_the_full_module(name: str, ranks: in
         return module
 
     def on_rank(transport: Transport) -> None:
-        group = TensorGroup(Grid(1, 1, ranks).place(transport.rank), transport)
+        group = TensorGroup(Grid(1, 1, ranks).coords(transport.rank), transport)
         sharding = Sharding(group)
         options = StateOptions(torch.float32, torch.float32, (), 1, None, sharding=sharding)
         [built] = build_layers([Layer("mlp", build, tp_plan=plan)], {}, options)
@@ -104,7 +104,7 @@ def test_shapes_that_do_not_fit_are_told_of_a_sharded_layer_and_other_errors_sta
             raise error
 
     def on_rank(transport: Transport) -> Any:
-        group = TensorGroup(Grid(1, 1, 2).place(transport.rank), transport)
+        group = TensorGroup(Grid(1, 1, 2).coords(transport.rank), transport)
         module = Mlp(Failing)
         shard_module(Layer("mlp", lambda: module, tp_plan=PLAN), module, group)
         with pytest.raises((ConfigError, type(error))) as raised:

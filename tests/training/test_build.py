@@ -181,8 +181,8 @@ def test_a_model_without_an_example_is_planned_by_its_first_microbatch(
 
     assert opened == [1] * ranks
     for run in runs:
-        assert [layer.flops for layer in run.survey.layers] == [256.0, 128.0, 80.0]
-        assert run.place.grid == Grid(1, ranks)
+        assert [layer.flops for layer in run.profile.layers] == [256.0, 128.0, 80.0]
+        assert run.coords.grid == Grid(1, ranks)
         assert run.prediction is not None and run.prediction.memory_bytes > 0
 
 

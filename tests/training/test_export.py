@@ -31,8 +31,8 @@ import axsparse as ax
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
+from axsparse.models.model_profile import profile
 from axsparse.models.start_weights import open_weights, start_from
-from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt2_files import start_from_gpt2
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import (
@@ -89,7 +89,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "dense": ((1, 1), {"samo": {"enabled": False}}),
     "two heads": ((2, 1), {"model": {"tie_embeddings": False}, "samo": {"index": "mask"}}),
     "bf16": ((2, 2), {"precision": "bf16"}),
-    "sharded": ((2, 2), {"precision": "fp16", "samo": {"shard_optimizer": True}}),
+    "sharded": ((2, 2), {"precision": "fp16", "samo": {"zero_stage": 1}}),
 }
 
 
@@ -240,7 +240,7 @@ def test_a_run_that_starts_from_it_starts_where_the_other_ended(form: Form, tmp_
 
     # Before the first step, after the last, and of the second run before its first one.
     assert losses[0] != losses[1] == losses[2]
-    for name in survey(tiny_gpt(config)).shapes:
+    for name in profile(tiny_gpt(config)).shapes:
         assert first.state[f"kept/{name}"].equal(second.state[f"kept/{name}"])
         assert first.state[f"master/{name}"].equal(second.state[f"master/{name}"])
 
@@ -264,7 +264,7 @@ def test_no_more_than_a_tensor_is_held_at_a_time(tmp_path: Path) -> None:
 # -- what is refused ------------------------------------------------------------------------
 
 
-def refused(kind: type[AxsparseError], checkpoint: Checkpoint, form: Form, path: Path) -> str:
+def rejected(kind: type[AxsparseError], checkpoint: Checkpoint, form: Form, path: Path) -> str:
     """The message; nothing new lies about."""
     before = sorted(path.parent.rglob("*"))
     with pytest.raises(kind) as caught:
@@ -282,7 +282,7 @@ def test_a_file_that_goes_away_while_it_is_read_is_told(
     monkeypatch.setattr(SafetensorsFile, "read_part", read_part)
     checkpoint = newest(run)
 
-    assert refused(MissingInputError, checkpoint, "torch", tmp_path / "out.safetensors") == (
+    assert rejected(MissingInputError, checkpoint, "torch", tmp_path / "out.safetensors") == (
         f"checkpoint {checkpoint.path}: cannot be read any more (Stale file handle); export "
         "another one, or one that the run keeps"
     )
@@ -293,24 +293,24 @@ def test_a_model_of_ones_own_has_no_place_in_transformers(tmp_path: Path) -> Non
     ran((1, 1), config_of(), tmp_path / "run", model=lambda _: mlp(), data=vector_data())
     checkpoint = newest(tmp_path / "run")
 
-    assert refused(ConfigError, checkpoint, "hf", tmp_path / "out") == (
+    assert rejected(ConfigError, checkpoint, "hf", tmp_path / "out") == (
         f"--to hf: {checkpoint.path} is of a model of your own, not of the gpt of its "
         "configuration; choose --to torch"
     )
 
 
 def test_another_ending_and_a_damaged_checkpoint_are_refused(run: Path, tmp_path: Path) -> None:
-    assert refused(ConfigError, newest(run), "torch", tmp_path / "out.pt") == (
+    assert rejected(ConfigError, newest(run), "torch", tmp_path / "out.pt") == (
         f"--out: '{tmp_path}/out.pt' does not end in .safetensors; add that"
     )
     form: Any = "sparse"
-    assert refused(ConfigError, newest(run), form, tmp_path / "out.safetensors") == (
+    assert rejected(ConfigError, newest(run), form, tmp_path / "out.safetensors") == (
         "export: 'sparse' is no form; choose one of hf, torch"
     )
     file = newest(run).path / "0002-block1.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xaa")
 
-    text = refused(DataError, newest(run), "torch", tmp_path / "out.safetensors")
+    text = rejected(DataError, newest(run), "torch", tmp_path / "out.safetensors")
 
     assert "0002-block1.safetensors has another hash than its manifest says" in text
 
@@ -322,7 +322,7 @@ def test_a_configuration_of_another_version_is_told(run: Path, tmp_path: Path) -
     folder = newest(run).path
     (folder / "manifest.json").write_bytes(manifest_bytes(rewrite(newest(run).manifest)))
 
-    assert refused(DataError, newest(run), "hf", tmp_path / "out") == (
+    assert rejected(DataError, newest(run), "hf", tmp_path / "out") == (
         f"checkpoint {folder}: 'tomorrow' of its configuration is none of this axsparse; export it "
         "with the version that wrote it"
     )
@@ -339,7 +339,7 @@ def test_only_force_replaces_an_export(form: Form, name: str, run: Path, tmp_pat
     file = path / "model.safetensors" if form == "hf" else path
     inode = file.stat().st_ino
 
-    assert refused(OutputError, newest(run), form, path) == (
+    assert rejected(OutputError, newest(run), form, path) == (
         f"--out: {path} is there already; choose another place, or give --force to replace it"
     )
     assert file.stat().st_ino == inode
@@ -387,7 +387,7 @@ def test_an_empty_folder_is_filled_and_missing_ones_are_made(run: Path, tmp_path
 def test_a_place_that_cannot_be_written_is_told(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    told = refused(OutputError, newest(run), "hf", tmp_path / "file" / "out")
+    told = rejected(OutputError, newest(run), "hf", tmp_path / "file" / "out")
 
     assert told.startswith(f"--out: {tmp_path}/file/out cannot be written (File exists); free")
 
@@ -449,7 +449,7 @@ def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:
     changed = json.loads(settings.read_text()) | {"rms_norm_eps": 0.5}
     settings.write_text(json.dumps(changed))
 
-    assert refused(ConfigError, newest(tmp_path / "run"), "hf", tmp_path / "out") == (
+    assert rejected(ConfigError, newest(tmp_path / "run"), "hf", tmp_path / "out") == (
         f"{settings}: the checkpoint is not of model.hf.rms_norm_eps 1e-05; set "
         "model.hf.rms_norm_eps to 0.5"
     )

@@ -101,7 +101,7 @@ class Taken:
 def test_a_trainer_has_what_its_checkpoint_has(
     layout: tuple[int, int], shard: bool, precision: str, trained: bool, tmp_path: Path
 ) -> None:
-    config = config_of(precision=precision, samo={"shard_optimizer": shard})
+    config = config_of(precision=precision, samo={"zero_stage": int(shard)})
     taken = Taken(trained=trained)
 
     ran(layout, config, tmp_path / "run", look=taken.look)

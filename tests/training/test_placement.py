@@ -58,11 +58,11 @@ def test_the_most_memory_of_a_rank_is_that_of_its_gpu(monkeypatch: pytest.Monkey
 
 
 def test_a_gpu_that_cannot_be_used_is_named_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: torch.device) -> None:
+    def reject(device: torch.device) -> None:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors")
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", reject)
     monkeypatch.setattr(socket, "gethostname", lambda: "n7")
 
     with pytest.raises(ConfigError, match="GPU 3 of host n7 cannot be used") as caught:

@@ -17,7 +17,7 @@ import axsparse
 from axsparse.config.load import configure, to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.planner.memory_budget import MemoryBudget
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
@@ -26,7 +26,7 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.precision import DTYPES
 from axsparse.training import plan
-from axsparse.training.plan import RunPlan, plan_run, refuse_odd_rank
+from axsparse.training.plan import RunPlan, plan_run, reject_mismatching_rank
 
 
 def transport(ranks: int = 1, name: str = "local") -> Transport:
@@ -38,9 +38,9 @@ def transport(ranks: int = 1, name: str = "local") -> Transport:
 
 def decided(config: Config, on: Transport, grid: Grid | None = None, **inputs: Any) -> RunPlan:
     model = tiny_gpt(config)
-    surveyed = survey(model, DTYPES[config.precision])
+    profiled = profile(model, DTYPES[config.precision])
     given = config.with_origins("test", {})
-    return plan_run(given, model, surveyed, on, grid=grid, **inputs)
+    return plan_run(given, model, profiled, on, grid=grid, **inputs)
 
 
 def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> RunPlan:
@@ -73,9 +73,9 @@ def test_auto_accumulates_in_half_up_to_eight_microbatches_a_replica(
 def test_auto_shares_the_optimizer_state_where_a_rank_has_less_by_it(
     stages: int, shared: bool
 ) -> None:
-    run = resolved(tiny_config(samo={"shard_optimizer": "auto"}, layout={"g_inter": stages}), 2)
+    run = resolved(tiny_config(samo={"zero_stage": "auto"}, layout={"g_inter": stages}), 2)
 
-    assert run.config.samo.shard_optimizer is shared
+    assert run.config.samo.zero_stage is shared
     whole = resolved(tiny_config(layout={"g_inter": stages}), 2)
     there, alone = (
         each.state_bytes(each.layers_of(0), each.kept_at_start) for each in (run, whole)
@@ -100,8 +100,8 @@ def test_rates_go_by_density_but_those_that_are_named() -> None:
 def test_what_is_asked_for_is_done() -> None:
     """But fp32 training accumulates in fp32, and an explicit grid comes before the layout."""
     for shard in (False, True):
-        config = tiny_config(samo={"shard_optimizer": shard}, layout={"g_inter": 1})
-        assert resolved(config, 2).config.samo.shard_optimizer is shard
+        config = tiny_config(samo={"zero_stage": int(shard)}, layout={"g_inter": 1})
+        assert resolved(config, 2).config.samo.zero_stage is shard
     assert resolved(tiny_config(samo={"gradient": "half"})).gradient_dtype is torch.float32
     assert resolved(config, 4, Grid(4, 1)).config.layout.g_inter == 4
 
@@ -171,7 +171,7 @@ def auto(
 
 
 def stages(run: RunPlan) -> int:
-    return run.place.grid.g_inter
+    return run.coords.grid.g_inter
 
 
 def test_memory_that_was_found_asks_for_as_many_stages_as_it_needs() -> None:
@@ -198,8 +198,8 @@ def test_stages_that_are_asked_for_in_a_limited_memory_have_the_slack_of_their_p
 
     tight = auto(limit=roomy.prediction.memory_bytes / 1e9, **asked)
 
-    assert (roomy.config.pipeline.slack, tight.config.pipeline.slack) == (1, 0)
-    assert auto(found=1e3, **asked).config.pipeline.slack == 1
+    assert (roomy.config.pipeline.extra_in_flight, tight.config.pipeline.extra_in_flight) == (1, 0)
+    assert auto(found=1e3, **asked).config.pipeline.extra_in_flight == 1
 
 
 @pytest.mark.parametrize(("times", "is_tight"), [(1.2, True), (2.0, False)])
@@ -219,7 +219,7 @@ def test_a_limit_of_memory_counts_what_a_member_has() -> None:
     """Two tensor-parallel ranks need half of most, so that fewer stages fit; all ranks are used."""
     deep: dict[str, Any] = {"model": {"num_layers": 10}, "samo": {"enabled": False}}
     alone, shared = (
-        auto(4, 1.0, layout={"g_inter": 1, "g_tensor": members}, **deep) for members in (1, 2)
+        auto(4, 1.0, layout={"g_inter": 1, "g_tensor": tp_group}, **deep) for tp_group in (1, 2)
     )
     assert alone.prediction is not None and shared.prediction is not None
     need = shared.prediction.memory_bytes
@@ -230,12 +230,12 @@ def test_a_limit_of_memory_counts_what_a_member_has() -> None:
         auto(4, part * need / 1e9, layout={"g_tensor": 2}, **deep) for part in (1.3, 0.9)
     )
 
-    assert fitting.place.grid == Grid(1, 2, 2)
-    assert tight.place.grid == Grid(2, 1, 2)
+    assert fitting.coords.grid == Grid(1, 2, 2)
+    assert tight.coords.grid == Grid(2, 1, 2)
     assert tight.prediction is not None and "; with 1, stage 0 needs " in str(
         tight.prediction.reason
     )
-    assert auto(3, 1.0, layout={"g_inter": 3}, **deep).place.grid == Grid(3, 1)
+    assert auto(3, 1.0, layout={"g_inter": 3}, **deep).coords.grid == Grid(3, 1)
     with pytest.raises(ConfigError, match=r"layout.g_tensor .*: 2 does not divide the 3 ranks"):
         auto(3, 1.0, layout={"g_tensor": 2})
 
@@ -298,7 +298,7 @@ def test_memory_for_calibration_is_predicted_until_a_run_has_its_masks() -> None
         ("auto", {}),
         (2.5e-4, {"pipeline": {"checkpoint_activations": 1}}),
         (2.5e-4, {"batch": {"global_batch_size": 1}}),
-        (3.2e-4, {"pipeline": {"slack": 0}}),
+        (3.2e-4, {"pipeline": {"extra_in_flight": 0}}),
     ],
     ids=str,
 )
@@ -310,7 +310,7 @@ def test_the_work_is_balanced_without_a_limit_or_with_few_activations(
 
 def test_a_limit_moves_layers_to_stages_with_room() -> None:
     # Stage 0 holds most activations, the last stage those of one microbatch.
-    run = limited(3e-4, pipeline={"slack": 1})
+    run = limited(3e-4, pipeline={"extra_in_flight": 1})
 
     assert [len(stage) for stage in run.stages] == [2, 2, 2, 4]
 
@@ -420,7 +420,7 @@ def test_facts_hold_every_version_every_setting_and_every_layer() -> None:
 
 def test_ranks_that_agree_send_no_more_than_a_digest() -> None:
     def body(transport: Transport) -> int:
-        refuse_odd_rank(transport, {"layers": "x" * 40_000})
+        reject_mismatching_rank(transport, {"layers": "x" * 40_000})
         return transport.world.bytes_sent
 
     digest, count, others = 64, 8, 2
@@ -434,7 +434,7 @@ def refusals(facts: Mapping[int, Mapping[str, str]], monkeypatch: pytest.MonkeyP
     def body(transport: Transport) -> str:
         monkeypatch.setattr(socket, "gethostname", lambda: f"host{transport.rank}")
         try:
-            refuse_odd_rank(transport, facts[transport.rank])
+            reject_mismatching_rank(transport, facts[transport.rank])
         except ConfigError as error:
             return str(error)
         return ""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.runs import tiny_config
 
 from axsparse.config.schema import Config, SpikesConfig
-from axsparse.pruning.methods.masking import Change
+from axsparse.pruning.methods.pruner import MaskUpdate
 from axsparse.training.progress import HIGHEST, BestEntry, Progress, Spike, SpikeHistory
 
 # -- spikes -----------------------------------------------------------------------------------
@@ -26,10 +26,10 @@ class Judging:
         self.settings = SpikesConfig(**{"rule": "skip", "window": 4, **changes})
         self.history = SpikeHistory()
         for loss in good:
-            assert self.judge(1, loss) is None
+            assert self.decide(1, loss) is None
 
-    def judge(self, step: int, loss: float) -> Spike | None:
-        return self.history.judge(self.settings, step, loss)
+    def decide(self, step: int, loss: float) -> Spike | None:
+        return self.history.decide(self.settings, step, loss)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -39,9 +39,9 @@ class Judging:
 def test_a_spike_is_a_perplexity_so_many_times_the_usual_one(
     level: float, ratio: float, beyond: float
 ) -> None:
-    judge = Judging([level] * 4, ratio=ratio).judge
+    decide = Judging([level] * 4, ratio=ratio).decide
 
-    spike = judge(7, level + math.log(ratio) + beyond)
+    spike = decide(7, level + math.log(ratio) + beyond)
 
     assert (spike is not None) == (beyond > 0)
 
@@ -49,28 +49,28 @@ def test_a_spike_is_a_perplexity_so_many_times_the_usual_one(
 def test_the_usual_loss_is_the_median_of_the_last_good_steps() -> None:
     watching = Judging([9.0, 9.0, 3.0, 1.0, 2.5, 1.5])
 
-    assert watching.judge(7, 3.0) == Spike(7, 3.0, 2.0)
+    assert watching.decide(7, 3.0) == Spike(7, 3.0, 2.0)
 
 
 def test_a_spike_does_not_become_usual_and_none_is_seen_before_the_window_is_full() -> None:
     watching = Judging([1.0, 1.0, 1.0])
-    assert watching.judge(4, 1.0) is None
+    assert watching.decide(4, 1.0) is None
 
-    assert all(watching.judge(step, 5.0) is not None for step in range(20))
+    assert all(watching.decide(step, 5.0) is not None for step in range(20))
     assert watching.history.in_a_row == 20
-    assert watching.judge(21, 1.0) is None
+    assert watching.decide(21, 1.0) is None
     assert watching.history.in_a_row == 0
 
 
 def test_nothing_is_a_spike_without_a_rule() -> None:
-    assert Judging([1.0] * 4, rule="none").judge(5, 100.0) is None
+    assert Judging([1.0] * 4, rule="none").decide(5, 100.0) is None
 
 
 def test_a_run_that_goes_on_judges_by_the_losses_of_its_own_window() -> None:
     watching = Judging([9.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0], window=7)
     watching.settings = SpikesConfig(rule="skip", window=3)
 
-    assert watching.judge(8, 5.0) == Spike(8, 5.0, 1.0)
+    assert watching.decide(8, 5.0) == Spike(8, 5.0, 1.0)
 
 
 # -- the loss scale -----------------------------------------------------------------------------
@@ -168,10 +168,10 @@ def test_losses_of_other_masks_count_no_more() -> None:
     progress = looked(3.0, 2.0)
     progress.spikes.losses = [1.0]
 
-    progress.follow_masks(Change("looked", changed=False))
+    progress.follow_masks(MaskUpdate("looked", changed=False))
     assert (progress.masks_changed, progress.best) == (None, BestEntry(step=1, loss=2.0))
 
-    progress.follow_masks(Change("pruned"))
+    progress.follow_masks(MaskUpdate("pruned"))
     assert (progress.masks_changed, progress.best, progress.spikes.losses) == (2, None, [])
 
 

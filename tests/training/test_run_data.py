@@ -14,7 +14,7 @@ from axsparse.config.schema import Config
 from axsparse.data.blend import Blend
 from axsparse.data.dataset import ArrayDataset, Datasets, TokenDataset
 from axsparse.data.order import blended_step
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
 from axsparse.runtime.grid import Grid
@@ -36,7 +36,7 @@ def opened(
         model = tiny_gpt(config)
         loaded = config.with_origins("quick", {})
         layout = Grid(g_inter, g_data)
-        run = plan_run(loaded, model, survey(model), transport, grid=layout)
+        run = plan_run(loaded, model, profile(model), transport, grid=layout)
         try:
             return open_data(run, loaded, transport, partial(factory, transport.rank))
         except AxsparseError as error:
@@ -126,12 +126,13 @@ def test_ranks_that_read_different_data_are_refused(other: Datasets, message: st
 
 
 def test_data_without_ends_of_documents_are_refused_where_these_are_wanted() -> None:
-    config = tiny_config(data={"separate_documents": True})
+    config = tiny_config(data={"intra_document_attention": True})
 
     for error in opened(2, lambda rank: Datasets(changed(separator=0), changed()), config):
         assert isinstance(error, DataError)
         assert str(error) == (
-            "data.separate_documents: random has no ends of documents; choose false, or give a "
+            "data.intra_document_attention: random has no ends of documents; choose false, or "
+            "give a "
             "TokenDataset with the separator that ends them"
         )
     assert isinstance(opened(1, lambda rank: Datasets(changed(separator=0)), config)[0], Data)

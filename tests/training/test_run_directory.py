@@ -211,8 +211,8 @@ def test_of_two_jobs_that_find_a_directory_free_one_gets_it(
     def claim(_: int) -> RunLock | str:
         try:
             return make_run_dir(loaded(tmp_path))[1]
-        except OutputError as refused:
-            return str(refused)
+        except OutputError as rejected:
+            return str(rejected)
 
     with ThreadPoolExecutor(2) as jobs:
         ends = list(jobs.map(claim, range(2)))

@@ -11,10 +11,10 @@ from support.runs import tiny_config, tiny_gpt, token_data
 
 import axsparse.training.run_recorder
 from axsparse.data.dataset import Datasets
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.observe.gpu_phases import DevicePhases
+from axsparse.planner.profiled_model import ProfiledModel
 from axsparse.planner.run_workload import Prediction, predict
-from axsparse.planner.surveyed_model import SurveyedModel
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
@@ -44,7 +44,7 @@ def test_the_predicted_peak_has_10_mb_for_what_comes_with_the_first_steps(
 
     key = "predicted_peak_memory_bytes"
     [record] = records_of(tmp_path, key)
-    subject = SurveyedModel(config, survey(model), "tiny", {}, optimizer_of(config.optimizer))
+    subject = ProfiledModel(config, profile(model), "tiny", {}, optimizer_of(config.optimizer))
     assert record[key] == predict(subject, None, config, Grid(1, 1), 1, None).memory_bytes + 10e6
 
 
@@ -65,8 +65,8 @@ def test_on_a_gpu_the_plan_is_the_gpus_and_the_table_is_shown(
     job.placement = Placement(job.transport, HOST, LateDevice(), ["host n0: rank 0 → GPU 0 (H200)"])
     trainer = build(job, model, lambda: Datasets(token_data(), None), config)
 
-    subject = SurveyedModel(
-        config, survey(model), "tiny", {}, optimizer_of(config.optimizer), on_host=False
+    subject = ProfiledModel(
+        config, profile(model), "tiny", {}, optimizer_of(config.optimizer), on_host=False
     )
     planned = predict(subject, None, config, Grid(1, 1), 1, None).memory_bytes
     assert trainer.parts.recorder.predicted_memory_bytes == planned
@@ -95,4 +95,4 @@ def test_the_banner_says_what_members_take_and_send(
 
     assert found is not None and found.sum_bytes > 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"a member sends {format_bytes(found.sum_bytes)} a step" in said
+    assert f"a tensor-parallel rank sends {format_bytes(found.sum_bytes)} a step" in said

@@ -19,7 +19,7 @@ from axsparse.cli import checkpoint
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.data.order import samples_of_step
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Model
 from axsparse.runtime.errors import TrainingError
 from axsparse.training.checkpoint.manifest import read_manifest
@@ -142,7 +142,7 @@ def ruined_after(step: int) -> Callable[[Trainer], None]:
     def look(trainer: Trainer) -> None:
         clean = trainer.step
 
-        def stepping() -> Verdict:
+        def stepping() -> StepResult:
             verdict = clean()
             if trainer.steps_done == step:
                 layer = trainer.parts.layers[-1].state

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from axsparse.config.hf_config import CONFIG_FILE, from_gpt2, read_json, refuse_other_sizes
+from axsparse.config.hf_config import CONFIG_FILE, from_gpt2, read_json, reject_other_sizes
 from axsparse.config.model_config import GptConfig
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import WeightFile, start_from
@@ -66,7 +66,7 @@ def start_from_gpt2(model: Model, file: WeightFile, config: GptConfig) -> Model:
         return start_from(model, file, new=config.new)
     beside = file.path.parent / CONFIG_FILE
     if beside.exists():
-        refuse_other_sizes(beside, from_gpt2(beside, read_json(beside)), config)
+        reject_other_sizes(beside, from_gpt2(beside, read_json(beside)), config)
     has_prefix = any(name.startswith(PREFIX) for name in file.shapes)
     return start_from(
         model,

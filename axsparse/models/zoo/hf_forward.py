@@ -469,6 +469,7 @@ def unfit(why: str) -> ConfigError:
 
 def _unseparated() -> ConfigError:
     return ConfigError(
-        "data.separate_documents: true, but the model's forward does not tell documents apart by "
+        "data.intra_document_attention: true, but the model's forward does not tell documents "
+        "apart by "
         "their positions; choose false"
     )

@@ -29,8 +29,8 @@ from axsparse.config.hf_config import (
     HF,
     hf_settings,
     read_json,
-    refuse_other_heads,
-    refuse_other_settings,
+    reject_other_heads,
+    reject_other_settings,
 )
 from axsparse.config.model_config import HfConfig
 from axsparse.models.layer import (
@@ -88,7 +88,7 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
     The model starts at the weights of `config`, or at random. Raises ConfigError for a model that
     cannot be cut into layers, and the errors of `open_weights` and `start_from`.
     """
-    cut = Cut(config)
+    cut = SplitModel(config)
     if separate:
         cut.forward.check_separates()
     s, vocabulary = sequence_length, config.vocab_size
@@ -133,13 +133,13 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
     beside = opened.path.parent / CONFIG_FILE
     if beside.exists():
         settings = read_json(beside)
-        refuse_other_heads(beside, settings)
-        refuse_other_settings(beside, settings, config.hf, HF)
+        reject_other_heads(beside, settings)
+        reject_other_settings(beside, settings, config.hf, HF)
     file = HfFile(opened, cut.causal)
     return start_from(model, file, ignored=file.is_ignored, new=config.new)
 
 
-class Cut:
+class SplitModel:
     """A causal language model of transformers on the meta device, and where it is cut.
 
     Embeddings are the model's forward up to its first layer; the norm is the forward after the last
@@ -155,18 +155,18 @@ class Cut:
         balances = getattr(self.causal.config, f"output_{GATES}", False)
         self.balance = self._balance() if balances else None
         mark_what_multiplies(self.forward.layers)
-        self.parts = self._cut()
+        self.parts = self._split()
         self.ties = tied_names(self.causal)
-        self._refuse_what_is_left()
+        self._reject_leftovers()
 
-    def __deepcopy__(self, memo: object) -> Cut:
+    def __deepcopy__(self, memo: object) -> SplitModel:
         """The modules of a model are copied for each stage, and share the search for their
         inputs."""
         return self
 
     # -- the parts ------------------------------------------------------------------------
 
-    def _cut(self) -> list[Part]:
+    def _split(self) -> list[Part]:
         forward = self.forward
         parts = [self._part(forward.before, "embedding", self._embed)]
         for number, layer in enumerate(forward.layers):
@@ -321,7 +321,7 @@ class Cut:
             raise _unbalanced("this model has no balancing loss, or another one than here")
         return found
 
-    def _refuse_what_is_left(self) -> None:
+    def _reject_leftovers(self) -> None:
         """ConfigError for parameters of the model that no part has."""
         have = {
             f"{part.name}.{name}"

@@ -17,7 +17,7 @@ _BUILDERS: dict[str, Callable[[Config], Model]] = {
     "hf": lambda config: hf_model(
         of_family(config.model, HfConfig),
         sample_length(config),
-        separate=config.data.separate_documents,
+        separate=config.data.intra_document_attention,
     ),
 }
 

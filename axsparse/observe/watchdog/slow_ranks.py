@@ -32,9 +32,9 @@ class SlowRanks:
 
         A rank is slow if it takes `ratio` times as long as others, over `steps` steps together.
         """
-        self._places = [grid.place(rank) for rank in range(grid.size)]
+        self._places = [grid.coords(rank) for rank in range(grid.size)]
         self._has_peers = grid.g_data > 1
-        self._work = [work[place.stage] for place in self._places]
+        self._work = [work[coords.stage] for coords in self._places]
         self._hosts = hosts
         self._ratio = ratio
         self._steps = steps
@@ -84,12 +84,12 @@ class SlowRanks:
 
     def _usual(self, rank: int, seconds: Sequence[float]) -> float:
         """Seconds that others take for the work of this rank; 0 if there are no others."""
-        place = self._places[rank]
+        coords = self._places[rank]
         others = [
             seconds[other.rank] / self._work[other.rank]
             for other in self._places
             if other.rank != rank
             and self._work[other.rank] > 0
-            and (other.stage == place.stage or not self._has_peers)
+            and (other.stage == coords.stage or not self._has_peers)
         ]
         return median(others) * self._work[rank] if others else 0.0

@@ -25,18 +25,18 @@ from typing import Any, Literal
 from axsparse.config.schema import WatchdogConfig
 from axsparse.observe.phases import Phases
 from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Heartbeat, HeartbeatFolder
-from axsparse.observe.watchdog.laggard import (
+from axsparse.observe.watchdog.straggler import (
     RankView,
     error_line,
-    laggard,
     process_state,
     report,
     state_line,
+    straggler,
 )
 from axsparse.runtime.communication import Backoff, Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, writing
 from axsparse.runtime.exchange import together
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.launcher import write_line
 from axsparse.runtime.process_exit import exit_at_once
 
@@ -79,9 +79,9 @@ class Activity:
     def at(self, task: Task, step: int) -> None:
         """Note that this task begins."""
         self.task, self.step = task, step
-        self.beat()
+        self.note_progress()
 
-    def beat(self) -> None:
+    def note_progress(self) -> None:
         """Note progress outside the phases; any thread may call this."""
         self._beats += 1
 
@@ -98,7 +98,7 @@ class Watchdog:
         self,
         heartbeats: HeartbeatFolder,
         activity: Activity,
-        place: Place,
+        coords: RankCoords,
         *,
         timeout: float,
         end_job: Callable[[int], Any],
@@ -108,7 +108,7 @@ class Watchdog:
         written next to the folder of `heartbeats`, in the run directory."""
         self._heartbeats = heartbeats
         self._activity = activity
-        self._place = place
+        self._coords = coords
         self._timeout = timeout
         self._report = heartbeats.folder.parent / REPORT_FILE
         self._end_job = end_job
@@ -158,11 +158,11 @@ class Watchdog:
         # does not end the run. On a full disk, a report has fewer stacks.
         with suppress(OSError):
             self._heartbeats.write(own, stacks() if own.quiet >= self._timeout / 2 else "")
-        if own.quiet < self._timeout / 2 + self._place.rank * self.interval:
+        if own.quiet < self._timeout / 2 + self._coords.rank * self.interval:
             self._watched.clear()
             self._found_at = None
             return
-        ranks = [self._view(rank, own) for rank in range(self._place.grid.size)]
+        ranks = [self._view(rank, own) for rank in range(self._coords.grid.size)]
         if all(rank.is_silent or rank.quiet >= self._patience for rank in ranks):
             self._report_hang(own, ranks)
 
@@ -176,7 +176,7 @@ class Watchdog:
         self._last_state = state
         if self._unchanged_seconds >= 2 * self._patience:
             self._end(
-                f"{self._place}: hangs, and so does the disk of {self._report.parent}, where it "
+                f"{self._coords}: hangs, and so does the disk of {self._report.parent}, where it "
                 "would be reported; --resume auto goes on from the last checkpoint"
             )
 
@@ -213,9 +213,9 @@ class Watchdog:
 
     def _view(self, rank: int, own: Heartbeat) -> RankView:
         """The state of a rank, without its stacks."""
-        place = self._place.grid.place(rank)
-        if rank == self._place.rank:
-            return RankView(place, own, own.quiet)
+        coords = self._coords.grid.coords(rank)
+        if rank == self._coords.rank:
+            return RankView(coords, own, own.quiet)
         beat = self._heartbeats.read(rank)
         heartbeat, since = self._watched.get(rank, (None, self._time))
         if beat is not None and (heartbeat is None or beat.written != heartbeat.written):
@@ -225,7 +225,7 @@ class Watchdog:
         is_silent = passed >= SILENT_LOOKS * self.interval
         is_here = heartbeat is not None and heartbeat.host == own.host
         return RankView(
-            place,
+            coords,
             heartbeat,
             passed if heartbeat is None else heartbeat.quiet + passed,
             is_silent=is_silent,
@@ -240,7 +240,7 @@ class Watchdog:
         except OSError:  # on a full disk, each rank that finds the hang reports what it knows
             is_first = True
         if is_first:
-            mine, of = self._place.rank, self._heartbeats.stacks_of
+            mine, of = self._coords.rank, self._heartbeats.stacks_of
             views = enumerate(ranks)
             self._report_and_end(
                 [replace(v, stacks=stacks() if r == mine else of(r)) for r, v in views]
@@ -248,7 +248,7 @@ class Watchdog:
         elif self._found_at is None:
             self._found_at = self._time
         elif self._time - self._found_at >= self._timeout:
-            self._end(f"{self._place}: hangs in {own}, and no rank reports it")
+            self._end(f"{self._coords}: hangs in {own}, and no rank reports it")
 
     def _report_and_end(self, ranks: list[RankView]) -> None:
         line = error_line(ranks, self._report)
@@ -258,7 +258,7 @@ class Watchdog:
         except OSError:
             said = text.partition("\n")[2]
         else:
-            first = laggard(ranks).stacks
+            first = straggler(ranks).stacks
             said = "\n".join([*map(state_line, ranks), *([first] if first else [])])
         sys.stderr.write(said.rstrip() + "\n")
         self._end(line)
@@ -276,7 +276,7 @@ def open_watchdog(
     settings: WatchdogConfig,
     run_dir: Path,
     *,
-    place: Place,
+    coords: RankCoords,
     activity: Activity,
     transport: Transport,
 ) -> Watchdog | None:
@@ -297,11 +297,11 @@ def open_watchdog(
 
     def open_folder() -> HeartbeatFolder:
         with writing(f"{folder}:", mend):
-            return HeartbeatFolder(folder, place.rank)
+            return HeartbeatFolder(folder, coords.rank)
 
     together(transport, clear)
     heartbeats = together(transport, open_folder)
-    return Watchdog(heartbeats, activity, place, timeout=settings.timeout, end_job=transport.abort)
+    return Watchdog(heartbeats, activity, coords, timeout=settings.timeout, end_job=transport.abort)
 
 
 def stacks() -> str:

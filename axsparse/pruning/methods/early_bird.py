@@ -25,7 +25,7 @@ from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import LiveMasks, ScoredMasks
-from axsparse.pruning.methods.masking import Change, MaskingState, MethodState, Moment, Read
+from axsparse.pruning.methods.pruner import MaskUpdate, MethodState, PrunerState, Read, StepContext
 from axsparse.runtime.errors import DataError, TrainingError, everywhere
 from axsparse.samo.selection import count_kept
 
@@ -35,7 +35,7 @@ KIND = "search"
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Decision:
     """The outcome of one round."""
 
     outcome: Literal["search", "draw", "exhausted"]
@@ -97,7 +97,7 @@ class MaskConvergence:
         self.masks[name] = new
         return count_kept(new ^ old)
 
-    def judge(self, successful_steps: int, mismatched: int, total: int, kept: int) -> Judgement:
+    def decide(self, successful_steps: int, mismatched: int, total: int, kept: int) -> Decision:
         """End a round and say whether the mask has settled.
 
         The integers count, over all pruned tensors on all stages, the entries that differ, all
@@ -110,9 +110,9 @@ class MaskConvergence:
             hamming, churn = mismatched / total, mismatched / max(2 * kept, 1)
             self.queue.append(churn if self._metric == "churn" else hamming)
             if len(self.queue) == self.queue.maxlen and max(self.queue) < self._threshold:
-                return Judgement("draw", hamming, churn)
+                return Decision("draw", hamming, churn)
         last_round = successful_steps + self._interval > self._max_steps
-        return Judgement("exhausted" if last_round else "search", hamming, churn)
+        return Decision("exhausted" if last_round else "search", hamming, churn)
 
 
 class EarlyBirdSearch:
@@ -124,13 +124,13 @@ class EarlyBirdSearch:
         criterion: Criterion,
         search: MaskConvergence,
         *,
-        fails_undrawn: bool,
+        fails_unconverged: bool,
     ) -> None:
-        """If no mask settles, `fails_undrawn` ends the run; else the last mask is taken."""
+        """If no mask settles, `fails_unconverged` ends the run; else the last mask is taken."""
         self._live = live
         self._criterion = criterion
         self._search = search
-        self._fails = fails_undrawn
+        self._fails = fails_unconverged
         self._is_done = False
 
     @property
@@ -142,31 +142,31 @@ class EarlyBirdSearch:
             "before pruning.until_step; train longer, or search shorter"
         )
 
-    def before_step(self, now: Moment) -> Change | None:
+    def before_step(self, now: StepContext) -> MaskUpdate | None:
         if self._is_done or not self._search.due(now.updates):
             return None
         masks = self._live.masks(self._criterion, lambda final: final)
-        judged = self._judge(masks, now.updates)
-        distances = {"churn": judged.churn, "hamming": judged.hamming}
+        held_out = self._decide(masks, now.updates)
+        distances = {"churn": held_out.churn, "hamming": held_out.hamming}
         figures = {name: value for name, value in distances.items() if value is not None}
         said = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        if judged.outcome == "search":
-            return Change(f"early-bird looks: {said or 'first mask'}", figures, changed=False)
-        if judged.outcome == "exhausted" and self._fails:
+        if held_out.outcome == "search":
+            return MaskUpdate(f"early-bird looks: {said or 'first mask'}", figures, changed=False)
+        if held_out.outcome == "exhausted" and self._fails:
             raise everywhere(
                 TrainingError(
                     f"step {now.step}: early-bird: no mask has settled by pruning.until_step "
                     f"(last: {said}, pruning.threshold is above); search longer, raise the "
-                    "threshold, or set pruning.undrawn to draw"
+                    "threshold, or set pruning.on_no_convergence to prune"
                 )
             )
         self._is_done = True
         self._live.prune(masks)
-        how = "draws" if judged.outcome == "draw" else "draws an unsettled mask"
+        how = "draws" if held_out.outcome == "draw" else "draws an unsettled mask"
         figures |= self._live.figures()
-        return Change(f"early-bird {how}: {said}", figures, is_final=True)
+        return MaskUpdate(f"early-bird {how}: {said}", figures, is_final=True)
 
-    def _judge(self, masks: ScoredMasks, updates: int) -> Judgement:
+    def _decide(self, masks: ScoredMasks, updates: int) -> Decision:
         """Compare these masks with the masks of the last round, over all stages."""
         live = self._live
         counts = torch.zeros(3, dtype=torch.int64)
@@ -175,20 +175,20 @@ class EarlyBirdSearch:
             mask = masks.mask(owner, shape, partial(state.dense_master, tensor.full_name))
             mismatched = self._search.compare(owner, mask)
             counts += torch.tensor([mismatched, mask.numel(), int(mask.sum())])
-        return self._search.judge(updates, *live.total(counts).tolist())
+        return self._search.decide(updates, *live.total(counts).tolist())
 
-    def state(self) -> MaskingState:
+    def state(self) -> PrunerState:
         if self._is_done:
-            return MaskingState(MethodState(is_done=True))
+            return PrunerState(MethodState(is_done=True))
         search = self._search
-        standing = MethodState(distances=tuple(search.queue), last_look=search.last_step)
-        return MaskingState(standing, {KIND: dict(search.masks)})
+        method_state = MethodState(distances=tuple(search.queue), last_look=search.last_step)
+        return PrunerState(method_state, {KIND: dict(search.masks)})
 
-    def restore(self, standing: MethodState, read: Read) -> None:
-        self._is_done = standing.is_done
-        self._search.last_step = standing.last_look
-        self._search.queue.extend(standing.distances)
-        if standing.last_look is None:
+    def restore(self, method_state: MethodState, read: Read) -> None:
+        self._is_done = method_state.is_done
+        self._search.last_step = method_state.last_look
+        self._search.queue.extend(method_state.distances)
+        if method_state.last_look is None:
             return
         for owner, _, tensor in self._live.counted():
             mask, numel = read(KIND, owner), tensor.full_numel

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import LiveMasks
-from axsparse.pruning.methods.masking import (
-    Change,
-    Masking,
-    MaskingState,
+from axsparse.pruning.methods.pruner import (
+    MaskUpdate,
     MethodState,
-    Moment,
+    Pruner,
+    PrunerState,
     Read,
+    StepContext,
 )
 from axsparse.runtime.errors import DataError
 from axsparse.samo.layer_construction import fill, start_values
@@ -71,7 +71,7 @@ class GradualPruning:
         self._sparsity = iterative_sparsity if geometric else gradual_sparsity
         self._is_done = False
 
-    def before_step(self, now: Moment) -> Change | None:
+    def before_step(self, now: StepContext) -> MaskUpdate | None:
         number, rounds = self._rounds.number(now.step), self._rounds.count
         if self._is_done or number is None:
             return None
@@ -85,14 +85,14 @@ class GradualPruning:
         )
         self._live.prune(masks)
         text = "pruned" if rounds == 1 else f"pruning {number} of {rounds}"
-        return Change(text, self._live.figures(), is_final=self._is_done)
+        return MaskUpdate(text, self._live.figures(), is_final=self._is_done)
 
-    def state(self) -> MaskingState:
-        return MaskingState(MethodState(is_done=self._is_done))
+    def state(self) -> PrunerState:
+        return PrunerState(MethodState(is_done=self._is_done))
 
-    def restore(self, standing: MethodState, read: Read) -> None:
+    def restore(self, method_state: MethodState, read: Read) -> None:
         del read  # the masks come with the saved layers
-        self._is_done = standing.is_done
+        self._is_done = method_state.is_done
 
 
 def sensitivity(name: str, weight: Tensor, gradient: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class Rewinding:
     They go back to the weights of one step, which is not later than the first pruning.
     """
 
-    def __init__(self, method: Masking, live: LiveMasks, step: int) -> None:
+    def __init__(self, method: Pruner, live: LiveMasks, step: int) -> None:
         self._method = method
         self._live = live
         self._step = step
@@ -161,7 +161,7 @@ class Rewinding:
     def unfinished(self) -> str | None:
         return self._method.unfinished
 
-    def before_step(self, now: Moment) -> Change | None:
+    def before_step(self, now: StepContext) -> MaskUpdate | None:
         if now.step == self._step != 0:
             self._has_saved = True
             for state, tensor in self._tensors():
@@ -173,18 +173,18 @@ class Rewinding:
         self._rewind()
         return replace(change, rewound=True)
 
-    def state(self) -> MaskingState:
+    def state(self) -> PrunerState:
         """The state of the method, with the weights as long as it may still rewind to them."""
         state = self._method.state()
-        if state.standing.is_done or not self._has_saved:
+        if state.method_state.is_done or not self._has_saved:
             return state
-        standing = replace(state.standing, holds_weights=True)
-        return MaskingState(standing, {**state.tensors, KIND: self._saved})
+        method_state = replace(state.method_state, holds_weights=True)
+        return PrunerState(method_state, {**state.tensors, KIND: self._saved})
 
-    def restore(self, standing: MethodState, read: Read) -> None:
-        self._method.restore(standing, read)
-        self._has_saved = standing.holds_weights
-        for _, tensor in self._tensors() if standing.holds_weights else ():
+    def restore(self, method_state: MethodState, read: Read) -> None:
+        self._method.restore(method_state, read)
+        self._has_saved = method_state.holds_weights
+        for _, tensor in self._tensors() if method_state.holds_weights else ():
             # A weight with two uses is saved under the name of the first.
             name, numel = tensor.full_name, tensor.full_numel
             values = read(KIND, self._live.ties.get(name, name))

@@ -15,11 +15,11 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.mask_file import write_masks
 from axsparse.pruning.targets import Targets
 from axsparse.runtime.communication import Op, Transport, wait
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Masks, Shape, Weight, kept_positions, prune_in_place
-from axsparse.samo.selection import Cut, Keys, equal_to, find_cut, histogram, select
+from axsparse.samo.selection import Keys, Threshold, equal_to, find_threshold, histogram, select
 from axsparse.samo.tensor_state import TensorState
 
 
@@ -35,7 +35,7 @@ class LiveMasks:
     pattern: tuple[int, int] | None
     """The numbers of `pruning.pattern`."""
     options: StateOptions
-    place: Place
+    coords: RankCoords
     transport: Transport
 
     def pruned(self) -> Iterator[tuple[str, LayerState, TensorState]]:
@@ -55,7 +55,7 @@ class LiveMasks:
 
     def total(self, counts: Tensor) -> Tensor:
         """The sum over the stages of one replica; see `stage_total`."""
-        return stage_total(self.place, self.transport, counts)
+        return stage_total(self.coords, self.transport, counts)
 
     def masks(self, criterion: Criterion, at: Callable[[float], float]) -> ScoredMasks:
         """Masks by the present weights, at sparsity `at(final)`; all ranks call this together."""
@@ -79,7 +79,7 @@ class LiveMasks:
         OutputError on all ranks alike."""
         masks = {name: partial(state.mask, name) for name, state, _ in self.counted()}
         shapes = self.targets.shapes
-        write_masks(path, shapes, masks, transport=self.transport, place=self.place)
+        write_masks(path, shapes, masks, transport=self.transport, coords=self.coords)
 
     def figures(self) -> dict[str, float]:
         """The present sparsity of all pruned tensors of the model; all ranks call this together."""
@@ -89,13 +89,13 @@ class LiveMasks:
         return {"sparsity": 1 - kept / numel}
 
 
-def stage_total(place: Place, transport: Transport, counts: Tensor) -> Tensor:
+def stage_total(coords: RankCoords, transport: Transport, counts: Tensor) -> Tensor:
     """A vector of whole numbers, summed over the stages of one replica.
 
     All ranks call this together; only the numbers of the first replica and the first
     tensor-parallel rank count.
     """
-    counts_here = place.replica == 0 == place.member
+    counts_here = coords.replica == 0 == coords.tp_rank
     sums = counts.double() if counts_here else torch.zeros_like(counts).double()
     wait(transport.world.start(Op.ALL_REDUCE, sums), transport.backoff)
     return sums.long()
@@ -108,7 +108,7 @@ class ScoredMasks:
     criterion: Criterion
     kept: Mapping[str, int]
     """How many entries each tensor keeps."""
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    cuts: Mapping[str, Threshold] = field(default_factory=dict)
     """The cuts of the tensors that share one threshold."""
 
     def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
@@ -175,12 +175,12 @@ def scored_masks(
             counts += histogram(*one.scores(criterion), upper)
         return total(counts)
 
-    cut = find_cut(count, keep)
+    cut = find_threshold(count, keep)
     numbers = {name: number for number, name in enumerate(common)}
     at_cut = torch.zeros(2, len(common), dtype=torch.int64)
     for one in among:
         scores, keys = one.scores(criterion)
-        above = select(scores, keys, Cut(cut.key, 0)).mask().sum()
+        above = select(scores, keys, Threshold(cut.key, 0)).mask().sum()
         at_cut[:, numbers[one.name]] = torch.tensor([above, equal_to(scores, keys, cut.key)])
     above_all, equal_all = total(at_cut.view(-1)).view(2, -1).tolist()
     # Among equal scores, entries of earlier tensors stay, then entries at lower positions.
@@ -188,5 +188,5 @@ def scored_masks(
     for name, above, equal in zip(common, above_all, equal_all, strict=True):
         taken = min(ties, equal)
         ties -= taken
-        kept[name], cuts[name] = above + taken, Cut(cut.key, taken)
+        kept[name], cuts[name] = above + taken, Threshold(cut.key, taken)
     return ScoredMasks(criterion, kept, cuts)

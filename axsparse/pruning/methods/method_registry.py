@@ -8,16 +8,16 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.early_bird import EarlyBirdSearch, MaskConvergence
 from axsparse.pruning.methods.gradual import GradualPruning, PruningRounds, Rewinding
 from axsparse.pruning.methods.live_masks import LiveMasks
-from axsparse.pruning.methods.masking import Masking
+from axsparse.pruning.methods.pruner import Pruner
 
 
-def choose_masking(
+def choose_pruner(
     config: Config,
     criterion: Criterion,
     live: LiveMasks | None,
     *,
     starts_pruned: bool,
-) -> Masking | None:
+) -> Pruner | None:
     """The pruning method of a run; None if nothing is pruned, or if the first masks stay.
 
     `config` has every `auto` resolved. `starts_pruned` says whether the state was built with masks.
@@ -32,7 +32,7 @@ def choose_masking(
     return method if step == "never" else Rewinding(method, live, step)
 
 
-def _drawing_method(config: Config, criterion: Criterion, live: LiveMasks, until: int) -> Masking:
+def _drawing_method(config: Config, criterion: Criterion, live: LiveMasks, until: int) -> Pruner:
     """The method of a run that starts dense, without its rewinding."""
     pruning = config.pruning
     if pruning.method == "early-bird":
@@ -44,7 +44,9 @@ def _drawing_method(config: Config, criterion: Criterion, live: LiveMasks, until
             threshold=pruning.threshold,
             metric=pruning.metric,
         )
-        return EarlyBirdSearch(live, criterion, search, fails_undrawn=pruning.undrawn == "fail")
+        return EarlyBirdSearch(
+            live, criterion, search, fails_unconverged=pruning.on_no_convergence == "error"
+        )
     if pruning.method in ("gradual", "iterative"):
         rounds = PruningRounds(pruning.at_step, pruning.interval, until)
         return GradualPruning(live, criterion, rounds, geometric=pruning.method == "iterative")

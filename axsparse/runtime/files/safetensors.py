@@ -102,7 +102,7 @@ class SafetensorsFile:
         try:
             header: dict[str, Any] = json.loads(text, object_pairs_hook=_named_once)
             metadata = header.pop("__metadata__", None)
-            self._places = {name: _place(entry) for name, entry in header.items()}
+            self._places = {name: _header_of(entry) for name, entry in header.items()}
         except MALFORMED as reason:
             raise DataError(
                 f"{path}: its safetensors header cannot be read ({_said(reason)}); get it anew"
@@ -114,7 +114,7 @@ class SafetensorsFile:
         self.metadata: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
         """Texts by name that the file has next to its tensors."""
 
-    def described(self, name: str) -> TensorHeader:
+    def one_line(self, name: str) -> TensorHeader:
         """The type and shape of a tensor; KeyError if the file does not have it."""
         return self._places[name][0]
 
@@ -159,7 +159,7 @@ def _said(reason: Exception) -> str:
     return f"{type(reason).__name__}: {reason}"[:MOST_SAID]
 
 
-def _place(entry: Mapping[str, Any]) -> tuple[TensorHeader, int]:
+def _header_of(entry: Mapping[str, Any]) -> tuple[TensorHeader, int]:
     """A tensor's type and shape and its first byte in the data, by its entry in the header.
 
     One of `MALFORMED` if the entry contradicts itself or has another form.
@@ -266,7 +266,7 @@ def as_read(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 def write_safetensors(
     path: Path,
-    described: Mapping[str, TensorHeader],
+    one_line: Mapping[str, TensorHeader],
     tensors: Iterator[Tensor],
     metadata: Mapping[str, str] | None = None,
     *,
@@ -280,7 +280,7 @@ def write_safetensors(
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
-    for name, tensor in described.items():
+    for name, tensor in one_line.items():
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": tensor.shape,
@@ -293,7 +293,7 @@ def write_safetensors(
         head = len(text).to_bytes(8, "little") + text
         file.write(head)
         written(head)
-        for tensor_header in described.values():
+        for tensor_header in one_line.values():
             contents = _contents(next(tensors), tensor_header)
             file.write(contents)
             written(contents)

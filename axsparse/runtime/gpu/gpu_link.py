@@ -30,7 +30,7 @@ from torch import Tensor
 
 from axsparse.runtime.communication import MAX_CALL_BYTES, Backoff, Direction, Event, Message
 from axsparse.runtime.gpu.device_protocol import Connections, Device, PeerConnection
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.host_channel import (
     QUIET_PASSES,
     Header,
@@ -264,9 +264,9 @@ class GpuLink:
             while sending and sending[0].query():
                 sending.popleft()
             sender.advance()
-            for place, one in enumerate(sending):
+            for number, one in enumerate(sending):
                 if one.header_sent is None:
-                    if not one.ready.query() or (place and sender.sends_in_turn):
+                    if not one.ready.query() or (number and sender.sends_in_turn):
                         break
                     one.header_sent = channel.send_header(one.header)
                 if one.contents_sent is None:
@@ -295,7 +295,7 @@ class GpuLink:
 
 
 def connect_peers(
-    connections: Connections, place: Place, name: str
+    connections: Connections, coords: RankCoords, name: str
 ) -> dict[tuple[int, int], PeerConnection]:
     """This rank's ends of all connections to its neighbours, by (source, target).
 
@@ -307,8 +307,8 @@ def connect_peers(
     made: dict[tuple[int, int], PeerConnection] = {}
     for direction in Direction:
         for parity in (0, 1):
-            for source, target in neighbours(place, direction):
-                stage = place.grid.place(source).stage
+            for source, target in neighbours(coords, direction):
+                stage = coords.grid.coords(source).stage
                 if stage % 2 == parity:
                     made[source, target] = connections.peer(name, source, target)
     return made

@@ -32,7 +32,7 @@ from axsparse.runtime.gpu.gpu_link import (
     Way,
     connect_peers,
 )
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.host_channel import HostChannel, HostChannels, neighbours
 
 
@@ -95,18 +95,18 @@ class GpuTransport:
         self._links = itertools.count()
         self._groups: dict[tuple[int, ...], int] = {}
 
-    def link(self, place: Place) -> Link:
+    def link(self, coords: RankCoords) -> Link:
         channels = self._host.channels()
         connections: dict[tuple[int, int], PeerConnection] = {}
         if self._connections is not None:
-            connections = connect_peers(self._connections, place, f"link {next(self._links)}")
+            connections = connect_peers(self._connections, coords, f"link {next(self._links)}")
         outgoing: dict[Direction, tuple[HostChannel, Way]] = {}
         incoming: dict[Direction, tuple[HostChannel, Way]] = {}
         for direction in Direction:
-            for source, target in neighbours(place, direction):
+            for source, target in neighbours(coords, direction):
                 channel = channels.channel(direction, source, target)
                 connection = connections.get((source, target))
-                ends = outgoing if source == place.rank else incoming
+                ends = outgoing if source == coords.rank else incoming
                 ends[direction] = channel, self._way(channel, connection)
         link = GpuLink(outgoing, incoming, self._device, self.backoff)
         self._push_while_waiting(link.push)

@@ -141,7 +141,7 @@ class Operation:
         """Whether it has run; TrainingError if it failed."""
         if self._work is None:
             return True
-        with _telling_failure():
+        with _with_failure():
             if not self._work.is_completed():
                 return False
         # Torch lets go of the tensors in this call; the operations that the stream waits for have
@@ -159,12 +159,12 @@ class Operation:
         """Have a stream wait for it. Torch lets go of the tensors, whose memory may then be used
         anew on that stream."""
         if self._work is not None:
-            with _telling_failure(), torch.cuda.stream(stream):
+            with _with_failure(), torch.cuda.stream(stream):
                 self._work.wait()
 
 
 @contextlib.contextmanager
-def _telling_failure() -> Iterator[None]:
+def _with_failure() -> Iterator[None]:
     """Raise TrainingError in place of torch's own error of an operation that failed."""
     try:
         yield
@@ -206,14 +206,14 @@ class NcclGroup:
         return self._started(lambda: self._backend.broadcast([buffer], BroadcastOptions()))
 
     def reduce_scatter(self, buffer: Tensor, bounds: Sequence[int]) -> Operation:
-        shards, options = _cut(buffer, bounds), ReduceScatterOptions()
+        shards, options = _split(buffer, bounds), ReduceScatterOptions()
         shard = shards[self.rank]
         if _are_equal(shards):
             return self._started(lambda: self._backend._reduce_scatter_base(shard, buffer, options))
         return self._started(lambda: self._backend.reduce_scatter([shard], [shards], options))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Operation:
-        shards, options = _cut(buffer, bounds), AllgatherOptions()
+        shards, options = _split(buffer, bounds), AllgatherOptions()
         shard = shards[self.rank]
         if _are_equal(shards):
             return self._started(lambda: self._backend._allgather_base(buffer, shard, options))
@@ -233,7 +233,7 @@ class NcclGroup:
         return Operation(work, self._backend, self.stream)
 
 
-def _cut(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+def _split(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
     """The shards of a buffer, which torch exchanges as one group of NCCL's calls, and so in one
     launch, where their sizes differ."""
     return [buffer[start:stop] for start, stop in itertools.pairwise(bounds)]

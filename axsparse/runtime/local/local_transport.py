@@ -19,7 +19,7 @@ from axsparse.runtime.communication import (
     Op,
     shard_bounds,
 )
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
 from axsparse.runtime.process_exit import exit_process
 from axsparse.runtime.rank_order import exchanged_bytes, store_sum_in_rank_order
@@ -42,8 +42,8 @@ class LocalTransport:
         self._local = world
         self.world: Collective = self.collective("world", range(world.size))
 
-    def link(self, place: Place) -> Link:
-        return LocalLink(self._local, place)
+    def link(self, coords: RankCoords) -> Link:
+        return LocalLink(self._local, coords)
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         return LocalCollective(self._local, name, tuple(ranks), self.rank)
@@ -65,30 +65,30 @@ class LocalLink:
     between the two directions is random, that within a direction never.
     """
 
-    def __init__(self, world: LocalWorld[Any], place: Place) -> None:
+    def __init__(self, world: LocalWorld[Any], coords: RankCoords) -> None:
         self.bytes_sent = 0
         self._world = world
-        self._place = place
+        self._coords = coords
         self._inboxes = []
-        if not place.is_first:
-            before = place.neighbour(-1)
-            self._inboxes.append(world.mailbox(before, place.rank, Direction.FORWARD.name))
-        if not place.is_last:
-            after = place.neighbour(1)
-            self._inboxes.append(world.mailbox(after, place.rank, Direction.BACKWARD.name))
+        if not coords.is_first:
+            before = coords.neighbour(-1)
+            self._inboxes.append(world.mailbox(before, coords.rank, Direction.FORWARD.name))
+        if not coords.is_last:
+            after = coords.neighbour(1)
+            self._inboxes.append(world.mailbox(after, coords.rank, Direction.BACKWARD.name))
 
     def send(self, message: Message) -> None:
         direction = message.direction
         forward = direction is Direction.FORWARD
-        assert not (self._place.is_last if forward else self._place.is_first), "no such neighbour"
+        assert not (self._coords.is_last if forward else self._coords.is_first), "no such neighbour"
         copies = tuple(
             # Tensors that come over a channel are contiguous, so these are too.
             None if t is None else t.detach().clone(memory_format=torch.contiguous_format)
             for t in message.tensors
         )
         self.bytes_sent += sum(tensor.nbytes for tensor in copies if tensor is not None)
-        target = self._place.neighbour(1 if forward else -1)
-        mailbox = self._world.mailbox(self._place.rank, target, direction.name)
+        target = self._coords.neighbour(1 if forward else -1)
+        mailbox = self._world.mailbox(self._coords.rank, target, direction.name)
         mailbox.append(replace(message, tensors=copies))
         self._world.progress()
 

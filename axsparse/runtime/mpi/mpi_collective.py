@@ -141,7 +141,7 @@ class MpiCollective:
         received: list[tuple[list[Tensor], Tensor]] = []
         others = [rank for rank in range(self.size) if rank != self.rank]
         for begin, end in self._pieces(buffer):
-            counts = self._cut(bounds, begin, end)
+            counts = self._split(bounds, begin, end)
             starts = itertools.accumulate(counts, initial=begin)
             shards = [buffer[at : at + count] for at, count in zip(starts, counts, strict=False)]
             shard = shards[self.rank]
@@ -171,7 +171,7 @@ class MpiCollective:
         return [
             self._gathering.Iallgatherv(
                 MPI.IN_PLACE,
-                self._described(buffer[begin:end], self._cut(bounds, begin, end)),
+                self._datatype(buffer[begin:end], self._split(bounds, begin, end)),
             )
             for begin, end in self._pieces(buffer)
         ]
@@ -195,13 +195,13 @@ class MpiCollective:
             (begin, min(begin + most, buffer.numel())) for begin in range(0, buffer.numel(), most)
         ]
 
-    def _cut(self, bounds: list[int], begin: int, end: int) -> list[int]:
+    def _split(self, bounds: list[int], begin: int, end: int) -> list[int]:
         """How many entries of [begin, end) lie in each rank's shard."""
         limits = [min(max(bound, begin), end) for bound in bounds]
         return [after - before for before, after in itertools.pairwise(limits)]
 
     @staticmethod
-    def _described(
+    def _datatype(
         piece: Tensor, counts: list[int]
     ) -> tuple[NDArray[np.uint8], tuple[list[int], list[int]], MPI.Datatype]:
         """Consecutive parts as mpi4py takes them: bytes, and for each part its size and offset."""

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from axsparse.runtime.communication import MAX_CALL_BYTES, Backoff, Direction, Message
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.host_channel import (
     QUIET_PASSES,
     Header,
@@ -53,7 +53,7 @@ class MpiLink:
     def __init__(
         self,
         comm: MPI.Comm,
-        place: Place,
+        coords: RankCoords,
         backoff: Backoff,
         max_call_bytes: int = MAX_CALL_BYTES,
     ) -> None:
@@ -68,8 +68,8 @@ class MpiLink:
         self._outgoing: dict[Direction, MpiChannel] = {}
         self._incoming: dict[Direction, MpiChannel] = {}
         for direction in Direction:
-            for source, target in neighbours(place, direction):
-                channels = self._outgoing if source == place.rank else self._incoming
+            for source, target in neighbours(coords, direction):
+                channels = self._outgoing if source == coords.rank else self._incoming
                 channels[direction] = self._channels.channel(direction, source, target)
         self._sending: deque[_Transfer] = deque()
         self._receiving: dict[Direction, deque[_Transfer]] = {d: deque() for d in Direction}

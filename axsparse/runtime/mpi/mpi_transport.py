@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from axsparse.runtime.backoff import SleepingBackoff, own_share, share_cores
 from axsparse.runtime.communication import Backoff, Closable, Collective, Link
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.process_exit import exit_at_once, flush_streams
 from axsparse.runtime.shared_segments import remove_own
 
@@ -54,10 +54,10 @@ class MpiTransport:
         self.world: Collective = self._world
         self._made: list[Closable] = [self._world]
 
-    def link(self, place: Place) -> Link:
+    def link(self, coords: RankCoords) -> Link:
         from axsparse.runtime.mpi.mpi_link import MpiLink
 
-        link = MpiLink(self._comm, place, self.backoff)
+        link = MpiLink(self._comm, coords, self.backoff)
         self._made.append(link)
         return link
 

@@ -5,8 +5,8 @@
     sums_K ← sums_K + round(dense_D[index] / unit)   likewise, where sums are exact
 
 The norm, and whether all gradients are finite, come from one fp64 sum of squares for each block of
-65,536 kept entries (`judge`); it is finite exactly if these entries are. They add the squares of
-`samo/optim/gradient_norm.py` in another fixed order (`source/compress.cuh`).
+65,536 kept entries (`sum_squares`); it is finite exactly if these entries are. They add the squares
+of `samo/optim/gradient_norm.py` in another fixed order (`source/compress.cuh`).
 
 The step is one kernel for tensors of the same types. It unscales and clips the gradient, applies
 the recurrence in fp32 to kept entries (as in `samo/optim/adamw.py` and `samo/optim/sgd.py`), rounds
@@ -27,7 +27,7 @@ from axsparse.samo.cuda.device_index import INDICES, DeviceIndex
 from axsparse.samo.cuda.launch import (
     CHUNK,
     GROUP,
-    JUDGEMENT,
+    NORM_INPUTS,
     NUMBERS,
     SUMMED,
     TENSORS,
@@ -103,7 +103,7 @@ def finish_exact(launch: Launcher, sums: Tensor, part: slice, unit: float) -> No
         first = last
 
 
-def judge(launch: Launcher, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+def sum_squares(launch: Launcher, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Sum the squares of gradients, many tensors in a launch.
 
     Each part is a gradient of some kept entries and the fp64 tensor that receives its sums, one for
@@ -123,11 +123,11 @@ def judge(launch: Launcher, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
                 rows.append((gradient_K.data_ptr(), partials.data_ptr(), kept, chunks, blocks))
                 chunks += blocks_of(kept, CHUNK)
                 blocks += partials.numel()
-            group = np.zeros(1, JUDGEMENT)
+            group = np.zeros(1, NORM_INPUTS)
             group["tensors"][0, : len(rows)] = rows
             group["number"] = len(rows)
             sums = those[0][1].new_empty(chunks)  # of chunks; every thread block writes one
-            launch(f"judge<{NUMBERS[dtype]}>", chunks, group, sums)
+            launch(f"sum_squares<{NUMBERS[dtype]}>", chunks, group, sums)
             launch("fold", blocks_of(blocks, THREADS), group, sums, np.int64(blocks))
 
 

@@ -49,16 +49,16 @@ GROUP = 32
 TENSORS = np.dtype([("tensors", TENSOR, (GROUP,)), ("number", np.int64)])
 """The structure of the tensors of one launch."""
 
-JUDGED = np.dtype(
+NORM_INPUT = np.dtype(
     [
         *((name, np.uint64) for name in ("gradient", "partials")),
         *((name, np.int64) for name in ("kept", "chunk", "first")),
     ]
 )
-"""The structure `Judged` of `source/compress.cuh`: one gradient whose squares are summed."""
+"""The structure `NormInput` of `source/compress.cuh`: one gradient whose squares are summed."""
 SUMMED = 64
 """Tensors whose squares one launch sums at most: 2.5 kB of arguments."""
-JUDGEMENT = np.dtype([("tensors", JUDGED, (SUMMED,)), ("number", np.int64)])
+NORM_INPUTS = np.dtype([("tensors", NORM_INPUT, (SUMMED,)), ("number", np.int64)])
 """The structure of the tensors of one launch."""
 
 CONSTANTS = {
@@ -71,7 +71,7 @@ CONSTANTS = {
     "GROUP": GROUP,
     "GROUP_BYTES": TENSORS.itemsize,
     "SUMMED": SUMMED,
-    "JUDGEMENT_BYTES": JUDGEMENT.itemsize,
+    "NORM_INPUTS_BYTES": NORM_INPUTS.itemsize,
 }
 OPTIONS = ("--std=c++17",)
 FILES = ("numbers", "index", "compress", "step", "helpers", "exact")

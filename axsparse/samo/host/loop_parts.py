@@ -51,7 +51,9 @@ def compiles_to(name: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]
 # -- vectors ------------------------------------------------------------------------------------
 
 
-def place(context: Any, builder: Any, kind: Any, array: Any, at: Any, vector: ir.VectorType) -> Any:
+def vector_pointer(
+    context: Any, builder: Any, kind: Any, array: Any, at: Any, vector: ir.VectorType
+) -> Any:
     """The address of a vector that begins at an entry of an array."""
     entries = _arrays.make_array(kind)(context, builder, array).data
     return builder.bitcast(builder.gep(entries, [at]), vector.as_pointer())

@@ -29,7 +29,7 @@ from axsparse.samo.host.loop_parts import (
     intrinsic,
     outside,
     picks,
-    place,
+    vector_pointer,
 )
 
 BLOCK = 16
@@ -97,7 +97,7 @@ def turn(_: Any, source: Any, at: Any, apart: Any, target: Any, to: Any, target_
 
         def row_of(kind: Any, array: Any, first: Any, stride: Any, row: int) -> Any:
             begin = builder.add(first, builder.mul(stride, INT64(row)))
-            return place(context, builder, kind, array, begin, vector)
+            return vector_pointer(context, builder, kind, array, begin, vector)
 
         rows = [
             builder.load(row_of(signature.args[0], source, at, apart, row), align=2)
@@ -155,7 +155,7 @@ def _dot_of(instructions: int) -> Any:
                 read = []
                 for side in (0, 2):
                     at = builder.add(arguments[side + 1], INT64(number * PAIRS))
-                    where = place(
+                    where = vector_pointer(
                         context, builder, signature.args[side], arguments[side], at, _FACTORS
                     )
                     read.append(builder.load(where, align=2))
@@ -202,13 +202,13 @@ def sample(
     for row in range(outer.shape[0]):
         at, number, end = row * apart, cursors[row], ends[row]
         while number < end and columns[number] < limit:
-            place = (columns[number] - first) * apart
+            vector_pointer = (columns[number] - first) * apart
             if length == 256:
-                value = _dot_of_256(inner, place, outer, at)
+                value = _dot_of_256(inner, vector_pointer, outer, at)
             elif length == 128:
-                value = _dot_of_128(inner, place, outer, at)
+                value = _dot_of_128(inner, vector_pointer, outer, at)
             else:
-                value = _dot_of_64(inner, place, outer, at)
+                value = _dot_of_64(inner, vector_pointer, outer, at)
             sums[number] = sums[number] + value if adds else value
             number += 1
         cursors[row] = number
@@ -262,14 +262,16 @@ def _list_vector(
     def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line, at, input_number, inputs, weights, listed = arguments
         kinds = signature.args
-        read = builder.load(place(context, builder, kinds[0], line, at, _NUMBERS), align=2)
+        read = builder.load(vector_pointer(context, builder, kinds[0], line, at, _NUMBERS), align=2)
         is_kept = builder.icmp_unsigned("!=", builder.and_(read, _numbers(MAGNITUDE)), _numbers(0))
         first = alike(builder, builder.trunc(input_number, INT16), PAIRS)
         names = builder.add(first, ir.Constant(_NUMBERS, list(range(PAIRS))))
         for numbers, kind, array in ((names, kinds[3], inputs), (read, kinds[4], weights)):
             name = "llvm.x86.avx512.mask.compress.v32i16"
             chosen = outside(builder, name, _NUMBERS, [numbers, _numbers(0), is_kept])
-            builder.store(chosen, place(context, builder, kind, array, listed, _NUMBERS), align=2)
+            builder.store(
+                chosen, vector_pointer(context, builder, kind, array, listed, _NUMBERS), align=2
+            )
         more = outside(builder, "llvm.ctpop.i32", INT32, [builder.bitcast(is_kept, INT32)])
         return builder.add(listed, builder.zext(more, INT64))
 
@@ -291,7 +293,7 @@ def _add_pairs(
         arrays = dict(zip(names, zip(signature.args, arguments, strict=True), strict=True))
 
         def at(name: str, number: Any, kind: Any) -> Any:
-            return place(context, builder, *arrays[name], number, kind)
+            return vector_pointer(context, builder, *arrays[name], number, kind)
 
         totals = {
             (chain, vector, half): alloca_once(builder, _SUMS)
@@ -350,14 +352,14 @@ def _round_vector(_: Any, sums: Any, at: Any, target: Any, to: Any) -> Any:
         half_way = []
         for half in (0, 1):
             begin = builder.add(at, INT64(half * SUMS))
-            address = place(context, builder, signature.args[0], sums, begin, _SUMS)
+            address = vector_pointer(context, builder, signature.args[0], sums, begin, _SUMS)
             bits = builder.bitcast(builder.load(address, align=4), _WORDS)
             odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
             # The lower half of a NaN is zero here, so that it stays one.
             rounded = builder.add(builder.add(bits, odd), _words(0x7FFF))
             upper = builder.lshr(rounded, _words(16))
             half_way.append(builder.trunc(upper, ir.VectorType(INT16, SUMS)))
-        address = place(context, builder, signature.args[2], target, to, _NUMBERS)
+        address = vector_pointer(context, builder, signature.args[2], target, to, _NUMBERS)
         builder.store(builder.shuffle_vector(*half_way, picks(_ORDER)), address, align=2)
         return context.get_dummy_value()
 

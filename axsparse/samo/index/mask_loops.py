@@ -26,7 +26,7 @@ from axsparse.samo.host.loop_parts import (
     fetch,
     intrinsic,
     outside,
-    place,
+    vector_pointer,
 )
 from axsparse.samo.state_bytes import MASK_WORD
 
@@ -69,9 +69,9 @@ def _word_mover(into_dense: bool) -> Any:
                 count = builder.zext(builder.ctpop(bits), INT64)
                 begin = builder.add(position, INT64(group * lanes))
                 ahead = builder.add(begin, INT64(AHEAD))
-                fetch(builder, place(context, builder, kinds[0], dense, ahead, vector))
-                in_dense = place(context, builder, kinds[0], dense, begin, vector)
-                in_values = place(context, builder, kinds[3], values, number, vector)
+                fetch(builder, vector_pointer(context, builder, kinds[0], dense, ahead, vector))
+                in_dense = vector_pointer(context, builder, kinds[0], dense, begin, vector)
+                in_values = vector_pointer(context, builder, kinds[3], values, number, vector)
                 source, target = (in_values, in_dense) if into_dense else (in_dense, in_values)
                 # The entries of the target that are not kept stay as they are in dense form.
                 stays = builder.load(in_dense, align=1)

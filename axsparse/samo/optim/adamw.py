@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from axsparse.config.schema import OptimizerConfig
-from axsparse.samo.optim.optimizer import Block, Compiled, Hyper, Optimizer
+from axsparse.samo.optim.optimizer import Compiled, Hyper, Optimizer, StateBlock
 
 
-def update_moments(block: Block, hyper: Hyper) -> None:
+def update_moments(block: StateBlock, hyper: Hyper) -> None:
     """Update the first and second moments."""
     beta1, beta2 = hyper.betas
     block.moments["exp_avg"].lerp_(block.grad, 1 - beta1)
@@ -37,7 +37,7 @@ def rounded_root(values: Tensor) -> Tensor:
         return torch.from_numpy(np.sqrt(values.numpy()))
 
 
-def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
+def apply(block: StateBlock, statistics: Tensor | None, hyper: Hyper) -> None:
     """Decay and move the master weights."""
     assert statistics is None
     mean, square = block.moments["exp_avg"], block.moments["exp_avg_sq"]

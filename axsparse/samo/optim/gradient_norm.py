@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from axsparse.samo.cuda.kernels import judge
+from axsparse.samo.cuda.kernels import sum_squares
 from axsparse.samo.host.host_step import sum_of_squares
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.shards import BLOCK
@@ -43,7 +43,7 @@ def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[st
             blocks = sums[own.start // BLOCK : -(-own.stop // BLOCK)]
             parts.append((gradient_K[own.start : own.stop], blocks))
     if backend.launch is not None:
-        judge(backend.launch, parts)
+        sum_squares(backend.launch, parts)
     return {tensor.name: sums for (_, tensor), sums in zip(counted, room, strict=True)}
 
 

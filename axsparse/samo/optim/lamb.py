@@ -19,16 +19,16 @@ from torch import Tensor
 
 from axsparse.config.schema import OptimizerConfig
 from axsparse.samo.optim import adamw
-from axsparse.samo.optim.optimizer import Block, Hyper, Optimizer
+from axsparse.samo.optim.optimizer import Hyper, Optimizer, StateBlock
 
 
-def statistics(block: Block, hyper: Hyper) -> Tensor:
+def statistics(block: StateBlock, hyper: Hyper) -> Tensor:
     """The sums of squares of θ and of u over a block, fp64 `(2,)`."""
     squares = [values.double().square_().sum() for values in (block.master, _step(block, hyper))]
     return torch.stack(squares)
 
 
-def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
+def apply(block: StateBlock, statistics: Tensor | None, hyper: Hyper) -> None:
     """Move the master weights by u, scaled to the size of the tensor."""
     assert statistics is not None
     weight_norm, step_norm = statistics.sqrt().tolist()
@@ -36,7 +36,7 @@ def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
     block.master.add_(_step(block, hyper), alpha=-hyper.learning_rate * ratio)
 
 
-def _step(block: Block, hyper: Hyper) -> Tensor:
+def _step(block: StateBlock, hyper: Hyper) -> Tensor:
     """u of the formula, from moments that have this step's gradient."""
     mean, square = block.moments["exp_avg"], block.moments["exp_avg_sq"]
     beta1, beta2 = hyper.betas

@@ -71,7 +71,7 @@ class Hyper:
 
 
 @dataclass(frozen=True)
-class Block:
+class StateBlock:
     """Consecutive kept entries of one tensor during its update: 1-D fp32 tensors of one length, at
     most `shards.BLOCK`, on one device."""
 
@@ -146,15 +146,15 @@ class Optimizer:
     moments: tuple[str, ...]
     """Names of the rule's states, also in checkpoints: one fp32 value a kept entry each, zero
     before the first step. Empty if the rule keeps no state."""
-    update_moments: Callable[[Block, Hyper], None]
+    update_moments: Callable[[StateBlock, Hyper], None]
     """`update_moments(block, hyper)` adds the gradient to the block's moments, in place. It reads
     `block.master`, if at all, as it was before the step."""
-    statistics: Callable[[Block, Hyper], Tensor] | None
+    statistics: Callable[[StateBlock, Hyper], Tensor] | None
     """`statistics(block, hyper)` returns fp64 sums over the block, `(num_statistics,)`, from
     updated moments, and changes nothing. They are added over all blocks of the tensor, on all
     replicas and tensor-parallel ranks, before `apply` is called. None if the rule is
     elementwise."""
-    apply: Callable[[Block, Tensor | None, Hyper], None]
+    apply: Callable[[StateBlock, Tensor | None, Hyper], None]
     """`apply(block, statistics, hyper)` moves the block's master weights, in place, from updated
     moments. `statistics` are the tensor's sums, fp64 `(num_statistics,)` on the host, or
     None if the rule is elementwise."""

@@ -18,17 +18,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from axsparse.config.schema import OptimizerConfig
-from axsparse.samo.optim.optimizer import Block, Compiled, Hyper, Optimizer
+from axsparse.samo.optim.optimizer import Compiled, Hyper, Optimizer, StateBlock
 
 
 def sgd(momentum: float, *, nesterov: bool) -> Optimizer:
     """The optimizer for one μ; with μ = 0 it has no moments."""
 
-    def update_moments(block: Block, hyper: Hyper) -> None:
+    def update_moments(block: StateBlock, hyper: Hyper) -> None:
         if momentum:
             block.moments["momentum"].mul_(momentum).add_(_decayed(block, hyper))
 
-    def apply(block: Block, statistics: Tensor | None, hyper: Hyper) -> None:
+    def apply(block: StateBlock, statistics: Tensor | None, hyper: Hyper) -> None:
         assert statistics is None
         if not momentum:
             direction = _decayed(block, hyper)
@@ -56,7 +56,7 @@ def configured(settings: OptimizerConfig) -> Optimizer:
     return sgd(settings.momentum, nesterov=settings.nesterov)
 
 
-def _decayed(block: Block, hyper: Hyper) -> Tensor:
+def _decayed(block: StateBlock, hyper: Hyper) -> Tensor:
     """d of the formula: the gradient plus weight decay."""
     if hyper.weight_decay == 0:
         return block.grad

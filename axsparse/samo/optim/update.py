@@ -33,12 +33,12 @@ from axsparse.samo.host.compiled_loops import (
 from axsparse.samo.host.sparse_products import sampled_product, sparse_input_gradient, sparse_linear
 from axsparse.samo.index.base import FullIndex, MaskIndex
 from axsparse.samo.layer_state import LayerState, StateTypes
-from axsparse.samo.optim.optimizer import Block, Hyper, Optimizer, TensorSlot
+from axsparse.samo.optim.optimizer import Hyper, Optimizer, StateBlock, TensorSlot
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
 
 NONE: Mapping[str, Hyper] = {}
-WholeStep: TypeAlias = Callable[[Sequence[TensorSlot], Hyper, float], None]
+FullTensorStep: TypeAlias = Callable[[Sequence[TensorSlot], Hyper, float], None]
 """The full step of some tensors, in place: slots, settings, and the factor of all gradients."""
 
 
@@ -51,7 +51,7 @@ def update(
     *,
     own: Mapping[str, Hyper] = NONE,
     updated: Callable[[LayerState], None] | None = None,
-    visits: Callable[[Sequence[LayerState]], Iterable[LayerState]] = iter,
+    staged_layers: Callable[[Sequence[LayerState]], Iterable[LayerState]] = iter,
 ) -> None:
     """Update the masters, moments and dense weights of all owned tensors once.
 
@@ -63,8 +63,8 @@ def update(
     All replicas call this together if their state is sharded.
     """
     step = _Step(layers, optimizer, (hyper, own), gradient_factor)
-    statistics = step.statistics(layers, visits)
-    for layer in visits(layers):
+    statistics = step.statistics(layers, staged_layers)
+    for layer in staged_layers(layers):
         step.apply(layer, statistics)
         if updated is not None:
             updated(layer)
@@ -85,19 +85,19 @@ class _Step:
         self.hyper, self.own = settings
         self.undecayed = replace(self.hyper, weight_decay=0.0)
         self.gradient_factor = gradient_factor
-        self.whole = whole_step(layers, optimizer)
+        self.whole = full_tensor_step(layers, optimizer)
 
     def hyper_of(self, tensor: TensorState) -> Hyper:
         usual = self.hyper if tensor.decays else self.undecayed
         return self.own.get(tensor.full_name, usual)
 
-    def update_moments(self, block: Block, hyper: Hyper) -> None:
+    def update_moments(self, block: StateBlock, hyper: Hyper) -> None:
         change: Callable[..., object] = self.optimizer.update_moments
-        refuse_result("update_moments", change(block, hyper))
+        reject_result("update_moments", change(block, hyper))
 
-    def read(self, layer: LayerState, tensor: TensorState, start: int, stop: int) -> Block:
+    def read(self, layer: LayerState, tensor: TensorState, start: int, stop: int) -> StateBlock:
         gradient_K = layer.gradient_of(tensor)[start:stop]
-        return Block(
+        return StateBlock(
             grad=gradient_K.float().mul(self.gradient_factor),
             master=layer.optimizer_state.read_master(tensor, start, stop),
             moments=layer.optimizer_state.moments_of(tensor, start, stop),
@@ -106,7 +106,7 @@ class _Step:
     def statistics(
         self,
         layers: Sequence[LayerState],
-        visits: Callable[[Sequence[LayerState]], Iterable[LayerState]],
+        staged_layers: Callable[[Sequence[LayerState]], Iterable[LayerState]],
     ) -> dict[str, Tensor]:
         """The sums over full tensors that the rule needs, by name of tensor or shard; empty if it
         needs none.
@@ -123,7 +123,7 @@ class _Step:
         size, device = (sum(numbers), optimizer.num_statistics), layers[0].backend.device
         parts = torch.zeros(size, dtype=torch.float64, device=device)
         each = dict(zip((t.name for t in tensors), parts.split(numbers), strict=True))
-        for layer in visits(layers):
+        for layer in staged_layers(layers):
             for tensor in layer.owned:
                 for start, stop in layer.shares.blocks(tensor, layer.shares.held):
                     block = self.read(layer, tensor, start, stop)
@@ -168,11 +168,11 @@ class _Step:
             if statistics is None:
                 self.update_moments(block, hyper)
             apply: Callable[..., object] = self.optimizer.apply
-            refuse_result("apply", apply(block, statistics, hyper))
+            reject_result("apply", apply(block, statistics, hyper))
             layer.optimizer_state.write_master(tensor, start, block.master)
 
 
-def refuse_result(function: str, result: object) -> None:
+def reject_result(function: str, result: object) -> None:
     """ConfigError if a custom function returned values that it should have written."""
     if result is not None:
         raise ConfigError(
@@ -181,7 +181,7 @@ def refuse_result(function: str, result: object) -> None:
         )
 
 
-def whole_step(layers: Sequence[LayerState], optimizer: Optimizer) -> WholeStep | None:
+def full_tensor_step(layers: Sequence[LayerState], optimizer: Optimizer) -> FullTensorStep | None:
     """The function that updates full tensors of these layers: kernels on a GPU, and compiled loops
     on a CPU where some tensor is large enough to be worth compiling; None if there are neither
     kernels nor loops.
@@ -254,7 +254,7 @@ def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[Tensor
     for tensor in tensors:
         held = tensor.entries_in(shares.held)
         if held:
-            part = shares.held_slice(tensor, held.start, held.stop)
+            part = shares.shard_slice(tensor, held.start, held.stop)
             yield TensorSlot(
                 tensor.index,
                 tensor.weight_D,

@@ -108,7 +108,7 @@ def _delete(path: Path) -> None:
 
 
 def outdated(
-    folder: Path, keep_last: int, keep_every: int, is_whole: Callable[[int], bool]
+    folder: Path, keep_last: int, keep_every: int, is_complete: Callable[[int], bool]
 ) -> list[int]:
     """The steps whose checkpoints are to be removed.
 
@@ -119,14 +119,14 @@ def outdated(
     gone = []
     for step in saved_steps(folder):
         if whole < keep_last:
-            whole += is_whole(step)
+            whole += is_complete(step)
         elif not (keep_every and step % keep_every == 0):
             gone.append(step)
     return gone
 
 
-def kept_besides(
-    folder: Path, progress: Progress, is_whole: Callable[[int], bool]
+def kept_also(
+    folder: Path, progress: Progress, is_complete: Callable[[int], bool]
 ) -> dict[int, str]:
     """The steps whose checkpoints stay in addition to the newest ones, and why; `progress` is the
     newest checkpoint's.
@@ -138,7 +138,7 @@ def kept_besides(
     if progress.best is not None:
         kept[progress.best.step] = "has the lowest validation loss"
     trained_on = (step for step in saved_steps(folder) if step < progress.last_good)
-    confirmed = next(filter(is_whole, trained_on), None)
+    confirmed = next(filter(is_complete, trained_on), None)
     if confirmed is not None:
         kept[confirmed] = "is the newest whose weights a later step has trained on"
     return kept

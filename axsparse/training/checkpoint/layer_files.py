@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from axsparse.models.module_buffers import BufferSlot, slots
-from axsparse.pruning.methods.masking import MaskingState
+from axsparse.pruning.methods.pruner import PrunerState
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import DataError, MissingInputError
 from axsparse.runtime.files.safetensors import (
@@ -81,7 +81,7 @@ class LayerContents:
 
 
 def contents_of(
-    number: int, layer: BuiltLayer, ties: Mapping[str, str], masking: MaskingState | None
+    number: int, layer: BuiltLayer, ties: Mapping[str, str], pruner: PrunerState | None
 ) -> LayerContents:
     """The saved contents of the layer that has this number in the model, counted from 0."""
     state = layer.state
@@ -108,20 +108,20 @@ def contents_of(
             )
     of_method = {
         f"{kind}/{name}": replace(_plain_tensor(tensor), is_fixed=True)
-        for kind, tensors in (masking.tensors if masking is not None else {}).items()
+        for kind, tensors in (pruner.tensors if pruner is not None else {}).items()
         for name, tensor in tensors.items()
         if name in trained and name not in ties
     }
     stem = f"{number:04}-{layer.spec.name[:80]}"
     files = {f"{stem}{SUFFIX}": of_layer}
     if of_method:
-        files[f"{stem}.masking{SUFFIX}"] = of_method
+        files[f"{stem}.pruner{SUFFIX}"] = of_method
     return LayerContents(
         layer.spec.name,
         files,
         LayerEntry(
             file=f"{stem}{SUFFIX}",
-            masking=f"{stem}.masking{SUFFIX}" if of_method else None,
+            pruner=f"{stem}.pruner{SUFFIX}" if of_method else None,
             parameters=parameters,
         ),
     )
@@ -299,7 +299,7 @@ class CheckpointFiles:
     def headers(self, layer: str) -> dict[str, TensorHeader]:
         """The headers of all tensors in the file of a layer, by KIND/NAME."""
         file = self._opened(self.checkpoint.manifest.layers[layer].file)
-        return {key: file.described(key) for key in file.shapes}
+        return {key: file.one_line(key) for key in file.shapes}
 
     def read(self, kind: str, name: str, expected: TensorHeader) -> Tensor:
         """The saved tensor of a parameter."""
@@ -320,15 +320,15 @@ class CheckpointFiles:
         key, layer = f"{kind}/{name}", self.checkpoint.manifest.layers[self._layer_of[name]]
         return partial(self._checked(layer.file, key, expected, mend).read_part, key)
 
-    def read_masking(self, kind: str, name: str) -> Tensor:
+    def read_pruner(self, kind: str, name: str) -> Tensor:
         """A tensor that the pruning method saved of a parameter; DataError if there is none."""
         key, layer = f"{kind}/{name}", self.checkpoint.manifest.layers[self._layer_of[name]]
-        if layer.masking is None:
+        if layer.pruner is None:
             raise DataError(
                 f"checkpoint {self.checkpoint.path}: has nothing for the pruning of {name}; resume "
                 "from another one"
             )
-        return self._checked(layer.masking, key).read(key)
+        return self._checked(layer.pruner, key).read(key)
 
     def _opened(self, name: str) -> SafetensorsFile:
         if self._file is None or self._name != name:
@@ -348,7 +348,7 @@ class CheckpointFiles:
         file, where = self._opened(name), f"checkpoint {self.checkpoint.path}: {name}"
         if key not in file.shapes:
             raise DataError(f"{where} lacks {key!r}; {mend}")
-        there = file.described(key)
+        there = file.one_line(key)
         if expected is not None and there != expected:
             raise DataError(
                 f"{where}: {key!r} is {_shown(there)}, this run has {_shown(expected)}; resume "

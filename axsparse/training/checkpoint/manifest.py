@@ -15,7 +15,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from axsparse.pruning.methods.masking import MethodState
+from axsparse.pruning.methods.pruner import MethodState
 from axsparse.runtime.errors import DataError, reading
 from axsparse.training.progress import Count, Progress
 
@@ -56,7 +56,7 @@ class LayerEntry(_Strict):
     """The files and parameters of one layer."""
 
     file: FileName
-    masking: FileName | None
+    pruner: FileName | None
     """The file of the pruning method's state of this layer; None if it has none."""
     parameters: dict[str, ParameterEntry]
     """By global name; a tied weight is in the layer of its first use only."""
@@ -77,7 +77,7 @@ class CheckpointManifest(_Strict):
 
     format: Literal[1]
     progress: Progress
-    standing: MethodState
+    method_state: MethodState
     """The state of the pruning method."""
     data: DataEntry
     config: dict[str, Any]
@@ -146,7 +146,7 @@ def parse_manifest(data: bytes) -> CheckpointManifest:
             if entry.kept > math.prod(entry.shape):
                 raise ValueError(f"{_printable(name)} keeps more entries than it has")
     named = {layer.file for layer in manifest.layers.values()}
-    named |= {layer.masking for layer in manifest.layers.values() if layer.masking is not None}
+    named |= {layer.pruner for layer in manifest.layers.values() if layer.pruner is not None}
     if named != manifest.files.keys():
         odd = min(named ^ manifest.files.keys())
         raise ValueError(f"{odd} is among its files or those of its layers, but not in both")

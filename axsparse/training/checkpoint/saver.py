@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import xxhash
 from torch import Tensor
 
-from axsparse.pruning.methods.masking import MaskingState, MethodState
+from axsparse.pruning.methods.pruner import MethodState, PrunerState
 from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.atomic import sync_folder
@@ -42,7 +42,7 @@ from axsparse.training.checkpoint.manifest import (
     LayerEntry,
     manifest_bytes,
 )
-from axsparse.training.checkpoint.verification import is_whole, read_entry
+from axsparse.training.checkpoint.verification import is_complete, read_entry
 from axsparse.training.parts import Parts
 from axsparse.training.progress import Progress
 from axsparse.training.run_directory import RunDir
@@ -59,7 +59,7 @@ class _PendingCheckpoint:
     """A checkpoint that is being written or committed."""
 
     progress: Progress
-    standing: MethodState
+    method_state: MethodState
     folder: Path
     """The unfinished folder, which gets the checkpoint's name in the end."""
     layers: dict[str, LayerEntry]
@@ -95,12 +95,12 @@ class Saver:
         """The step of the checkpoint of this folder that the run was resumed from; None without."""
         self._config = parts.plan.config
         # Only rank 0, which writes manifests, asks git.
-        self._git = checkout_commit() if parts.place.rank == 0 else None
+        self._git = checkout_commit() if parts.coords.rank == 0 else None
         self._settings = self._config.checkpoint
         self._parts = parts
         self._transport = parts.transport
         self._lock = run_dir.lock
-        self._mark = RunMark.of(run_dir.path) if parts.place.rank == 0 else None
+        self._mark = RunMark.of(run_dir.path) if parts.coords.rank == 0 else None
         self.last_step = resumed_at
         """The step of the newest checkpoint that was begun here or gone on from; None without."""
         self._whole = set() if resumed_at is None else {resumed_at}
@@ -109,7 +109,7 @@ class Saver:
         self.is_asked = False
         """Whether a rank has asked for a checkpoint after the last step, alike on all ranks."""
         self._interval: SaveInterval | None = None
-        if self._settings.every == "auto" and parts.place.rank == 0:
+        if self._settings.every == "auto" and parts.coords.rank == 0:
             self._interval = SaveInterval(self._settings.mtbf_hours)
         self._held_seconds = 0.0
         """How long the checkpoint under way has held up this rank."""
@@ -142,11 +142,11 @@ class Saver:
         began = time.monotonic()
         if self._interval is not None:
             self._interval.begin()
-        method = self._parts.masking
-        masking = MaskingState(MethodState()) if method is None else method.state()
-        layers = self._dealt_layers(masking)
+        method = self._parts.pruner
+        pruner = PrunerState(MethodState()) if method is None else method.state()
+        layers = self._dealt_layers(pruner)
         # Of the tensor-parallel ranks of a stage the first one writes.
-        is_first = self._parts.place.member == 0
+        is_first = self._parts.coords.tp_rank == 0
         dealt = [layer for layer, is_own in layers if is_own and is_first]
         step = progress.step
 
@@ -159,11 +159,11 @@ class Saver:
         together(self._transport, make_folder)
         folder = folders.unfinished_path_of(self.folder, step)
         files = {name: file for layer in dealt for name, file in layer.files.items()}
-        queue = CopyQueue(self._settings.buffer * 1e9)
-        beat = self._parts.activity.beat
+        queue = CopyQueue(self._settings.staging_memory * 1e9)
+        beat = self._parts.activity.note_progress
         self._pending = _PendingCheckpoint(
             progress.copied(),
-            masking.standing,
+            pruner.method_state,
             folder,
             {layer.name: layer.entry for layer in dealt},
             queue,
@@ -208,7 +208,7 @@ class Saver:
             if said is not None:
                 self._parts.recorder.say(said)
 
-    def take_whole(self) -> list[int]:
+    def take_complete(self) -> list[int]:
         """The steps whose checkpoints are complete since the last call, alike on all ranks."""
         taken, self._appeared = self._appeared, []
         return taken
@@ -233,17 +233,17 @@ class Saver:
         if self._lock is not None:
             self._lock.release()
 
-    def _dealt_layers(self, masking: MaskingState) -> list[tuple[LayerContents, bool]]:
+    def _dealt_layers(self, pruner: PrunerState) -> list[tuple[LayerContents, bool]]:
         """The layers of this stage in order, and whether this replica is the one to write each."""
-        survey, place = self._parts.survey, self._parts.place
-        numbers = {layer.name: number for number, layer in enumerate(survey.layers)}
+        profile, coords = self._parts.profile, self._parts.coords
+        numbers = {layer.name: number for number, layer in enumerate(profile.layers)}
         contents = [
-            contents_of(numbers[layer.spec.name], layer, survey.ties, masking)
+            contents_of(numbers[layer.spec.name], layer, profile.ties, pruner)
             for layer in self._parts.layers
         ]
-        writers = deal([layer.nbytes for layer in contents], place.grid.g_data)
+        writers = deal([layer.nbytes for layer in contents], coords.grid.g_data)
         return [
-            (layer, writer == place.replica)
+            (layer, writer == coords.replica)
             for layer, writer in zip(contents, writers, strict=True)
         ]
 
@@ -279,7 +279,7 @@ class Saver:
 
     def _writing(self, path: Path) -> AbstractContextManager[None]:
         return writing(
-            f"{self._parts.place}: checkpoint {path}:",
+            f"{self._parts.coords}: checkpoint {path}:",
             "free space there, or choose another --run-dir; checkpoints before it are still there",
         )
 
@@ -295,14 +295,14 @@ class Saver:
         return CheckpointManifest(
             format=FORMAT,
             progress=pending.progress,
-            standing=pending.standing,
+            method_state=pending.method_state,
             data=self._parts.data.entry.model_copy(update={"position": position}),
             config=self._config.model_dump(mode="json"),
             versions=dict(versions()),
             git=self._git,
             layers={
                 layer.name: LayerEntry.model_validate(layers[layer.name], strict=False)
-                for layer in self._parts.survey.layers
+                for layer in self._parts.profile.layers
             },
             files={name: FileEntry.model_validate(files[name]) for name in sorted(files)},
         )
@@ -321,20 +321,20 @@ class Saver:
             self._mark.note_saved()
         self._whole.add(manifest.progress.step)
         settings = self._settings
-        kept = folders.kept_besides(self.folder, manifest.progress, self._is_whole)
+        kept = folders.kept_also(self.folder, manifest.progress, self._is_complete)
         for step in folders.outdated(
-            self.folder, settings.keep_last, settings.keep_every, self._is_whole
+            self.folder, settings.keep_last, settings.keep_every, self._is_complete
         ):
             if step not in kept:
                 folders.remove(folders.path_of(self.folder, step))
-                self._parts.activity.beat()
+                self._parts.activity.note_progress()
 
-    def _is_whole(self, step: int) -> bool:
+    def _is_complete(self, step: int) -> bool:
         """Whether a checkpoint is complete; checkpoints of earlier processes are read to find
         out."""
-        if step not in self._whole and is_whole(folders.path_of(self.folder, step)):
+        if step not in self._whole and is_complete(folders.path_of(self.folder, step)):
             self._whole.add(step)
-        self._parts.activity.beat()
+        self._parts.activity.note_progress()
         return step in self._whole
 
 

@@ -13,7 +13,7 @@ import xxhash
 
 from axsparse.config.messages import shorten
 from axsparse.config.schema import ONCE, Config
-from axsparse.models.survey import Survey
+from axsparse.models.model_profile import ModelProfile
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -107,7 +107,7 @@ def read_entry(folder: Path, name: str, expected: int | None = None) -> FileEntr
     return FileEntry(bytes=size, xxh3=digest.hexdigest())
 
 
-def is_whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Whether all files of a checkpoint are as they were written."""
     try:
         verify(open_checkpoint(path))
@@ -162,7 +162,7 @@ def verify_together(transport: Transport, path: Path) -> Checkpoint:
     return checkpoint
 
 
-def newest_whole(
+def newest_complete(
     transport: Transport, run_dir: Path, steps: Sequence[int]
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest complete checkpoint, and a line for each damaged one that is newer.
@@ -213,8 +213,8 @@ def steps_in(run_dir: Path) -> list[int]:
 MEANS = (
     *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path"),
     *("train.log_every", "train.peak_flops", "train.trace", "train.nvtx", "train.memory_history"),
-    *("train.compare_replicas_every", "train.check_layers", "watchdog.", "observe."),
-    *("samo.index", "samo.shard_optimizer", "samo.offload"),
+    *("train.compare_replicas_every", "train.check_layers", "watchdog.", "logging."),
+    *("samo.index", "samo.zero_stage", "samo.offload"),
     "samo.sparse_products",
 )
 """Keys, or beginnings of keys, that say where and how a run computes: at most they change the order
@@ -235,7 +235,7 @@ START = ("model.from", "model.weights", "model.new")
 given; the change is printed."""
 
 
-def refuse_other_model(checkpoint: Checkpoint, survey: Survey) -> None:
+def reject_other_model(checkpoint: Checkpoint, profile: ModelProfile) -> None:
     """DataError if the parameters or layers of the model differ from the checkpoint's."""
     there = {
         name: entry.shape
@@ -244,9 +244,9 @@ def refuse_other_model(checkpoint: Checkpoint, survey: Survey) -> None:
     }
     here = {
         parameter.name: parameter.shape
-        for layer in survey.layers
+        for layer in profile.layers
         for parameter in layer.parameters
-        if parameter.name not in survey.ties
+        if parameter.name not in profile.ties
     }
     for name in [*here, *there]:
         if here.get(name) != there.get(name):
@@ -255,7 +255,7 @@ def refuse_other_model(checkpoint: Checkpoint, survey: Survey) -> None:
                 f"model has {_shape(here.get(name))}; set the model's settings back, or start "
                 "another run"
             )
-    layers = [layer.name for layer in survey.layers]
+    layers = [layer.name for layer in profile.layers]
     if layers != list(checkpoint.manifest.layers):
         raise DataError(
             f"checkpoint {checkpoint.path}: its layers are {', '.join(checkpoint.manifest.layers)}"
@@ -263,7 +263,7 @@ def refuse_other_model(checkpoint: Checkpoint, survey: Survey) -> None:
         )
 
 
-def refuse_other_data(checkpoint: Checkpoint, data: DataEntry) -> None:
+def reject_other_data(checkpoint: Checkpoint, data: DataEntry) -> None:
     """DataError if the training data differ from the checkpoint's; their path may differ."""
     there = checkpoint.manifest.data
     for what in ("samples", "fingerprint"):
@@ -275,7 +275,7 @@ def refuse_other_data(checkpoint: Checkpoint, data: DataEntry) -> None:
             )
 
 
-def refuse_other_settings(checkpoint: Checkpoint, config: Config, loaded: Config) -> list[str]:
+def reject_other_settings(checkpoint: Checkpoint, config: Config, loaded: Config) -> list[str]:
     """A line for each setting that has changed and that the user should know of.
 
     ConfigError for the first changed setting that must not change.

@@ -73,7 +73,7 @@ def configuration(run: Run, folder: Path) -> ax.Config:
     case = run.case
     samo: dict[str, Any] = {"enabled": case.is_masked}
     if case.variant == "sharded":
-        samo["shard_optimizer"] = True
+        samo["zero_stage"] = 1
     if case.variant == "mask":
         samo["index"] = "mask"
     pipeline = {"split": {"split_backward": True}, "whole": {"split_backward": False}}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from axsparse.config.model_config import GptConfig
 from axsparse.models.layer import Model, Tie
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.models.zoo.gpt import INIT_STD, gpt
 from axsparse.runtime.seeds import keyed_generator
 
@@ -55,7 +55,7 @@ def test_the_number_of_parameters_follows_its_formula(layers: int, hidden: int, 
 
     model = gpt(config(layers=layers, hidden=hidden, tied=tied), 10)
 
-    assert survey(model).num_params == expected + (0 if tied else v * h)
+    assert profile(model).num_params == expected + (0 if tied else v * h)
     assert model.ties == ([Tie("embed.token.weight", "head.weight")] if tied else [])
 
 
@@ -64,7 +64,7 @@ def test_gpt3_2_7b_has_its_size() -> None:
         num_layers=32, hidden_size=2560, num_heads=32, sequence_length=2048, vocab_size=50304
     )
 
-    assert survey(gpt(big, 2048)).num_params == pytest.approx(2.65e9, rel=0.01)
+    assert profile(gpt(big, 2048)).num_params == pytest.approx(2.65e9, rel=0.01)
 
 
 def test_flops_are_those_of_the_matrix_products() -> None:
@@ -72,7 +72,7 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     matrices = 2 * s * (3 * h * h + h * h + 4 * h * h + 4 * h * h)
     attention = 2 * (2 * s * s * h)
 
-    flops = [layer.flops for layer in survey(gpt(config(), s)).layers]
+    flops = [layer.flops for layer in profile(gpt(config(), s)).layers]
 
     assert flops == [0, *[matrices + attention] * 3, 2 * s * h * v]
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from axsparse.config.hf_config import config_json
 from axsparse.config.load import configure
+from axsparse.models.model_profile import profile
 from axsparse.models.start_weights import open_weights
-from axsparse.models.survey import survey
 from axsparse.models.zoo.gpt2_files import gpt2_name, turned
 from axsparse.models.zoo.model_registry import named_model
 
@@ -74,7 +74,7 @@ def test_names_logits_and_losses_are_those_of_transformers_in_every_pipeline(
     there = {name: tuple(tensor.shape) for name, tensor in theirs.named_parameters()}
     ours = {
         gpt2_name(name): tuple(turned(name, torch.empty(shape)).shape)
-        for name, shape in survey(model).shapes.items()
+        for name, shape in profile(model).shapes.items()
     }
     assert ours == there
     logits = our_logits(model, config, tokens())
@@ -137,7 +137,7 @@ def test_what_a_run_saves_goes_to_transformers_and_back_bit_by_bit(
         tmp_path / "start",
         pruning={"sparsity": 0.7},
         precision="bf16",
-        samo={"shard_optimizer": True},
+        samo={"zero_stage": 1},
         batch={"microbatch_size": 3},
         train={"steps": 2},
     )
@@ -221,7 +221,7 @@ def test_settings_that_a_folder_lacks_or_no_settings_at_all_are_taken(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(settings))
     ours_from(tmp_path, **beside(tmp_path))
     (tmp_path / "config.json").unlink()
-    assert survey(ours_from(tmp_path, **beside(tmp_path))).start.startswith("model.safetensors ")
+    assert profile(ours_from(tmp_path, **beside(tmp_path))).start.startswith("model.safetensors ")
 
 
 def test_files_of_our_own_names_are_read_whatever_lies_beside(tmp_path: Path) -> None:

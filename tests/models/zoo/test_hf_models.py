@@ -41,8 +41,8 @@ from axsparse.config.load import configure
 from axsparse.config.schema import PipelineConfig, PruningConfig
 from axsparse.data.dataset import TokenDataset
 from axsparse.models.layer import Model, as_tuple
+from axsparse.models.model_profile import profile
 from axsparse.models.sequential import filled_modules
-from axsparse.models.survey import survey
 from axsparse.models.zoo.hf_experts import mark_what_multiplies
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.targets import what_is_pruned
@@ -235,7 +235,7 @@ def test_routers_are_balanced_as_by_transformers_in_every_pipeline(
     # One microbatch of 64 tokens, by which a mean and a sum have the same bits.
     text = torch.randint(VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(5))
     inputs, targets = text[:, :-1], text[:, 1:].contiguous()
-    modules = filled_modules(model, survey(model).ties, tensors_of(model))
+    modules = filled_modules(model, profile(model).ties, tensors_of(model))
     flow: tuple[Tensor, ...] = (inputs,)
     for name, module in modules.items():
         flow = as_tuple(name, module.train()(*flow))
@@ -327,9 +327,11 @@ def test_a_document_among_others_is_read_as_if_it_were_alone(
     transformers: Any, family: str, tmp_path: Path
 ) -> None:
     theirs = make(transformers, family, tmp_path)
-    config = settings_of(tmp_path, family, data={"sequence_length": 16, "separate_documents": True})
+    config = settings_of(
+        tmp_path, family, data={"sequence_length": 16, "intra_document_attention": True}
+    )
     model = named_model(config)
-    modules = filled_modules(model, survey(model).ties, tensors_of(model))
+    modules = filled_modules(model, profile(model).ties, tensors_of(model))
     (samples, starts), _ = separated_data().read(np.arange(6))
 
     with torch.no_grad():
@@ -355,7 +357,7 @@ def test_a_document_among_others_is_read_as_if_it_were_alone(
 def test_routers_stay_dense_and_experts_are_pruned(transformers: Any, tmp_path: Path) -> None:
     make(transformers, "mixtral", tmp_path)
     config = settings_of(tmp_path, "mixtral", samo={"enabled": True}, pruning={"sparsity": 0.5})
-    targets = what_is_pruned(config, survey(named_model(config)))
+    targets = what_is_pruned(config, profile(named_model(config)))
 
     assert targets is not None
     assert "model.layers.0.mlp.experts.down_proj" in targets.shapes
@@ -381,9 +383,9 @@ def test_a_linear_layer_with_an_output_for_each_expert_beside_it_is_a_router() -
 def tensors_of(model: Model) -> dict[str, Tensor]:
     """The parameters and saved buffers that a model starts at."""
     assert model.start is not None
-    surveyed = survey(replace(model, example=None))
-    saved = {b.name for layer in surveyed.layers for b in layer.buffers if b.persists}
-    read = {name: model.start.read(name) for name in (*surveyed.shapes, *saved)}
+    profiled = profile(replace(model, example=None))
+    saved = {b.name for layer in profiled.layers for b in layer.buffers if b.persists}
+    read = {name: model.start.read(name) for name in (*profiled.shapes, *saved)}
     return {name: tensor for name, tensor in read.items() if tensor is not None}
 
 
@@ -391,7 +393,7 @@ def tensors_of(model: Model) -> dict[str, Tensor]:
 def test_separate_documents_train_alike_in_every_pipeline_and_recomputed() -> None:
     settings = tiny_config(
         model={**SMALL_LLAMA, "sequence_length": 16},
-        data={"separate_documents": True},
+        data={"intra_document_attention": True},
         train={"steps": 3, "eval_every": 3, "eval_steps": 2},
     )
     again = settings.model_copy(update={"pipeline": PipelineConfig(checkpoint_activations=1)})
@@ -407,7 +409,7 @@ def test_separate_documents_train_alike_in_every_pipeline_and_recomputed() -> No
 
 def test_plans_count_the_mask_of_documents() -> None:
     run_on, apart = (
-        survey(small_llama(64, separate=separate), torch.bfloat16).layers[1].activations
+        profile(small_llama(64, separate=separate), torch.bfloat16).layers[1].activations
         for separate in (False, True)
     )
 
@@ -421,8 +423,10 @@ def test_models_that_do_not_tell_documents_apart_are_refused(
 ) -> None:
     for family in ("opt", "falcon", "bloom", "gpt_oss"):
         make(transformers, family, tmp_path / family)
-        config = settings_of(tmp_path / family, family, data={"separate_documents": True})
-        with pytest.raises(ConfigError, match=r"^data\.separate_documents: true, but the model's"):
+        config = settings_of(tmp_path / family, family, data={"intra_document_attention": True})
+        with pytest.raises(
+            ConfigError, match=r"^data\.intra_document_attention: true, but the model's"
+        ):
             named_model(config)
 
 
@@ -471,7 +475,7 @@ def test_looking_at_a_head_multiplies_by_none(monkeypatch: pytest.MonkeyPatch) -
 
 def test_saved_activations_of_a_layer_are_those_that_its_forward_keeps() -> None:
     model = small_llama(64)
-    surveyed = survey(model).layers[1].activations
+    profiled = profile(model).layers[1].activations
     module = model.layers[1].build()
     weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     hidden = torch.randn(1, 64, 32, requires_grad=True)
@@ -489,8 +493,8 @@ def test_saved_activations_of_a_layer_are_those_that_its_forward_keeps() -> None
         for storage, tensor in kept.items()
         if storage not in weights and storage != own
     )
-    assert surveyed is not None
-    assert surveyed.saved == pytest.approx(real, rel=0.08)
+    assert profiled is not None
+    assert profiled.saved == pytest.approx(real, rel=0.08)
 
 
 def test_a_stage_reads_its_own_tensors_one_at_a_time(
@@ -512,7 +516,7 @@ def test_a_stage_reads_its_own_tensors_one_at_a_time(
     assert read == []  # Names and shapes are enough.
     train_in_process(2, 1, named_model(config), config, token_data())
 
-    assert sorted(read) == sorted(survey(small_llama()).shapes)
+    assert sorted(read) == sorted(profile(small_llama()).shapes)
 
 
 # -- what is refused ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from support.images import shapes_of
 
 from axsparse.config.load import configure
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 from axsparse.models.zoo.model_registry import named_model
 
 
@@ -21,4 +21,4 @@ def test_a_model_starts_at_the_file_that_the_configuration_names(tmp_path: Path)
 
     model = named_model(configure(None, [*settings, f"model.weights={path}"]))
 
-    assert survey(model).start.startswith("gpt.pt ")
+    assert profile(model).start.startswith("gpt.pt ")

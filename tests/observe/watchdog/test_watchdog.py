@@ -59,7 +59,7 @@ class Rank:
         self.dog = Watchdog(
             HeartbeatFolder(job.folder / HEARTBEATS, number),
             self.activity,
-            job.grid.place(number),
+            job.grid.coords(number),
             timeout=TIMEOUT,
             end_job=lambda code: job.left.append((number, code)),
             clock=job.clock,
@@ -139,7 +139,7 @@ def test_what_one_rank_does_now_and_then_counts_as_progress(job: Job, others: st
 
     for _ in range(6):
         job.run(18)
-        job.ranks[2].activity.beat()  # also of a thread that writes
+        job.ranks[2].activity.note_progress()  # also of a thread that writes
 
     assert job.left == []
 
@@ -274,7 +274,7 @@ def test_a_disk_that_hangs_with_training_ends_the_job(
 
     for _ in range(looks):
         rank.dog.check_looks()
-    rank.activity.beat()
+    rank.activity.note_progress()
     for _ in range(looks):
         rank.dog.check_looks()
     rank.dog.look()
@@ -314,14 +314,14 @@ def test_a_place_without_room_for_heartbeats_is_refused(tmp_path: Path) -> None:
     (tmp_path / HEARTBEATS).write_text("no folder")
 
     def main(rank: int) -> None:
-        place = Grid(2, 1).place(rank)
+        coords = Grid(2, 1).coords(rank)
         activity = Activity(Phases(), Waits(), list)
         transport = LocalTransport(world, rank)
 
         def watch(timeout: float) -> Watchdog | None:
             settings = WatchdogConfig(timeout=timeout)
             return open_watchdog(
-                settings, tmp_path, place=place, activity=activity, transport=transport
+                settings, tmp_path, coords=coords, activity=activity, transport=transport
             )
 
         assert watch(0.0) is None
@@ -391,7 +391,7 @@ def test_what_has_come_is_awaited_no_more() -> None:
     engines: list[Engine] = []
 
     def listen(trainer: Trainer) -> None:
-        if trainer.parts.place.rank == 0:
+        if trainer.parts.coords.rank == 0:
             engine, link = trainer.parts.engine, trainer.parts.link
             engines.append(engine)
             arrivals = link.arrivals

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from axsparse.pruning.distribution import kept_entries
-from axsparse.pruning.methods.early_bird import Judgement, MaskConvergence, Metric
+from axsparse.pruning.methods.early_bird import Decision, MaskConvergence, Metric
 from axsparse.samo.selection import largest
 
 examples = settings(max_examples=100, deadline=None, derandomize=True)
@@ -34,17 +34,17 @@ def mask_of(kept: Iterable[int], numel: int = 100) -> Tensor:
     return mask
 
 
-def judge(one: MaskConvergence, step: int, masks: Round) -> Judgement:
+def decide(one: MaskConvergence, step: int, masks: Round) -> Decision:
     mismatched = sum(one.compare(name, mask) for name, mask in masks.items())
     total = sum(mask.numel() for mask in masks.values())
     kept = sum(int(mask.sum()) for mask in masks.values())
-    return one.judge(step, mismatched, total, kept)
+    return one.decide(step, mismatched, total, kept)
 
 
 def play(one: MaskConvergence, churns: Iterable[int], start: int = 0) -> list[str]:
     """The outcomes for distances of so many hundredths, with 50 of 1,000 entries kept."""
     return [
-        one.judge(start + EVERY * number, churn, 1000, 50).outcome
+        one.decide(start + EVERY * number, churn, 1000, 50).outcome
         for number, churn in enumerate(churns)
     ]
 
@@ -60,12 +60,12 @@ def test_scripted_masks_give_the_distances_worked_out_by_hand() -> None:
         {"a": mask_of(range(2, 12)), "b": mask_of(range(50, 60), 60)},  # all of b
     ]
 
-    found = [judge(one, EVERY * number, masks) for number, masks in enumerate(rounds)]
+    found = [decide(one, EVERY * number, masks) for number, masks in enumerate(rounds)]
 
     assert found == [
-        Judgement("search", None, None),
-        Judgement("search", 4 / 160, 4 / 40),
-        Judgement("search", 20 / 160, 20 / 40),
+        Decision("search", None, None),
+        Decision("search", 4 / 160, 4 / 40),
+        Decision("search", 20 / 160, 20 / 40),
     ]
 
 
@@ -76,7 +76,7 @@ def test_packed_masks_differ_where_masks_do(numel: int, data: st.DataObject) -> 
     before, after = data.draw(bits), data.draw(bits)
     one = search()
     one.compare("w", before)
-    one.judge(0, 0, numel, 1)
+    one.decide(0, 0, numel, 1)
 
     assert one.compare("w", after) == int((before != after).sum())
 
@@ -110,7 +110,7 @@ def test_independent_masks_of_few_entries_are_close_by_hamming_distance_and_not_
 
     def outcomes(metric: Metric) -> list[str]:
         one = search(metric)
-        return [judge(one, EVERY * at, round_).outcome for at, round_ in enumerate(masks)]
+        return [decide(one, EVERY * at, round_).outcome for at, round_ in enumerate(masks)]
 
     assert outcomes("hamming")[5] == "draw"
     assert outcomes("churn") == ["search"] * 12
@@ -127,8 +127,8 @@ def test_rounds_stand_at_every_interval_from_the_start_step_on() -> None:
 
 def test_a_count_of_steps_that_comes_twice_has_one_round() -> None:
     one = search()
-    one.judge(0, 0, 1000, 50)
-    one.judge(EVERY, 0, 1000, 50)
+    one.decide(0, 0, 1000, 50)
+    one.decide(EVERY, 0, 1000, 50)
 
     assert not one.due(EVERY)  # the next step overflowed
     assert one.due(2 * EVERY)
@@ -149,6 +149,6 @@ def test_the_last_round_draws_or_says_that_it_is_the_last(
 def test_masks_that_keep_nothing_have_settled() -> None:
     found = search(max_steps=50)
 
-    outcomes = [found.judge(EVERY * step, 0, 100, 0).outcome for step in range(6)]
+    outcomes = [found.decide(EVERY * step, 0, 100, 0).outcome for step in range(6)]
 
     assert outcomes == ["search"] * 5 + ["draw"]

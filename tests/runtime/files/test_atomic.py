@@ -56,12 +56,12 @@ def test_a_folder_that_cannot_be_replaced_is_as_before(
     (path / "inner").write_text("old")
     rename = Path.rename
 
-    def refuse(self: Path, target: Path) -> Path:
+    def reject(self: Path, target: Path) -> Path:
         if target == path and not self.name.endswith(".before"):
             raise OSError("full")
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(Path, "rename", reject)
 
     with pytest.raises(OSError, match="full"), new_path(path) as unfinished:
         unfinished.mkdir()

@@ -24,7 +24,7 @@ TENSORS = {
 }
 
 
-def described(tensors: dict[str, Tensor]) -> dict[str, TensorHeader]:
+def one_line(tensors: dict[str, Tensor]) -> dict[str, TensorHeader]:
     return {name: TensorHeader(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
 
 
@@ -98,7 +98,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     turned = {name: t.t() if t.dim() == 2 else t for name, t in tensors.items()}
     path = tmp_path / "x.safetensors"
 
-    safetensors.write_safetensors(path, described(turned), iter(turned.values()))
+    safetensors.write_safetensors(path, one_line(turned), iter(turned.values()))
 
     file = SafetensorsFile(path)
     assert_equal_tensors({name: file.read(name) for name in file.shapes}, turned)
@@ -129,9 +129,9 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
     def tensors() -> Iterator[Tensor]:
         for _ in range(3):
             assert [ref for ref in made if ref() is not None] == []
-            yield noted(torch.zeros(4, 5))
+            yield with_note(torch.zeros(4, 5))
 
-    def noted(tensor: Tensor) -> Tensor:
+    def with_note(tensor: Tensor) -> Tensor:
         made.append(weakref.ref(tensor))
         return tensor
 
@@ -146,6 +146,6 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     path.write_text("precious")
 
     with pytest.raises(FileExistsError):
-        safetensors.write_safetensors(path, described(TENSORS), iter(TENSORS.values()))
+        safetensors.write_safetensors(path, one_line(TENSORS), iter(TENSORS.values()))
 
     assert path.read_text() == "precious"

@@ -59,10 +59,10 @@ def test_every_message_arrives_once_in_order_and_whole(
 
     def main(transport: SmallPieces) -> None:
         rank = transport.rank
-        place = Grid(ranks, 1).place(rank)
-        link = transport.link(place)
+        coords = Grid(ranks, 1).coords(rank)
+        link = transport.link(coords)
         chance = random.Random(seed + rank)  # noqa: S311 - another order on every rank
-        ends = {Direction.FORWARD: place.is_last, Direction.BACKWARD: place.is_first}
+        ends = {Direction.FORWARD: coords.is_last, Direction.BACKWARD: coords.is_first}
         left = {to: list(range(len(sizes))) for to, is_end in ends.items() if not is_end}
         sources = {Direction.FORWARD: rank - 1, Direction.BACKWARD: rank + 1}
         arrived: dict[Direction, list[int]] = {
@@ -99,7 +99,7 @@ def _contents(rank: int, number: int, sizes: Sequence[int]) -> list[Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 def test_messages_that_nobody_takes_are_dropped_when_both_close(way: Way) -> None:
     def main(transport: SmallPieces) -> int:
-        link = transport.link(Grid(3, 1).place(transport.rank))
+        link = transport.link(Grid(3, 1).coords(transport.rank))
         if transport.rank == 0:
             for number in range(5):
                 tensor = transport.device.later(torch.arange(60.0))
@@ -114,7 +114,7 @@ def test_messages_that_nobody_takes_are_dropped_when_both_close(way: Way) -> Non
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sent_tensor_lives_until_it_is_through_and_no_longer(way: Way) -> None:
     def main(transport: StandIn) -> None:
-        link = transport.link(Grid(2, 1).place(transport.rank))
+        link = transport.link(Grid(2, 1).coords(transport.rank))
         if transport.rank == 0:
             tensor = transport.device.later(torch.ones(9))
             alive = weakref.ref(tensor.untyped_storage())
@@ -142,7 +142,7 @@ class Frozen:
         transports = [StandIn(self.hardware, rank, "nccl") for rank in range(2)]
         self.device = transports[0].device
         self.links: list[Link] = [
-            one.link(Grid(2, 1).place(rank)) for rank, one in enumerate(transports)
+            one.link(Grid(2, 1).coords(rank)) for rank, one in enumerate(transports)
         ]
 
     def send(self, number: int) -> None:
@@ -215,7 +215,7 @@ def test_contents_wait_on_the_device_only_once_their_header_has_left() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_waits_for_something_else_still_sends_its_messages(way: Way) -> None:
     def main(transport: SmallPieces) -> None:
-        link = transport.link(Grid(2, 1).place(transport.rank))
+        link = transport.link(Grid(2, 1).coords(transport.rank))
         if transport.rank == 0:
             tensor = transport.device.later(torch.ones(99))
             link.send(Message(Direction.FORWARD, 0, (tensor,)))
@@ -237,7 +237,7 @@ def test_what_a_branch_has_made_goes_with_it_and_the_next_one_has_names_of_its_o
         seen: list[int] = []
         for _ in range(2):
             branch = transport.branch()
-            link = branch.link(Grid(2, 1).place(rank))
+            link = branch.link(Grid(2, 1).coords(rank))
             group = branch.collective("gradients", range(2))
             if rank == 0:
                 tensor = transport.device.later(torch.ones(9))
@@ -272,7 +272,7 @@ def test_ranks_connect_and_close_in_one_order_however_many_stages_there_are(stag
     shared: list[dict[object, object]] = []
 
     def main(transport: StandIn) -> None:
-        transport.link(Grid(stages, 1).place(transport.rank))
+        transport.link(Grid(stages, 1).coords(transport.rank))
         shared.append(transport.device.hardware.shared)
 
     on_standins(stages, "nccl", main, seed=1)

@@ -78,14 +78,14 @@ def test_a_kernel_is_compiled_once_and_started_on_torchs_stream(
 
     structure = np.zeros(1, TENSORS)
 
-    launch("judge<Fp32>", 5, tensor, None, np.int64(4), np.float32(0.5), structure)
-    launch("judge<Fp32>", 6, tensor)
-    launch("judge<Fp32>", 0)
+    launch("sum_squares<Fp32>", 5, tensor, None, np.int64(4), np.float32(0.5), structure)
+    launch("sum_squares<Fp32>", 6, tensor)
+    launch("sum_squares<Fp32>", 0)
 
-    assert cupy.compiled == ["fold", "judge<Fp32>"]
+    assert cupy.compiled == ["fold", "sum_squares<Fp32>"]
     assert cupy.streams == [(0, 77)]  # kept for the second launch
     name, grid, block, arguments = cupy.started[0]
-    assert (name, grid, block) == ("judge<Fp32>", (5,), (THREADS,))
+    assert (name, grid, block) == ("sum_squares<Fp32>", (5,), (THREADS,))
     assert arguments[:4] == (tensor.data_ptr(), 0, 4, 0.5)
     assert [value.dtype.name for value in arguments[:4]] == ["uint64"] * 2 + ["int64", "float32"]
     assert arguments[4] is structure
@@ -175,6 +175,6 @@ def test_a_cupy_for_rocm_that_knows_the_older_way_takes_torchs_stream_by_it(
     cupy.cuda.ExternalStream = external
     monkeypatch.setattr(torch.version, "hip", "7.0.51831")
 
-    launcher(monkeypatch, cupy)("judge<Fp32>", 1)
+    launcher(monkeypatch, cupy)("sum_squares<Fp32>", 1)
 
     assert taken == [77]

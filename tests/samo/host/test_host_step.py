@@ -170,11 +170,11 @@ def test_small_models_rules_without_a_loop_and_all_without_numba_are_stepped_by_
 ) -> None:
     few, many = dense_layer(FEW, STATES[0]), dense_layer(FEW + 1, STATES[0])
 
-    assert update_module.whole_step([few], ADAMW) is None
-    assert update_module.whole_step([many], replace(ADAMW, compiled=None)) is None
-    assert update_module.whole_step([many], ADAMW) is not None
+    assert update_module.full_tensor_step([few], ADAMW) is None
+    assert update_module.full_tensor_step([many], replace(ADAMW, compiled=None)) is None
+    assert update_module.full_tensor_step([many], ADAMW) is not None
     monkeypatch.setattr(update_module, "can_compile", lambda: False)
-    assert update_module.whole_step([many], ADAMW) is None
+    assert update_module.full_tensor_step([many], ADAMW) is None
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])

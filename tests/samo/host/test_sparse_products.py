@@ -240,7 +240,7 @@ def test_factors_of_another_size_or_type_are_refused() -> None:
     weight, index = pruned(40, 56), make_index(masked(40, 56).view(-1), "mask")
     rows, outer = whole_numbers(70, 56, seed=1), whole_numbers(70, 40, seed=2)
     bias = whole_numbers(40, seed=3)
-    refused: list[tuple[Callable[..., Tensor], tuple[object, ...], str]] = [
+    rejected: list[tuple[Callable[..., Tensor], tuple[object, ...], str]] = [
         (sparse_linear, (rows[:, :55], weight, bias), r"\(70, 55\) for 56"),
         (sparse_linear, (rows, weight, bias[:39]), r"\(39,\) for 40"),
         (sparse_input_gradient, (rows, weight), r"\(70, 56\) for 40"),
@@ -250,7 +250,7 @@ def test_factors_of_another_size_or_type_are_refused() -> None:
         (sampled_product, (outer[:, :39], rows, index), "40 rows for 39"),
         (sampled_product, (outer.float(), rows, index), "float32"),
     ]
-    for function, arguments, why in refused:
+    for function, arguments, why in rejected:
         with pytest.raises(AssertionError, match=why):
             function(*arguments)
 

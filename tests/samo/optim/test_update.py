@@ -20,7 +20,7 @@ from axsparse.samo.index.base import FullIndex, make_index
 from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.optim.optimizer import Block, Hyper, Optimizer
+from axsparse.samo.optim.optimizer import Hyper, Optimizer, StateBlock
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
@@ -115,7 +115,7 @@ def test_a_rule_follows_its_formula(name: str, decay: float) -> None:
     expected = [0.0] * len(moments)
 
     for step, g in enumerate([0.5, -0.25, 2.0], start=1):
-        block = Block(torch.tensor([g]), master, moments)
+        block = StateBlock(torch.tensor([g]), master, moments)
         rule.ours.update_moments(block, hyper(step, decay))
         rule.ours.apply(block, None, hyper(step, decay))
         theta = rule.formula(theta, g, expected, hyper(step, decay))
@@ -135,7 +135,7 @@ def test_square_roots_are_the_nearest_numbers() -> None:
     """After very many steps without ε, a zero moves to minus the quotient of its moments."""
     square = torch.rand(4099, generator=torch.Generator().manual_seed(0)).add_(0.1).pow_(9)
     moments = {"exp_avg": torch.ones(4099), "exp_avg_sq": square.clone()}
-    block = Block(torch.zeros(4099), torch.zeros(4099), moments)
+    block = StateBlock(torch.zeros(4099), torch.zeros(4099), moments)
 
     ADAMW.apply(block, None, Hyper(10**6, 1.0, BETAS, 0.0, 0.0))
 
@@ -195,13 +195,13 @@ def test_the_second_use_of_a_weight_is_not_updated_a_second_time() -> None:
 def test_statistics_reach_the_rule_summed_over_all_blocks_of_a_tensor() -> None:
     seen: list[tuple[int, float]] = []
 
-    def update_moments(block: Block, hyper: Hyper) -> None:
+    def update_moments(block: StateBlock, hyper: Hyper) -> None:
         block.moments["velocity"].add_(block.grad)
 
-    def statistics(block: Block, hyper: Hyper) -> Tensor:
+    def statistics(block: StateBlock, hyper: Hyper) -> Tensor:
         return torch.stack([block.master.double().sum(), block.moments["velocity"].double().sum()])
 
-    def apply(block: Block, sums: Tensor | None, hyper: Hyper) -> None:
+    def apply(block: StateBlock, sums: Tensor | None, hyper: Hyper) -> None:
         assert sums is not None
         seen.append((block.master.numel(), float(sums[0] - sums[1])))
         block.master.sub_(block.moments["velocity"]).sub_(block.grad)
@@ -233,10 +233,10 @@ def test_statistics_of_shards_are_added_in_the_order_of_the_ranks(ranks: int, to
     small = 2.0**-53
     found: set[float] = set()
 
-    def statistics(block: Block, hyper: Hyper) -> Tensor:
+    def statistics(block: StateBlock, hyper: Hyper) -> Tensor:
         return block.master.double().sum().view(1)
 
-    def apply(block: Block, sums: Tensor | None, hyper: Hyper) -> None:
+    def apply(block: StateBlock, sums: Tensor | None, hyper: Hyper) -> None:
         assert sums is not None
         found.add(float(sums))
 
@@ -250,7 +250,7 @@ def test_statistics_of_shards_are_added_in_the_order_of_the_ranks(ranks: int, to
     world: LocalWorld[None] = LocalWorld(ranks)
 
     def body(rank: int) -> None:
-        group = TensorGroup(Grid(1, 1, ranks).place(rank), LocalTransport(world, rank))
+        group = TensorGroup(Grid(1, 1, ranks).coords(rank), LocalTransport(world, rank))
         options = StateOptions(torch.float32, torch.float32, (), 1, None, sharding=Sharding(group))
         [built] = build_layers([layer], {}, options)
         update([built.state], rule, hyper(1), 1.0)

@@ -18,7 +18,12 @@ from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensors
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, load_layers
 from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
-from axsparse.training.checkpoint.verification import is_whole, open_checkpoint, read_entry, verify
+from axsparse.training.checkpoint.verification import (
+    is_complete,
+    open_checkpoint,
+    read_entry,
+    verify,
+)
 
 
 def config_of(**sections: Any) -> Config:
@@ -51,13 +56,11 @@ def forge(run: Path, change: Callable[[dict[str, torch.Tensor]], object], layer:
     path = folder / manifest.layers[layer].file
     file = SafetensorsFile(path)
     tensors = {name: file.read(name) for name in file.shapes}
-    described = {name: file.described(name) for name in file.shapes}
+    one_line = {name: file.one_line(name) for name in file.shapes}
     change(tensors)
-    described = {
-        name: replace(described[name], shape=tuple(tensors[name].shape)) for name in tensors
-    }
+    one_line = {name: replace(one_line[name], shape=tuple(tensors[name].shape)) for name in tensors}
     path.unlink()
-    write_safetensors(path, described, iter(tensors.values()))
+    write_safetensors(path, one_line, iter(tensors.values()))
     entries = {**manifest.files, path.name: read_entry(folder, path.name)}
     rewrite(run, lambda m: m.model_copy(update={"files": entries}))
 
@@ -99,7 +102,7 @@ def test_forged_files_are_refused(
     change: Callable[[dict[str, torch.Tensor]], object], words: str, run: Path
 ) -> None:
     forge(run, change, "block0")
-    assert is_whole(folder_of(run))
+    assert is_complete(folder_of(run))
 
     with pytest.raises(DataError, match=rf"^checkpoint {run}/checkpoints/step-3: .*{words}"):
         ran((1, 1), config_of(), run, resume="auto")
@@ -130,7 +133,7 @@ def test_what_a_pruning_method_did_not_save_is_missed(run: Path) -> None:
     checkpoint = open_checkpoint(folder_of(run))
 
     with pytest.raises(DataError, match=f"has nothing for the pruning of {NAME}; resume from anot"):
-        CheckpointFiles(checkpoint).read_masking("search", NAME)
+        CheckpointFiles(checkpoint).read_pruner("search", NAME)
 
 
 @pytest.mark.parametrize(
@@ -153,13 +156,13 @@ def test_forged_state_of_a_pruning_method_is_refused(
 ) -> None:
     config = tiny_config(train={"steps": 10}, pruning=pruning)
     ran((1, 1), config, tmp_path / "run", stop_after=3)
-    read = CheckpointFiles.read_masking
+    read = CheckpointFiles.read_pruner
 
     def forged(self: CheckpointFiles, asked: str, name: str) -> torch.Tensor:
         assert asked == kind
         return read(self, asked, name)[:1]
 
-    monkeypatch.setattr(CheckpointFiles, "read_masking", forged)
+    monkeypatch.setattr(CheckpointFiles, "read_pruner", forged)
 
     with pytest.raises(DataError, match=rf"^checkpoint: {words}"):
         ran((1, 1), config, tmp_path / "run", resume="auto")
@@ -193,7 +196,7 @@ def test_what_may_change_is_told_where_it_changes_the_numbers(
         train={"steps": 5, "log_every": 1, "eval_every": 2},
         optimizer={"learning_rate": 0.5, "learning_rates": ("head.*=0.1", "block1.*=0")},
         checkpoint={"every": 1, "keep_last": 9},
-        pipeline={"slack": 2, "schedule": "gpipe"},
+        pipeline={"extra_in_flight": 2, "schedule": "gpipe"},
         samo={"index": "int32"},
     )
 
@@ -253,7 +256,7 @@ def test_a_rank_reads_the_files_of_its_own_layers_only(
 def test_a_byte_that_has_changed_is_found_in_every_file(run: Path) -> None:
     checkpoint = open_checkpoint(folder_of(run))
     verify(checkpoint)
-    assert is_whole(folder_of(run)) and len(checkpoint.manifest.files) > 2
+    assert is_complete(folder_of(run)) and len(checkpoint.manifest.files) > 2
     for name in checkpoint.manifest.files:
         contents = (folder_of(run) / name).read_bytes()
         (folder_of(run) / name).write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
@@ -261,7 +264,7 @@ def test_a_byte_that_has_changed_is_found_in_every_file(run: Path) -> None:
         with pytest.raises(DataError, match=f"{name} has another hash than its manifest says"):
             verify(checkpoint)
         verify(checkpoint, set(checkpoint.manifest.files) - {name})
-        assert not is_whole(folder_of(run))
+        assert not is_complete(folder_of(run))
         (folder_of(run) / name).write_bytes(contents)
 
 
@@ -277,4 +280,4 @@ def test_files_of_another_size_or_none_are_told(run: Path) -> None:
 
     with pytest.raises(MissingInputError, match=rf"{name} cannot be read \(No such file"):
         verify(checkpoint)
-    assert not is_whole(folder_of(run))
+    assert not is_complete(folder_of(run))

@@ -33,7 +33,7 @@ def values() -> dict[str, Any]:
             **{"evaluated": True, "masked": False, "loss_scale": 0.1, "good_steps": 3},
             "skipped_at_floor": 0,
         },
-        "standing": {"distances": [0.1, 1 / 3], "last_look": 2},
+        "method_state": {"distances": [0.1, 1 / 3], "last_look": 2},
         "data": {"name": "random", "fingerprint": "0", "samples": 40, "position": 48},
         "config": {"seed": 1, "layout": {"split": [1, 2]}, "batch": {"global_batch_size": 12}},
         "versions": {"torch": "2"},
@@ -41,13 +41,13 @@ def values() -> dict[str, Any]:
         "layers": {
             "block0": {
                 "file": "0000-block0.safetensors",
-                "masking": "0000-block0.masking.safetensors",
+                "pruner": "0000-block0.pruner.safetensors",
                 "parameters": {"block0.fc.weight": {"shape": [3, 4], "kept": 5}},
             }
         },
         "files": {
             "0000-block0.safetensors": {"bytes": 10, "xxh3": HASH},
-            "0000-block0.masking.safetensors": {"bytes": 7, "xxh3": HASH},
+            "0000-block0.pruner.safetensors": {"bytes": 7, "xxh3": HASH},
         },
     }
 
@@ -75,7 +75,7 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
     found = parse_manifest(manifest_bytes(manifest))
 
     assert found == manifest
-    assert found.standing.distances == (0.1, 1 / 3)
+    assert found.method_state.distances == (0.1, 1 / 3)
     assert found.nbytes == 17
     assert json.loads(manifest_bytes(manifest))["progress"]["step"] == 4
 
@@ -121,7 +121,7 @@ def test_no_flipped_bit_goes_unseen() -> None:
         ("progress/spikes", {"losses": [float("nan")]}, "progress.spikes.losses.0: |it: "),
         ("progress/spikes", {"losses": [1.0] * 10_001}, "progress.spikes.losses: "),
         ("progress/first_bad", {"step": 1, "what": "a\x1b[2J"}, "progress.first_bad.what: "),
-        ("standing/distances", "x", "standing.distances"),
+        ("method_state/distances", "x", "method_state.distances"),
         ("extra", 1, "extra: "),
         ("layers/block0/file", "../block0.safetensors", "layers.block0.file: "),
         ("layers/block0/file", "/block0.safetensors", "layers.block0.file: "),
@@ -188,11 +188,11 @@ PATHS = st.sampled_from(
     [
         *(f"progress/{name}" for name in values()["progress"]),
         *(name for name in values() if name != "format"),
-        "standing/distances",
-        "standing/last_look",
+        "method_state/distances",
+        "method_state/last_look",
         "layers/block0",
         "layers/block0/parameters",
-        "layers/block0/masking",
+        "layers/block0/pruner",
         "files/0000-block0.safetensors",
     ]
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
-from axsparse.data_parallel.agreement import Verdict
+from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.runtime.errors import OutputError, TrainingError
 from axsparse.runtime.files.safetensors import write_safetensors
@@ -27,7 +27,7 @@ from axsparse.training.checkpoint.checkpoint_folder import commit, saved_steps, 
 from axsparse.training.checkpoint.layer_files import deal
 from axsparse.training.checkpoint.manifest import FileEntry
 from axsparse.training.checkpoint.saver import CopyQueue
-from axsparse.training.checkpoint.verification import is_whole, open_checkpoint, read_entry
+from axsparse.training.checkpoint.verification import is_complete, open_checkpoint, read_entry
 from axsparse.training.progress import Progress
 from axsparse.training.trainer import Trainer
 
@@ -74,20 +74,20 @@ def test_a_run_saves_at_intervals_and_at_its_end(
     ran((2, 1), config_of(**checkpoint), tmp_path)
 
     assert saved(tmp_path) == steps
-    assert all(is_whole(tmp_path / "checkpoints" / f"step-{step}") for step in steps)
+    assert all(is_complete(tmp_path / "checkpoints" / f"step-{step}") for step in steps)
 
 
 def test_what_a_thread_writes_is_told_of_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    beat = Activity.beat
+    beat = Activity.note_progress
 
     def count(self: Activity) -> None:
         threads.append(threading.current_thread().name)
         beat(self)
 
-    monkeypatch.setattr(Activity, "beat", count)
+    monkeypatch.setattr(Activity, "note_progress", count)
 
     ran((1, 1), config_of(every=50), tmp_path)
 
@@ -120,7 +120,7 @@ def before_each_step(happen: Callable[[Trainer], object]) -> Callable[[Trainer],
     def install(trainer: Trainer) -> None:
         step = trainer.step
 
-        def stepping() -> Verdict:
+        def stepping() -> StepResult:
             happen(trainer)
             return step()
 
@@ -181,7 +181,7 @@ def test_replicas_write_a_part_each(
 ) -> None:
     written: list[str] = []
     hooked(lambda path: written.append(path.name))
-    config = settings(config_of(every=50), samo={"shard_optimizer": shard})
+    config = settings(config_of(every=50), samo={"zero_stage": int(shard)})
     parts: list[int] = []
 
     def count(trainer: Trainer) -> None:
@@ -210,7 +210,7 @@ def test_work_is_dealt_out_by_size() -> None:
 def test_memory_for_what_is_on_its_way_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `checkpoint.buffer`, and a tensor that is being written; not by the state."""
+    """By `checkpoint.staging_memory`, and a tensor that is being written; not by the state."""
     limits: list[float] = []
     most = 0
 
@@ -226,7 +226,7 @@ def test_memory_for_what_is_on_its_way_is_bounded(
 
     monkeypatch.setattr(save, "CopyQueue", Watched)
 
-    ran((1, 1), config_of(every=6, buffer=2e-5), tmp_path)
+    ran((1, 1), config_of(every=6, staging_memory=2e-5), tmp_path)
 
     assert limits == [20_000.0]
     assert 0 < most <= 20_000
@@ -255,7 +255,7 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_what_was_saved(
         ran((2, 2), config_of(), tmp_path)
 
     assert caught.value.on_all_ranks
-    assert saved(tmp_path) == [2] and is_whole(tmp_path / "checkpoints" / "step-2")
+    assert saved(tmp_path) == [2] and is_complete(tmp_path / "checkpoints" / "step-2")
     assert unfinished(tmp_path / "checkpoints") == []
 
 
@@ -341,7 +341,7 @@ def test_a_run_that_loses_its_way_keeps_what_it_was_saving(tmp_path: Path) -> No
     with pytest.raises(TrainingError, match="no step could update"):
         ran((2, 1), config, tmp_path, model=lambda config: mlp(), data=data)
 
-    assert saved(tmp_path) == [2] and is_whole(tmp_path / "checkpoints" / "step-2")
+    assert saved(tmp_path) == [2] and is_complete(tmp_path / "checkpoints" / "step-2")
 
 
 def test_a_rank_that_fails_alone_leaves_nothing_half_named(
@@ -351,7 +351,7 @@ def test_a_rank_that_fails_alone_leaves_nothing_half_named(
     hooked(lambda path: may_write.wait(60))
 
     def fail(trainer: Trainer) -> None:
-        if trainer.steps_done == 2 and trainer.parts.place.rank == 1:
+        if trainer.steps_done == 2 and trainer.parts.coords.rank == 1:
             may_write.set()
             raise RuntimeError("a layer of glass")
 

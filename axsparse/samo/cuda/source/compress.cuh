@@ -65,19 +65,19 @@ __global__ void compress(const void* dense, const void* entries, const int* offs
 
 // One tensor's gradient. `chunk` is the number of its first chunk among those of all tensors of the
 // launch, `first` that of its first partial sum.
-struct Judged {
+struct NormInput {
     const void* gradient;
     double* partials;
     Count kept, chunk, first;
 };
 
 // Tensors of one launch, since most of them are so small that a launch would cost more.
-struct Judgement {
-    Judged tensors[SUMMED];
+struct NormInputs {
+    NormInput tensors[SUMMED];
     Count number;
 
     // The tensor that a chunk or a partial sum belongs to, as `begin` says.
-    ON_DEVICE const Judged& owner(Count place, Count Judged::*begin) const {
+    ON_DEVICE const NormInput& owner(Count place, Count NormInput::*begin) const {
         int low = 0, high = (int)number;
         while (high - low > 1) {
             int middle = (low + high) / 2;
@@ -90,12 +90,12 @@ struct Judgement {
         return tensors[low];
     }
 };
-static_assert(sizeof(Judgement) == JUDGEMENT_BYTES, "as the host lays it out");
+static_assert(sizeof(NormInputs) == NORM_INPUTS_BYTES, "as the host lays it out");
 
 // The sums of squares of gradients.
 template <typename Gradient>
-__global__ void judge(Judgement group, double* chunks) {
-    const Judged& tensor = group.owner((Count)blockIdx.x, &Judged::chunk);
+__global__ void sum_squares(NormInputs group, double* chunks) {
+    const NormInput& tensor = group.owner((Count)blockIdx.x, &NormInput::chunk);
     const typename Gradient::Bits* __restrict__ values_K =
         (const typename Gradient::Bits*)tensor.gradient;
     double squares = 0;
@@ -109,10 +109,10 @@ __global__ void judge(Judgement group, double* chunks) {
 }
 
 // The sum of each block of SUM_BLOCK kept entries, from the sums of its chunks in order.
-__global__ void fold(Judgement group, const double* chunks, Count num_partials) {
+__global__ void fold(NormInputs group, const double* chunks, Count num_partials) {
     Count place = (Count)blockIdx.x * THREADS + threadIdx.x;
     if (place >= num_partials) return;
-    const Judged& tensor = group.owner(place, &Judged::first);
+    const NormInput& tensor = group.owner(place, &NormInput::first);
     const int each = SUM_BLOCK / CHUNK;
     Count block = place - tensor.first, first = tensor.chunk + block * each;
     Count last = least(first + each, tensor.chunk + (tensor.kept + CHUNK - 1) / CHUNK);

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from axsparse.observe.watchdog.heartbeat import Heartbeat
-from axsparse.runtime.grid import Place
+from axsparse.runtime.grid import RankCoords
 
 SILENT = "its Python does not run"
 
@@ -16,7 +16,7 @@ SILENT = "its Python does not run"
 class RankView:
     """The state of a rank as the reporting rank knows it."""
 
-    place: Place
+    coords: RankCoords
     heartbeat: Heartbeat | None
     """Its last heartbeat; None if the rank has left or never began."""
     quiet: float
@@ -29,7 +29,7 @@ class RankView:
     """The Python stacks of all its threads; empty if it did not answer."""
 
 
-def laggard(ranks: Sequence[RankView]) -> RankView:
+def straggler(ranks: Sequence[RankView]) -> RankView:
     """The straggler, the rank that the others wait for.
 
     That is a silent rank, since its Python does not run; otherwise a rank that does not wait;
@@ -51,7 +51,7 @@ def laggard(ranks: Sequence[RankView]) -> RankView:
 
 def error_line(ranks: Sequence[RankView], report: Path) -> str:
     """One line on which rank hangs, who waits for it, and where the report is."""
-    last = laggard(ranks)
+    last = straggler(ranks)
     heartbeat = last.heartbeat
     if heartbeat is None:
         what = "hangs: it is not there, and all others wait"
@@ -63,7 +63,7 @@ def error_line(ranks: Sequence[RankView], report: Path) -> str:
             what += ", and so do all others, waiting for each other"
     what += "".join(f"; {text}" for text in _awaiting(ranks, last)[:1])
     return (
-        f"{last.place}: {what}; the stacks of all ranks are in {report}; --resume auto goes on "
+        f"{last.coords}: {what}; the stacks of all ranks are in {report}; --resume auto goes on "
         "from the last checkpoint, and a larger watchdog.timeout waits longer"
     )
 
@@ -71,11 +71,11 @@ def error_line(ranks: Sequence[RankView], report: Path) -> str:
 def report(ranks: Sequence[RankView], line: str) -> str:
     """The report: the error line, one line for every rank, then all stacks, the straggler's
     first."""
-    first = laggard(ranks)
+    first = straggler(ranks)
     others = [view for view in ranks if view is not first]
     lines = [line, "", *map(state_line, ranks)]
     for view in (first, *others):
-        lines += ["", f"{view.place}:", view.stacks or _no_stacks(view)]
+        lines += ["", f"{view.coords}:", view.stacks or _no_stacks(view)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -83,13 +83,13 @@ def state_line(view: RankView) -> str:
     """One line on the current task of a rank."""
     heartbeat = view.heartbeat
     if heartbeat is None:
-        return f"{view.place}: has left, or never began to train"
+        return f"{view.coords}: has left, or never began to train"
     how = "waits in" if heartbeat.waits else "is in"
     if view.is_silent:
         how = f"does not answer ({view.system or SILENT}), last seen in"
     awaited = f"; awaits {', '.join(heartbeat.awaited)}" if heartbeat.awaited else ""
     return (
-        f"{view.place} on {heartbeat.host}, process {heartbeat.process}: {how} {heartbeat}, "
+        f"{view.coords} on {heartbeat.host}, process {heartbeat.process}: {how} {heartbeat}, "
         f"{view.quiet:.0f} s without progress{awaited}"
     )
 
@@ -110,9 +110,9 @@ def process_state(process: int) -> str:
 
 def _awaiting(ranks: Sequence[RankView], found: RankView) -> list[str]:
     """One text for every rank that waits for a message from this one."""
-    ending = f" from rank {found.place.rank}"
+    ending = f" from rank {found.coords.rank}"
     return [
-        f"rank {view.place.rank} awaits its {text.removesuffix(ending)} in step {beat.step}"
+        f"rank {view.coords.rank} awaits its {text.removesuffix(ending)} in step {beat.step}"
         for view in ranks
         if (beat := view.heartbeat) is not None
         for text in beat.awaited

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from axsparse.observe.watchdog.heartbeat import Heartbeat
-from axsparse.observe.watchdog.laggard import (
+from axsparse.observe.watchdog.straggler import (
     RankView,
     error_line,
-    laggard,
     process_state,
     report,
     state_line,
+    straggler,
 )
 from axsparse.runtime.grid import Grid
 
@@ -41,7 +41,7 @@ PLACE = Path("runs/my/hang-report.txt")
 
 def seen(rank: int, quiet: float = 40.0, **changes: Any) -> RankView:
     """A rank that waits."""
-    return replace(RankView(GRID.place(rank), BEAT, quiet, stacks=f"stacks of {rank}"), **changes)
+    return replace(RankView(GRID.coords(rank), BEAT, quiet, stacks=f"stacks of {rank}"), **changes)
 
 
 def working(rank: int, quiet: float = 40.0) -> RankView:
@@ -68,7 +68,7 @@ def gone(rank: int) -> RankView:
     ids=["silent", "does not wait", "gone", "all wait", "the first that stalled"],
 )
 def test_the_rank_that_others_wait_for_is_named(ranks: list[RankView], named: int) -> None:
-    assert laggard(ranks).place.rank == named
+    assert straggler(ranks).coords.rank == named
 
 
 def test_a_stopped_rank_is_told_of_by_what_it_did_last_and_what_others_await() -> None:

@@ -33,7 +33,7 @@ from axsparse.models.layer_cost import (
 )
 from axsparse.models.module_buffers import slots
 from axsparse.models.tensor_shard import LayerSharding, TensorShard
-from axsparse.runtime.errors import ConfigError, described
+from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng
 
@@ -132,7 +132,7 @@ class LayerInfo:
 
 
 @dataclass(frozen=True)
-class Survey:
+class ModelProfile:
     """The contents of a model."""
 
     layers: Sequence[LayerInfo]
@@ -184,14 +184,14 @@ class Survey:
         return owners[name]
 
 
-def survey(
+def profile(
     model: Model,
     dtype: torch.dtype = torch.float32,
     *,
     samples: int = SAMPLES,
     device: torch.device | None = None,
-) -> Survey:
-    """Survey a model; `dtype` is the type of its activations.
+) -> ModelProfile:
+    """ModelProfile a model; `dtype` is the type of its activations.
 
     `samples` of `Model.example` pass through the layers, on the meta device or really on `device`.
     Raises CostError for a layer that does not run, and ConfigError for a declaration that does not
@@ -211,7 +211,7 @@ def survey(
         example = example_of(model.example, samples)
         tracer = Tracer(example, dtype, samples=samples, device=device)
         tracer.start = model.start
-    layers = survey_layers(model.layers, tracer)
+    layers = profile_layers(model.layers, tracer)
     parameters = _by_name(layers)
     if not any(parameter.trained for parameter in parameters.values()):
         raise ConfigError("model: no parameter requires a gradient; there is nothing to train")
@@ -225,7 +225,7 @@ def survey(
     if model.start is None:
         _check_tied_starts(model, layers, ties)
     start = "" if model.start is None else model.start.fingerprint
-    return Survey(layers, ties, start, model.loss_logits)
+    return ModelProfile(layers, ties, start, model.loss_logits)
 
 
 def _by_name(layers: Sequence[LayerInfo]) -> dict[str, ParameterInfo]:
@@ -262,7 +262,7 @@ def example_of(make: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple
         inputs = make(samples)
     except Exception as reason:
         raise ConfigError(
-            f"Model.example: {described(reason)}; it is called with a number of samples"
+            f"Model.example: {one_line(reason)}; it is called with a number of samples"
         ) from reason
     if not isinstance(inputs, tuple) or not all(isinstance(tensor, Tensor) for tensor in inputs):
         raise ConfigError(
@@ -301,26 +301,26 @@ def named_value(key: str, entry: str, below: float, form: str) -> tuple[str, flo
     return pattern.strip(), value
 
 
-def costs_text(surveyed: Survey) -> str:
+def costs_text(profiled: ModelProfile) -> str:
     """The costs of all layers as JSON, to be sent to ranks that have not measured them."""
     return json.dumps(
         [
             [layer.flops, layer.activations and astuple(layer.activations)]
-            for layer in surveyed.layers
+            for layer in profiled.layers
         ]
     )
 
 
-def with_costs(surveyed: Survey, text: str) -> Survey:
+def with_costs(profiled: ModelProfile, text: str) -> ModelProfile:
     """A copy of a survey with the costs of another rank's `costs_text`."""
     layers = [
         replace(layer, flops=flops, activations=activations and Activations(*activations))
-        for layer, (flops, activations) in zip(surveyed.layers, json.loads(text), strict=True)
+        for layer, (flops, activations) in zip(profiled.layers, json.loads(text), strict=True)
     ]
-    return replace(surveyed, layers=layers)
+    return replace(profiled, layers=layers)
 
 
-def survey_layers(
+def profile_layers(
     layers: Sequence[Layer], tracer: Tracer | None, sharding: LayerSharding | None = None
 ) -> list[LayerInfo]:
     """The contents of all layers, or of the shards of one rank; a layer like the one before, with
@@ -336,7 +336,7 @@ def survey_layers(
         if is_known and _are_alike(layers[number - 1], layer):
             found.append(_renamed(found[-1], layer.name))
         else:
-            found.append(_survey_layer(layer, tracer, sharding))
+            found.append(_profile_layer(layer, tracer, sharding))
     return found
 
 
@@ -364,7 +364,9 @@ def _renamed(info: LayerInfo, name: str) -> LayerInfo:
     return replace(info, name=name, parameters=parameters, buffers=buffers)
 
 
-def _survey_layer(layer: Layer, tracer: Tracer | None, sharding: LayerSharding | None) -> LayerInfo:
+def _profile_layer(
+    layer: Layer, tracer: Tracer | None, sharding: LayerSharding | None
+) -> LayerInfo:
     if layer.kind not in get_args(Kind):
         raise ConfigError(
             f"layer {layer.name}: kind is {layer.kind!r}; choose one of {', '.join(get_args(Kind))}"
@@ -445,7 +447,7 @@ def _module_of(layer: Layer) -> nn.Module:
             again = () if all(p.is_meta for p in own) else _built(layer).parameters()
         except Exception as reason:
             raise ConfigError(
-                f"layer {layer.name}: its build raised {described(reason)}; mend the function that "
+                f"layer {layer.name}: its build raised {one_line(reason)}; mend the function that "
                 "makes the module"
             ) from reason
     if not isinstance(module, nn.Module):

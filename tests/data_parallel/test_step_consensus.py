@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from axsparse.data_parallel.agreement import Agreement, Report, Verdict
+from axsparse.data_parallel.step_consensus import LocalStats, StepConsensus, StepResult
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
-from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.samo.fixed_point import Fit
+from axsparse.samo.fixed_point import UnitFit
 from axsparse.samo.optim.gradient_norm import global_norm
 from axsparse.samo.shards import BLOCK
 
@@ -33,52 +33,54 @@ PARTIALS = {
 
 
 def on_every_rank(
-    grid: Grid, body: Callable[[Transport, Place], T], order: int | None = None
+    grid: Grid, body: Callable[[Transport, RankCoords], T], order: int | None = None
 ) -> list[T]:
     world: LocalWorld[T] = LocalWorld(grid.size, seed=order)
-    return world.run(lambda rank: body(LocalTransport(world, rank), grid.place(rank)))
+    return world.run(lambda rank: body(LocalTransport(world, rank), grid.coords(rank)))
 
 
-def names_of(place: Place) -> list[str]:
+def names_of(coords: RankCoords) -> list[str]:
     """Tensors are dealt out over the stages."""
-    return [name for number, name in enumerate(NAMES) if number % place.grid.g_inter == place.stage]
+    return [
+        name for number, name in enumerate(NAMES) if number % coords.grid.g_inter == coords.stage
+    ]
 
 
-def share(partials: Tensor, place: Place) -> Tensor:
+def share(partials: Tensor, coords: RankCoords) -> Tensor:
     """Blocks are dealt out over the replicas; each has zeros for the blocks of others."""
-    owners = torch.arange(len(partials)) % place.grid.g_data
-    return torch.where(owners == place.replica, partials, 0.0)
+    owners = torch.arange(len(partials)) % coords.grid.g_data
+    return torch.where(owners == coords.replica, partials, 0.0)
 
 
 def reach(
     grid: Grid,
-    loss_of: Callable[[Place], float],
+    loss_of: Callable[[RankCoords], float],
     *,
     spoilt: tuple[int, str, float] | None = None,
-) -> list[Verdict]:
+) -> list[StepResult]:
     """The verdict on every rank; `spoilt` replaces a rank's first partial of a tensor."""
 
-    def body(transport: Transport, place: Place) -> Verdict:
-        own = names_of(place)
-        agreement = Agreement(
-            transport.world, transport.backoff, place, NAMES, {name: KEPT[name] for name in own}
+    def body(transport: Transport, coords: RankCoords) -> StepResult:
+        own = names_of(coords)
+        consensus = StepConsensus(
+            transport.world, transport.backoff, coords, NAMES, {name: KEPT[name] for name in own}
         )
-        partials = {name: share(PARTIALS[name], place) for name in own}
-        if spoilt is not None and place.rank == spoilt[0]:
+        partials = {name: share(PARTIALS[name], coords) for name in own}
+        if spoilt is not None and coords.rank == spoilt[0]:
             partials[spoilt[1]][0] = spoilt[2]
-        return agreement.reach(Report([loss_of(place)], partials))
+        return consensus.reach(LocalStats([loss_of(coords)], partials))
 
     return on_every_rank(grid, body)
 
 
-def last_stage_loss(place: Place) -> float:
+def last_stage_loss(coords: RankCoords) -> float:
     """Only the last stage knows a loss; the values of other stages must not count."""
-    return 0.5 + place.replica if place.is_last else 1e6
+    return 0.5 + coords.replica if coords.is_last else 1e6
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_all_ranks_hear_the_summed_loss_and_the_norm_of_all_tensors(grid: Grid) -> None:
-    expected = Verdict(
+    expected = StepResult(
         loss=sum(0.5 + replica for replica in range(grid.g_data)),
         grad_norm=global_norm(torch.cat([PARTIALS[name] for name in NAMES])),
         finite=True,
@@ -92,7 +94,7 @@ def test_what_is_not_finite_stops_every_rank_and_is_named(value: float) -> None:
     for replica in (0, 1):
         for verdict in reach(
             Grid(3, 2),
-            lambda place: value if place.replica == replica and place.is_last else 1.0,  # noqa: B023
+            lambda coords: value if coords.replica == replica and coords.is_last else 1.0,  # noqa: B023
         ):
             assert not verdict.finite and not math.isfinite(verdict.loss)
             assert math.isfinite(verdict.grad_norm)
@@ -106,11 +108,11 @@ def test_what_is_not_finite_stops_every_rank_and_is_named(value: float) -> None:
 
 
 def test_the_first_bad_tensor_in_model_order_and_the_ranks_whose_own_were_bad_are_known() -> None:
-    def body(transport: Transport, place: Place) -> tuple[str | None, tuple[int, ...]]:
-        agreement = Agreement(transport.world, transport.backoff, place, NAMES, KEPT)
+    def body(transport: Transport, coords: RankCoords) -> tuple[str | None, tuple[int, ...]]:
+        consensus = StepConsensus(transport.world, transport.backoff, coords, NAMES, KEPT)
         partials = {**PARTIALS, "d": PARTIALS["d"] * math.nan, "b": PARTIALS["b"] * math.inf}
-        named = agreement.reach(Report([1.0], partials)).culprit
-        verdict = agreement.reach(Report([1.0], {}, is_finite=place.rank not in (2, 3)))
+        named = consensus.reach(LocalStats([1.0], partials)).culprit
+        verdict = consensus.reach(LocalStats([1.0], {}, is_finite=coords.rank not in (2, 3)))
         assert verdict.finite, "what others made of it counts"
         return named, verdict.bad_ranks
 
@@ -118,10 +120,10 @@ def test_the_first_bad_tensor_in_model_order_and_the_ranks_whose_own_were_bad_ar
 
 
 def test_the_norm_is_that_of_unscaled_gradients() -> None:
-    def body(transport: Transport, place: Place) -> Verdict:
-        agreement = Agreement(transport.world, transport.backoff, place, NAMES, KEPT)
+    def body(transport: Transport, coords: RankCoords) -> StepResult:
+        consensus = StepConsensus(transport.world, transport.backoff, coords, NAMES, KEPT)
         partials = {name: v * 2.0**40 for name, v in PARTIALS.items()}
-        return agreement.reach(Report([1.0], partials), 2.0**20)
+        return consensus.reach(LocalStats([1.0], partials), 2.0**20)
 
     (verdict,) = on_every_rank(Grid(1, 1), body)
 
@@ -131,8 +133,8 @@ def test_the_norm_is_that_of_unscaled_gradients() -> None:
 
 @pytest.mark.parametrize("order", [None, 1, 2])
 def test_values_are_gathered_in_rank_order_and_exact(order: int | None) -> None:
-    def body(transport: Transport, place: Place) -> list[list[float]]:
-        own = [2.0**52 + place.rank, 0.1 * place.rank]
+    def body(transport: Transport, coords: RankCoords) -> list[list[float]]:
+        own = [2.0**52 + coords.rank, 0.1 * coords.rank]
         return sum_by_owner(transport.world, transport.backoff, own)
 
     expected = [[2.0**52 + rank, 0.1 * rank] for rank in range(4)]
@@ -145,8 +147,8 @@ def test_values_are_gathered_in_rank_order_and_exact(order: int | None) -> None:
     ids=["empty", "short", "long"],
 )
 def test_texts_of_any_length_are_gathered_in_rank_order(texts: list[str]) -> None:
-    def body(transport: Transport, place: Place) -> list[str]:
-        return gather_texts(transport.world, transport.backoff, texts[place.rank])
+    def body(transport: Transport, coords: RankCoords) -> list[str]:
+        return gather_texts(transport.world, transport.backoff, texts[coords.rank])
 
     assert on_every_rank(Grid(len(texts), 1), body) == [texts] * len(texts)
 
@@ -155,10 +157,10 @@ def test_texts_of_any_length_are_gathered_in_rank_order(texts: list[str]) -> Non
 def test_all_ranks_hear_who_has_other_weights_than_the_first_replica(
     odd: tuple[int, ...], found: int | None
 ) -> None:
-    def body(transport: Transport, place: Place) -> int | None:
-        agreement = Agreement(transport.world, transport.backoff, place, NAMES, {})
-        digest = (1 << 52) - 1 - 2 * place.stage - (place.rank in odd)
-        verdict = agreement.reach(Report([1.0], {}, digest=digest))
+    def body(transport: Transport, coords: RankCoords) -> int | None:
+        consensus = StepConsensus(transport.world, transport.backoff, coords, NAMES, {})
+        digest = (1 << 52) - 1 - 2 * coords.stage - (coords.rank in odd)
+        verdict = consensus.reach(LocalStats([1.0], {}, digest=digest))
         assert found is not None or verdict.digest == (1 << 52) - 9, "the sum, which fp64 rounds"
         return verdict.drifted
 
@@ -166,21 +168,26 @@ def test_all_ranks_hear_who_has_other_weights_than_the_first_replica(
 
 
 def test_all_ranks_hear_the_largest_fit_of_each_tensor() -> None:
-    def body(transport: Transport, place: Place) -> Verdict:
-        agreement = Agreement(transport.world, transport.backoff, place, NAMES, KEPT)
-        own = {0: {"a": Fit.COARSE, "b": Fit.GOOD}, 1: {"b": Fit.TOO_LARGE, "a": Fit.ROOMY}}
-        return agreement.reach(Report([1.0], {}, fits=own.get(place.rank, {"d": Fit.COARSE})))
+    def body(transport: Transport, coords: RankCoords) -> StepResult:
+        consensus = StepConsensus(transport.world, transport.backoff, coords, NAMES, KEPT)
+        own = {
+            0: {"a": UnitFit.COARSE, "b": UnitFit.GOOD},
+            1: {"b": UnitFit.TOO_LARGE, "a": UnitFit.ROOMY},
+        }
+        return consensus.reach(
+            LocalStats([1.0], {}, fits=own.get(coords.rank, {"d": UnitFit.COARSE}))
+        )
 
     for verdict in on_every_rank(Grid(2, 2), body):
         assert verdict.finite
-        assert verdict.fits == {"a": Fit.ROOMY, "b": Fit.TOO_LARGE, "d": Fit.COARSE}
+        assert verdict.fits == {"a": UnitFit.ROOMY, "b": UnitFit.TOO_LARGE, "d": UnitFit.COARSE}
 
 
 def test_an_entry_that_is_not_finite_spoils_an_exact_sum_though_integers_do_not_tell() -> None:
-    def body(transport: Transport, place: Place) -> Verdict:
-        agreement = Agreement(transport.world, transport.backoff, place, NAMES, KEPT)
-        fits = {"b": Fit.NOT_FINITE} if place.replica == 1 else {"a": Fit.TOO_LARGE}
-        return agreement.reach(Report([1.0], {}, fits=fits))
+    def body(transport: Transport, coords: RankCoords) -> StepResult:
+        consensus = StepConsensus(transport.world, transport.backoff, coords, NAMES, KEPT)
+        fits = {"b": UnitFit.NOT_FINITE} if coords.replica == 1 else {"a": UnitFit.TOO_LARGE}
+        return consensus.reach(LocalStats([1.0], {}, fits=fits))
 
     for verdict in on_every_rank(Grid(1, 2), body):
         assert (verdict.finite, verdict.culprit) == (False, "b")
@@ -189,10 +196,10 @@ def test_an_entry_that_is_not_finite_spoils_an_exact_sum_though_integers_do_not_
 def test_losses_are_added_exactly_whoever_has_them() -> None:
     losses = [1.0, 2.0**-60, 2.0**60, -(2.0**60), 3.0, 2.0**-50]
 
-    def body(transport: Transport, place: Place) -> float:
-        agreement = Agreement(transport.world, transport.backoff, place, [], {})
-        own = losses[place.replica :: place.grid.g_data]
-        return agreement.reach(Report(own, {})).loss
+    def body(transport: Transport, coords: RankCoords) -> float:
+        consensus = StepConsensus(transport.world, transport.backoff, coords, [], {})
+        own = losses[coords.replica :: coords.grid.g_data]
+        return consensus.reach(LocalStats(own, {})).loss
 
     for replicas in (1, 2, 3):
         found = on_every_rank(Grid(1, replicas), body)

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Backoff, Collective, Op, wait
-from axsparse.runtime.grid import Grid, Place
+from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.rank_order import exact_sum
-from axsparse.samo.fixed_point import Fit
+from axsparse.samo.fixed_point import UnitFit
 from axsparse.samo.masks import DIGESTS
 from axsparse.samo.optim.gradient_norm import global_norm
 from axsparse.samo.shards import BLOCK
 
-FITS = len(Fit) - 1
+FITS = len(UnitFit) - 1
 """Slots of a tensor: one for each `Fit` of finite entries."""
 
 
 @dataclass(frozen=True)
-class Notice:
+class Flags:
     """The flags that a rank sends with the agreement; in a verdict, whether any rank has set
     them."""
 
@@ -34,11 +34,11 @@ class Notice:
     """Whether the rank finds it time to save."""
 
 
-NOTHING = Notice()
+NOTHING = Flags()
 
 
 @dataclass(frozen=True)
-class Report:
+class LocalStats:
     """The local results of a step on a rank, before all ranks agree on it."""
 
     losses: Sequence[float]
@@ -46,19 +46,19 @@ class Report:
     the last stage only, and are added exactly and rounded once."""
     partials: Mapping[str, Tensor]
     """This replica's share of `norm_partials`."""
-    notice: Notice = NOTHING
+    notice: Flags = NOTHING
     is_finite: bool = True
     """Whether this rank's own gradients were finite, before they were summed over replicas."""
     digest: int = 0
     """A number below 2⁵³ that is equal for equal weights; 0 on all ranks where weights are not
     compared."""
-    fits: Mapping[str, Fit] = field(default_factory=dict)
+    fits: Mapping[str, UnitFit] = field(default_factory=dict)
     """Where sums are exact: the fit of the largest entry of each tensor that has a gradient
     here."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepResult:
     """The outcome of a step, the same on all ranks."""
 
     loss: float
@@ -75,18 +75,18 @@ class Verdict:
     """The first replica whose loss is not finite."""
     bad_ranks: tuple[int, ...] = ()
     """Ranks whose own gradients were not finite, before they were summed over replicas."""
-    notice: Notice = NOTHING
+    notice: Flags = NOTHING
     """The flags that any rank has set."""
     drifted: int | None = None
     """The first rank with other weights than replica 0 of its stage, where they were compared."""
     digest: int | None = None
     """A hash of all weights before the update, where they were compared; the same in every layout
     in which the weights are."""
-    fits: Mapping[str, Fit] = field(default_factory=dict)
+    fits: Mapping[str, UnitFit] = field(default_factory=dict)
     """How the largest entry of each tensor fits, of all that ranks have reported."""
 
 
-class Agreement:
+class StepConsensus:
     """Reaches a verdict over all stages and replicas, once a step.
 
     The ranks add up an fp64 vector. It has two slots for the loss of each replica, and one for the
@@ -101,7 +101,7 @@ class Agreement:
         self,
         world: Collective,
         backoff: Backoff,
-        place: Place,
+        coords: RankCoords,
         names: Sequence[str],
         kept: Mapping[str, int],
     ) -> None:
@@ -112,28 +112,28 @@ class Agreement:
         """
         self._world = world
         self._backoff = backoff
-        self._place = place
+        self._coords = coords
         counts = torch.zeros(len(names), dtype=torch.float64)
         # Replica 0's, in which each tensor is on one rank only: shards are, and `kept` has a tensor
         # that is replicated on several tensor-parallel ranks on the first alone.
-        if place.replica == 0:
+        if coords.replica == 0:
             for number, name in enumerate(names):
                 counts[number] = kept.get(name, 0)
         wait(world.start(Op.ALL_REDUCE, counts), backoff)
         blocks = [-(-int(count) // BLOCK) for count in counts.tolist()]
-        self._losses = 2 * place.grid.g_data
+        self._losses = 2 * coords.grid.g_data
         self._numbers = {name: number for number, name in enumerate(names)}
         self._slots: dict[str, slice] = {}
         at = self._losses
         for name, size in zip(names, blocks, strict=True):
             self._slots[name] = slice(at, at + size)
             at += size
-        self._flags = slice(at, at + place.grid.size)
-        self._digests = slice(self._flags.stop, self._flags.stop + place.grid.size)
-        self._notices = slice(self._digests.stop, self._digests.stop + len(fields(Notice)))
+        self._flags = slice(at, at + coords.grid.size)
+        self._digests = slice(self._flags.stop, self._flags.stop + coords.grid.size)
+        self._notices = slice(self._digests.stop, self._digests.stop + len(fields(Flags)))
         self._fits = slice(self._notices.stop, self._notices.stop + len(names) * FITS)
 
-    def reach(self, report: Report, loss_scale: float = 1.0) -> Verdict:
+    def reach(self, report: LocalStats, loss_scale: float = 1.0) -> StepResult:
         """The verdict on a step; all ranks call this together.
 
         Gradients are `loss_scale` times too large.
@@ -143,49 +143,51 @@ class Agreement:
         losses, fits = vector[: self._losses], vector[self._fits]
         digests = vector[self._digests].tolist()
         finite = bool(torch.isfinite(vector).all())
-        return Verdict(
+        return StepResult(
             loss=exact_sum(losses.tolist())[0],
             grad_norm=global_norm(vector[self._losses : self._flags.start], loss_scale),
             finite=finite,
             culprit=None if finite else self._first_bad(vector),
             bad_loss=next((slot // 2 for slot in _where(~losses.isfinite())), None),
             bad_ranks=_where(vector[self._flags] > 0),
-            notice=Notice(*(count > 0 for count in vector[self._notices].tolist())),
-            drifted=_first_odd(digests, self._place.grid),
-            digest=sum(map(int, digests[: _ranks_of_replica(self._place.grid)])) % DIGESTS
+            notice=Flags(*(count > 0 for count in vector[self._notices].tolist())),
+            drifted=_first_mismatch(digests, self._coords.grid),
+            digest=sum(map(int, digests[: _ranks_of_replica(self._coords.grid)])) % DIGESTS
             if any(digests)
             else None,
             fits=self._largest(fits),
         )
 
-    def _vector(self, report: Report) -> Tensor:
+    def _vector(self, report: LocalStats) -> Tensor:
         """This rank's summand of the vector."""
-        place = self._place
+        coords = self._coords
         vector = torch.zeros(self._fits.stop, dtype=torch.float64)
         vector[self._notices] = torch.tensor(astuple(report.notice)).double()
-        vector[self._flags][place.rank] = not report.is_finite
-        vector[self._digests][place.rank] = report.digest
-        if place.is_last and place.member == 0:
-            slots = slice(2 * place.replica, 2 * place.replica + 2)
+        vector[self._flags][coords.rank] = not report.is_finite
+        vector[self._digests][coords.rank] = report.digest
+        if coords.is_last and coords.tp_rank == 0:
+            slots = slice(2 * coords.replica, 2 * coords.replica + 2)
             vector[slots] = torch.tensor(exact_sum(report.losses), dtype=torch.float64)
         for name, partial in report.partials.items():
             vector[self._slots[name]] = partial
         fits = vector[self._fits]
         for name, fit in report.fits.items():
             first = FITS * self._numbers[name]
-            if fit is Fit.NOT_FINITE:
+            if fit is UnitFit.NOT_FINITE:
                 fits[first] = math.nan
             else:
                 fits[first + fit] = 1
         return vector
 
-    def _largest(self, counts: Tensor) -> dict[str, Fit]:
+    def _largest(self, counts: Tensor) -> dict[str, UnitFit]:
         """By tensor, the largest `Fit` that a rank has."""
         if not counts.any():
             return {}
         numbers = torch.arange(1, FITS + 1)
         largest = ((counts.view(-1, FITS) > 0) * numbers).amax(1).tolist()
-        return {name: Fit(fit - 1) for name, fit in zip(self._numbers, largest, strict=True) if fit}
+        return {
+            name: UnitFit(fit - 1) for name, fit in zip(self._numbers, largest, strict=True) if fit
+        }
 
     def _first_bad(self, vector: Tensor) -> str | None:
         fits = vector[self._fits].view(-1, FITS).isfinite().all(1)
@@ -195,7 +197,7 @@ class Agreement:
         return None
 
 
-def _first_odd(digests: Sequence[float], grid: Grid) -> int | None:
+def _first_mismatch(digests: Sequence[float], grid: Grid) -> int | None:
     """The first rank with another digest than replica 0 of its stage."""
     each = _ranks_of_replica(grid)
     odd = (rank for rank, own in enumerate(digests) if own != digests[rank % each])

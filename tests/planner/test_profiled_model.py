@@ -9,22 +9,22 @@ import pytest
 import torch
 from support.allocated import peak_of_torch
 from support.hf import SMALL_LLAMA
-from support.planner_cases import KEPT, SURVEY, cluster, layer, surveyed
+from support.planner_cases import KEPT, SURVEY, cluster, layer, profiled
 from support.runs import VOCABULARY, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
-from axsparse.models.survey import Survey, survey
+from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.cutting import Cutting
-from axsparse.planner.layout import LayoutQuestion, Row
+from axsparse.planner.layout import Candidate, SearchRequest
 from axsparse.planner.layout_search import plan
+from axsparse.planner.profiled_model import CUT_LOSS_BYTES, ProfiledModel
 from axsparse.planner.stage_memory import stage_memory
 from axsparse.planner.step_cost import step_costs
-from axsparse.planner.surveyed_model import CUT_LOSS_BYTES, SurveyedModel
 from axsparse.planner.workload import StageLoad, value_bytes
 from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.criteria import Criterion, Score
@@ -36,21 +36,21 @@ from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
 
-MODEL = surveyed()
+MODEL = profiled()
 CLUSTER = load_cluster("dgx-h100")
 CUT: dict[str, Any] = {"layout": {"split": [1, 3]}}
 
 
 def saving(buffer: float) -> dict[str, Any]:
     """Settings that save every step, through a buffer of so many bytes; 0: none in the way."""
-    return {"checkpoint": {"every": int(buffer > 0), "buffer": max(buffer, 1.0) / 1e9}}
+    return {"checkpoint": {"every": int(buffer > 0), "staging_memory": max(buffer, 1.0) / 1e9}}
 
 
 def loads_of(
     stages: int, replicas: int = 1, microbatches: int = 1, **changes: Any
 ) -> list[StageLoad]:
     """The stages of the model with some changes."""
-    loads = surveyed(**changes).stages(stages, replicas, microbatches=microbatches)
+    loads = profiled(**changes).stages(stages, replicas, microbatches=microbatches)
     assert loads is not None
     return loads
 
@@ -95,10 +95,10 @@ def test_copies_for_a_checkpoint_are_what_a_rank_writes_or_what_the_buffer_lets_
 
 def test_more_replicas_have_less_to_save_each_and_a_tied_weight_is_saved_once() -> None:
     (alone,), (third,) = (loads_of(1, writers, **saving(1e6)) for writers in (1, 3))
-    tied = replace(MODEL.survey, ties={"d.weight": "a.weight"})
+    tied = replace(MODEL.profile, ties={"d.weight": "a.weight"})
 
     assert third.saved < alone.saved
-    loads = loads_of(2, survey=tied, **CUT, **saving(1e6))
+    loads = loads_of(2, profile=tied, **CUT, **saving(1e6))
     assert loads[1].saved == 12 * 60 + 3 * FROZEN
 
 
@@ -106,13 +106,13 @@ def test_only_every_kth_layer_is_computed_again() -> None:
     loads = loads_of(2, **CUT, pipeline={"checkpoint_activations": 2})
 
     assert loads[1].again_flops == 4e3 + 3e3  # b and d
-    assert surveyed(pipeline={"checkpoint_activations": 0}).sample_flops == 3 * 10e3
+    assert profiled(pipeline={"checkpoint_activations": 0}).sample_flops == 3 * 10e3
     assert MODEL.sample_flops == 4 * 10e3
 
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_state_is_what_a_run_would_build(shards: bool) -> None:
-    loads = loads_of(2, 3, samo={"shard_optimizer": shards, "index": "mask"})
+    loads = loads_of(2, 3, samo={"zero_stage": int(shards), "index": "mask"})
     expected = stage_bytes(
         SURVEY.layers,
         {},
@@ -159,43 +159,43 @@ def test_stages_are_balanced_by_work_unless_that_does_not_fit() -> None:
     assert [load.layers for load in free] == ["a–b", "c–d"]
     assert [load.layers for load in bounded] == ["a", "b–d"]
     assert MODEL.stages(2, 1, lambda *_: False) is None
-    assert surveyed(**CUT).stages(2, 1, lambda *_: False) is None
+    assert profiled(**CUT).stages(2, 1, lambda *_: False) is None
 
 
 def test_the_second_use_of_a_weight_is_kept_like_the_first_and_a_dense_model_is_not_pruned() -> (
     None
 ):
-    tied = Survey(SURVEY.layers, ties={"c.weight": "b.weight"})
-    loads = loads_of(2, survey=tied, kept={"b.weight": 40}, **CUT)
+    tied = ModelProfile(SURVEY.layers, ties={"c.weight": "b.weight"})
+    loads = loads_of(2, profile=tied, kept={"b.weight": 40}, **CUT)
 
     assert loads[1].kept == 40 + 40 + 100
     assert MODEL.is_pruned
-    assert not surveyed(kept={}).is_pruned
+    assert not profiled(kept={}).is_pruned
 
 
 def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
     machine = cluster(peak_bf16=1e9, overhead_bytes=0.0)
-    heavy = Survey([*SURVEY.layers[:3], layer("d", 10, 2e5)], ties={})
+    heavy = ModelProfile([*SURVEY.layers[:3], layer("d", 10, 2e5)], ties={})
 
-    def planned(room: float, split: object = "auto") -> Row:
+    def planned(rank_budget: float, split: object = "auto") -> Candidate:
         return plan(
-            LayoutQuestion(
-                workload=surveyed(heavy, layout={"split": split}),
+            SearchRequest(
+                workload=profiled(heavy, layout={"split": split}),
                 cluster=machine,
                 gpus=2,
                 global_batch_size=4,
                 schedules=[Schedule("message-driven", 0, "alternate")],
                 g_inter=[2],
                 microbatch_sizes=[1],
-                memory_bytes=room,
+                memory_bytes=rank_budget,
             )
         ).recommended
 
     by_work, by_hand = planned(1e9), planned(1e9, [2, 2])
-    most, room = by_work.most_bytes, by_hand.most_bytes
-    assert room < most
+    most, rank_budget = by_work.most_bytes, by_hand.most_bytes
+    assert rank_budget < most
 
-    bounded = planned(room)
+    bounded = planned(rank_budget)
 
     assert [load.layers for load in by_work.loads] == ["a–c", "d"]
     assert [load.layers for load in bounded.loads] == ["a–b", "c–d"]
@@ -204,7 +204,7 @@ def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
 
 def test_the_loss_takes_the_logits_that_it_holds_at_a_time_on_the_last_stage() -> None:
     chunked = replace(SURVEY, loss_logits=lambda samples: min(1000, 300 * samples))
-    loads = loads_of(2, survey=chunked, **CUT)
+    loads = loads_of(2, profile=chunked, **CUT)
 
     assert [load.loss_bytes(2) for load in loads] == [0, 8 * 600]
     assert loads[1].loss_bytes(4) == 8 * 1000
@@ -212,53 +212,54 @@ def test_the_loss_takes_the_logits_that_it_holds_at_a_time_on_the_last_stage() -
     assert found.logits == 4 * loads[1].logits + 8 * 1000
 
 
-# -- members ----------------------------------------------------------------------------------
+# -- tensor-parallel ranks
+# ----------------------------------------------------------------------------------
 
 
-def gpt_of(members: int, **sections: Any) -> tuple[StageLoad, StageLoad]:
+def gpt_of(g_tensor: int, **sections: Any) -> tuple[StageLoad, StageLoad]:
     """A GPT in one stage, in full and as one of N tensor-parallel ranks has it."""
     asked = tiny_config(
         **{"model": {"num_heads": 4, "tie_embeddings": False}, "samo": {"enabled": False}},
         **{"precision": "bf16", "checkpoint": {"every": 1}, **sections},
     )
     model = tiny_gpt(asked)
-    info = survey(model, DTYPES[asked.precision])
+    info = profile(model, DTYPES[asked.precision])
     cutting = Cutting(asked.named("tiny"), model, info)
-    subject = SurveyedModel(asked, info, "tiny", {}, ADAMW, cutting=cutting)
-    loads = [each.stages(1, 1) for each in (subject, subject.of_member(members))]
+    planned_model = ProfiledModel(asked, info, "tiny", {}, ADAMW, cutting=cutting)
+    loads = [each.stages(1, 1) for each in (planned_model, planned_model.tp_shard(g_tensor))]
     assert loads[0] is not None and loads[1] is not None
     return loads[0][0], loads[1][0]
 
 
-@pytest.mark.parametrize("members", [2, 4])
+@pytest.mark.parametrize("g_tensor", [2, 4])
 @pytest.mark.parametrize("every", [0, 1])
 def test_a_member_computes_its_part_and_sums_what_is_between_layers(
-    members: int, every: int
+    g_tensor: int, every: int
 ) -> None:
-    whole, load = gpt_of(members, pipeline={"checkpoint_activations": every})
+    whole, load = gpt_of(g_tensor, pipeline={"checkpoint_activations": every})
     blocks, tokens, hidden, words = 2, 12, 32, VOCABULARY
     activation, logits = 2 * tokens * hidden, 4 * tokens
 
     # Products are sharded. Those of the head count as its parameters, of which the norm is full.
-    assert load.flops == pytest.approx(whole.flops / members, rel=1e-2)
+    assert load.flops == pytest.approx(whole.flops / g_tensor, rel=1e-2)
     # Norms, positions and the biases of rowwise modules are on all members.
     on_all = blocks * (4 + 2) * hidden + (2 + tokens) * hidden
-    assert load.trained == (whole.trained - on_all) / members + on_all
+    assert load.trained == (whole.trained - on_all) / g_tensor + on_all
     assert load.state.total == pytest.approx((whole.state.total / whole.trained) * load.trained)
     # Two rowwise modules a block and the embedding are summed. The loss sums one number a token in
     # fp32, and gathers one of each member.
-    sent = (members - 1) / members
-    summed = 2 * sent * ((2 * blocks + 1) * activation + logits) + (members - 1) * logits
+    sent = (g_tensor - 1) / g_tensor
+    summed = 2 * sent * ((2 * blocks + 1) * activation + logits) + (g_tensor - 1) * logits
     assert load.forward_sums == Sums(round(summed), 2 * blocks + 1 + 2)
     # Gradients of what colwise modules and the loss get are summed. What is computed again ends
     # before the last of its two sums.
     sums = 2 * blocks + 1 + (every > 0) * blocks
     assert load.backward_sums == Sums(round(2 * sent * sums * activation), sums)
-    assert load.loss_bytes(2) == CUT_LOSS_BYTES * 2 * tokens * words / members
-    # Of recomputed blocks the inputs are held, which all members have.
+    assert load.loss_bytes(2) == CUT_LOSS_BYTES * 2 * tokens * words / g_tensor
+    # Of recomputed blocks the inputs are held, which all tensor-parallel ranks have.
     assert load.held == whole.held if every else load.held < whole.held
     assert load.outputs == whole.outputs
-    # One member saves full tensors, which all of them gather.
+    # One tensor-parallel rank saves full tensors, which all of them gather.
     assert load.saved == whole.saved > 0
     assert load.building == 12 / 4 * whole.building
 
@@ -266,16 +267,16 @@ def test_a_member_computes_its_part_and_sums_what_is_between_layers(
 def test_shards_keep_equal_parts_of_a_pruned_tensor() -> None:
     asked = tiny_config(model={"num_heads": 4})
     model = tiny_gpt(asked)
-    info = survey(model, DTYPES[asked.precision])
+    info = profile(model, DTYPES[asked.precision])
     kept = {"block0.fc1.weight": 1001, "block0.fc2.weight": 1002}
     cutting = Cutting(asked.named("tiny"), model, info)
-    subject = SurveyedModel(asked, info, "tiny", kept, ADAMW, cutting=cutting)
+    planned_model = ProfiledModel(asked, info, "tiny", kept, ADAMW, cutting=cutting)
 
-    found = subject.of_member(2)
+    found = planned_model.tp_shard(2)
 
     assert found.kept == {"block0.fc1.weight#1": 501, "block0.fc2.weight#1": 501}
-    assert found.whole is subject
-    assert subject.of_member(1) is subject
+    assert found.whole is planned_model
+    assert planned_model.tp_shard(1) is planned_model
 
 
 # -- calibration ----------------------------------------------------------------------------
@@ -314,7 +315,7 @@ class RandomStart:
     fingerprint = "random"
 
     def __init__(self, model: Model) -> None:
-        self.shapes = survey(replace(model, example=None)).shapes
+        self.shapes = profile(replace(model, example=None)).shapes
 
     def read(self, name: str) -> Tensor:
         generator = torch.Generator().manual_seed(len(name))
@@ -355,10 +356,10 @@ def test_drawing_masks_takes_what_torchs_allocator_counts(
     # As with weights of a file, nothing is drawn: a layer with an `init` is built without memory.
     layers = [replace(layer, init=never) for layer in model.layers]
     model = replace(model, start=RandomStart(model), layers=layers)
-    info = survey(model, DTYPES[asked.precision])
+    info = profile(model, DTYPES[asked.precision])
     kept = kept_at_start(asked, what_is_pruned(asked, info))
-    subject = SurveyedModel(asked, info, "tiny", kept, ADAMW, sees_inputs=score is not None)
-    loads = subject.stages(1, 1)
+    planned_model = ProfiledModel(asked, info, "tiny", kept, ADAMW, sees_inputs=score is not None)
+    loads = planned_model.stages(1, 1)
     assert loads is not None
     peaks: list[int] = []
 
@@ -380,11 +381,11 @@ def test_the_stage_of_the_last_pruned_layer_builds_those_behind_it() -> None:
     asked = asked.model_copy(
         update={"layout": asked.layout.model_copy(update={"split": (1, 1, 1, 2)})}
     )
-    info = survey(named_model(asked), torch.bfloat16)
+    info = profile(named_model(asked), torch.bfloat16)
     assert [layer.kind for layer in info.layers[1:3]] == ["block", "block"]
     kept = kept_at_start(asked, what_is_pruned(asked, info))
 
-    loads = SurveyedModel(asked, info, "tiny", kept, ADAMW).stages(4, 1)
+    loads = ProfiledModel(asked, info, "tiny", kept, ADAMW).stages(4, 1)
 
     assert loads is not None
     assert loads[1].state == loads[2].state
@@ -395,11 +396,11 @@ def test_more_samples_take_more_and_another_method_nothing() -> None:
     peaks = []
     for method, samples in (("wanda", 24), ("wanda", 240), ("magnitude", 24)):
         asked = config(method, "bf16", samples)
-        info = survey(named_model(asked), torch.bfloat16)
+        info = profile(named_model(asked), torch.bfloat16)
         kept = kept_at_start(asked, what_is_pruned(asked, info))
-        subject = SurveyedModel(asked, info, "tiny", kept, ADAMW)
+        planned_model = ProfiledModel(asked, info, "tiny", kept, ADAMW)
         for stages in (1, 2):
-            loads = subject.stages(stages, 1)
+            loads = planned_model.stages(stages, 1)
             assert loads is not None
             peaks.append([load.calibration(2) for load in loads])
 
@@ -432,8 +433,8 @@ def test_scoring_by_gradients_takes_what_is_planned(
         }
     )
     model = named_model(asked)
-    info = survey(model, DTYPES[asked.precision])
-    loads = SurveyedModel(asked, info, "tiny", {}, ADAMW, sees_gradients=score is not None).stages(
+    info = profile(model, DTYPES[asked.precision])
+    loads = ProfiledModel(asked, info, "tiny", {}, ADAMW, sees_gradients=score is not None).stages(
         1, 1
     )
     assert loads is not None

@@ -14,7 +14,7 @@ from support.runs import random_init
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model, Tie
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 
 
 def linear(inputs: int = 3, outputs: int = 4, *, frozen: bool = False) -> Callable[[], nn.Module]:
@@ -39,7 +39,7 @@ def test_parameters_have_global_names_shapes_and_say_whether_they_are_trained() 
             self.one = nn.Linear(3, 4)
             self.one.bias.requires_grad_(False)
 
-    (found,) = survey(model(Layer("a", Mixed, kind="head"))).layers
+    (found,) = profile(model(Layer("a", Mixed, kind="head"))).layers
 
     assert (found.name, found.kind, found.numel) == ("a", "head", 16)
     assert [(p.name, p.shape, p.trained, p.numel) for p in found.parameters] == [
@@ -56,7 +56,7 @@ def test_buffers_have_global_names_shapes_types_and_say_whether_they_are_state()
             self.register_buffer("cache", torch.zeros(2, 3, dtype=torch.bool), persistent=False)
             self.register_buffer("nothing", None)
 
-    (found,) = survey(model(Layer("a", Buffered))).layers
+    (found,) = profile(model(Layer("a", Buffered))).layers
 
     assert [(b.name, b.shape, b.dtype, b.persists, b.nbytes) for b in found.buffers] == [
         ("a.cache", (2, 3), torch.bool, False, 6),
@@ -69,7 +69,7 @@ def test_buffers_have_global_names_shapes_types_and_say_whether_they_are_state()
 
 
 def test_a_tied_weight_counts_once() -> None:
-    found = survey(
+    found = profile(
         model(
             layer("a"),
             layer("b", linear(frozen=True)),
@@ -84,14 +84,14 @@ def test_a_tied_weight_counts_once() -> None:
 
 
 def test_flops_are_twice_the_parameters_unless_given() -> None:
-    found = survey(model(layer("a"), Layer("b", linear(), flops=7)))
+    found = profile(model(layer("a"), Layer("b", linear(), flops=7)))
 
     assert [entry.flops for entry in found.layers] == [24.0, 7.0]
     assert found.flops == 31.0
 
 
 def test_the_layer_of_a_parameter_is_found_by_name() -> None:
-    found = survey(model(layer("a"), layer("b")))
+    found = profile(model(layer("a"), layer("b")))
 
     assert found.layer_of("b.weight") == 1
     with pytest.raises(KeyError):
@@ -107,7 +107,7 @@ def test_a_survey_costs_no_memory_and_no_random_numbers() -> None:
         return module
 
     before = torch.get_rng_state()
-    found = survey(model(Layer("huge", build)))
+    found = profile(model(Layer("huge", build)))
 
     assert found.num_params == 200_000 * 200_001
     assert devices == ["meta"]
@@ -129,7 +129,7 @@ class ReadsItself(nn.Module):
 def test_a_layer_that_cannot_be_built_without_memory_is_built_and_thrown_away() -> None:
     before = torch.get_rng_state()
 
-    found = survey(model(Layer("a", ReadsItself)))
+    found = profile(model(Layer("a", ReadsItself)))
 
     assert found.num_params == 5
     assert torch.equal(before, torch.get_rng_state())
@@ -142,7 +142,7 @@ from torch import nn
 from axsparse.config.load import configure
 from axsparse.models.layer import Layer, Model
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.models.survey import survey
+from axsparse.models.model_profile import profile
 
 class Drawn(nn.Embedding):
     def __init__(self):
@@ -151,8 +151,8 @@ class Drawn(nn.Embedding):
         nn.init.kaiming_normal_(self.weight)
         self.weight.data.normal_()
 
-survey(replace(named_model(configure(None)), example=None))
-survey(Model([Layer("a", Drawn)], loss=lambda output, target: output.sum()))
+profile(replace(named_model(configure(None)), example=None))
+profile(Model([Layer("a", Drawn)], loss=lambda output, target: output.sum()))
 print("torch._dynamo" in sys.modules)
 """
 
@@ -177,7 +177,7 @@ def test_two_uses_within_one_layer_may_start_themselves() -> None:
     def build() -> nn.Module:
         return nn.Sequential(linear(3, 3)(), linear(3, 3)())
 
-    found = survey(model(Layer("a", build), ties=[Tie("a.0.weight", "a.1.weight")]))
+    found = profile(model(Layer("a", build), ties=[Tie("a.0.weight", "a.1.weight")]))
 
     assert found.ties == {"a.1.weight": "a.0.weight"}
 
@@ -185,7 +185,7 @@ def test_two_uses_within_one_layer_may_start_themselves() -> None:
 def test_a_build_that_makes_values_in_each_call_passes() -> None:
     own = nn.Linear(3, 3)
 
-    found = survey(model(layer("a", lambda: copy.deepcopy(own))))
+    found = profile(model(layer("a", lambda: copy.deepcopy(own))))
 
     assert found.num_params == 12
 
@@ -196,7 +196,7 @@ def test_a_cache_of_any_type_passes_since_it_is_not_saved() -> None:
         module.register_buffer("k", torch.empty(3, dtype=vars(torch)["uint4"]), persistent=False)
         return module
 
-    assert [buffer.persists for buffer in survey(model(Layer("a", cached))).layers[0].buffers] == [
+    assert [buffer.persists for buffer in profile(model(Layer("a", cached))).layers[0].buffers] == [
         False
     ]
 
@@ -209,6 +209,6 @@ def test_values_that_a_build_loads_are_no_reason_to_warn(recwarn: pytest.Warning
         module.load_state_dict(values)
         return module
 
-    survey(model(Layer("a", pretrained)))
+    profile(model(Layer("a", pretrained)))
 
     assert not recwarn.list

@@ -1,6 +1,7 @@
-"""The protocol of a pruning method: a `Masking` decides when masks change, and how.
+"""The protocol of a pruning method: a `Pruner` decides when masks change, and how.
 
-A method receives a `Moment`, answers with a `Change`, and saves its `MaskingState` in checkpoints.
+A method receives a `StepContext`, answers with a `Change`, and saves its `PrunerState` in
+checkpoints.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Masking(Protocol):
+class Pruner(Protocol):
     """A pruning method: it decides between two steps which entries are kept from then on.
 
     Every rank has one and calls it at the same moments. A method draws masks with
@@ -27,7 +28,7 @@ class Masking(Protocol):
                 self._live = live
                 self._is_done = False
 
-            def before_step(self, now: Moment) -> Change | None:
+            def before_step(self, now: StepContext) -> Change | None:
                 if now.step != 100:
                     return None
                 masks = self._live.masks(Criterion("magnitude"), lambda final: final)
@@ -35,8 +36,8 @@ class Masking(Protocol):
                 self._is_done = True
                 return Change("pruned", self._live.figures(), is_final=True)
 
-            def state(self) -> MaskingState:
-                return MaskingState(MethodState(is_done=self._is_done))
+            def state(self) -> PrunerState:
+                return PrunerState(MethodState(is_done=self._is_done))
 
             def restore(self, standing: MethodState, read: Read) -> None:
                 self._is_done = standing.is_done
@@ -45,13 +46,13 @@ class Masking(Protocol):
 
     1. Write the class in `pruning/methods/`; `gradual.py` has a short one.
        What it must know after a resume goes into `MethodState` (numbers that all ranks share) and
-       into the tensors of `MaskingState`.
+       into the tensors of `PrunerState`.
     2. Add its name to `PruningConfig.method` in `config/schema.py` and say there what it does;
        rules between its settings are that section's validators, those with the run's in
        `config/validate.py` (`check_rounds`).
-    3. Construct it in `method_registry.choose_masking`. If it only needs weights for its first
+    3. Construct it in `method_registry.choose_pruner`. If it only needs weights for its first
        mask, add it to `FROM_START` in `pruning/targets.py`: state is then built pruned, and
-       `choose_masking` returns None.
+       `choose_pruner` returns None.
     4. Write what it does into the dense `MethodOracle` in `tests/support/methods.py`. Add it to
        `PRUNING` in `tests/support/cases.py`, whose rows compare every layout bitwise with the
        oracle, and to the `METHODS` of `tests/behavior/test_resume.py`, which compares a run bitwise
@@ -59,7 +60,7 @@ class Masking(Protocol):
     5. Add it to the table in `docs/howto/prune.md`.
     """
 
-    def before_step(self, now: Moment) -> Change | None:
+    def before_step(self, now: StepContext) -> MaskUpdate | None:
         """Change the masks if it is time to, and return the change; None if there is none.
 
         Called on all ranks once before every step. It may prune the state, rewind the weights, and
@@ -74,14 +75,14 @@ class Masking(Protocol):
         is none."""
         ...
 
-    def state(self) -> MaskingState:
+    def state(self) -> PrunerState:
         """The state that `restore` needs, as a copy that later steps do not change.
 
         Called after `before_step` and before the step.
         """
         ...
 
-    def restore(self, standing: MethodState, read: Read) -> None:
+    def restore(self, method_state: MethodState, read: Read) -> None:
         """Continue from the state of another run with the same settings, under any layout.
 
         Called before the first step, when the layers have their saved weights and masks. Raises
@@ -91,7 +92,7 @@ class Masking(Protocol):
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepContext:
     """The moment between two steps."""
 
     step: int
@@ -103,7 +104,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Change:
+class MaskUpdate:
     """The action of a method between two steps."""
 
     text: str
@@ -136,10 +137,10 @@ class MethodState:
 
 
 @dataclass(frozen=True)
-class MaskingState:
+class PrunerState:
     """The state with which a method continues as if the run had never stopped."""
 
-    standing: MethodState
+    method_state: MethodState
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """This rank's tensors by kind, such as "search", and then by global parameter name."""
 

@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 from axsparse.config.schema import Config
 from axsparse.models.layer_cost import NO_SUMS, Activations
-from axsparse.models.survey import LayerInfo, Survey
+from axsparse.models.model_profile import LayerInfo, ModelProfile
 from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.planner.cluster import Precision
 from axsparse.planner.cutting import Cutting
-from axsparse.planner.stage_memory import held_activations, is_recomputed
+from axsparse.planner.stage_memory import activation_memory, is_recomputed
 from axsparse.planner.workload import Fits, StageLoad, no_bytes, value_bytes
 from axsparse.pruning.input_statistics import METHODS, STATISTICS
 from axsparse.runtime.communication import NO_SUM
@@ -35,7 +35,7 @@ CUT_LOSS_BYTES = 20
 """The same for each logit of a loss of which tensor-parallel ranks compute shards and whose
 backward autograd derives: five fp32 numbers, as torch's allocator counts them."""
 Contents: TypeAlias = tuple[int, int, int, int, bool, bool]
-"""`SurveyedModel._contents`."""
+"""`ProfiledModel._contents`."""
 CHOSEN_BYTES = 16
 """Bytes that torch takes for each entry which it picks out of a matrix by a mask."""
 HEALING_BYTES = 25
@@ -65,7 +65,7 @@ class CalibrationMemory:
 
 
 @dataclass(frozen=True)
-class Behind:
+class AfterLastPruned:
     """Bytes of the layers after the last pruned layer of a model, which is fitted by the loss."""
 
     state: float = 0.0
@@ -95,7 +95,7 @@ def _largest(layers: Sequence[LayerInfo]) -> int:
 
 
 def calibration_memory(
-    model: SurveyedModel, layers: Sequence[LayerInfo], stored: StateFormat
+    model: ProfiledModel, layers: Sequence[LayerInfo], stored: StateFormat
 ) -> CalibrationMemory:
     """The memory of a stage of these layers of a full model while `Calibration` of
     `pruning.calibration` draws its masks, layer by layer, before it has any state; `stored` is the
@@ -107,8 +107,8 @@ def calibration_memory(
     through the layers as they were. Masks lie in the host's memory until state is built.
     """
     pruning, dense = model.config.pruning, replace(stored, moments=0, replicas=1)
-    ties, kept, on_host = model.survey.ties, model.kept, model.on_host
-    behind = model.behind(dense)
+    ties, kept, on_host = model.profile.ties, model.kept, model.on_host
+    after_last_pruned = model.after_last_pruned(dense)
     method, heals = STATISTICS.get(pruning.method), pruning.heal != "none"
     drawn = 0.0
     moments: list[tuple[float, float]] = []
@@ -117,12 +117,12 @@ def calibration_memory(
         matrices = [p for p in layer.parameters if p.name in kept]
         built = layer if matrices else _frozen(layer)
         there = stage_bytes([built], ties, {}, dense).total + drawn * on_host
-        after = behind.get(layer.name, Behind())
+        after = after_last_pruned.get(layer.name, AfterLastPruned())
         # Where layers are healed the samples also pass through the layers as they were.
         flows = 1 + heals
         there += flows * pruning.calibration_samples * max(costs.inputs, costs.outputs)
         statistics = sum(
-            p.matrices[0] * method.held(math.prod(p.matrices[1][1:]))
+            p.matrices[0] * method.statistics_bytes(math.prod(p.matrices[1][1:]))
             for p in matrices
             if method is not None
         )
@@ -168,7 +168,7 @@ def state_format(
         moments=len(optimizer.moments),
         index=samo.index,
         # Where `auto` does not shard, the fullest share is as large as the full state.
-        replicas=g_data if samo.shard_optimizer else 1,
+        replicas=g_data if samo.zero_stage else 1,
         offload=samo.offload,
     )
 
@@ -177,15 +177,15 @@ def copied_bytes(config: Config) -> float:
     """Bytes of host memory that a rank's checkpoint copies may take while training continues."""
     saves = config.checkpoint
     saves_before_the_end = saves.every == "auto" or 0 < saves.every < config.train.steps
-    return saves.buffer * 1e9 if saves_before_the_end else 0.0
+    return saves.staging_memory * 1e9 if saves_before_the_end else 0.0
 
 
 @dataclass(frozen=True)
-class SurveyedModel:
+class ProfiledModel:
     """Any model whose survey has costs, as a configuration trains it. A `Workload`."""
 
     config: Config
-    survey: Survey
+    profile: ModelProfile
     name: str
     kept: Mapping[str, int]
     """How many entries each pruned tensor keeps, by the name of the weight's first use; empty if
@@ -201,13 +201,13 @@ class SurveyedModel:
     """Whether a custom score takes gradients, as snip's does."""
     cutting: Cutting | None = None
     """The shards of layers for several tensor-parallel ranks; None if there are none."""
-    whole: SurveyedModel | None = None
+    whole: ProfiledModel | None = None
     """The full model, if this is the shard of one tensor-parallel rank. Masks are drawn from full
     tensors, and one rank saves full tensors."""
-    _members: dict[int, SurveyedModel] = field(
+    _members: dict[int, ProfiledModel] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The results of `of_member`."""
+    """The results of `tp_shard`."""
     _loads: dict[tuple[Contents, int, bool], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -225,30 +225,30 @@ class SurveyedModel:
 
     @property
     def most_stages(self) -> int:
-        return len(self.survey.layers)
+        return len(self.profile.layers)
 
     @property
     def sample_flops(self) -> float:
         """Three times the forward's flops, four times for recomputed layers."""
         every = self.config.pipeline.checkpoint_activations
         again = sum(
-            layer.flops for n, layer in enumerate(self.survey.layers) if is_recomputed(n, every)
+            layer.flops for n, layer in enumerate(self.profile.layers) if is_recomputed(n, every)
         )
-        return 3 * self.survey.flops + again
+        return 3 * self.profile.flops + again
 
-    def of_member(self, members: int) -> SurveyedModel:
+    def tp_shard(self, g_tensor: int) -> ProfiledModel:
         cutting = self.cutting
-        assert cutting is not None or members == 1, "nobody says how the model is cut"
-        if cutting is None or members == 1:
+        assert cutting is not None or g_tensor == 1, "nobody says how the model is cut"
+        if cutting is None or g_tensor == 1:
             return self
-        if members not in self._members:
-            self._members[members] = replace(
+        if g_tensor not in self._members:
+            self._members[g_tensor] = replace(
                 self,
-                survey=cutting.of_member(members),
-                kept=cutting.kept_of_member(members, self.kept),
+                profile=cutting.tp_shard(g_tensor),
+                kept=cutting.kept_of_tp_shard(g_tensor, self.kept),
                 whole=self,
             )
-        return self._members[members]
+        return self._members[g_tensor]
 
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
@@ -256,7 +256,7 @@ class SurveyedModel:
 
         known: dict[tuple[int, Contents], bool] = {}
 
-        def has_room(stage: int, layers: range) -> bool:
+        def fits_budget(stage: int, layers: range) -> bool:
             key = stage, self._contents(layers)
             if key not in known:
                 load = self._load(layers, g_data, microbatches)
@@ -266,12 +266,12 @@ class SurveyedModel:
         split = self.config.layout.split
         found: list[range] | None
         if split == "auto":
-            work = [layer.work for layer in self.survey.layers]
-            found = partition(work, g_inter, None if fits is None else has_room)
+            work = [layer.work for layer in self.profile.layers]
+            found = partition(work, g_inter, None if fits is None else fits_budget)
         else:
             found = split_by_hand(split)
             assert len(found) == g_inter, "a split says how many stages"
-            if not all(has_room(stage, layers) for stage, layers in enumerate(found)):
+            if not all(fits_budget(stage, layers) for stage, layers in enumerate(found)):
                 found = None
         if found is None:
             return None
@@ -283,7 +283,7 @@ class SurveyedModel:
         key = (self._contents(numbers), g_data, adds_in_half)
         if key not in self._loads:
             self._loads[key] = self._new_load(numbers, g_data, adds_in_half)
-        first, last = (self.survey.layers[n].name for n in (numbers[0], numbers[-1]))
+        first, last = (self.profile.layers[n].name for n in (numbers[0], numbers[-1]))
         name = first if len(numbers) == 1 else f"{first}–{last}"
         return replace(self._loads[key], layers=name, numbers=numbers)
 
@@ -291,7 +291,7 @@ class SurveyedModel:
         """The key of the load of these layers: the run of equal layers that the first belongs to
         and how many of it are here, the same of the last, whether the model's last is here, and
         whether the last that is pruned is."""
-        runs, is_last = self._runs, numbers.stop == len(self.survey.layers)
+        runs, is_last = self._runs, numbers.stop == len(self.profile.layers)
         first, last = runs[numbers[0]], runs[numbers[-1]]
         has_last_pruned = (self.whole or self).last_pruned in numbers
         if first == last:
@@ -304,13 +304,13 @@ class SurveyedModel:
     @cached_property
     def _runs(self) -> list[int]:
         """For each layer the number of the run of equal layers that it belongs to."""
-        kinds = list(map(self._kind, self.survey.layers))
+        kinds = list(map(self._kind, self.profile.layers))
         changes = (int(one != other) for one, other in pairwise(kinds))
         return list(accumulate(changes, initial=0))
 
     def _kind(self, layer: LayerInfo) -> object:
         """All of a layer that its bytes and times depend on; tied weights by their names."""
-        ties = self.survey.ties
+        ties = self.profile.ties
         tied = {*ties, *ties.values()}
         parameters = [
             (replace(p, name=p.name if p.name in tied else ""), self.kept.get(p.name))
@@ -320,14 +320,14 @@ class SurveyedModel:
 
     def _new_load(self, numbers: range, g_data: int, adds_in_half: bool) -> StageLoad:
         config, whole = self.config, self.whole or self
-        layers, uncut = ([s.layers[n] for n in numbers] for s in (self.survey, whole.survey))
+        layers, uncut = ([s.layers[n] for n in numbers] for s in (self.profile, whole.profile))
         every = config.pipeline.checkpoint_activations
         again = [layer for number, layer in enumerate(layers) if is_recomputed(number, every)]
         width = value_bytes(self.precision)
         last = layers[-1].activations
         outputs = 0 if last is None else last.outputs
-        is_last = numbers.stop == len(self.survey.layers)
-        activations = held_activations(layers, every)
+        is_last = numbers.stop == len(self.profile.layers)
+        activations = activation_memory(layers, every)
         stored = state_format(config, self.optimizer, g_data, adds_in_half=adds_in_half)
         calibration = CalibrationMemory()
         pruning = config.pruning
@@ -335,11 +335,11 @@ class SurveyedModel:
         draws = samples and config.pruning.mask is None
         if draws and self.kept and not self.has_masks:
             calibration = calibration_memory(whole, uncut, stored)
-        logits = self.survey.loss_logits if is_last else None
-        each = LOSS_BYTES if self.survey.loss_sums == NO_SUMS else CUT_LOSS_BYTES
+        logits = self.profile.loss_logits if is_last else None
+        each = LOSS_BYTES if self.profile.loss_sums == NO_SUMS else CUT_LOSS_BYTES
         scores = self.sees_gradients or config.pruning.method == "snip"
         made = [4, SCORED_BYTES * (scores and self.on_host), GATHERED_BYTES * (whole is not self)]
-        sums = [*(layer.sums for layer in layers), *[self.survey.loss_sums] * is_last]
+        sums = [*(layer.sums for layer in layers), *[self.profile.loss_sums] * is_last]
         return StageLoad(
             layers="",
             sum_bytes=8 if config.samo.gradient == "exact" else None,
@@ -350,7 +350,7 @@ class SurveyedModel:
             again_moved=_moved(again),
             trained=sum(map(_trained, layers)),
             kept=sum(self._kept(layer) for layer in layers),
-            state=stage_bytes(layers, self.survey.ties, self.kept, stored),
+            state=stage_bytes(layers, self.profile.ties, self.kept, stored),
             temporary=width * max(map(_trained, layers)),
             building=calibration.drawn + max(made) * _largest(uncut),
             saved=whole._saved(uncut, g_data),
@@ -383,7 +383,7 @@ class SurveyedModel:
         for layer in layers:
             sizes.append(0)
             for parameter in layer.parameters:
-                if parameter.name in self.survey.ties:
+                if parameter.name in self.profile.ties:
                     continue
                 size, copies = value_bytes(self.precision) * parameter.numel, 1
                 if parameter.trained:
@@ -397,27 +397,27 @@ class SurveyedModel:
     @cached_property
     def last_pruned(self) -> int:
         """The number of the last layer of which something is pruned; -1 if nothing is."""
-        layers = self.survey.layers
+        layers = self.profile.layers
         pruned = (
             n for n, each in enumerate(layers) if any(p.name in self.kept for p in each.parameters)
         )
         return max(pruned, default=-1)
 
-    def behind(self, stored: StateFormat) -> Mapping[str, Behind]:
+    def after_last_pruned(self, stored: StateFormat) -> Mapping[str, AfterLastPruned]:
         """The layers after the last pruned layer, by its name; `stored` is the format of a layer's
         state while masks are drawn."""
-        layers, logits = self.survey.layers, self.survey.loss_logits
+        layers, logits = self.profile.layers, self.profile.loss_logits
         after = list(map(_frozen, layers[self.last_pruned + 1 :]))
-        state = stage_bytes(after, self.survey.ties, {}, stored)
+        state = stage_bytes(after, self.profile.ties, {}, stored)
         loss = 0.0 if logits is None else _loss_bytes(LOSS_BYTES, logits, 1)
         each = _costs(after)
         widest = max((costs.widest for costs in each), default=0)
         passing = loss + sum(costs.saved + costs.outputs for costs in each) + 2 * widest
         made = state.total + _made(after)
-        return {layers[self.last_pruned].name: Behind(state.total, made, passing)}
+        return {layers[self.last_pruned].name: AfterLastPruned(state.total, made, passing)}
 
     def _kept(self, layer: LayerInfo) -> int:
-        ties = self.survey.ties
+        ties = self.profile.ties
         return sum(
             self.kept.get(ties.get(parameter.name, parameter.name), parameter.numel)
             for parameter in layer.parameters
