@@ -59,7 +59,7 @@ def from_module(
     them; `loss`, `metrics` and `example` are as in `Model`.
 
     The forward runs the members of one or more `nn.ModuleList` or `nn.Sequential` one after the
-    other, each once. It is watched on `example(2)`, in training mode. Global names are the module's
+    other, each once. It is watched on `example(2)`, in its own mode. Global names are the module's
     own. The model starts at the values of the module, which are not changed by training.
 
     Raises ConfigError for a module that has no such forward.
@@ -69,12 +69,15 @@ def from_module(
     buffers = [(slot, slot.tensor.clone()) for slot in slots(module)]
     with torch.no_grad(), preserved_rng(), replaced(buffers):
         try:
-            cut = _Split(module, _chosen(module, _watched(module.train(), inputs), inputs), inputs)
-            layers, parts = cut.layers()
+            if not any(mode for _, mode in modes):
+                module.train()  # as `is_in_evaluation` has it
+            watch = _watched(module, inputs)
+            _set_back(modes)
+            layers, parts = _Split(module, _chosen(module, watch, inputs), inputs).layers()
+            modes += [(child, child.training) for part in parts for child in part.modules()]
             _reject_other_result(module, parts, inputs)
         finally:
-            for child, mode in modes:
-                child.training = mode
+            _set_back(modes)
     tensors = {
         layer.full_name(name): tensor
         for layer, part in zip(layers, parts, strict=True)
@@ -97,6 +100,11 @@ def from_module(
         start=OwnValues(tensors),
         container=module,
     )
+
+
+def _set_back(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for child, mode in modes:
+        child.training = mode
 
 
 # -- one forward ------------------------------------------------------------------------------
@@ -457,7 +465,7 @@ class _Split:
             member = self._module.get_submodule(call.name)
             run, prefix, modules = partial(self._call, item), f"{call.path}.", {call.key: member}
         part = PartModule(Part("", modules, kind == "segment", "block", run), modules)
-        part.training = self._module.training
+        part.training = next(iter(modules.values())).training
         return prefix, part
 
     def _put_stand_ins(self) -> None:

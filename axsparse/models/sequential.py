@@ -204,11 +204,17 @@ def _reset(module: nn.Module) -> Callable[[], None] | None:
 
 
 def structure(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device; its tensors are not copied for this."""
+    """A copy of a module on the meta device, with the hooks of its parameters; its tensors are not
+    copied for this."""
     empty: dict[int, Tensor] = {
         id(parameter): nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         for parameter in module.parameters()
     }
+    for parameter in module.parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(parameter, kind)
+            if hooks:
+                setattr(empty[id(parameter)], kind, hooks.copy())
     empty.update((id(buffer), buffer.detach().to("meta")) for buffer in module.buffers())
     return copy.deepcopy(module, empty)
 
@@ -219,6 +225,14 @@ def given_module(layer: Layer) -> nn.Module | None:
     build = layer.build
     is_copied = isinstance(build, partial) and build.func is structure
     return build.args[0] if isinstance(build, partial) and is_copied else None
+
+
+def is_in_evaluation(model: Model) -> bool:
+    """Whether a model is made of modules that are all in evaluation mode, as from_pretrained
+    returns them: a run then trains all."""
+    given = [module for layer in model.layers if (module := given_module(layer)) is not None]
+    modes = [child.training for module in given for child in module.modules()]
+    return bool(modes) and not any(modes)
 
 
 def _started(module: nn.Module, layer: str) -> nn.Module:

@@ -97,7 +97,8 @@ class LayerRunner:
         self.name = name
         self._module = module
         self._is_recomputed = is_recomputed
-        self._modules = [*module.modules()]
+        self._modes = [(each, each.training) for each in module.modules()]
+        """All modules, and whether they train: one that was set to evaluation stays there."""
         self._slots = slots(module)
         self._persistent = [slot for slot in self._slots if slot.persists]
         self._changing: list[BufferSlot] | None = None
@@ -150,8 +151,10 @@ class LayerRunner:
     def _set_mode(self, *, training: bool) -> None:
         """Put all modules into training or evaluation mode. Where no forward has changed its own
         mode, this takes a hundredth of torch's time."""
-        if any(each.training is not training for each in self._modules):
+        if any(each.training is not (training and trains) for each, trains in self._modes):
             self._module.train(training)
+            for each, trains in self._modes:
+                each.training = each.training and trains
 
     # -- recomputation ------------------------------------------------------------------
 

@@ -137,6 +137,9 @@ class GradientCollector:
             handle.remove()
 
     def _hook(self, layer: LayerState, tensor: TensorState) -> Callable[[Tensor], None]:
+        # The user's own hooks, which run before, take the gradient of each microbatch.
+        is_hooked = bool(tensor.parameter._post_accumulate_grad_hooks)
+
         def compress(parameter: Tensor) -> None:
             is_deferred = self._deferring.get(tensor.parameter)
             if is_deferred is not None and is_deferred(tensor.parameter):
@@ -151,7 +154,7 @@ class GradientCollector:
                         # memory.
                         tensor.accumulated = False
                     self._accumulate(layer, tensor, gradient)
-                if self._is_last or is_deferred is not None:
+                if self._is_last or is_deferred is not None or is_hooked:
                     # Autograd's own additions would come before the deferred ones.
                     parameter.grad = self._running[tensor.name] = None
                 elif gradient is not running:

@@ -120,6 +120,7 @@ class Replicated(nn.Module):
         for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[kind] = vars(module)[kind]
         vars(self)["_module"] = module
+        self.training = module.training
         self.group = group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

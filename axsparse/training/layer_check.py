@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from axsparse.data.batches import Batch
 from axsparse.models.layer import Layer, Model, on_meta
 from axsparse.models.module_buffers import replaced, slots, tracked_norms
-from axsparse.models.sequential import given_module
+from axsparse.models.sequential import given_module, is_in_evaluation
 from axsparse.pipeline.layer_runner import (
     LayerRunner,
     RecordedRun,
@@ -164,17 +164,13 @@ def _first_failure(
     data set has them, on the first stage. Tensor-parallel ranks call this together: all of
     them go through all layers, since they gather the weights of each."""
     model, config = plan.model, plan.config
-    given = [module for layer in model.layers if (module := given_module(layer)) is not None]
-    # Users who pass an entire model in evaluation mode, as from_pretrained returns it, mean to
-    # train it.
-    is_set = any(child.training for module in given for child in module.modules())
+    trains_all = is_in_evaluation(model)
     first: AxsparseError | None = None
     for layer, record in pairs:
         _gather_handed_weights(layer, record)
         weights = dict(full_weights(layer))
         with preserved_rng(), _plain_module(layer, weights, record, config.seed) as module:
-            is_own = _module_of(layer.spec).startswith(OWN_MODELS)
-            if is_own or (given and not is_set):
+            if trains_all or _module_of(layer.spec).startswith(OWN_MODELS):
                 module.train()
             try:
                 comparison = _Comparison(plan, layer, record, module)
@@ -398,18 +394,6 @@ class _Comparison:
 
     def _cause(self, what: str) -> str:
         """The likely cause in few words; empty if it is of no known kind."""
-        live = dict(self.layer.module.named_modules())
-        for path, child in self.module.named_modules():
-            if path in live and child.training is not live[path].training:
-                return (
-                    f"{path or 'it'} was set to evaluation (eval()), and a run trains all modules: "
-                    "override train() in its class to keep it there"
-                )
-        for name, parameter in self.module.named_parameters():
-            if what.endswith(f" {name}") and _has_hooks(parameter):
-                return (
-                    f"{name} has a hook, which its copy lacks: register it in the build of a Layer"
-                )
         if any(tensor.shard is not None for tensor in self.layer.state.tensors):
             return SHARDED
         if not _is_of_forward(what) and self.plan.config.pipeline.checkpoint_activations:
@@ -487,10 +471,6 @@ def _is_of_forward(what: str) -> bool:
     return what.startswith(("output", "buffer", "the number of outputs"))
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 # -- which layers are alike ---------------------------------------------------------------
 
 
@@ -506,7 +486,8 @@ def _distinct(layers: Sequence[BuiltLayer]) -> list[int]:
     for number, layer in enumerate(layers):
         is_sharded = layer.state.group is not None and layer.spec.tp_plan
         built = on_meta(layer.spec) if is_sharded else layer.module
-        module = given_module(layer.spec) or built
+        given = given_module(layer.spec)
+        module = built if given is None else given
         first.setdefault((_structure(module, set()), str(layer.spec.tp_plan)), number)
     return list(first.values())
 

@@ -14,6 +14,7 @@ from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.losses import compiled
 from axsparse.models.model_profile import ModelProfile
+from axsparse.models.sequential import is_in_evaluation
 from axsparse.observe.gpu_phases import DevicePhases
 from axsparse.observe.phases import Phases
 from axsparse.observe.recorder import Recorder
@@ -205,6 +206,9 @@ def _stage(
         loss = sharded_loss(model, group) or loss
     if pipeline.compile and coords.is_last:
         loss = compiled(loss)
+    if is_in_evaluation(model):
+        for layer in layers:
+            layer.module.train()
     return Stage(
         [
             LayerRunner(

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from axsparse.data.dataset import ArrayDataset, Dataset
 from axsparse.models.layer import Layer, Model, Tie
+from axsparse.models.own_forward import from_module
 from axsparse.models.sequential import from_sequential
 from axsparse.runtime.errors import ConfigError
 from axsparse.training import layer_check
@@ -165,25 +166,73 @@ def test_what_is_no_function_of_its_inputs_ends_the_run(
         judged(model(build), layout)
 
 
-GIVEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a hook of a parameter": (hooked, "the gradient of parameter weight differs .*has a hook"),
-    "a hook after accumulation": (
+class Listed(nn.Module):
+    """A forward of its own around a list, of which a part may be set to evaluation."""
+
+    def __init__(self, odd: nn.Module) -> None:
+        super().__init__()
+        self.head = linear(CLASSES)
+        self.blocks = nn.ModuleList([linear(), odd])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def watched(make: Callable[[], nn.Module]) -> Model:
+    torch.manual_seed(7)
+    return from_module(Listed(make()), summed_loss, lambda samples: (torch.randn(samples, WIDTH),))
+
+
+GIVEN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "a hook of a parameter": (hooked, {}),
+    "a hook, in a split backward": (hooked, {"pipeline": {"split_backward": True}}),
+    "a hook after accumulation": (partial(hooked, after=True), {}),
+    "a hook after accumulation, not pruned": (
         partial(hooked, after=True),
-        "the gradient of parameter weight differs .*has a hook",
+        {"pruning": {"sparsity": 0.0}},
     ),
-    "a part in evaluation": (evaluating, r"output 0 differs .*was set to evaluation \(eval"),
+    "a part in evaluation": (evaluating, {}),
+    "a part in evaluation, exact sums": (evaluating, {"samo": {"gradient": "exact"}}),
 }
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (3, 1), (1, 2)])
-@pytest.mark.parametrize("name", GIVEN)
-def test_what_the_user_set_on_a_module_stays_set_or_ends_the_run(
-    name: str, layout: tuple[int, int]
+@pytest.mark.parametrize(
+    ("name", "model", "layout", "check"),
+    each_once(list(GIVEN), [given, watched], [(1, 1), (3, 1), (1, 2)], ["auto", False]),
+)
+def test_what_the_user_set_on_a_module_stays_set(
+    name: str, model: Callable[..., Model], layout: tuple[int, int], check: bool | str
 ) -> None:
-    make, told = GIVEN[name]
+    make, sections = GIVEN[name]
+    made = model(make)
+    prefix = "1." if model is given else "blocks.1."
+    assert made.start is not None
+    before = made.start.read(f"{prefix}weight")
+    config = tiny_config(
+        **{**BATCH, **sections, "train": {"steps": 2, "check_layers": check}},
+        optimizer={"weight_decay": 0.0},
+    )
 
-    with pytest.raises(ConfigError, match=rf"^layer 1: {told}"):
-        judged(given(make), layout)
+    ranks = train_in_process(*layout, made, config, vector_data())
+
+    found = [
+        {key.removeprefix("blocks."): each for key, each in (trace.weights | trace.buffers).items()}
+        for _, trace in ranks
+    ]
+    if make is evaluating:
+        means = [
+            each for tensors in found for key, each in tensors.items() if "running_mean" in key
+        ]
+        assert means and all(not each.any() for each in means)
+        return
+    [weight, *_] = [tensors["1.weight"] for tensors in found if "1.weight" in tensors]
+    assert before is not None
+    kept = (weight != 0) & (torch.arange(WIDTH)[:, None] < WIDTH // 2)
+    assert kept.any() and torch.equal(weight[kept], before[kept])
+    assert not torch.equal(weight, before * (weight != 0))
 
 
 class Centred(nn.Module):
@@ -252,7 +301,7 @@ def test_a_fault_of_the_layouts_own_way_ends_the_run(
 
 
 def test_the_check_can_be_switched_off() -> None:
-    judged(given(hooked), train={"steps": 1, "check_layers": False})
+    judged(given(counting), train={"steps": 1, "check_layers": False})
 
 
 def test_the_packages_own_decoder_is_checked_on_request_only() -> None:
@@ -496,12 +545,12 @@ def test_a_stage_may_have_more_layers_to_compare_than_others(place: int) -> None
     modules: list[nn.Module] = [
         Doing(lambda self, x: x * self.factor, factor=1.0 + number) for number in range(6)
     ]
-    modules[place] = hooked()
+    modules[place] = counting()
     model = from_sequential([*modules, linear(CLASSES)], summed_loss)
 
     config = tiny_config(**BATCH, layout={"split": [6, 1]})
 
-    with pytest.raises(ConfigError, match=f"^layer {place}: the gradient of parameter weight"):
+    with pytest.raises(ConfigError, match=f"^layer {place}: {CALLS}"):
         train_in_process(2, 1, model, config, vector_data())
 
 
