@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MethodType
 from typing import get_args
 
 import torch
@@ -32,6 +33,7 @@ from axsparse.models.layer_cost import (
     Tracer,
 )
 from axsparse.models.module_buffers import slots
+from axsparse.models.stand_ins import Part
 from axsparse.models.tensor_shard import LayerSharding, TensorShard
 from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
@@ -41,7 +43,7 @@ FLOPS_PER_BYTE = 100
 """Flops in the time that it takes to move one byte; weighs pooling and norms against matrix
 products. Assumed: between a CPU with matrix units (60) and a data-centre GPU (200)."""
 
-PLAIN = (bool, int, float, str)
+PLAIN = (bool, int, float, str, MethodType)
 """Types whose equal values make no difference to a function; others have to be the same object."""
 MULTIPLYING = (
     nn.Linear,
@@ -341,17 +343,25 @@ def profile_layers(
 
 
 def _are_alike(one: Layer, other: Layer) -> bool:
-    """Whether two layers are built by the same function of the same arguments."""
-    if one != replace(other, name=one.name, build=one.build):
+    """Whether two layers are built, and initialised, by the same functions of the same
+    arguments."""
+    if one != replace(other, name=one.name, build=one.build, init=one.init):
         return False
-    if not (isinstance(one.build, partial) and isinstance(other.build, partial)):
+    same_init = one.init is other.init or _same_call(one.init, other.init)
+    return same_init and _same_call(one.build, other.build)
+
+
+def _same_call(one: object, other: object) -> bool:
+    if not (isinstance(one, partial) and isinstance(other, partial)):
         return False
     first, second = (
-        [b.func, *b.args, *itertools.chain(*sorted(b.keywords.items(), key=lambda kv: kv[0]))]
-        for b in (one.build, other.build)
+        [f.func, *f.args, *itertools.chain(*sorted(f.keywords.items(), key=lambda kv: kv[0]))]
+        for f in (one, other)
     )
     return len(first) == len(second) and all(
-        a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
+        a is b
+        or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
+        or (isinstance(a, Part) and isinstance(b, Part) and a.is_like(b))
         for a, b in zip(first, second, strict=True)
     )
 

@@ -53,6 +53,12 @@ class Part:
     kind: Kind
     forward: Callable[..., tuple[Tensor, ...]]
     """`forward(modules by name, inputs…)` returns the outputs of the layer."""
+    group: int | None = None
+    """Equal in parts of one model that differ in values and names alone; None: in no other."""
+
+    def is_like(self, other: Part) -> bool:
+        """Whether both parts have the same shapes and costs."""
+        return self.group is not None and self.group == other.group
 
 
 class PartModule(nn.Module):
@@ -91,6 +97,23 @@ def outermost_lists(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, nn.M
         if path and isinstance(module, kinds) and len(module._modules) and not inside:
             found[path] = module
     return found
+
+
+def are_alike(one: object, other: object) -> bool:
+    """Whether two values are equal: modules by class and attributes, except the number that a
+    layer of transformers has; tensors by shape and type."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        first, second = ((t.shape, t.dtype, t.requires_grad) for t in (one, other))
+        return first == second
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, nn.Module):
+        return are_alike({**vars(one), "layer_idx": 0}, {**vars(other), "layer_idx": 0})
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(are_alike(one[k], other[k]) for k in one)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(are_alike, one, other))
+    return one is other or (isinstance(one, (bool, int, float, str, set)) and one == other)
 
 
 def tied_names(model: nn.Module) -> list[tuple[str, str]]:

@@ -45,7 +45,7 @@ from axsparse.models.layer import (
 )
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
 from axsparse.models.module_buffers import slots
-from axsparse.models.stand_ins import Part, PartModule, tied_names
+from axsparse.models.stand_ins import Part, PartModule, are_alike, tied_names
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.models.zoo.hf_experts import (
     GATES,
@@ -169,10 +169,16 @@ class SplitModel:
     def _split(self) -> list[Part]:
         forward = self.forward
         parts = [self._part(forward.before, "embedding", self._embed)]
+        group, kinds = 0, getattr(self.causal.config, "layer_types", None)
         for number, layer in enumerate(forward.layers):
+            if number and not (
+                are_alike(layer, forward.layers[number - 1])
+                and (kinds is None or kinds[number] == kinds[number - 1])
+            ):
+                group += 1
             run = partial(self._layer, number)
             name = f"{forward.list_path}.{number}"
-            parts.append(Part(name, {str(number): layer}, True, "block", run))
+            parts.append(Part(name, {str(number): layer}, True, "block", run, group))
         if forward.after:
             parts.append(self._part(forward.after, "head", self._norm))
         head = {forward.head_name: forward.head}

@@ -41,8 +41,10 @@ from axsparse.config.load import configure
 from axsparse.config.schema import PipelineConfig, PruningConfig
 from axsparse.data.dataset import TokenDataset
 from axsparse.models.layer import Model, as_tuple
+from axsparse.models.layer_cost import Tracer
 from axsparse.models.model_profile import profile
 from axsparse.models.sequential import filled_modules
+from axsparse.models.stand_ins import Part
 from axsparse.models.zoo.hf_experts import mark_what_multiplies
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.targets import what_is_pruned
@@ -495,6 +497,28 @@ def test_saved_activations_of_a_layer_are_those_that_its_forward_keeps() -> None
     )
     assert profiled is not None
     assert profiled.saved == pytest.approx(real, rel=0.08)
+
+
+@pytest.mark.parametrize("family", by_default(["llama", "smollm3"], FAMILIES))
+def test_a_layer_like_the_one_before_is_run_once_with_the_costs_of_each(
+    transformers: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
+    theirs = {**kind(**{**SIZES, **FAMILIES[family]}).to_dict(), "num_hidden_layers": 3}
+    config = tiny_config(model={"name": "hf", "hf": theirs, "sequence_length": 24})
+    model, run = named_model(config), Tracer.run
+    ran: list[str] = []
+
+    def watched(tracer: Tracer, name: str, module: nn.Module) -> Any:
+        ran.append(name)
+        return run(tracer, name, module)
+
+    monkeypatch.setattr(Tracer, "run", watched)
+    together, count = profile(model), len(ran)
+    monkeypatch.setattr(Part, "is_like", lambda one, other: False)
+
+    assert together.layers == profile(model).layers
+    assert count == {"llama": 4, "smollm3": 6}.get(family, count)
 
 
 def test_a_stage_reads_its_own_tensors_one_at_a_time(
