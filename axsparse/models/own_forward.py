@@ -56,7 +56,8 @@ def from_module(
     metrics: Mapping[str, MetricFunction] = {},
 ) -> Model:
     """A model whose layers are the members of the module's lists, and what its forward does around
-    them; `loss`, `metrics` and `example` are as in `Model`.
+    them; `loss`, `metrics` and `example` are as in `Model`. An `nn.Sequential` with a forward of
+    its own is such a list itself.
 
     The forward runs the members of one or more `nn.ModuleList` or `nn.Sequential` one after the
     other, each once. It is watched on `example(2)`, in its own mode. Global names are the module's
@@ -126,7 +127,7 @@ class _Call:
 
     @property
     def name(self) -> str:
-        return f"{self.path}.{self.key}"
+        return f"{self.path}.{self.key}" if self.path else self.key
 
     @property
     def has_numbers(self) -> bool:
@@ -209,6 +210,8 @@ def _watched(module: nn.Module, inputs: Sequence[Tensor]) -> _Watch:
 
 def _lists(module: nn.Module) -> dict[str, nn.Module]:
     """The lists whose members may be layers, by path."""
+    if isinstance(module, nn.Sequential):
+        return {"": module}
     return {
         path: found
         for path, found in outermost_lists(module, nn.ModuleList, nn.Sequential).items()
@@ -352,9 +355,10 @@ class _Timeline:
             of_list = [_Call(path, "")]
             for key in keys:
                 if called.count(key) != 1:
-                    raise _Apart(f"{path}.{key} runs {called.count(key)} times", of_list)
+                    name = _Call(path, key).name
+                    raise _Apart(f"{name} runs {called.count(key)} times", of_list)
             if called != keys:
-                raise _Apart(f"{path} runs in the order {', '.join(called)}", of_list)
+                raise _Apart(f"{path or 'it'} runs in the order {', '.join(called)}", of_list)
 
 
 def _chosen(module: nn.Module, watch: _Watch, inputs: Any) -> _Timeline:
@@ -463,7 +467,8 @@ class _Split:
         else:
             call = self._calls[number]
             member = self._module.get_submodule(call.name)
-            run, prefix, modules = partial(self._call, item), f"{call.path}.", {call.key: member}
+            run, modules = partial(self._call, item), {call.key: member}
+            prefix = call.name.removesuffix(call.key)
         part = PartModule(Part("", modules, kind == "segment", "block", run), modules)
         part.training = next(iter(modules.values())).training
         return prefix, part
@@ -472,7 +477,11 @@ class _Split:
         for path in self._lists:
             above, _, last = path.rpartition(".")
             parent, members = self._meta.get_submodule(above), self._meta.get_submodule(path)
-            parent._modules[last] = with_stand_ins = copy.copy(members)
+            with_stand_ins = copy.copy(members)
+            if path:
+                parent._modules[last] = with_stand_ins
+            else:
+                self._meta = with_stand_ins
             vars(with_stand_ins)["_modules"] = {
                 call.key: StandIn(member, partial(self._stand_in, number, member))
                 for number, call in enumerate(self._calls)
@@ -485,7 +494,9 @@ class _Split:
         one those that nothing reads."""
         outside: dict[int, list[str]] = {}
         for name, tensor in _state(self._module):
-            if not any(name.startswith(f"{path}.") for path in self._lists):
+            if not any(
+                name.startswith(f"{path}.") if path else "." in name for path in self._lists
+            ):
                 outside.setdefault(id(tensor), []).append(name)
         owned: list[set[str]] = [set() for _ in timeline.owned]
         there = [number for number, exists in enumerate(timeline.exists) if exists]
@@ -541,6 +552,9 @@ class _Split:
                 else:
                     vars(view)[key] = vars(meta)[kind][key]
             vars(view)[kind] = mine
+        if not prefix and "" in self._lists:
+            vars(view)["_modules"] = meta._modules
+            return view
         children: dict[str, nn.Module | None] = {}
         for key, child in module._modules.items():
             if child is None:

@@ -83,24 +83,30 @@ def from_sequential(
 def _reject_more(modules: nn.Sequential) -> None:
     """ConfigError for code that no stage would run or train, since stages have the children
     alone."""
-    forwards = (nn.Sequential.forward, PlainModel.forward)
     tensors = {**modules._parameters, **modules._buffers}
     hooks = (
         *(modules._forward_hooks, modules._forward_pre_hooks),
         *(modules._backward_hooks, modules._backward_pre_hooks),
     )
     more = {
-        "a forward of its own": type(modules).forward not in forwards or "forward" in vars(modules),
+        "a forward of its own": not runs_in_order(modules) or "forward" in vars(modules),
         f"a parameter or buffer of its own ({', '.join(tensors)})": bool(tensors),
         "hooks of its own": any(hooks),
     }
     for what, is_so in more.items():
         if is_so:
+            way = "give it to ax.from_module, which cuts it"
+            if runs_in_order(modules):
+                way = "move it into a module (docs/howto/own-models.md cuts a forward)"
             raise ConfigError(
                 f"sequential: {type(modules).__name__} has {what}, and stages have its modules "
-                "alone; move it into a module (docs/howto/own-models.md cuts a forward), or give "
-                "list(modules) to leave it out"
+                f"alone; {way}, or give list(modules) to leave it out"
             )
+
+
+def runs_in_order(modules: nn.Sequential) -> bool:
+    """Whether its class has no forward of its own."""
+    return type(modules).forward in (nn.Sequential.forward, PlainModel.forward)
 
 
 def _container(modules: object) -> nn.Sequential | None:
@@ -316,14 +322,15 @@ def filled_modules(
 def plain_model(model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model with these parameters and buffers in evaluation mode, as one module: a copy of its
     container, or a `PlainModel` of what `filled_modules` makes."""
-    if model.container is not None and not isinstance(model.container, nn.Sequential):
-        return _filled_copy(model.container, tensors)
+    own = model.container
+    if own is not None and not (isinstance(own, nn.Sequential) and runs_in_order(own)):
+        return _filled_copy(own, tensors)
     plain = PlainModel()
     for name, module in filled_modules(model, ties, tensors).items():
         plain.add_module(name, module)
-    if model.container is None:
+    if own is None:
         return plain.eval()
-    own = copy.copy(model.container)
+    own = copy.copy(own)
     vars(own)["_modules"] = plain._modules
     return own.eval()
 

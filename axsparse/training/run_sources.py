@@ -19,7 +19,7 @@ from axsparse.data.dataset import Dataset, Datasets
 from axsparse.data.sources import open_datasets
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.own_forward import from_module
-from axsparse.models.sequential import from_sequential
+from axsparse.models.sequential import from_sequential, runs_in_order
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import preserved_rng
@@ -90,8 +90,8 @@ class OfModule:
     def model(self, module: nn.Module, open_datasets: Callable[[], Datasets]) -> Model:
         """The model, cut where the first samples pass from layer to layer."""
         assert self.loss is not None
-        if type(module).forward is nn.Sequential.forward:
-            return from_sequential(cast(nn.Sequential, module), self.loss, metrics=self.metrics)
+        if isinstance(module, nn.Sequential) and runs_in_order(module):
+            return from_sequential(module, self.loss, metrics=self.metrics)
         training = open_datasets().training
         with preserved_rng():
             inputs, _ = training.read(np.arange(min(2, len(training))))

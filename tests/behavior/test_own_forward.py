@@ -32,6 +32,7 @@ MODULES: dict[str, tuple[type[nn.Module], Callable[[], ArrayDataset], Loss]] = {
     "ResNet": (own_models.ResNet, images, class_loss),
     "EncoderVit": (own_models.EncoderVit, images, class_loss),
     "Stages": (own_models.Stages, images, class_loss),
+    "Residual": (own_models.Residual, images, class_loss),
     "Gpt": (own_models.Gpt, words, word_loss),
     "TorchEncoder": (own_models.TorchEncoder, words, word_loss),
     "Denoiser": (own_models.Denoiser, noisy_images, square_loss),

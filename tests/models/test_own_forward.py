@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
 from axsparse.models.own_forward import from_module
+from axsparse.models.sequential import plain_model
 from axsparse.runtime.errors import ConfigError
 
 
@@ -39,6 +40,7 @@ def cut(module: nn.Module, data: Callable[[], Any] = images) -> Model:
             "downsample_layers.0 behind.downsample_layers.0 stages.0 downsample_layers.1 "
             "behind.downsample_layers.1 stages.1 head",
         ),
+        (own_models.Residual, images, "0 1 behind.1 2 behind.2 3 head"),
         (own_models.Gpt, words, "stem transformer.h.0 transformer.h.1 transformer.h.2 head"),
     ],
 )
@@ -55,6 +57,16 @@ def test_members_are_layers_with_the_names_of_the_module(
     buffers = {buffer.name for layer in found.layers for buffer in layer.buffers}
     assert buffers == {name for name, _ in module().named_buffers()}
     assert found.layers[-1].kind == "head"
+
+
+def test_a_sequential_with_a_forward_of_its_own_comes_back_as_one() -> None:
+    module = own_models.Residual().eval()
+    [inputs], _ = images().read(np.arange(3))
+
+    back = plain_model(cut(module), {}, module.state_dict())
+
+    assert type(back) is own_models.Residual
+    assert torch.equal(back(inputs), module(inputs))
 
 
 def test_a_segment_is_costed_without_what_is_before_it() -> None:
