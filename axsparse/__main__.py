@@ -9,9 +9,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from axsparse.cli.commands import COMMANDS
-from axsparse.cli.parser import reject, run_command
-from axsparse.runtime.launcher import speaks
-from axsparse.runtime.process_exit import exit_process
+from axsparse.cli.parser import CommandParser, reject, run_command, say
 from axsparse.runtime.version import __version__
 
 
@@ -21,7 +19,7 @@ def usage() -> str:
         f"  {name:10} {command.purpose} (axsparse {name} --help)\n"
         for name, command in COMMANDS.items()
     ]
-    return "usage: axsparse COMMAND ...\n\ncommands:\n" + "".join(lines)
+    return "usage: axsparse COMMAND ...\n\ncommands:\n" + "".join(lines).rstrip()
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -35,11 +33,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             module.main(rest)
         run_command(module.parser(), rest)
     if word in ("-h", "--help", "help"):
-        sys.stdout.write(usage() if speaks() else "")
-        exit_process()
+        run_command(CommandParser(lambda _: say(usage())), [])
     if word == "--version":
-        print(f"axsparse {__version__}")
-        exit_process()
+        run_command(CommandParser(lambda _: say(f"axsparse {__version__}")), [])
     nearest = get_close_matches(word[:60], COMMANDS, n=1)
     mend = f"did you mean {nearest[0]}? " if nearest else ""
     reject(f"no command {word!r}; {mend}see axsparse --help")

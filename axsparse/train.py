@@ -42,8 +42,8 @@ what a run leaves behind, in --run-dir:
   trace/          every moment of some steps, with train.trace=N (axsparse report draws the last)
   checkpoints/    what --resume goes on from (axsparse checkpoint --help)
 
-Ctrl-C, SIGUSR1 or SIGTERM ends the step under way, saves, and exits with 75; a second one ends at
-once.
+Ctrl-C, SIGUSR1, SIGTERM or SIGHUP (a closed terminal) ends the step under way, saves, and exits
+with 75; a second one ends at once.
 
 exit codes:
   0 done   65 data or checkpoint does not fit   66 input missing   70 a rank failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.commands import Axsparse
@@ -11,6 +12,7 @@ from support.commands import axsparse as axsparse
 from support.mpirun import LONGEST_SECONDS
 
 import axsparse as ax
+from axsparse.__main__ import main
 from axsparse.cli.commands import COMMANDS, all_parsers
 
 HELP = """\
@@ -55,6 +57,33 @@ def test_every_command_has_help_that_costs_neither_torch_nor_mpi() -> None:
     code = HELPS.format(lines=[*COMMANDS, *all_parsers()])
 
     subprocess.run([sys.executable, "-c", code], timeout=LONGEST_SECONDS, check=True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--help", "--version", "config show", *(f"{words} --help" for words in all_parsers())],
+)
+def test_output_that_cannot_be_written_ends_in_one_line_and_74(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place, why in (("/dev/full", "(No space left on device)"), (None, "(it is closed); open")):
+        with Path(place or "/dev/null").open("w") as stream:
+            monkeypatch.setattr(sys, "stdout", stream if place else None)
+            with pytest.raises(SystemExit) as end:
+                main(line.split())
+            monkeypatch.undo()
+
+        said = capsys.readouterr().err
+        assert (end.value.code, said.count("\n")) == (74, 1), said
+        assert said.startswith(f"axsparse: error: stdout: cannot be written {why}")
+
+
+def test_a_line_that_cannot_be_written_leaves_the_code_as_it_is() -> None:
+    command = f"{sys.executable} -m axsparse config shw"
+
+    for end in ("2>/dev/full", "2>&-"):
+        done = subprocess.run(["sh", "-c", f"{command} {end}"], timeout=300, check=False)
+        assert done.returncode == 78
 
 
 def test_no_command_is_left_out() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from typing import Literal
 
 from axsparse.cli.parser import CommandParser, add_checkpoint, integer, say
+from axsparse.runtime.launcher import write_line
 
 DESCRIPTION = """\
 Evaluate a trained model on all validation data. RUN is a run directory, whose newest checkpoint is
@@ -72,6 +72,6 @@ def _progress(clock: Callable[[], float]) -> Callable[[int, int], None]:
         nonlocal said
         if clock() - said >= EVERY_SECONDS and done < total:
             said = clock()
-            print(f"evaluated {done} of {total} batches", file=sys.stderr, flush=True)
+            write_line(f"evaluated {done} of {total} batches")
 
     return after_batch

@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_INTERRUPTED, AxsparseError
+from axsparse.runtime.errors import (
+    EXIT_CONFIG,
+    EXIT_INTERRUPTED,
+    AxsparseError,
+    OutputError,
+    writing,
+)
 from axsparse.runtime.launcher import SRUN_SIZE, speaks, started_by_launcher
 from axsparse.runtime.process_exit import exit_process
 
@@ -59,8 +65,12 @@ class CommandParser(argparse.ArgumentParser):
         reject(f"{shown}; see --help")
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        if speaks():
-            super().print_help(file)
+        del file  # argparse names none
+        try:
+            if speaks():
+                say(self.format_help().rstrip())
+        except OutputError as error:
+            exit_process(error.exit_code, f"error: {error}")
 
 
 def integer(least: int = 1, most: int = MOST) -> Callable[[str], int]:
@@ -135,17 +145,27 @@ def reject_early(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
         wait_until_all_ranks_have_started()
 
 
-def say(text: str) -> None:
+def say(text: str | bytes) -> None:
     """Print a result; a reader that has gone away, such as `head`, is no mistake.
 
-    Nor are characters that the terminal has not, or that a path of other bytes has.
+    Nor are characters that the terminal has not, or that a path of other bytes has; bytes are
+    printed as they are. Raises OutputError if stdout cannot be written.
     """
+    if sys.stdout is None:
+        raise OutputError("stdout: cannot be written (it is closed); open it")
     encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
-    except BrokenPipeError:
-        # Python flushes stdout once more at the exit, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with writing("stdout:", "free space where it goes, or send it elsewhere"):
+        try:
+            if isinstance(text, bytes):
+                sys.stdout.buffer.write(text)
+            else:
+                sys.stdout.write(f"{text}\n".encode(encoding, errors="replace").decode(encoding))
+            sys.stdout.flush()
+        except OSError as reason:
+            # Python flushes stdout once more at the exit, which would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if not isinstance(reason, BrokenPipeError):
+                raise
 
 
 def add_configuration(add: Callable[..., object]) -> None:

@@ -23,6 +23,7 @@ from functools import partial
 
 from torch import Tensor
 
+from axsparse.cli.parser import say
 from axsparse.cli.prune_order import PRUNED, PruneOrder, goes_by_layers, setting
 from axsparse.cli.prune_page import Facts, page, write_page
 from axsparse.config.load import configure
@@ -87,8 +88,8 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
             return
         text = page(order, asked, replace(facts, peak_bytes=max(map(int, peaks))), timings.seconds)
         write_page(order.out, text)
-        print(text, flush=True)
-        print(f"axsparse: wrote {order.out}", flush=True)
+        say(text)
+        say(f"axsparse: wrote {order.out}")
 
     together(transport, write)
     if lock is not None:

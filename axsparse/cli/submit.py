@@ -323,8 +323,7 @@ def _submit(job: argparse.Namespace) -> None:
         run_dir = Path.cwd() / next(path for path in unused if not script_of(path).exists())
     text = script(job, config, run_dir).encode(errors="surrogateescape")
     if not job.now:
-        sys.stdout.buffer.write(text)
-        sys.stdout.flush()
+        say(text)
         return
     path = script_of(run_dir)
     with writing(f"{path}:", "choose another --run-dir"):

@@ -499,8 +499,8 @@ class CheckpointConfig(Section):
 
     every: Natural | Auto = 500
     """Steps between two checkpoints; the last step is saved as well. 0 saves only when the run is
-    asked to stop (SIGUSR1, SIGTERM). `auto` measures the cost of a save, and chooses the interval
-    that loses the least time with `mtbf_hours`."""
+    asked to stop (SIGUSR1, SIGTERM, SIGHUP). `auto` measures the cost of a save, and chooses the
+    interval that loses the least time with `mtbf_hours`."""
     mtbf_hours: Annotated[float, Field(gt=0.0, le=1e6)] = 24.0
     """Mean hours between two failures of the job, for `every: auto`: the mean hours of one host,
     divided by the number of hosts."""

@@ -72,6 +72,7 @@ def connect() -> Transport:
     bind_early(os.environ)
     if not local_rank(os.environ):
         remove_leftovers()
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # UCX would take SIGHUP for itself
     try:
         if started_by_launcher():
             wait_until_all_ranks_have_started()

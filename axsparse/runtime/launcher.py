@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 from axsparse.runtime.errors import ConfigError
 
@@ -21,9 +22,11 @@ JOB_SIZE = "AXSPARSE_RANKS"
 
 def write_line(text: str) -> None:
     """Write a line to stderr in one piece, since other ranks may write at the same moment; print
-    would write the end of the line on its own."""
-    sys.stderr.write(f"axsparse: {text}\n")
-    sys.stderr.flush()
+    would write the end of the line on its own. A stderr that is lost changes no exit code."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            sys.stderr.write(f"axsparse: {text}\n")
+            sys.stderr.flush()
 
 
 def started_by_launcher() -> bool:

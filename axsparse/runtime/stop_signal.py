@@ -1,4 +1,4 @@
-"""Requests to stop a run, by Ctrl-C, SIGUSR1 or SIGTERM; a second signal ends it at once.
+"""Requests to stop a run, by Ctrl-C, SIGUSR1, SIGTERM or SIGHUP; a second one ends it at once.
 
 A scheduler, a job script and a launcher may each pass on the same signal, so signals that come
 within seconds of the first are taken for the same one. For Ctrl-C that time is short, since
@@ -22,8 +22,8 @@ from axsparse.runtime.launcher import speaks, write_line
 from axsparse.runtime.process_exit import exit_at_once
 from axsparse.runtime.shared_segments import remove_own
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-"""The signals that ask a run to stop."""
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that ask a run to stop; the last comes from a terminal that is closed."""
 CTRL_C_ECHO_SECONDS = 0.5
 """How long after SIGINT another is taken for the same one: a terminal and a launcher send both
 within milliseconds."""
@@ -63,7 +63,12 @@ class StopRequest:
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         # The interpreter's own handler sees only signals that have a handler in Python.
-        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self._before = {
+            number: signal.signal(number, lambda *_: None)
+            for number in SIGNALS
+            if not (is_nohup and number == signal.SIGHUP)
+        }
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         reader = self._pipe[0]
         threading.Thread(

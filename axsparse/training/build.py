@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -30,6 +31,7 @@ from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.communication import Transport
+from axsparse.runtime.console import Console
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.grid import Grid
@@ -325,12 +327,16 @@ def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
         return
     loops.join(SILENT_SECONDS)
     if loops.is_alive() and is_told:
-        print(
-            "axsparse: machine code for this processor is being compiled, once; the next run finds "
-            f"it in {cache_folder()}",
-            flush=True,
+        _say(
+            "machine code for this processor is being compiled, once; the next run finds it in "
+            f"{cache_folder()}"
         )
     loops.join()
+
+
+def _say(line: str) -> None:
+    """Print a line before there is a recorder; a screen that is lost ends no run."""
+    Console(sys.stdout, bar=False).line(f"axsparse: {line}")
 
 
 # -- the run directory --------------------------------------------------------------------
@@ -358,7 +364,7 @@ def _open_run_directory(
     if transport.rank == 0:
         notes = _with_stages(resumed, plan, config)
         for line in (*notes, *changes):
-            print(f"axsparse: {line}", flush=True)
+            _say(line)
     job.run_dir = opened.path
     job.stop.listen()
     return opened

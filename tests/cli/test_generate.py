@@ -108,7 +108,7 @@ def test_a_long_evaluation_says_every_few_seconds_how_far_it_is(
     for done in range(1, 5):
         after_batch(done, 4)
 
-    assert capsys.readouterr().err == "evaluated 2 of 4 batches\n"
+    assert capsys.readouterr().err == "axsparse: evaluated 2 of 4 batches\n"
 
 
 def test_what_is_missing_or_changed_is_named(

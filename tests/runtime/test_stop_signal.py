@@ -33,7 +33,7 @@ def wait_for(request: StopRequest) -> None:
         os.sched_yield()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_is_noted(number: signal.Signals, stop: StopRequest) -> None:
     stop.listen()
     stop.listen()  # once is enough
@@ -60,7 +60,7 @@ def test_a_second_signal_leaves_at_once(
 
 
 def test_one_signal_that_several_pass_on_is_one_and_others_mean_nothing(stop: StopRequest) -> None:
-    stop.receive(signal.SIGHUP)
+    stop.receive(signal.SIGWINCH)
     assert not stop.is_set
 
     for _ in range(3):
@@ -102,6 +102,17 @@ def test_released_signals_are_whose_they_were(stop: StopRequest) -> None:
     assert [signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
     stop.release()
+
+
+def test_what_nohup_ignores_stays_ignored(stop: StopRequest) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop.listen()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        stop.release()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_only_the_main_thread_takes_signals(stop: StopRequest) -> None:

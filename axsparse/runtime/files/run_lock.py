@@ -7,12 +7,12 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from axsparse.runtime.errors import OutputError, writing
+from axsparse.runtime.launcher import write_line
 
 LOCK_FILE = "run.lock"
 OTHER_RUN_DIR = "choose another --run-dir"
@@ -80,11 +80,9 @@ class RunLock:
         self.release: Callable[[], object] = lock.release
         """Let other processes have the directory."""
         if lock.problem is not None:
-            print(
-                f"axsparse: warning: {path}: cannot be locked ({lock.problem}); see that no "
-                f"other job has this {option}",
-                file=sys.stderr,
-                flush=True,
+            write_line(
+                f"warning: {path}: cannot be locked ({lock.problem}); see that no other job has "
+                f"this {option}"
             )
         job = next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), None)
         said = {"host": socket.gethostname(), "process": os.getpid(), "job": job}
