@@ -55,6 +55,8 @@ class TensorState:
     """The place in the full tensor, if this is a shard of one."""
     full_kept: int = 0
     """Kept entries of the full tensor, on all ranks."""
+    begun: int = 0
+    """Updates of the run before this tensor's first one, where it was thawed at a resume."""
 
     @property
     def index(self) -> Index:

@@ -47,7 +47,12 @@ from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import StateBytes
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.modules import Sharding
-from axsparse.training.checkpoint.layer_files import CheckpointFiles, CheckpointMasks, load_layers
+from axsparse.training.checkpoint.layer_files import (
+    CheckpointFiles,
+    CheckpointMasks,
+    load_layers,
+    thawed_and_frozen,
+)
 from axsparse.training.checkpoint.manifest import DataEntry
 from axsparse.training.checkpoint.verification import (
     MEANS,
@@ -356,7 +361,10 @@ def _open_run_directory(
             return []
         reject_other_model(resumed.checkpoint, plan.profile)
         reject_other_data(resumed.checkpoint, data)
-        return reject_other_settings(resumed.checkpoint, plan.config, config)
+        lines = reject_other_settings(resumed.checkpoint, plan.config, config)
+        if transport.rank == 0:
+            lines += thawed_and_frozen(resumed.checkpoint, plan.profile)
+        return lines
 
     changes = together(transport, fits)
     opened = open_run_dir(config, transport, resumed)

@@ -40,7 +40,7 @@ def cut(module: nn.Module, data: Callable[[], Any] = images) -> Model:
             "downsample_layers.0 behind.downsample_layers.0 stages.0 downsample_layers.1 "
             "behind.downsample_layers.1 stages.1 head",
         ),
-        (own_models.Residual, images, "0 1 behind.1 2 behind.2 3 head"),
+        (own_models.Residual, images, "0 behind.0 1 behind.1 2 head"),
         (own_models.Gpt, words, "stem transformer.h.0 transformer.h.1 transformer.h.2 head"),
     ],
 )

@@ -282,14 +282,13 @@ class Residual(nn.Sequential):
     """A list with a forward and a parameter of its own."""
 
     def __init__(self) -> None:
-        super().__init__(
-            nn.Flatten(), nn.Linear(192, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        )
+        first = nn.Sequential(nn.Flatten(), nn.Linear(192, WIDTH))
+        super().__init__(first, *(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        flatten, first, *rest = self
-        x = torch.tanh(first(flatten(x)))
+        first, *rest = self
+        x = torch.tanh(first(x))
         for block in rest:
             x = x + torch.relu(block(x))
         return x * self.scale

@@ -3,6 +3,7 @@
     mask/NAME      uint8, one bit an entry as in mask files; of pruned tensors only
     master/NAME    fp32 weights of the kept entries, in ascending position
     MOMENT/NAME    the same for each state of the optimizer, such as exp_avg
+    begun/NAME     int64, updates before the first one of a parameter that was thawed at a resume
     value/NAME     a parameter that is not trained, in the training precision
     buffer/NAME    a buffer that is part of the model's state, of the first replica, in its own
                    type; complex32 and complex128, which the format lacks, as pairs of reals
@@ -25,7 +26,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from axsparse.models.model_profile import ModelProfile
 from axsparse.models.module_buffers import BufferSlot, slots
+from axsparse.models.start_weights import some_of
 from axsparse.pruning.methods.pruner import PrunerState
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import DataError, MissingInputError
@@ -46,7 +49,7 @@ from axsparse.samo.tensor_state import TensorState
 from axsparse.training.checkpoint.manifest import LayerEntry, ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint
 
-MASK, MASTER, VALUE, BUFFER = "mask", "master", "value", "buffer"
+MASK, MASTER, VALUE, BUFFER, BEGUN = "mask", "master", "value", "buffer", "begun"
 """The kinds of tensors; the names of the optimizer's moments are kinds too."""
 
 
@@ -155,6 +158,8 @@ def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[st
     yield f"{MASTER}/{name}", values(lambda: state.master(name))
     for kind in state.optimizer_state.moments_K:
         yield f"{kind}/{name}", values(partial(state.moment, name, kind))
+    if tensor.begun:
+        yield f"{BEGUN}/{name}", _plain_tensor(torch.tensor([tensor.begun]))
 
 
 def _plain_tensor(tensor: Tensor) -> TensorCopy:
@@ -208,7 +213,8 @@ def load_layers(
 ) -> None:
     """Fill layers that were built with the masks of the checkpoint with its values.
 
-    The model must have the checkpoint's shapes.
+    The model must have the checkpoint's shapes. A parameter that was frozen there and is trained
+    here begins with fresh state; one that was trained there and is frozen here keeps its value.
     """
     files = CheckpointFiles(checkpoint)
     for layer in layers:
@@ -216,10 +222,19 @@ def load_layers(
         for local, parameter in layer.module.named_parameters():
             name = layer.spec.full_name(local)
             saved = ties.get(name, name)
-            if name in layer.state.by_full_name:
-                _load_tensor(files, saved, layer.state, layer.state.by_full_name[name])
+            header = TensorHeader(parameter.dtype, tuple(parameter.shape))
+            tensor = layer.state.by_full_name.get(name)
+            if tensor is not None and files.has(VALUE, saved):
+                header = TensorHeader(parameter.dtype, tensor.full_shape)
+                fill(layer.state, tensor, files.read(VALUE, saved, header).float())
+                tensor.begun = checkpoint.manifest.progress.updates
+            elif tensor is not None:
+                _load_tensor(files, saved, layer.state, tensor)
+                if files.has(BEGUN, saved):
+                    tensor.begun = int(files.read(BEGUN, saved, TensorHeader(torch.int64, (1,))))
+            elif name not in aliases and files.has(MASTER, saved):
+                parameter.detach().copy_(files.master(saved, parameter.shape))
             elif name not in aliases:
-                header = TensorHeader(parameter.dtype, tuple(parameter.shape))
                 parameter.detach().copy_(files.read(VALUE, saved, header))
         for slot in slots(layer.module):
             if slot.persists:
@@ -273,6 +288,22 @@ def _load_shard(files: CheckpointFiles, saved: str, state: LayerState, tensor: T
             state.optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values_K)
 
 
+def thawed_and_frozen(checkpoint: Checkpoint, profile: ModelProfile) -> list[str]:
+    """A line for the user for the parameters that are trained, or no longer trained, from here
+    on."""
+    files = CheckpointFiles(checkpoint)
+    thawed, frozen = list[str](), list[str]()
+    for layer in profile.layers:
+        for each in layer.parameters:
+            if each.name not in profile.ties and files.has(VALUE, each.name) is each.trained:
+                (thawed if each.trained else frozen).append(each.name)
+    lines = {
+        "trained from here on, with fresh optimizer state": thawed,
+        "no longer trained, and kept as it is": frozen,
+    }
+    return [f"{what}: {some_of(names)}" for what, names in lines.items() if names]
+
+
 ANOTHER = "resume from another one"
 """The suggestion where a checkpoint is damaged."""
 OWN_OPTIMIZER = "go on with the optimizer that it has"
@@ -300,6 +331,21 @@ class CheckpointFiles:
         """The headers of all tensors in the file of a layer, by KIND/NAME."""
         file = self._opened(self.checkpoint.manifest.layers[layer].file)
         return {key: file.one_line(key) for key in file.shapes}
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether there is such a tensor of a parameter."""
+        file = self.checkpoint.manifest.layers[self._layer_of[name]].file
+        return f"{kind}/{name}" in self._opened(file).shapes
+
+    def master(self, name: str, shape: torch.Size) -> Tensor:
+        """The masters of a parameter in its shape, with zeros at pruned positions."""
+        kept = self.checkpoint.manifest.layers[self._layer_of[name]].parameters[name].kept
+        dense_D = self.read(MASTER, name, TensorHeader(torch.float32, (kept,)))
+        if kept < shape.numel():
+            packed = self.read(MASK, name, TensorHeader(torch.uint8, (-(-shape.numel() // 8),)))
+            mask_D = Bits(packed.numpy(), shape.numel()).mask()
+            dense_D = torch.zeros(shape.numel()).masked_scatter_(mask_D, dense_D)
+        return dense_D.view(shape)
 
     def read(self, kind: str, name: str, expected: TensorHeader) -> Tensor:
         """The saved tensor of a parameter."""
