@@ -95,7 +95,6 @@ def look(run_dir: Path) -> Facts:
         **{"axsparse": __version__, "torch": torch.__version__, "CUDA": torch.version.cuda},
         "MPI": mpi_library() if "mpi4py.MPI" in sys.modules else None,
         "mpirun": first if own.exists() and first and Path(first) != own else None,
-        "torchrun": "TORCHELASTIC_RUN_ID" in os.environ,
         "uuids": [gpu.uuid for gpu in gpus],
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "cores": sorted(os.sched_getaffinity(0)),
@@ -115,8 +114,6 @@ def findings(ranks: Sequence[Facts]) -> Iterator[str]:
     if first["problem"] is not None:
         said, _, mend = first["problem"].removeprefix("MPI: ").partition("; ")
         yield f"{WRONG} MPI: {said} → {mend}"
-    if first["torchrun"]:
-        yield f"{WRONG} launcher: torchrun, under which each rank trains alone → take mpirun"
     if first["mpirun"]:
         yield f"{SLOW} MPI: {first['mpirun']} is not the environment's → take the mpirun there"
     if sum(one != other for one, other in itertools.pairwise(hosts)) >= len({*hosts}):

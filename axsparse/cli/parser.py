@@ -16,7 +16,7 @@ from axsparse.runtime.errors import (
     OutputError,
     writing,
 )
-from axsparse.runtime.launcher import SRUN_SIZE, speaks, started_by_launcher
+from axsparse.runtime.launcher import SRUN_SIZE, speaks, started_by_launcher, torchrun_size
 from axsparse.runtime.process_exit import exit_process
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def reject_early(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     try:
         config = configure(arguments.config, overrides)
         check_config(config)
-        if not started_by_launcher() and SRUN_SIZE not in os.environ:
+        if not started_by_launcher() and SRUN_SIZE not in os.environ and torchrun_size() == 1:
             for name in ("g_inter", "g_data"):
                 count = getattr(config.layout, name)
                 if count != "auto":

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import time
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from axsparse.runtime.errors import ConfigError
 
@@ -16,6 +20,10 @@ mpirun and srun with a PMI; jsrun."""
 SRUN_SIZE = "SLURM_STEP_NUM_TASKS"
 """The number of processes that srun started. If one of `SIZE_VARIABLES` is set as well, these may
 be the daemons of an mpirun, one a node; SLURM_NTASKS then counts daemons, too."""
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""torchrun sets all of these, and knows no MPI."""
+SPEAKING_SECONDS = 10.0
+"""How long the first process of torchrun has to say what is wrong."""
 JOB_SIZE = "AXSPARSE_RANKS"
 """The variable in which a job script of `axsparse submit` says how many ranks it starts."""
 
@@ -39,14 +47,57 @@ def speaks() -> bool:
     ranks = [os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ]
     if not ranks and SRUN_SIZE in os.environ:
         ranks = [os.environ.get("SLURM_PROCID", "0")]
+    if not ranks and torchrun_size() > 1:
+        ranks = [os.environ["RANK"]]
     return all(rank == "0" for rank in ranks)
+
+
+def torchrun_size() -> int:
+    """The number of processes that torchrun started; 1 if it did not start this one."""
+    is_alone = started_by_launcher() or not all(name in os.environ for name in TORCHRUN)
+    return 1 if is_alone else _number(os.environ["WORLD_SIZE"])
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() else 1
+
+
+def _tasks() -> Iterator[tuple[str, int]]:
+    """The tasks of the job whose script this process was started by, without a launcher, and the
+    variable that says so."""
+    if SRUN_SIZE not in os.environ and "SLURM_PROCID" in os.environ:
+        yield "SLURM_NTASKS", _number(os.environ.get("SLURM_NTASKS", ""))
+    yield "PBS_NP", _number(os.environ.get("PBS_NP", ""))
+    nodes = Path(os.environ.get("PBS_NODEFILE", ""))
+    yield "PBS_NODEFILE", len(nodes.read_text().split()) if nodes.is_file() else 1
+
+
+def _check_started_alone() -> None:
+    """ConfigError if this process is a job by itself, and one of several was meant."""
+    own = [word for word in sys.orig_argv[1:] if word != "-u"]
+    is_command = bool(own) and Path(own[0]).name == "axsparse"
+    command = shlex.join(["axsparse", *own[1:]] if is_command else ["python", *own])
+    if (count := torchrun_size()) > 1:
+        if not speaks():
+            time.sleep(SPEAKING_SECONDS)  # torchrun ends all as soon as one has ended
+        raise ConfigError(
+            f"MPI: size 1, but torchrun started {count} processes (WORLD_SIZE), each of which "
+            f"would train alone; start them by MPI: mpirun -n {count} {command}"
+        )
+    for name, count in () if started_by_launcher() else _tasks():
+        if count > 1:
+            raise ConfigError(
+                f"MPI: size 1, but the job has {count} tasks ({name}); start all of them: "
+                f"mpirun -n {count} {command} (mpirun -n 1 for one alone)"
+            )
 
 
 def check_size(size: int) -> None:
     """ConfigError unless MPI has found as many ranks (`size`) as the launcher started.
 
     A launcher and an MPI library that do not know each other report no error: each process
-    finds itself alone and would train by itself, all of them into the same place.
+    finds itself alone and would train by itself, all of them into the same place. So does one that
+    torchrun started, or the script of a job of several tasks.
     """
     names = [name for name in SIZE_VARIABLES if name in os.environ] or [SRUN_SIZE]
     for name in names:
@@ -60,3 +111,5 @@ def check_size(size: int) -> None:
         raise ConfigError(
             f"MPI: size {size}, but the job asked for {asked} ranks ({JOB_SIZE}); start as many"
         )
+    if size == 1:
+        _check_started_alone()

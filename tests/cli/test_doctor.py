@@ -74,11 +74,10 @@ def test_a_launcher_beside_the_environments_own_is_named(
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mpirun").touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
 
     monkeypatch.setenv("PATH", str(tmp_path / "site"))
     facts = look(tmp_path / "runs" / "mine")
-    assert (facts["mpirun"], facts["torchrun"]) == (str(tmp_path / "site" / "mpirun"), True)
+    assert facts["mpirun"] == str(tmp_path / "site" / "mpirun")
     assert facts["where"] == str(tmp_path) and facts["room"] > 0
     monkeypatch.setenv("PATH", str(tmp_path / "env"))
     assert look(tmp_path)["mpirun"] is None
@@ -89,7 +88,7 @@ def test_a_launcher_beside_the_environments_own_is_named(
 LAPTOP: Facts = {
     **{"rank": 0, "problem": None, "host": "one", "Python": "3.11.7", "axsparse": "0.1.0"},
     **{"torch": "2.9.0", "MPI": None, "CUDA": None, "CuPy": None, "mpirun": None},
-    **{"torchrun": False, "uuids": [], "threads": "1", "cores": [0, 1, 2, 3]},
+    **{"uuids": [], "threads": "1", "cores": [0, 1, 2, 3]},
     **{"memory": 10**10, "room": 10**11, "where": "/runs"},
 }
 GPUS = {"CUDA": "12.8", "CuPy": "14.2.0", "uuids": ["a", "b"], "cores": [*range(8)]}
@@ -123,11 +122,6 @@ def test_where_nothing_is_wrong_versions_and_hosts_are_all_that_is_said() -> Non
             "environment",
         ),
         ([{"problem": "MPI: size 1, but 4; try srun"}], {}, "✗ MPI: size 1, but 4 → try srun"),
-        (
-            [{"torchrun": True}],
-            {},
-            "✗ launcher: torchrun, under which each rank trains alone → take mpirun",
-        ),
         (
             [{"mpirun": "/usr/bin/mpirun"}],
             {},

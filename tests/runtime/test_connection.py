@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from support.mpirun import LONGEST_SECONDS, run_mpirun
@@ -16,6 +17,7 @@ from axsparse.runtime.launcher import (
     LAUNCHER_VARIABLES,
     SIZE_VARIABLES,
     SRUN_SIZE,
+    TORCHRUN,
     check_size,
     speaks,
 )
@@ -57,7 +59,8 @@ def test_a_thread_ends_the_job_though_the_main_thread_waits(level: str, said: st
 
 @pytest.fixture(autouse=True)
 def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHER_VARIABLES, *SIZE_VARIABLES, SRUN_SIZE, JOB_SIZE, "SLURM_PROCID"):
+    jobs = ("SLURM_PROCID", "SLURM_NTASKS", "PBS_NP", "PBS_NODEFILE")
+    for name in (*LAUNCHER_VARIABLES, *SIZE_VARIABLES, SRUN_SIZE, JOB_SIZE, *TORCHRUN, *jobs):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -93,6 +96,73 @@ def test_a_process_by_itself_may_start_within_a_job(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SLURM_NTASKS", "4")
 
     check_size(1)
+
+
+ONE_OF_FOUR = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (
+            ONE_OF_FOUR,
+            "torchrun started 4 processes (WORLD_SIZE), each of which would train alone; start "
+            "them by MPI: mpirun -n 4 axsparse train --steps 3",
+        ),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+            "the job has 4 tasks (SLURM_NTASKS); start all of them: mpirun -n 4 axsparse train "
+            "--steps 3 (mpirun -n 1 for one alone)",
+        ),
+        ({"PBS_NP": "4"}, "the job has 4 tasks (PBS_NP); start all of them: …"),
+        ({"PBS_NODEFILE": "nodes"}, "the job has 2 tasks (PBS_NODEFILE); start all of them: …"),
+    ],
+)
+def test_a_process_that_was_started_the_wrong_way_does_not_train_alone(
+    variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nodes").write_text("one\ntwo\n")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/bin/axsparse", "train", "--steps", "3"])
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(ConfigError) as caught:
+        connect()
+
+    assert str(caught.value).startswith("MPI: size 1, but " + said.rstrip("…"))
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "1")
+    check_size(1)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", SRUN_SIZE: "1"},
+        {"PBS_NP": "1", "PBS_NODEFILE": "gone"},
+        {**ONE_OF_FOUR, "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "4"},
+    ],
+)
+def test_a_process_that_was_meant_to_be_alone_trains(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    check_size(1)
+
+
+def test_of_the_processes_of_torchrun_the_first_one_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ONE_OF_FOUR.items():
+        monkeypatch.setenv(name, value)
+    assert speaks()
+
+    monkeypatch.setenv("RANK", "1")
+    assert not speaks()
 
 
 def test_processes_without_an_mpi_library_do_not_start_beside_each_other(
