@@ -38,6 +38,6 @@ def all_parsers() -> dict[str, CommandParser]:
     parsers: dict[str, CommandParser] = {}
     for word, command in COMMANDS.items():
         parser = import_module(command.module).parser()
-        g_tensor = {f"{word} {name}": subparser for name, subparser in parser.g_tensor.items()}
-        parsers.update(g_tensor or {word: parser})
+        under = {f"{word} {name}": subparser for name, subparser in parser.subcommands.items()}
+        parsers.update(under or {word: parser})
     return parsers

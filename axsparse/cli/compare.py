@@ -158,7 +158,7 @@ def _tensors(one: Path, other: Path) -> Iterator[str]:
         yield f"{odd} is saved in one of them only"
         return
     for key in mine.shapes:
-        headers = mine.one_line(key), theirs.one_line(key)
+        headers = mine.header(key), theirs.header(key)
         if headers[0] != headers[1]:
             yield f"{key} is {headers[0]} and {headers[1]}"
             continue

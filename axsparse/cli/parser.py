@@ -50,15 +50,15 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
         )
         self.set_defaults(work=work)
-        self.g_tensor: dict[str, CommandParser] = {}
+        self.subcommands: dict[str, CommandParser] = {}
         """The parsers of the second words of a command, such as `show` of `axsparse config`."""
 
     def add_subcommand(self, name: str, work: Work, **texts: Any) -> CommandParser:
         """The parser of a word that may follow this command; `texts` are arguments of argparse."""
-        if not self.g_tensor:
+        if not self.subcommands:
             self._words = self.add_subparsers(required=True, metavar="COMMAND")
-        self.g_tensor[name] = self._words.add_parser(name, work=work, **texts)
-        return self.g_tensor[name]
+        self.subcommands[name] = self._words.add_parser(name, work=work, **texts)
+        return self.subcommands[name]
 
     def error(self, message: str) -> NoReturn:
         shown = "".join(letter if letter.isprintable() else " " for letter in message)
@@ -104,7 +104,7 @@ def run_command(parser: CommandParser, argv: Sequence[str]) -> NoReturn:
     interrupted = None
     try:
         if speaks():
-            arguments = parser.parse_args(argv or (["--help"] if parser.g_tensor else []))
+            arguments = parser.parse_args(argv or (["--help"] if parser.subcommands else []))
             interrupted = getattr(arguments, "interrupted", None)
             arguments.work(arguments)
     except AxsparseError as error:

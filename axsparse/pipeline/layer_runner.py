@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from axsparse.models.layer import as_tuple
 from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_norms
 from axsparse.runtime.canonical_form import canonical
-from axsparse.runtime.errors import ConfigError, with_note
+from axsparse.runtime.errors import ConfigError, note_errors
 from axsparse.runtime.seeds import preserved_rng, seed_all
 
 Tensors = tuple[Tensor, ...]
@@ -217,7 +217,7 @@ class LayerRunner:
             inputs = tuple(tensor.clone() for tensor in inputs)
         versions = [tensor._version for tensor in inputs]
         weights = [weight._version for _, weight in self._parameters]
-        with with_note(f"layer {self.name}"):
+        with note_errors(f"layer {self.name}"):
             outputs = as_tuple(self.name, self._run(inputs))
         for (name, weight), version in zip(self._parameters, weights, strict=True):
             if weight._version != version:

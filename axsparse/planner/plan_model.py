@@ -313,11 +313,9 @@ def plan_for(
             f"plan_for: g_tensor is {g_tensor!r}; give whole numbers from 1 on, such as [1, 2], or "
             "leave it out"
         )
-    one_line = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    found = load_cluster(cluster) if isinstance(cluster, str) else cluster
     named = (config or Config()).named(model.name)
-    return planned_model(named, one_line, model, score).plan(
-        method, one_line, gpus, g_tensor=g_tensor
-    )
+    return planned_model(named, found, model, score).plan(method, found, gpus, g_tensor=g_tensor)
 
 
 def _in_a_precision_of(cluster: Cluster, config: Config) -> tuple[Config, list[str]]:

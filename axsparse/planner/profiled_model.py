@@ -204,7 +204,7 @@ class ProfiledModel:
     whole: ProfiledModel | None = None
     """The full model, if this is the shard of one tensor-parallel rank. Masks are drawn from full
     tensors, and one rank saves full tensors."""
-    _members: dict[int, ProfiledModel] = field(
+    _of_shards: dict[int, ProfiledModel] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     """The results of `tp_shard`."""
@@ -241,14 +241,14 @@ class ProfiledModel:
         assert cutting is not None or g_tensor == 1, "nobody says how the model is cut"
         if cutting is None or g_tensor == 1:
             return self
-        if g_tensor not in self._members:
-            self._members[g_tensor] = replace(
+        if g_tensor not in self._of_shards:
+            self._of_shards[g_tensor] = replace(
                 self,
                 profile=cutting.tp_shard(g_tensor),
                 kept=cutting.kept_of_tp_shard(g_tensor, self.kept),
                 whole=self,
             )
-        return self._members[g_tensor]
+        return self._of_shards[g_tensor]
 
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1

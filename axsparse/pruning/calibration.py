@@ -39,7 +39,7 @@ from axsparse.pruning.healing import (
 from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
-from axsparse.runtime.errors import ConfigError, TrainingError, with_note
+from axsparse.runtime.errors import ConfigError, TrainingError, note_errors
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
@@ -348,7 +348,7 @@ class Calibration:
         name, module = built.spec.name, built.module
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
-            with with_note(f"layer {name}"):
+            with note_errors(f"layer {name}"):
                 return tuple(map(canonical, as_tuple(name, module(*inputs))))
 
     def _prepared(self, inputs: Tensors) -> Tensors:

@@ -142,7 +142,7 @@ def _entries(file: SafetensorsFile) -> dict[str, MaskEntry]:
         ) from reason
     entries = {}
     for name in file.shapes:
-        header, entry = file.one_line(name), said.get(name)
+        header, entry = file.header(name), said.get(name)
         if header.dtype == torch.bool:
             entries[name] = MaskEntry(header.shape, _count_bools(file, name))
         elif entry is None or header != packed_header(entry.numel) or entry.kept > entry.numel:

@@ -121,7 +121,7 @@ def one_line(reason: BaseException) -> str:
 
 
 @contextmanager
-def with_note(where: str) -> Iterator[None]:
+def note_errors(where: str) -> Iterator[None]:
     """Add a note that says where to any exception of the code within, which stays of its class.
 
     This is `BaseException.add_note`, which Python 3.10 lacks.

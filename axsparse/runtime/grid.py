@@ -50,7 +50,7 @@ class Grid:
         """The rank of a tensor-parallel rank of a stage of a replica."""
         assert 0 <= stage < self.g_inter, f"stage {stage} outside {self.g_inter}"
         assert 0 <= replica < self.g_data, f"replica {replica} outside {self.g_data}"
-        assert 0 <= tp_rank < self.g_tensor, f"member {tp_rank} outside {self.g_tensor}"
+        assert 0 <= tp_rank < self.g_tensor, f"rank {tp_rank} outside {self.g_tensor}"
         return (replica * self.g_inter + stage) * self.g_tensor + tp_rank
 
     def dp_group(self, stage: int, tp_rank: int = 0) -> tuple[int, ...]:

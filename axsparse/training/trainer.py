@@ -33,7 +33,7 @@ from axsparse.runtime.errors import (
     StoppedError,
     TrainingError,
     everywhere,
-    with_note,
+    note_errors,
 )
 from axsparse.runtime.exchange import sum_by_owner, sum_of, together
 from axsparse.runtime.job import Job, own_job
@@ -593,7 +593,7 @@ class Trainer:
         callback = self._callbacks.get(name)
         if callback is not None:
             # A callback may switch gradients off: the end of the block switches them on again.
-            with with_note(f"{name} {when} {step}"), torch.enable_grad():
+            with note_errors(f"{name} {when} {step}"), torch.enable_grad():
                 ends = callback(step, value) is True
             if sum_of(self.parts.transport, [float(ends)]) != [0.0] and not self._is_over:
                 self._is_ended = True
@@ -645,8 +645,8 @@ class Trainer:
     def _bytes_sent(self) -> tuple[int, int]:
         """Bytes that were sent so far to other replicas, and to other stages and shards."""
         sync, tp_group = self.parts.sync, self.parts.tp_group
-        of_members = 0 if tp_group is None else tp_group.bytes_sent
-        others = self.parts.link.bytes_sent + sync.tie_bytes_sent + of_members
+        of_group = 0 if tp_group is None else tp_group.bytes_sent
+        others = self.parts.link.bytes_sent + sync.tie_bytes_sent + of_group
         return sync.gradient_bytes_sent, others
 
     def _heed_signal(self) -> None:

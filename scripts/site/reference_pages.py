@@ -135,7 +135,7 @@ def _domain(schema: Mapping[str, Any], *, many: bool = False) -> str:
     if "const" in schema:
         return str(schema["const"])
     if "enum" in schema:
-        return "one of " + ", ".join(schema["enum"])
+        return "one of " + ", ".join(map(str, schema["enum"]))
     kind = schema["type"]
     if kind == "array":
         fixed = schema.get("prefixItems")

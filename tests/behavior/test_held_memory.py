@@ -76,10 +76,10 @@ class Played:
         model, cut = CUTS[name]
         layers = model.layers[cut:] if stage else model.layers[:cut]
         modules = [(layer.name, layer.build()) for layer in layers]
-        loss, tp_group = model.loss, members_of(name)
-        if tp_group > 1:
+        loss, g_tensor = model.loss, members_of(name)
+        if g_tensor > 1:
             # Sums have wrong values, and all their memory.
-            group = SilentGroup(Grid(1, 1, tp_group).coords(tp_group - 1))
+            group = SilentGroup(Grid(1, 1, g_tensor).coords(g_tensor - 1))
             for layer, (_, module) in zip(layers, modules, strict=True):
                 shard_module(layer, module, group)
                 for parameter in module.parameters():
@@ -172,15 +172,15 @@ def test_a_stage_holds_what_is_planned_and_little_less(name: str, stage: int, ev
     assert 0.5 * beside < peak <= 1.05 * beside
 
 
-@pytest.mark.parametrize(("tp_group", "words"), [(2, 2048), (4, 2048), (2, 40_000)])
-def test_the_loss_of_a_sharded_vocabulary_takes_what_is_planned(tp_group: int, words: int) -> None:
+@pytest.mark.parametrize(("g_tensor", "words"), [(2, 2048), (4, 2048), (2, 40_000)])
+def test_the_loss_of_a_sharded_vocabulary_takes_what_is_planned(g_tensor: int, words: int) -> None:
     """Also where logits are computed again, of 40,000 words."""
     tokens, samples = 32, 4
     config = GptConfig(
         num_layers=1, hidden_size=8, num_heads=8, sequence_length=tokens, vocab_size=words
     )
-    model, coords = gpt(config, tokens), Grid(1, 1, tp_group).coords(tp_group - 1)
-    weight = torch.randn(words // tp_group, 8, requires_grad=True)
+    model, coords = gpt(config, tokens), Grid(1, 1, g_tensor).coords(g_tensor - 1)
+    weight = torch.randn(words // g_tensor, 8, requires_grad=True)
     hidden = torch.randn(samples, tokens, 8, requires_grad=True)
     targets = torch.arange(samples * tokens).view(samples, tokens)
     loss = sharded_loss(model, SilentGroup(coords))

@@ -75,12 +75,12 @@ def given(make: Callable[[], nn.Module]) -> Model:
 class Doing(nn.Module):
     """A linear layer, and something that is done to its output."""
 
-    def __init__(self, does: Callable[[Any, Tensor], Tensor], **tp_group: object) -> None:
+    def __init__(self, does: Callable[[Any, Tensor], Tensor], **attributes: object) -> None:
         super().__init__()
         self.linear = linear()
         self.does = does
-        for name, tp_rank in tp_group.items():
-            setattr(self, name, tp_rank)
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.does(self, torch.tanh(self.linear(x)))

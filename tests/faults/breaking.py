@@ -62,7 +62,7 @@ def break_writing(step: int, happen: Callable[[], None]) -> None:
 
     def breaking(
         path: Path,
-        one_line: Mapping[str, TensorHeader],
+        headers: Mapping[str, TensorHeader],
         tensors: Iterator[Tensor],
         *,
         written: Callable[[Any], object],
@@ -76,7 +76,7 @@ def break_writing(step: int, happen: Callable[[], None]) -> None:
             if pieces == 2 and path.parent.name == f"step-{step}.tmp":
                 happen()
 
-        write(path, one_line, tensors, written=count)
+        write(path, headers, tensors, written=count)
 
     vars(save)["write_safetensors"] = breaking
 

@@ -29,11 +29,11 @@ class Apply(nn.Module):
 
     def __init__(self, function: Callable[[Any, Tensor], Any], **members: Any) -> None:
         super().__init__()
-        for name, tp_rank in members.items():
-            if isinstance(tp_rank, Tensor) and not isinstance(tp_rank, nn.Parameter):
-                self.register_buffer(name, tp_rank, persistent=not name.startswith("cache"))
+        for name, value in members.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value, persistent=not name.startswith("cache"))
             else:
-                setattr(self, name, tp_rank)
+                setattr(self, name, value)
         self.function = function
 
     def forward(self, x: Tensor) -> Any:

@@ -65,13 +65,13 @@ ROWS = [
     # Members that share the layers of a stage: all ranks, or half of them.
     *(
         Row(
-            (SIZE // tp_group, 1),
-            {**steps(2), "layout": {"g_tensor": tp_group}, "model": {"num_heads": 4}},
+            (SIZE // g_tensor, 1),
+            {**steps(2), "layout": {"g_tensor": g_tensor}, "model": {"num_heads": 4}},
             {},
             ONE_STAGE,
             FEW,
         )
-        for tp_group in {SIZE, SIZE // 2} - {1}
+        for g_tensor in {SIZE, SIZE // 2} - {1}
     ),
     # Masks by samples that travelled.
     Row(

@@ -148,8 +148,8 @@ def test_a_header_says_everything_but_the_contents() -> None:
     assert words.dtype == np.int64
     assert (read.direction, read.microbatch) == (Direction.BACKWARD, 41)
     assert read.requires_grad == sent.requires_grad
-    one_line = [None if t is None else (t.dtype, t.shape) for t in read.tensors]
-    assert one_line == [None if t is None else (t.dtype, t.shape) for t in tensors]
+    kinds = [None if t is None else (t.dtype, t.shape) for t in read.tensors]
+    assert kinds == [None if t is None else (t.dtype, t.shape) for t in tensors]
 
 
 def test_a_type_that_no_message_carries_is_named() -> None:

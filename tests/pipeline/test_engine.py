@@ -88,11 +88,11 @@ def test_the_last_microbatch_completes_the_sums(monkeypatch: pytest.MonkeyPatch)
     said: list[bool] = []
     microbatch = GradientCollector.microbatch
 
-    def with_note(collector: GradientCollector, *, is_last: bool) -> None:
+    def noting(collector: GradientCollector, *, is_last: bool) -> None:
         said.append(is_last)
         microbatch(collector, is_last=is_last)
 
-    monkeypatch.setattr(GradientCollector, "microbatch", with_note)
+    monkeypatch.setattr(GradientCollector, "microbatch", noting)
     train_in_process(1, 1, tiny_gpt(config), config, token_data())
 
     assert said == [False] * (MICROBATCHES - 1) + [True]

@@ -82,7 +82,10 @@ def test_the_third_axis_is_shown_where_several_members_were_tried() -> None:
     assert {row["g_tensor"] for row in told[1]["rows"]} == {1, 2, 4}
     assert {each["g_tensor"] for each in told[1]["rejected"]} >= {8}
     assert "1 × 1 × 8" in texts[1] and "2 × 2 × 2" in texts[1]
-    assert "  1 stage × 8 members: layout.g_tensor (default): 8 does not divide" in texts[1]
+    assert (
+        "  1 stage × 8 tensor-parallel ranks: layout.g_tensor (default): 8 does not divide"
+        in texts[1]
+    )
     assert "2 tensor-parallel ranks" in page([shared], [])
 
 

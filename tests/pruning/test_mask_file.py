@@ -147,17 +147,17 @@ def test_reading_a_mask_holds_no_other(tmp_path: Path, monkeypatch: pytest.Monke
     read: list[str] = []
     original = SafetensorsFile.read
 
-    def with_note(self: SafetensorsFile, name: str) -> Tensor:
+    def noting(self: SafetensorsFile, name: str) -> Tensor:
         read.append(name)
         return original(self, name)
 
-    monkeypatch.setattr(SafetensorsFile, "read", with_note)
+    monkeypatch.setattr(SafetensorsFile, "read", noting)
     monkeypatch.setattr(SafetensorsFile, "read_part", lambda *_: pytest.fail("bits are counted"))
     masks = open_masks(small_mask_file(tmp_path))
     assert masks.kept["block1.fc.weight"] > 0
     assert read == []
     monkeypatch.undo()
-    monkeypatch.setattr(SafetensorsFile, "read", with_note)
+    monkeypatch.setattr(SafetensorsFile, "read", noting)
 
     masks.mask("block1.fc.weight", (4, 4))
 
@@ -222,7 +222,7 @@ def test_a_bool_that_is_neither_true_nor_false_is_damage(tmp_path: Path) -> None
 
 
 def write_on(
-    g_inter: int, g_data: int, path: Path, with_note: Callable[[int, str], None] = lambda *_: None
+    g_inter: int, g_data: int, path: Path, noting: Callable[[int, str], None] = lambda *_: None
 ) -> None:
     """Write on all ranks of a layout; tensor n is on stage n, or on the last stage."""
     world: LocalWorld[None] = LocalWorld(g_inter * g_data)
@@ -230,7 +230,7 @@ def write_on(
 
     def main(rank: int) -> None:
         def mask(name: str) -> Tensor:
-            with_note(rank, name)
+            noting(rank, name)
             return some_masks()[name]
 
         coords = grid.coords(rank)

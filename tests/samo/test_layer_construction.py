@@ -292,10 +292,10 @@ class Hooked(nn.Module):
         self.linear.weight.register_post_accumulate_grad_hook(self.note)
         vars(self.linear.weight)["tag"] = "mine"
         self.held = [self.linear.weight]
-        self.with_note: list[Tensor] = []
+        self.note_errors: list[Tensor] = []
 
     def note(self, parameter: Tensor) -> None:
-        self.with_note.append(parameter)
+        self.note_errors.append(parameter)
 
 
 @pytest.mark.parametrize(
@@ -318,4 +318,4 @@ def test_hooks_attributes_and_other_places_of_a_parameter_stay(
         assert weight.grad is not None and weight.grad.eq(factor).all()
         module.handle.remove()
         weight.grad = None
-    assert module.with_note == [weight] * 2
+    assert module.note_errors == [weight] * 2

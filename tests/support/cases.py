@@ -137,10 +137,10 @@ class Row:
 
     def __str__(self) -> str:
         g_inter, g_data = self.layout
-        tp_group = f"x{self.g_tensor}" * (self.g_tensor > 1)
+        g_tensor = f"x{self.g_tensor}" * (self.g_tensor > 1)
         said = " ".join(_words(section) for section in (self.settings, self.free) if section)
         drawn = "" if self.order is None else f" order {self.order}"
-        return f"{self.subject.name} {g_inter}x{g_data}{tp_group} {said}{drawn} = {self.judge}"
+        return f"{self.subject.name} {g_inter}x{g_data}{g_tensor} {said}{drawn} = {self.judge}"
 
     @property
     def g_tensor(self) -> int:

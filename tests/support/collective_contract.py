@@ -150,33 +150,33 @@ class _Case:
     ) -> None:
         self.op, self.dtype, self.numel, self.bounds, self.salt = op, dtype, numel, bounds, salt
 
-    def part(self, tp_rank: int, size: int) -> Tensor:
+    def part(self, rank: int, size: int) -> Tensor:
         """The start values of a rank: their sum depends on the order of adding."""
-        generator = torch.Generator().manual_seed(1000 * self.salt + tp_rank)
+        generator = torch.Generator().manual_seed(1000 * self.salt + rank)
         if not self.dtype.is_floating_point:
             return torch.randint(0, 256, (self.numel,), generator=generator).to(self.dtype)
         if self.op is Op.ALL_REDUCE and self.dtype == torch.float64:
             # Agreements only: every element has one contributor, no order is promised.
             values = torch.randn(self.numel, dtype=torch.float64, generator=generator)
-            return values * (torch.arange(self.numel) % size == tp_rank)
+            return values * (torch.arange(self.numel) % size == rank)
         spread = torch.randint(-6, 7, (self.numel,), generator=generator)
         return (torch.randn(self.numel, generator=generator) * 2.0**spread).to(self.dtype)
 
-    def buffer(self, tp_rank: int, size: int = 1) -> Tensor:
+    def buffer(self, rank: int, size: int = 1) -> Tensor:
         """A rank's part amid entries that belong to somebody else."""
         whole = torch.full((self.numel + 2 * MARGIN,), 77).to(self.dtype)
         buffer = whole[MARGIN : MARGIN + self.numel]
-        buffer.copy_(self.part(tp_rank, size))
+        buffer.copy_(self.part(rank, size))
         return buffer
 
     def start(self, group: Collective) -> tuple[Work, Tensor]:
         buffer = self.buffer(group.rank, group.size)
         return group.start(self.op, buffer, self.bounds), buffer
 
-    def check(self, buffer: Tensor, tp_rank: int, size: int) -> None:
+    def check(self, buffer: Tensor, rank: int, size: int) -> None:
         case = (self.op, self.dtype, self.numel, list(self.bounds))
         parts = [self.part(other, size) for other in range(size)]
-        own = slice(self.bounds[tp_rank], self.bounds[tp_rank + 1])
+        own = slice(self.bounds[rank], self.bounds[rank + 1])
         if self.op in REDUCTIONS:
             wanted = sum_in_rank_order(parts)
             if self.op is Op.REDUCE_SCATTER:

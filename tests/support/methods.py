@@ -19,7 +19,7 @@ class MethodOracle(Oracle):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.start = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.with_note: dict[str, Tensor] = {}
+        self.note_errors: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
         self.queue: deque[float] = deque(maxlen=5)
         self.drawn_at: int | None = None
@@ -29,7 +29,7 @@ class MethodOracle(Oracle):
         step_back = self.config.pruning.rewind_step
         for step in range(steps):
             if step == step_back and step > 0:
-                self.with_note = {name: p.detach().clone() for name, p in self.parameters.items()}
+                self.note_errors = {name: p.detach().clone() for name, p in self.parameters.items()}
             if self.config.pruning.method != "early-bird":
                 self._on_time(step)
             elif self.drawn_at is None:
@@ -121,7 +121,7 @@ class MethodOracle(Oracle):
         for name, parameter in self.parameters.items():
             with torch.no_grad():
                 if rewinds:
-                    source = self.with_note if isinstance(back, int) and back > 0 else self.start
+                    source = self.note_errors if isinstance(back, int) and back > 0 else self.start
                     parameter.copy_(source[name])
                 parameter.mul_(self.masks.get(name, torch.ones(())))
             for value in self._moments(parameter).values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 from collections.abc import Callable
@@ -122,7 +123,7 @@ def hear_in_step(trainer: Trainer, job: Job) -> None:
 
 def note_state(found: Ran, trainer: Trainer) -> None:
     """Add the state of one rank to the other ranks'."""
-    found.progress = trainer.progress
+    found.progress = copy.deepcopy(trainer.progress)
     for layer in trainer.parts.layers:
         state = layer.state
         for name, tensor in state.by_full_name.items():

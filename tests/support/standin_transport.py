@@ -171,7 +171,7 @@ class _Round:
     """One operation of a communicator: the input of each rank."""
 
     kind: tuple[object, ...]
-    tp_group: dict[int, tuple[Operation, Span]] = field(default_factory=dict)
+    posted: dict[int, tuple[Operation, Span]] = field(default_factory=dict)
     before: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
 
@@ -255,20 +255,20 @@ class StandInCommunicator:
         span, dtype = Span(buffer), buffer.dtype
 
         def run_all() -> None:
-            tp_group = [this.tp_group[tp_rank] for tp_rank in range(self.size)]
-            run([memory.bytes(what).view(dtype) for _, memory in tp_group])
-            for tp_rank, (operation, _) in enumerate(tp_group):
-                if tp_rank != self.rank:
+            posted = [this.posted[number] for number in range(self.size)]
+            run([memory.bytes(what).view(dtype) for _, memory in posted])
+            for number, (operation, _) in enumerate(posted):
+                if number != self.rank:
                     operation.queue.leave(operation)
             del self._rounds[number]
 
         def may_run() -> bool:
-            return len(this.tp_group) == self.size and all(
-                _is_head(operation) for operation, _ in this.tp_group.values()
+            return len(this.posted) == self.size and all(
+                _is_head(operation) for operation, _ in this.posted.values()
             )
 
         operation = Operation(f"{what} of NCCL", run_all, may_run, reads=[span], writes=[span])
-        this.tp_group[self.rank] = (operation, span)
+        this.posted[self.rank] = (operation, span)
         return self.stream.queue.enqueue(operation)
 
     def _order(self) -> dict[tuple[str, tuple[int, ...]], int]:

@@ -75,7 +75,7 @@ def test_auto_shares_the_optimizer_state_where_a_rank_has_less_by_it(
 ) -> None:
     run = resolved(tiny_config(samo={"zero_stage": "auto"}, layout={"g_inter": stages}), 2)
 
-    assert run.config.samo.zero_stage is shared
+    assert run.config.samo.zero_stage == int(shared)
     whole = resolved(tiny_config(layout={"g_inter": stages}), 2)
     there, alone = (
         each.state_bytes(each.layers_of(0), each.kept_at_start) for each in (run, whole)
@@ -99,9 +99,9 @@ def test_rates_go_by_density_but_those_that_are_named() -> None:
 
 def test_what_is_asked_for_is_done() -> None:
     """But fp32 training accumulates in fp32, and an explicit grid comes before the layout."""
-    for shard in (False, True):
-        config = tiny_config(samo={"zero_stage": int(shard)}, layout={"g_inter": 1})
-        assert resolved(config, 2).config.samo.zero_stage is shard
+    for stage in (0, 1):
+        config = tiny_config(samo={"zero_stage": stage}, layout={"g_inter": 1})
+        assert resolved(config, 2).config.samo.zero_stage == stage
     assert resolved(tiny_config(samo={"gradient": "half"})).gradient_dtype is torch.float32
     assert resolved(config, 4, Grid(4, 1)).config.layout.g_inter == 4
 
@@ -219,7 +219,7 @@ def test_a_limit_of_memory_counts_what_a_member_has() -> None:
     """Two tensor-parallel ranks need half of most, so that fewer stages fit; all ranks are used."""
     deep: dict[str, Any] = {"model": {"num_layers": 10}, "samo": {"enabled": False}}
     alone, shared = (
-        auto(4, 1.0, layout={"g_inter": 1, "g_tensor": tp_group}, **deep) for tp_group in (1, 2)
+        auto(4, 1.0, layout={"g_inter": 1, "g_tensor": g_tensor}, **deep) for g_tensor in (1, 2)
     )
     assert alone.prediction is not None and shared.prediction is not None
     need = shared.prediction.memory_bytes

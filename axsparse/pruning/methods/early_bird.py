@@ -146,13 +146,13 @@ class EarlyBirdSearch:
         if self._is_done or not self._search.due(now.updates):
             return None
         masks = self._live.masks(self._criterion, lambda final: final)
-        held_out = self._decide(masks, now.updates)
-        distances = {"churn": held_out.churn, "hamming": held_out.hamming}
+        decision = self._decide(masks, now.updates)
+        distances = {"churn": decision.churn, "hamming": decision.hamming}
         figures = {name: value for name, value in distances.items() if value is not None}
         said = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        if held_out.outcome == "search":
+        if decision.outcome == "search":
             return MaskUpdate(f"early-bird looks: {said or 'first mask'}", figures, changed=False)
-        if held_out.outcome == "exhausted" and self._fails:
+        if decision.outcome == "exhausted" and self._fails:
             raise everywhere(
                 TrainingError(
                     f"step {now.step}: early-bird: no mask has settled by pruning.until_step "
@@ -162,7 +162,7 @@ class EarlyBirdSearch:
             )
         self._is_done = True
         self._live.prune(masks)
-        how = "draws" if held_out.outcome == "draw" else "draws an unsettled mask"
+        how = "draws" if decision.outcome == "draw" else "draws an unsettled mask"
         figures |= self._live.figures()
         return MaskUpdate(f"early-bird {how}: {said}", figures, is_final=True)
 

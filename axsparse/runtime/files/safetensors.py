@@ -114,7 +114,7 @@ class SafetensorsFile:
         self.metadata: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
         """Texts by name that the file has next to its tensors."""
 
-    def one_line(self, name: str) -> TensorHeader:
+    def header(self, name: str) -> TensorHeader:
         """The type and shape of a tensor; KeyError if the file does not have it."""
         return self._places[name][0]
 
@@ -266,7 +266,7 @@ def as_read(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 def write_safetensors(
     path: Path,
-    one_line: Mapping[str, TensorHeader],
+    headers: Mapping[str, TensorHeader],
     tensors: Iterator[Tensor],
     metadata: Mapping[str, str] | None = None,
     *,
@@ -280,7 +280,7 @@ def write_safetensors(
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
-    for name, tensor in one_line.items():
+    for name, tensor in headers.items():
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": tensor.shape,
@@ -293,7 +293,7 @@ def write_safetensors(
         head = len(text).to_bytes(8, "little") + text
         file.write(head)
         written(head)
-        for tensor_header in one_line.values():
+        for tensor_header in headers.values():
             contents = _contents(next(tensors), tensor_header)
             file.write(contents)
             written(contents)

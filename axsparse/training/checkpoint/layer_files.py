@@ -330,7 +330,7 @@ class CheckpointFiles:
     def headers(self, layer: str) -> dict[str, TensorHeader]:
         """The headers of all tensors in the file of a layer, by KIND/NAME."""
         file = self._opened(self.checkpoint.manifest.layers[layer].file)
-        return {key: file.one_line(key) for key in file.shapes}
+        return {key: file.header(key) for key in file.shapes}
 
     def has(self, kind: str, name: str) -> bool:
         """Whether there is such a tensor of a parameter."""
@@ -394,7 +394,7 @@ class CheckpointFiles:
         file, where = self._opened(name), f"checkpoint {self.checkpoint.path}: {name}"
         if key not in file.shapes:
             raise DataError(f"{where} lacks {key!r}; {mend}")
-        there = file.one_line(key)
+        there = file.header(key)
         if expected is not None and there != expected:
             raise DataError(
                 f"{where}: {key!r} is {_shown(there)}, this run has {_shown(expected)}; resume "

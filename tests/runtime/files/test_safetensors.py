@@ -129,9 +129,9 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
     def tensors() -> Iterator[Tensor]:
         for _ in range(3):
             assert [ref for ref in made if ref() is not None] == []
-            yield with_note(torch.zeros(4, 5))
+            yield note_errors(torch.zeros(4, 5))
 
-    def with_note(tensor: Tensor) -> Tensor:
+    def note_errors(tensor: Tensor) -> Tensor:
         made.append(weakref.ref(tensor))
         return tensor
 

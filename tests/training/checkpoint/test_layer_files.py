@@ -56,7 +56,7 @@ def forge(run: Path, change: Callable[[dict[str, torch.Tensor]], object], layer:
     path = folder / manifest.layers[layer].file
     file = SafetensorsFile(path)
     tensors = {name: file.read(name) for name in file.shapes}
-    one_line = {name: file.one_line(name) for name in file.shapes}
+    one_line = {name: file.header(name) for name in file.shapes}
     change(tensors)
     one_line = {name: replace(one_line[name], shape=tuple(tensors[name].shape)) for name in tensors}
     path.unlink()
