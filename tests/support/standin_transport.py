@@ -255,10 +255,10 @@ class StandInCommunicator:
         span, dtype = Span(buffer), buffer.dtype
 
         def run_all() -> None:
-            posted = [this.posted[number] for number in range(self.size)]
+            posted = [this.posted[rank] for rank in range(self.size)]
             run([memory.bytes(what).view(dtype) for _, memory in posted])
-            for number, (operation, _) in enumerate(posted):
-                if number != self.rank:
+            for rank, (operation, _) in enumerate(posted):
+                if rank != self.rank:
                     operation.queue.leave(operation)
             del self._rounds[number]
 
