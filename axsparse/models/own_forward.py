@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie
 from axsparse.models.module_buffers import replaced, slots
-from axsparse.models.sequential import OwnValues, structure
+from axsparse.models.sequential import OwnValues, plainly_named, reject_compiled, structure
 from axsparse.models.stand_ins import (
     Part,
     PartModule,
@@ -65,6 +65,8 @@ def from_module(
 
     Raises ConfigError for a module that has no such forward.
     """
+    reject_compiled(module)
+    module = plainly_named(module)
     inputs = _as_wide(example(2), module)
     modes = [(child, child.training) for child in module.modules()]
     buffers = [(slot, slot.tensor.clone()) for slot in slots(module)]

@@ -16,6 +16,8 @@ from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.errors import ConfigError
 
+COMPILING = "_compiling"
+"""The attribute of a module with what torch.compile has made for it."""
 UNFILLED = 0xA5
 """The bytes of a tensor from the meta device that has no values yet: of a number that no module
 starts at in any type of more than a byte."""
@@ -45,9 +47,10 @@ def from_sequential(
     device and others are not, or if one there has no `reset_parameters`; and for an
     `nn.Sequential` that does more than to call its modules one after the other.
     """
+    reject_compiled(modules)
     if isinstance(modules, nn.Sequential):
         _reject_more(modules)
-    layers = _by_name(modules)
+    layers = {layer: plainly_named(module) for layer, module in _by_name(modules).items()}
     for layer in kinds:
         if layer not in layers:
             raise ConfigError(
@@ -222,7 +225,48 @@ def structure(module: nn.Module) -> nn.Module:
             if hooks:
                 setattr(empty[id(parameter)], kind, hooks.copy())
     empty.update((id(buffer), buffer.detach().to("meta")) for buffer in module.buffers())
-    return copy.deepcopy(module, empty)
+    made = copy.deepcopy(module, empty)
+    for child in made.modules():
+        if COMPILING in vars(child):
+            child._compiled_call_impl = vars(child)[COMPILING](child._call_impl)
+    return made
+
+
+def plainly_named(module: nn.Module) -> nn.Module:
+    """A module whose names are those without torch.compile: each submodule that was compiled is
+    replaced, in copies that share all tensors, by the original, which `structure` compiles
+    again."""
+    if is_compiled(module):
+        original: Any = plainly_named(module._orig_mod)  # type: ignore[arg-type]
+        view: nn.Module = copy.copy(original)
+        vars(view)[COMPILING] = module.dynamo_ctx
+        for kind, hooks in vars(module).items():
+            if kind.endswith("_hooks") and hooks:
+                vars(view)[kind] = type(hooks)({**vars(view)[kind], **hooks})
+        return view
+    children = {
+        name: None if child is None else plainly_named(child)
+        for name, child in module._modules.items()
+    }
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    view = copy.copy(module)
+    vars(view)["_modules"] = children
+    return view
+
+
+def is_compiled(module: object) -> bool:
+    """Whether torch.compile has returned it; a name, since the class would import the compiler."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+def reject_compiled(modules: object) -> None:
+    """ConfigError for a model that is compiled as one."""
+    if is_compiled(modules):
+        raise ConfigError(
+            "model: is compiled as one, and stages run its layers; give the module that you gave "
+            "to torch.compile, and set pipeline.compile: true"
+        )
 
 
 def given_module(layer: Layer) -> nn.Module | None:

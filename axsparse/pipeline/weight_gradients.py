@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.module_products import forwards_in_place, has_products, product_forward
+from axsparse.models.sequential import is_compiled
 from axsparse.runtime.communication import Work
 from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
 from axsparse.samo.masks import sums_of_bits
@@ -383,7 +384,7 @@ def _uncompiled(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
     """A module and all below it, each with its path, less those whose backward torch.compile
     makes."""
     has_compiled_call = getattr(module, "_compiled_call_impl", None) is not None
-    if has_compiled_call or type(module).__name__ == "OptimizedModule":
+    if has_compiled_call or is_compiled(module):
         return
     yield path, module
     for name, child in module.named_children():

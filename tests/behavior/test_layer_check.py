@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from axsparse.data.dataset import ArrayDataset, Dataset
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.own_forward import from_module
-from axsparse.models.sequential import from_sequential
+from axsparse.models.sequential import from_sequential, plain_model, plainly_named
 from axsparse.runtime.errors import ConfigError
 from axsparse.training import layer_check
 from axsparse.training.layer_check import is_checked
@@ -462,6 +462,67 @@ WAYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "bf16": ((2, 1), {"precision": "bf16"}),
     "fp16, exact sums": ((1, 2), {"precision": "fp16", "samo": {"gradient": "exact"}}),
 }
+
+
+class Inner(nn.Module):
+    """Compiled members."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem: Any = nn.Sequential(compiled_linear(), nn.Tanh())
+        self.blocks = nn.ModuleList(compiled_linear() for _ in range(2))
+        self.head = linear(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def compiled_linear() -> Any:
+    return torch.compile(Doing(lambda _, x: x * 2), backend=counted)
+
+
+def test_a_hook_on_what_torch_compile_returned_stays() -> None:
+    module, x = compiled_linear(), torch.randn(2, WIDTH)
+    module.register_forward_hook(lambda _, inputs, output: 3 * output)
+
+    assert torch.equal(plainly_named(module)(x), 3 * plainly_named(module).forward(x))
+
+
+def counted(graph: Any, _: Any) -> Any:
+    GRAPHS.append(graph)
+    return graph
+
+
+GRAPHS: list[Any] = []
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_what_the_user_compiled_stays_compiled_under_its_own_names(
+    *, is_watched: bool, layout: tuple[int, int]
+) -> None:
+    torch.manual_seed(7)
+    if is_watched:
+        module: nn.Module = Inner()
+        model = from_module(module, summed_loss, lambda samples: (torch.randn(samples, WIDTH),))
+    else:
+        module = nn.Sequential(compiled_linear(), nn.Sequential(compiled_linear()), linear(CLASSES))
+        model = from_sequential(module, summed_loss)
+    start = {name.replace("_orig_mod.", ""): each for name, each in module.state_dict().items()}
+    built = model.layers[0].build().to_empty(device="cpu")
+    torch.compiler.reset()
+    GRAPHS.clear()
+    built(torch.randn(2, WIDTH))
+    assert GRAPHS
+
+    ranks = train_in_process(*layout, model, tiny_config(**BATCH), vector_data())
+
+    assert {name for _, trace in ranks for name in trace.weights} == start.keys()
+    assert plain_model(model, {}, start).state_dict().keys() == start.keys()
 
 
 @pytest.mark.parametrize(("name", "way"), each_once(list(FINE), list(WAYS)))
