@@ -262,6 +262,29 @@ def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
         judged(model, layout, far, precision="bf16")
 
 
+class OfBits(Centred):
+    """Takes the bits of its samples as integers, which nothing rounds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(torch.float32))
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
+def test_samples_that_are_given_as_bits_are_not_rounded(layout: tuple[int, int]) -> None:
+    far = vector_data()
+    far._inputs[0] += 1000
+    losses = []
+    for layer, precision in ((OfBits, "bf16"), (Centred, "fp32")):
+        torch.manual_seed(7)
+        model = from_sequential([layer(), linear(CLASSES)], summed_loss)
+        inputs = far._inputs[0].view(torch.int32) if layer is OfBits else far._inputs[0]
+        read = ArrayDataset(inputs, far._targets)
+        config = tiny_config(**BATCH, precision=precision)
+        losses.append(train_in_process(*layout, model, config, read)[0][1].losses)
+
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+
+
 @pytest.mark.parametrize("broken", ["deferral", "sparse products", "recomputation"])
 def test_a_fault_of_the_layouts_own_way_ends_the_run(
     broken: str, monkeypatch: pytest.MonkeyPatch
