@@ -39,6 +39,10 @@ _MENDS = {"string_type": "; write it in quotes", "bool_type": "; write true or f
 """Pydantic's error type -> the suggestion in YAML, where pydantic's text has none."""
 
 
+_NUMBERS = {"int_type": r"\d+", "float_type": r"[-+]?\d*\.?\d+([eE][-+]?\d+)?"}
+"""Pydantic's error type -> texts that are such a number in quotes."""
+
+
 def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigError:
     """The error about the first wrong key, in one line, and the number of other wrong keys."""
     problems: dict[str, list[Any]] = {}
@@ -63,6 +67,8 @@ def _said(problems: list[Any]) -> str:
         return f"{show(list(value))} is too short; give more entries"
     texts = dict.fromkeys(re.sub(r"^\w+ should ", "", problem["msg"]) for problem in problems)
     mend = _MENDS.get(kind, "") if len(problems) == 1 else ""
+    if isinstance(value, str) and kind in _NUMBERS and re.fullmatch(_NUMBERS[kind], value):
+        mend = "; write it without quotes"
     shown = show(list(value) if isinstance(value, tuple) else value)
     return f"{shown} should {' or '.join(texts)}{mend}"
 

@@ -143,6 +143,14 @@ class TorchSamples:
                 f"from_torch ({self.name}): targets are collated to {type(targets).__name__}; give "
                 "a collate_fn that returns them as a tensor, samples first"
             )
+        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        for given in inputs:
+            if not isinstance(given, Tensor):
+                raise DataError(
+                    f"from_torch ({self.name}): inputs are collated to {type(given).__name__}; "
+                    "give a collate_fn that returns them as a tensor or a tuple of tensors, "
+                    "samples first"
+                )
         if self.targets_per_sample not in (None, targets.numel() / len(samples)):
             raise DataError(
                 f"from_torch ({self.name}): {len(samples)} samples have {targets.numel()} targets, "
@@ -157,7 +165,7 @@ class TorchSamples:
                 f"{IGNORED}, which does not count, and the first samples had none; give "
                 f"count_targets=lambda y: int((y != {IGNORED}).sum())"
             )
-        return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), targets
+        return inputs, targets
 
     def count_targets(self, targets: Tensor) -> int:
         return counted(targets) if self.counts is None else self.counts(targets)

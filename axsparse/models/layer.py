@@ -276,9 +276,12 @@ def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
                     "to_dense)"
                 )
         return tuple(given)
+    what = type(output).__name__
+    if isinstance(given, (tuple, list)):
+        number = next(n for n, entry in enumerate(given) if not isinstance(entry, Tensor))
+        what += f" whose entry {number} is {type(given[number]).__name__}"
     raise ConfigError(
-        f"layer {name}: its forward returned {type(output).__name__}; "
-        "return a tensor or a tuple of tensors"
+        f"layer {name}: its forward returned {what}; return a tensor or a tuple of tensors"
     )
 
 

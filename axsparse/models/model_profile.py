@@ -33,7 +33,7 @@ from axsparse.models.layer_cost import (
     Tracer,
 )
 from axsparse.models.module_buffers import slots
-from axsparse.models.stand_ins import Part
+from axsparse.models.stand_ins import Part, PartModule
 from axsparse.models.tensor_shard import LayerSharding, TensorShard
 from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
@@ -456,9 +456,12 @@ def _module_of(layer: Layer) -> nn.Module:
             # A module with memory, despite the meta device, may be the same one in every call.
             again = () if all(p.is_meta for p in own) else _built(layer).parameters()
         except Exception as reason:
+            made = getattr(getattr(layer.build, "func", None), "__module__", "")
+            mend = "mend the function that makes the module"
+            if made.startswith("axsparse."):  # which copies a module of the user's
+                mend = "give a module that copy.deepcopy can copy"
             raise ConfigError(
-                f"layer {layer.name}: its build raised {one_line(reason)}; mend the function that "
-                "makes the module"
+                f"layer {layer.name}: its build raised {one_line(reason)}; {mend}"
             ) from reason
     if not isinstance(module, nn.Module):
         raise ConfigError(
@@ -504,7 +507,15 @@ def _module_with_values(layer: Layer, start: StartValues | None) -> nn.Module:
 def _check_module(layer: Layer, module: nn.Module) -> None:
     """Raise ConfigError for modules and parameters that cannot be trained, and for buffers that no
     checkpoint could hold."""
+    is_filled = layer.init is not None and not isinstance(module, PartModule)
     for prefix, child in module.named_modules():
+        for name, value in vars(child).items() if is_filled else ():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ConfigError(
+                    f"layer {layer.name}: {f'{prefix}.{name}'.lstrip('.')!r} is a tensor without "
+                    "values, since `init` fills parameters only; make it in the forward, or leave "
+                    "Layer's init out"
+                )
         if isinstance(child, nn.SyncBatchNorm):
             raise ConfigError(
                 f"layer {layer.name}: SyncBatchNorm needs torch.distributed, and its results would "

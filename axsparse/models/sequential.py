@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, on_meta
 from axsparse.models.module_buffers import slots
@@ -167,10 +168,15 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _reject_shared(layers: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigError if two layers share a tensor."""
+    """Raise ConfigError if two layers share a tensor, or if one has no shape yet."""
     users: dict[int, str] = {}
     for layer, module in layers.items():
         for name, tensor in _tensors(module):
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"sequential: parameter {layer}.{name} has no shape yet; give its module all "
+                    "sizes, instead of a lazy one"
+                )
             user = users.setdefault(id(tensor), layer)
             if user != layer:
                 raise ConfigError(

@@ -330,5 +330,6 @@ def _check_ties(file: WeightFile, seconds: Mapping[str, str]) -> None:
         if second in file.shapes and not torch.equal(file.read(second), file.read(first)):
             raise DataError(
                 f"{file.path}: {first!r} and {second!r} differ, and are one weight in the model; "
-                "take them apart in the model (model.tie_embeddings: false)"
+                "take them apart in the model (tie_word_embeddings: false in its config.json, "
+                "without one model.tie_embeddings: false)"
             )
