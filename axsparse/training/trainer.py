@@ -24,7 +24,7 @@ from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import with_advice
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_file import TraceRecorder
-from axsparse.observe.watchdog.watchdog import Watchdog, open_watchdog
+from axsparse.observe.watchdog.watchdog import open_watchdog
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.pruning.methods.pruner import Pruner, StepContext
@@ -132,8 +132,8 @@ class Trainer:
         self._take_over(job, parts, directory)
 
     def _take_over(self, job: Job, parts: Parts, directory: RunDir | None) -> None:
-        """Begin where a run stands; without a directory it saves nothing, no signal stops it, and a
-        hang lasts for ever."""
+        """Begin where a run stands; without a directory it saves nothing, and no signal stops
+        it."""
         self.parts = parts
         self.config = config = parts.plan.config
         self.last_evaluation: Evaluation | None = None
@@ -143,16 +143,15 @@ class Trainer:
             self.progress.best = None
         self._saver: Saver | None = None
         self._stop: StopRequest | None = None
-        self._watchdog: Watchdog | None = None
         if directory is not None:
             self._saver, self._stop = Saver(directory, parts), job.stop
-            self._watchdog = open_watchdog(
-                config.watchdog,
-                directory.path,
-                coords=parts.coords,
-                activity=parts.activity,
-                transport=parts.transport,
-            )
+        self._watchdog = open_watchdog(
+            config.watchdog,
+            parts.run_dir,
+            coords=parts.coords,
+            activity=parts.activity,
+            transport=parts.transport,
+        )
         self._step = Step(parts, self.progress)
         self._is_stopped = False
         self._closed = False
@@ -279,6 +278,18 @@ class Trainer:
                     self._heed_signal()
                 self._is_ready = self._between_steps()
         return self._is_ready
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Watch the code within also before and after a run, which is watched from its first step
+        until it is closed."""
+        if self._watchdog is not None:
+            self._watchdog.start()
+        try:
+            yield
+        finally:
+            if self._watchdog is not None and self not in self._job.in_progress:
+                self._watchdog.close()
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
@@ -428,7 +439,7 @@ class Trainer:
         if validation is None or self.config.train.eval_steps == 0:
             return None
         parts.activity.at("evaluation", self.steps_done)
-        with parts.statistics.of_first_replica():
+        with self._watched(), parts.statistics.of_first_replica():
             self.last_evaluation = evaluate(
                 parts.engine,
                 validation,
@@ -448,8 +459,11 @@ class Trainer:
         """
         if self._saver is None:
             raise ConfigError("save: a quiet trainer has no run directory; make it without quiet")
-        self._saver.start(self.progress)
-        self._saver.finish()
+        self._reject_closed("save")
+        self.parts.activity.at("checkpoint", self.steps_done)
+        with self._watched():
+            self._saver.start(self.progress)
+            self._saver.finish()
         return path_of(self._saver.folder, self.steps_done)
 
     def save_mask(self, path: str | Path) -> None:

@@ -183,6 +183,39 @@ def test_ranks_that_end_before_others_make_a_trainer_end_all_with_one_line() -> 
     )
 
 
+CALLS_ALONE = """
+import sys, threading
+import axsparse as ax
+from support.runs import mlp, tiny_config, vector_data
+
+quiet, call = sys.argv[1] == "quiet", sys.argv[2]
+# Until the first step is done, the watchdog waits five times as long.
+timeout = 0.5 if call == "evaluate" else 2.0
+config = tiny_config(watchdog={"timeout": timeout}, train={"eval_steps": 1})
+trainer = ax.Trainer(mlp(), (vector_data(), vector_data()), config, run_dir="run", quiet=quiet)
+trainer.evaluate()
+if call == "step":
+    trainer.step()
+if trainer.rank == 0:
+    getattr(trainer, call)()
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("where", ["quiet", "run"])
+@pytest.mark.parametrize("call", ["evaluate", "step"])
+def test_a_call_that_one_rank_makes_alone_ends_the_job(
+    where: str, call: str, tmp_path: Path
+) -> None:
+    job = run_mpirun(2, ["-c", CALLS_ALONE, where, call], cwd=tmp_path, timeout=60)
+
+    assert job.returncode == 70, str(job)
+    (line,) = job.errors
+    assert "hangs" in line, str(job)
+    assert ("are above; a larger" in line) == (where == "quiet")
+    assert (tmp_path / "run").exists() == (where == "run")
+
+
 @pytest.mark.fault(18)
 @pytest.mark.launcher
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:

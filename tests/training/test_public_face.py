@@ -155,6 +155,7 @@ for step in first:
 assert first.model() is not None and first.evaluate() is None
 told(first.step)
 told(first.train)
+told(first.save)
 told(lambda: [first.step() for _ in first])
 second = trainer(overwrite=True)
 second.step()
@@ -178,6 +179,7 @@ assert "mpi4py.MPI" not in sys.modules
         "trainer: step 1 was not done; call trainer.step() in the loop",
         f"step: {closed}",
         f"train: {closed}",
+        f"save: {closed}",
         f"the loop: {closed}",
         "step: the run is over after 2 steps; raise train.steps",
         "OutputError: run_dir (Trainer): run holds another run's metrics.jsonl, which would be "

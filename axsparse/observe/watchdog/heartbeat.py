@@ -50,10 +50,15 @@ class HeartbeatFolder:
     """The folder of the heartbeats, as one rank uses it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """`folder` exists. OSError if this rank cannot write there."""
+        """The folder, which need not exist, as `rank` uses it."""
         self.folder = folder
         self._own = self._path(rank)
-        # Takes the space now, so that heartbeats can be written even if the disk is full later.
+
+    def reserve(self) -> None:
+        """Take the space, so that heartbeats can be written even if the disk is full later.
+
+        The folder exists. OSError if this rank cannot write there.
+        """
         self._own.write_bytes(b" " * RECORD_BYTES)
 
     @staticmethod
@@ -66,12 +71,14 @@ class HeartbeatFolder:
     def write(self, heartbeat: Heartbeat, stacks: str = "") -> None:
         """Write this rank's heartbeat, and its stacks for a report if it makes no progress.
 
-        Raises OSError, on a full disk once the heartbeat is written.
+        Makes the folder if another rank has just removed it as the last one. Raises OSError, on a
+        full disk once the heartbeat is written.
         """
         record = json.dumps(asdict(heartbeat)).encode().ljust(RECORD_BYTES - 1) + b"\n"
         text = stacks.encode(errors="replace")
         # A network file system shows other hosts what was written once the file is closed.
-        number = os.open(self._own, os.O_WRONLY)
+        self.folder.mkdir(exist_ok=True)
+        number = os.open(self._own, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             os.pwrite(number, record, 0)
             os.pwrite(number, text, len(record))

@@ -13,9 +13,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -35,7 +37,7 @@ from axsparse.observe.watchdog.straggler import (
 )
 from axsparse.runtime.communication import Backoff, Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, writing
-from axsparse.runtime.exchange import together
+from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.launcher import write_line
 from axsparse.runtime.process_exit import exit_at_once
@@ -92,7 +94,8 @@ class Activity:
 
 
 class Watchdog:
-    """The watchdog of one rank; its threads live from `start` to `close`."""
+    """The watchdog of one rank; its threads live from `start` to `close`, which may follow each
+    other several times."""
 
     def __init__(
         self,
@@ -104,13 +107,13 @@ class Watchdog:
         end_job: Callable[[int], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout` is in seconds. `end_job(code)` ends the job, from any thread. The report is
-        written next to the folder of `heartbeats`, in the run directory."""
+        """`timeout` is in seconds. `end_job(code)` ends the job, from any thread."""
         self._heartbeats = heartbeats
         self._activity = activity
         self._coords = coords
         self._timeout = timeout
-        self._report = heartbeats.folder.parent / REPORT_FILE
+        self.report: Path | None = heartbeats.folder.parent / REPORT_FILE
+        """The file of the report, in the run directory; None of a quiet run prints it."""
         self._end_job = end_job
         self._clock = clock
         self.interval = min(timeout / LOOKS, MOST_SECONDS)
@@ -132,7 +135,11 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Watch from now on, with a first heartbeat at once."""
+        """Watch from now on, with a first heartbeat at once; a second call has no effect."""
+        if self._threads:
+            return
+        self._closed.clear()
+        self._looked_at, self._progress_at, self._unchanged_seconds = self._clock(), self._time, 0.0
         with suppress(OSError):  # as in `look`
             self._heartbeats.write(self._heartbeat())
         for work in (self.look, self.check_looks):
@@ -144,11 +151,9 @@ class Watchdog:
 
     def close(self) -> None:
         """Watch no more; safe to call twice."""
-        if self._closed.is_set():
-            return
         self._closed.set()
-        for thread in self._threads:
-            thread.join(CLOSING_SECONDS)
+        while self._threads:
+            self._threads.pop().join(CLOSING_SECONDS)
         self._heartbeats.remove_own()
 
     def look(self) -> None:
@@ -176,8 +181,8 @@ class Watchdog:
         self._last_state = state
         if self._unchanged_seconds >= 2 * self._patience:
             self._end(
-                f"{self._coords}: hangs, and so does the disk of {self._report.parent}, where it "
-                "would be reported; --resume auto goes on from the last checkpoint"
+                f"{self._coords}: hangs, and so does the disk of {self._heartbeats.folder.parent}, "
+                "where it would be reported; --resume auto goes on from the last checkpoint"
             )
 
     @property
@@ -251,10 +256,12 @@ class Watchdog:
             self._end(f"{self._coords}: hangs in {own}, and no rank reports it")
 
     def _report_and_end(self, ranks: list[RankView]) -> None:
-        line = error_line(ranks, self._report)
+        line = error_line(ranks, self.report)
         text = report(ranks, line)
         try:
-            self._report.write_text(text, encoding="utf-8", errors="replace")
+            if self.report is None:
+                raise FileNotFoundError
+            self.report.write_text(text, encoding="utf-8", errors="replace")
         except OSError:
             said = text.partition("\n")[2]
         else:
@@ -274,7 +281,7 @@ class Watchdog:
 
 def open_watchdog(
     settings: WatchdogConfig,
-    run_dir: Path,
+    run_dir: Path | None,
     *,
     coords: RankCoords,
     activity: Activity,
@@ -282,12 +289,24 @@ def open_watchdog(
 ) -> Watchdog | None:
     """The watchdog of this rank, not yet started; None if `watchdog.timeout` is 0.
 
-    All ranks call this together. Raises OutputError on all ranks alike.
+    All ranks call this together. Raises OutputError on all ranks alike. Without a run directory the
+    ranks meet in the temporary folder of their host; None if they have several hosts.
     """
     if settings.timeout == 0:
         return None
+    if run_dir is None:
+        here = f"{socket.gethostname()} {uuid.uuid4().hex}"
+        said = [text.split() for text in gather_texts(transport.world, transport.backoff, here)]
+        if len({host for host, _ in said}) > 1:
+            return None
+        folder = Path(tempfile.gettempdir()) / f"axsparse-{said[0][1]}"
+        beats = HeartbeatFolder(folder, coords.rank)
+        end = transport.abort
+        watchdog = Watchdog(beats, activity, coords, timeout=settings.timeout, end_job=end)
+        watchdog.report = None
+        return watchdog
     folder = run_dir / HEARTBEATS
-
+    heartbeats = HeartbeatFolder(folder, coords.rank)
     mend = "choose another --run-dir, or set watchdog.timeout to 0"
 
     def clear() -> None:
@@ -295,12 +314,12 @@ def open_watchdog(
             with writing(f"{folder}:", mend):
                 HeartbeatFolder.clear(folder)
 
-    def open_folder() -> HeartbeatFolder:
+    def reserve() -> None:
         with writing(f"{folder}:", mend):
-            return HeartbeatFolder(folder, coords.rank)
+            heartbeats.reserve()
 
     together(transport, clear)
-    heartbeats = together(transport, open_folder)
+    together(transport, reserve)
     return Watchdog(heartbeats, activity, coords, timeout=settings.timeout, end_job=transport.abort)
 
 

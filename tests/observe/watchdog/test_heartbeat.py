@@ -93,7 +93,7 @@ def test_a_new_run_begins_with_an_empty_folder(
 
 def test_a_folder_that_is_not_there_is_told_of_at_once(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        HeartbeatFolder(tmp_path / "nowhere", 0)
+        HeartbeatFolder(tmp_path / "nowhere", 0).reserve()
 
 
 def test_a_heartbeat_says_where_a_rank_stands() -> None:

@@ -339,6 +339,9 @@ def test_its_thread_looks_and_ends_and_the_last_rank_takes_the_folder_away(tmp_p
     job = Job(tmp_path, g_inter=2)
     first, second = (rank.dog for rank in job.ranks)
     first.interval = 1e-3
+    second.start()
+    first.start()
+    first.close()
     first.start()
     heartbeats = HeartbeatFolder(tmp_path / HEARTBEATS, 1)
 
@@ -346,10 +349,10 @@ def test_its_thread_looks_and_ends_and_the_last_rank_takes_the_folder_away(tmp_p
         threading.Event().wait(1e-3)
     first.close()
     first.close()
-    assert not any(thread.name.startswith(THREAD) for thread in threading.enumerate())
     assert (tmp_path / HEARTBEATS).is_dir()
     second.close()
 
+    assert not any(thread.name.startswith(THREAD) for thread in threading.enumerate())
     assert not (tmp_path / HEARTBEATS).exists()
 
 
