@@ -108,7 +108,8 @@ def test_a_tied_weight_is_in_a_file_once_or_twice_alike(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=r"two.pt: 'embed.token.weight' and 'head.weight' differ, and are one weight in the "
-        r"model; take them apart in the model \(model.tie_embeddings: false\)$",
+        r"model; take them apart in the model \(tie_word_embeddings: false in its config.json, "
+        r"without one model.tie_embeddings: false\)$",
     ):
         start_from(plain, open_weights(save(tmp_path / "two.pt", state)))
 
