@@ -66,7 +66,8 @@ def test_every_command_has_help_that_costs_neither_torch_nor_mpi() -> None:
 def test_output_that_cannot_be_written_ends_in_one_line_and_74(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for place, why in (("/dev/full", "(No space left on device)"), (None, "(it is closed); open")):
+    full = "(No space left on device); free space where it goes, or send it elsewhere"
+    for place, why in (("/dev/full", full), (None, "(it is closed); open it")):
         with Path(place or "/dev/null").open("w") as stream:
             monkeypatch.setattr(sys, "stdout", stream if place else None)
             with pytest.raises(SystemExit) as end:
@@ -75,7 +76,7 @@ def test_output_that_cannot_be_written_ends_in_one_line_and_74(
 
         said = capsys.readouterr().err
         assert (end.value.code, said.count("\n")) == (74, 1), said
-        assert said.startswith(f"axsparse: error: stdout: cannot be written {why}")
+        assert said == f"axsparse: error: stdout: cannot be written {why}\n"
 
 
 def test_a_line_that_cannot_be_written_leaves_the_code_as_it_is() -> None:
