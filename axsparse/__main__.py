@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if word == "--version":
         run_command(CommandParser(lambda _: say(f"axsparse {__version__}")), [])
     nearest = get_close_matches(word[:60], COMMANDS, n=1)
-    mend = f"did you mean {nearest[0]}? " if nearest else ""
-    reject(f"no command {word!r}; {mend}see axsparse --help")
+    suggestion = f"did you mean {nearest[0]}? " if nearest else ""
+    reject(f"no command {word!r}; {suggestion}see axsparse --help")
 
 
 if __name__ == "__main__":

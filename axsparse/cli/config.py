@@ -46,7 +46,7 @@ def parser() -> CommandParser:
         "--ranks",
         metavar="N",
         type=integer(most=100_000),
-        help="decide every auto for so many ranks",
+        help="decide every auto for this number of ranks",
     )
     return group
 

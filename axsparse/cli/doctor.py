@@ -112,13 +112,13 @@ def findings(ranks: Sequence[Facts]) -> Iterator[str]:
             said = f"rank {rank['rank']} on host {rank['host']} has {rank[name]}, rank 0"
             yield f"{WRONG} {name}: {said} {first[name]} → start all ranks from one environment"
     if first["problem"] is not None:
-        said, _, mend = first["problem"].removeprefix("MPI: ").partition("; ")
-        yield f"{WRONG} MPI: {said} → {mend}"
+        said, _, suggestion = first["problem"].removeprefix("MPI: ").partition("; ")
+        yield f"{WRONG} MPI: {said} → {suggestion}"
     if first["mpirun"]:
         yield f"{SLOW} MPI: {first['mpirun']} is not the environment's → take the mpirun there"
     if sum(one != other for one, other in itertools.pairwise(hosts)) >= len({*hosts}):
-        mend = "mpirun --map-by slot, -ppn N, or srun --distribution=block"
-        yield f"{WRONG} placement: neighbouring ranks on different hosts → {mend}"
+        suggestion = "mpirun --map-by slot, -ppn N, or srun --distribution=block"
+        yield f"{WRONG} placement: neighbouring ranks on different hosts → {suggestion}"
     for host in dict.fromkeys(hosts):
         yield from _of_host(host, [rank for rank in ranks if rank["host"] == host])
 
@@ -130,8 +130,9 @@ def _of_host(host: str, here: Sequence[Facts]) -> Iterator[str]:
     fair, major = max(1, cores // len(here)), str(first["CuPy"]).partition(".")[0]
     yield f"{OK} host {host}: {count} on {counted(gpus, 'GPU')} and {counted(cores, 'core')}"
     if gpus and not (major.isdigit() and int(major) >= LEAST_CUPY):
-        mend = f"pip install 'cupy-cuda{str(first['CUDA']).partition('.')[0]}x>={LEAST_CUPY}'"
-        yield f"{WRONG} CuPy: {first['CuPy'] or 'not there'}, and runs the kernels of GPUs → {mend}"
+        suggestion = f"pip install 'cupy-cuda{str(first['CUDA']).partition('.')[0]}x>={LEAST_CUPY}'"
+        found = first["CuPy"] or "not there"
+        yield f"{WRONG} CuPy: {found}, and runs the kernels of GPUs → {suggestion}"
     if 0 < gpus < len(here):
         yield f"{SLOW} devices: {count} share {counted(gpus, 'GPU')} → start {gpus} there"
     if first["threads"] is None and len(here) > 1:

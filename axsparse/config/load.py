@@ -168,10 +168,10 @@ def _missing(source: str) -> MissingInputError:
     if not bundled:
         return MissingInputError(f"config {source!r}: {what}; name an existing file")
     near = get_close_matches(Path(source).stem[:60], bundled, n=1)
-    mend = f"did you mean {near[0]}?" if near else "name an existing one"
+    suggestion = f"did you mean {near[0]}?" if near else "name an existing one"
     return MissingInputError(
         f"config {source!r}: {what} and no bundled config of that name; "
-        f"{mend} (bundled: {', '.join(bundled)})"
+        f"{suggestion} (bundled: {', '.join(bundled)})"
     )
 
 

@@ -35,7 +35,7 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("amount", "density"), "pruning.sparsity"),
 }
 """Name that other libraries have for a setting, and that looks like no key of ours -> the key."""
-_MENDS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
+_SUGGESTIONS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
 """Pydantic's error type -> the suggestion in YAML, where pydantic's text has none."""
 
 
@@ -66,11 +66,11 @@ def _said(problems: list[Any]) -> str:
     if kind == "missing":
         return f"{show(list(value))} is too short; give more entries"
     texts = dict.fromkeys(re.sub(r"^\w+ should ", "", problem["msg"]) for problem in problems)
-    mend = _MENDS.get(kind, "") if len(problems) == 1 else ""
+    suggestion = _SUGGESTIONS.get(kind, "") if len(problems) == 1 else ""
     if isinstance(value, str) and kind in _NUMBERS and re.fullmatch(_NUMBERS[kind], value):
-        mend = "; write it without quotes"
+        suggestion = "; write it without quotes"
     shown = show(list(value) if isinstance(value, tuple) else value)
-    return f"{shown} should {' or '.join(texts)}{mend}"
+    return f"{shown} should {' or '.join(texts)}{suggestion}"
 
 
 def _of_another_family(name: str, leaf: str) -> str:
@@ -119,11 +119,11 @@ def unknown_key(key: str, origin: str) -> ConfigError:
         near += get_close_matches(key, [*FIELDS, *([] if section else SECTIONS)], n=1)
     near += [leaves[name] for name in get_close_matches(leaf, leaves, n=1)]
     if near:
-        mend = f"did you mean {near[0]}?"
+        suggestion = f"did you mean {near[0]}?"
     else:
-        mend = f"choose one of {', '.join(SECTIONS.get(section, Config.model_fields))}"
+        suggestion = f"choose one of {', '.join(SECTIONS.get(section, Config.model_fields))}"
     shown = key if key.isprintable() else repr(key)
-    return ConfigError(f"{shown} ({origin}): unknown key; {mend}")
+    return ConfigError(f"{shown} ({origin}): unknown key; {suggestion}")
 
 
 def show(value: object) -> str:

@@ -77,7 +77,7 @@ class BrokenRule(ValueError):  # noqa: N818 - pydantic wraps it, and nobody catc
     """Settings of a section contradict each other; `load.py` adds where they were set."""
 
     def __init__(self, key: str, said: str) -> None:
-        """`key` is the key within the section, `said` the value, the rule and the mend."""
+        """`key` is the key within the section, `said` the value, the rule and the suggestion."""
         super().__init__(f"{key}: {said}")
         self.key = key
         self.said = said

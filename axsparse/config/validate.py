@@ -195,15 +195,15 @@ def check_data(
     """
     batch = config.batch.global_batch_size
     if words is not None and words < vocab_size:
-        mend = f"choose at least {vocab_size}"
+        suggestion = f"choose at least {vocab_size}"
         if config.model.from_ or config.model.weights:  # whose rows are as many as they are
-            mend = (
+            suggestion = (
                 "take data of the model's own tokenizer, or give the model as many rows by "
                 f"resize_token_embeddings({vocab_size}) of transformers"
             )
         raise ConfigError(
             f"{config.where('model.vocab_size')}: {words} is below the vocabulary of {source}, "
-            f"{vocab_size}; {mend}"
+            f"{vocab_size}; {suggestion}"
         )
     if num_samples < batch:
         raise DataError(

@@ -102,10 +102,10 @@ def compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         line = loader.line if error.problem_mark is None else error.problem_mark.line
         problem = ", ".join(part for part in (error.context, error.problem) if part)
-        mend = "correct it there"
+        suggestion = "correct it there"
         if "alias" in problem or "anchor" in problem:
-            mend = "a text that begins with * or & stands in quotes, such as '*.bias=0'"
-        raise ConfigError(f"{at(line + 1)}: not YAML: {problem}; {mend}") from None
+            suggestion = "a text that begins with * or & stands in quotes, such as '*.bias=0'"
+        raise ConfigError(f"{at(line + 1)}: not YAML: {problem}; {suggestion}") from None
     except (ValueError, OverflowError) as error:
         # PyYAML does not catch these, such as escapes beyond Unicode.
         raise ConfigError(f"{at(loader.line + 1)}: not YAML: {error}; correct it there") from None

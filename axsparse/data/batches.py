@@ -162,10 +162,11 @@ class Batches:
             )
         tensors = [*inputs, targets]
         for read in tensors:
-            what, mend = _mismatch(read, size)
+            what, suggestion = _mismatch(read, size)
             if what:
                 raise DataError(
-                    f"data ({self.dataset.name}): {size} samples are read as {what}; give {mend}"
+                    f"data ({self.dataset.name}): {size} samples are read as {what}; give "
+                    f"{suggestion}"
                 )
         # Tensors of torch.inference_mode cannot be saved for a backward; a copy can.
         plain = [read.clone() if read.is_inference() else read.detach() for read in tensors]
@@ -246,4 +247,6 @@ def _mismatch(read: object, size: int) -> tuple[str, str]:
         f"a tensor on {read.device}": (read.device.type != "cpu", "one in CPU memory"),
         f"Tensor {tuple(read.shape)}": (read.shape[:1] != (size,), "tensors, samples first"),
     }
-    return next(((what, mend) for what, (is_so, mend) in kinds.items() if is_so), ("", ""))
+    return next(
+        ((what, suggestion) for what, (is_so, suggestion) in kinds.items() if is_so), ("", "")
+    )

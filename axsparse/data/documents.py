@@ -315,9 +315,9 @@ def _missing(found: Iterable[str], field: str) -> str:
     wanted = ", ".join(dict.fromkeys((field, *OTHER_FIELDS, " with ".join(PAIR))))
     names = sorted(found)
     some = f"{', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"[:WHY]
-    mend = "; write instruction and input as prompt, output as completion"
-    mend = mend if {*names} >= INSTRUCTION else ""
-    return f"missing field (it has {some or 'none'}, and {wanted} are read{mend})"
+    suggestion = "; write instruction and input as prompt, output as completion"
+    suggestion = suggestion if {*names} >= INSTRUCTION else ""
+    return f"missing field (it has {some or 'none'}, and {wanted} are read{suggestion})"
 
 
 def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Stretch:

@@ -119,24 +119,24 @@ def _found(path: Path, where: str) -> tuple[InPlace, InPlace | None] | None:
 
 def megatron(index: Path, data: Path, where: str) -> InPlace:
     """The ids of a .bin file, whose sequences are adjacent, as every writer leaves them."""
-    mend = "copy both files again, or make them again"
-    with reading(f"{where}: {index}", mend), index.open("rb") as file:
+    suggestion = "copy both files again, or make them again"
+    with reading(f"{where}: {index}", suggestion), index.open("rb") as file:
         header, size = file.read(HEADER.size), index.stat().st_size
-    with reading(f"{where}: {data}", mend):
+    with reading(f"{where}: {data}", suggestion):
         total = data.stat().st_size
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        _reject(where, index, "is no index of Megatron's indexed datasets (MMIDIDX)", mend)
+        _reject(where, index, "is no index of Megatron's indexed datasets (MMIDIDX)", suggestion)
     _, version, code, sequences, documents = HEADER.unpack(header)
     if version != VERSION:
-        _reject(where, index, f"has version {version}, and {VERSION} is known", mend)
+        _reject(where, index, f"has version {version}, and {VERSION} is known", suggestion)
     if code not in TYPES:
-        _reject(where, index, f"has ids of type {code}, which is none of whole numbers", mend)
+        _reject(where, index, f"has ids of type {code}, which is none of whole numbers", suggestion)
     expected = HEADER.size + 12 * sequences + 8 * documents
     if size not in (expected, expected + sequences):
         what = f"has {size} bytes; {sequences} sequences and {documents} ends of documents take "
-        _reject(where, index, f"{what}{expected}", mend)
+        _reject(where, index, f"{what}{expected}", suggestion)
     if not sequences or documents < 2 or not total:
-        _reject(where, index, "has no document", mend)
+        _reject(where, index, "has no document", suggestion)
     dtype: np.dtype[Any] = np.dtype(TYPES[code])
     lengths = np.memmap(index, "<i4", "r", HEADER.size, (sequences,))
     places = np.memmap(index, "<i8", "r", HEADER.size + 4 * sequences, (sequences,))
@@ -148,16 +148,18 @@ def megatron(index: Path, data: Path, where: str) -> InPlace:
         if wrong.any():
             number = first + int(wrong.argmax())
             what = f"sequence {number} has {lengths[number]} ids from byte {places[number]} on"
-            _reject(where, index, f"{what}, not after the one before it", mend)
+            _reject(where, index, f"{what}, not after the one before it", suggestion)
         end = int(ends[-1])
     if end != total:
-        _reject(where, data, f"has {total} bytes, and the sequences of {index.name} {end}", mend)
+        _reject(
+            where, data, f"has {total} bytes, and the sequences of {index.name} {end}", suggestion
+        )
 
     def begins() -> NDArray[np.int64]:
         first = np.fromfile(index, "<i8", documents, offset=HEADER.size + 12 * sequences)
         if first[0] or first[-1] != sequences or (np.diff(first) < 0).any():
             what = f"has documents that do not divide its {sequences} sequences"
-            _reject(where, index, what, mend)
+            _reject(where, index, what, suggestion)
         # A document without sequences at the end begins after the last one.
         positions: NDArray[np.int64] = (np.append(places, end) // dtype.itemsize)[first[:-1]]
         return positions
@@ -244,5 +246,5 @@ def _damaged(where: str, path: Path) -> Iterator[None]:
         _reject(where, path, f"is no readable Arrow file ({said})", "copy it again")
 
 
-def _reject(where: str, path: Path, what: str, mend: str) -> NoReturn:
-    raise DataError(f"{where}: {path} {what}; {mend}")
+def _reject(where: str, path: Path, what: str, suggestion: str) -> NoReturn:
+    raise DataError(f"{where}: {path} {what}; {suggestion}")

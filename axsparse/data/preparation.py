@@ -671,9 +671,10 @@ def _reject_empty(progress: PreparationProgress, request: Request) -> None:
     documents = sum(progress.documents.values())
     if documents == 0:
         first = f"; the first: {progress.examples[0]}" if progress.examples else ""
-        mend = "name UTF-8 text files, or JSONL, Parquet or Arrow files with --jsonl-field"
+        suggestion = "name UTF-8 text files, or JSONL, Parquet or Arrow files with --jsonl-field"
         raise DataError(
-            f"input: no document can be used ({progress.reasons or 'there is none'}{first}); {mend}"
+            f"input: no document can be used ({progress.reasons or 'there is none'}{first}); "
+            f"{suggestion}"
         )
     for split, count in progress.documents.items():
         if count == 0 and request.validation:

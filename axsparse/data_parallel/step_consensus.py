@@ -18,7 +18,7 @@ from axsparse.samo.optim.gradient_norm import global_norm
 from axsparse.samo.shards import BLOCK
 
 FITS = len(UnitFit) - 1
-"""Slots of a tensor: one for each `Fit` of finite entries."""
+"""Slots of a tensor: one for each `UnitFit` of finite entries."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class StepConsensus:
     so the sums are exact and the same in every layout, and numbers that are not finite stay so.
     Then follow, for each rank, a slot that is 1 if its own gradients are not finite and one for
     the digest of its weights; slots that count the ranks with each notice; and, for each tensor, a
-    slot for each `Fit` that counts the ranks with it, NaN where an entry was not finite.
+    slot for each `UnitFit` that counts the ranks with it, NaN where an entry was not finite.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class StepConsensus:
         return vector
 
     def _largest(self, counts: Tensor) -> dict[str, UnitFit]:
-        """By tensor, the largest `Fit` that a rank has."""
+        """By tensor, the largest `UnitFit` that a rank has."""
         if not counts.any():
             return {}
         numbers = torch.arange(1, FITS + 1)

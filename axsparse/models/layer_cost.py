@@ -340,11 +340,11 @@ class Tracer:
         """The error of a layer whose forward or backward raises one."""
         what = f"{type(reason).__name__}: {' '.join(str(reason).split())}"
         if self.device is None:
-            mend = "make its tensors on the device of its inputs"
+            suggestion = "make its tensors on the device of its inputs"
             if self._counter is None:
-                mend += ", or leave Model.example out: then the first samples of the data run"
+                suggestion += ", or leave Model.example out: then the first samples of the data run"
             return CostError(
-                f"layer {name}: on the meta device, where its cost is found, {what}; {mend}"
+                f"layer {name}: on the meta device, where its cost is found, {what}; {suggestion}"
             )
         return CostError(f"layer {name}: on the first samples of the data, {what}")
 

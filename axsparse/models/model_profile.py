@@ -1,6 +1,6 @@
 """Surveys the contents of a model, layer by layer, without allocating memory for it.
 
-`survey` builds every layer on the meta device, checks the model's declaration, and returns
+`profile` builds every layer on the meta device, checks the model's declaration, and returns
 names, shapes and costs.
 """
 
@@ -457,11 +457,11 @@ def _module_of(layer: Layer) -> nn.Module:
             again = () if all(p.is_meta for p in own) else _built(layer).parameters()
         except Exception as reason:
             made = getattr(getattr(layer.build, "func", None), "__module__", "")
-            mend = "mend the function that makes the module"
+            suggestion = "mend the function that makes the module"
             if made.startswith("axsparse."):  # which copies a module of the user's
-                mend = "give a module that copy.deepcopy can copy"
+                suggestion = "give a module that copy.deepcopy can copy"
             raise ConfigError(
-                f"layer {layer.name}: its build raised {one_line(reason)}; {mend}"
+                f"layer {layer.name}: its build raised {one_line(reason)}; {suggestion}"
             ) from reason
     if not isinstance(module, nn.Module):
         raise ConfigError(

@@ -134,8 +134,8 @@ def open_weights(path: str | Path) -> WeightFile:
     Raises MissingInputError if it cannot be read, DataError if it holds no weights.
     """
     path = Path(path)
-    mend = "name a safetensors file or a state dict of torch's"
-    with reading(f"weights {str(path)!r}:", mend):
+    suggestion = "name a safetensors file or a state dict of torch's"
+    with reading(f"weights {str(path)!r}:", suggestion):
         if path.is_dir():
             path = _weights_in(path)
         open_regular(path).close()

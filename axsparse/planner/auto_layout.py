@@ -115,7 +115,7 @@ def fitting_extra_in_flight(
 def fewest_stages(
     search_request: SearchRequest, budget: MemoryBudget
 ) -> LayoutDecision | Rejection:
-    """The fewest of the question's stages that fit; the last rejection if none do.
+    """The fewest of the request's stages that fit; the last rejection if none do.
 
     The question names its numbers of stages in rising order, and has the memory of the budget.
     """

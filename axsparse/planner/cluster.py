@@ -184,10 +184,10 @@ def _find(source: str) -> Path:
         name = source.removesuffix(".yaml")
         if name not in bundled_clusters():
             nearest = get_close_matches(name[:60], bundled_clusters(), n=1)
-            mend = f"did you mean {nearest[0]}? Choose one of" if nearest else "choose one of"
+            suggestion = f"did you mean {nearest[0]}? Choose one of" if nearest else "choose one of"
             found = "a folder" if path.is_dir() else "no such file"
             raise MissingInputError(
-                f"cluster {source!r}: {found} and no bundled cluster of that name; {mend} "
+                f"cluster {source!r}: {found} and no bundled cluster of that name; {suggestion} "
                 f"{', '.join(bundled_clusters())}, or name a file"
             )
         path = _FOLDER / f"{name}.yaml"
@@ -260,10 +260,10 @@ def _entries(
         name = key.value
         if name not in known:
             near = get_close_matches(name[:60], known, n=1)
-            mend = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+            suggestion = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
             if name == "name":
-                mend = "it is named by its file, so leave this key out"
-            raise ConfigError(f"{where}: a cluster has no {name[:60]!r} here; {mend}")
+                suggestion = "it is named by its file, so leave this key out"
+            raise ConfigError(f"{where}: a cluster has no {name[:60]!r} here; {suggestion}")
         if name in seen:
             raise ConfigError(f"{where}: {name} is given twice in this cluster; keep one of them")
         seen.add(name)

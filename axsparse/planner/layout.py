@@ -1,6 +1,6 @@
 """A layout on a number of devices, the search request to the planner, and its result.
 
-`Layout` has the memory that each of its stages needs; `Row` adds its predicted step.
+`Layout` has the memory that each of its stages needs; `Candidate` adds its predicted step.
 """
 
 from __future__ import annotations

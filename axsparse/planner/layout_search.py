@@ -70,7 +70,7 @@ class Plan:
     recomputes: bool = False
     """Whether activations are recomputed."""
     baselines: Sequence[Baseline] = ()
-    """Other ways of dense training, where the model has been surveyed."""
+    """Other ways of dense training, where the model has been profiled."""
 
     @property
     def recommended(self) -> Candidate:
@@ -85,7 +85,7 @@ class Plan:
 
 
 class NoLayoutError(ConfigError):
-    """No layout of a question fits."""
+    """No layout of a search request fits."""
 
     def __init__(self, text: str, rejected: Sequence[Rejection]) -> None:
         super().__init__(text)
@@ -172,7 +172,7 @@ def _is_fewest(search_request: SearchRequest, grid: Grid, size: int) -> bool:
 def try_layouts(search_request: SearchRequest) -> tuple[list[Candidate], list[Rejection]]:
     """The layouts that fit, and the rejected ones, in the order in which they are tried.
 
-    ConfigError if the question has one number of tensor-parallel ranks, and the model cannot be
+    ConfigError if the request has one number of tensor-parallel ranks, and the model cannot be
     sharded so.
     """
     rows: list[Candidate] = []
@@ -200,7 +200,7 @@ def try_layouts(search_request: SearchRequest) -> tuple[list[Candidate], list[Re
 def why_not_g_tensor(search_request: SearchRequest, g_tensor: int) -> str | None:
     """The reason why no number of stages can have so many tensor-parallel ranks; None if some can.
 
-    With one number in the question nodes are not looked at, and ConfigError says why the model
+    With one number in the request nodes are not looked at, and ConfigError says why the model
     cannot be sharded.
     """
     gpus, on_node = search_request.gpus, search_request.cluster.gpus_per_node
@@ -250,7 +250,7 @@ def _impossible(search_request: SearchRequest, grid: Grid) -> str | None:
 
 
 def _try_size(search_request: SearchRequest, grid: Grid, size: int) -> Candidate | Rejection:
-    """One grid at one microbatch size, under the first of the question's schedules that fits."""
+    """One grid at one microbatch size, under the first of the request's schedules that fits."""
     microbatches = -(-search_request.global_batch_size // size)
     if size > search_request.global_batch_size or microbatches < grid.g_data:
         reason = (
@@ -276,7 +276,8 @@ def _try_size(search_request: SearchRequest, grid: Grid, size: int) -> Candidate
 def split_layers(
     workload: Workload, layout: Layout, overhead: float, rank_budget: float
 ) -> Sequence[StageLoad] | Rejection:
-    """The loads of the stages, with their work balanced as well as `room` bytes a rank allow.
+    """The loads of the stages, with their work balanced as well as `rank_budget` bytes a rank
+    allow.
 
     `overhead` is as in `Cluster.overhead_bytes`. If no split fits, the reason is the memory of the
     fullest stage of the best balanced split.

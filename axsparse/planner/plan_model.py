@@ -41,7 +41,7 @@ MICROBATCH = "batch.microbatch_size"
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A configured model that has been surveyed, ready to be planned."""
+    """A configured model that has been profiled, ready to be planned."""
 
     config: Config
     profile: ModelProfile

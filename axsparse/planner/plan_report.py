@@ -343,7 +343,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def refusal_json(refusal: Refusal) -> dict[str, Any]:
-    """Everything about a question that nothing fits, in bytes."""
+    """Everything about a search request that nothing fits, in bytes."""
     search_request = refusal.search_request
     return {
         "answer": refusal.answer,

@@ -1,4 +1,4 @@
-"""A surveyed model as a workload of the planner: its layers, split as a run would split them."""
+"""A profiled model as a workload of the planner: its layers, split as a run would split them."""
 
 from __future__ import annotations
 

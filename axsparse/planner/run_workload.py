@@ -57,7 +57,7 @@ def configured_schedule(
 
 
 def schedules(config: Config) -> list[Schedule]:
-    """The schedules to try until one fits; the question says whether backwards are split."""
+    """The schedules to try until one fits; the configuration says whether backwards are split."""
     pipeline = config.pipeline
     numbers = (
         (DEFAULT_EXTRA_IN_FLIGHT, 0)
@@ -79,8 +79,8 @@ def run_request(
     rank_budget: float,
 ) -> SearchRequest:
     """The search request of a run: layouts of `ranks` ranks, at the batch, the microbatch size and
-    the tensor-parallel ranks of the configuration, in `room` bytes a rank. `stages` are the numbers
-    to try; None: all."""
+    the tensor-parallel ranks of the configuration, in `rank_budget` bytes a rank. `stages` are the
+    numbers to try; None: all."""
     return SearchRequest(
         workload=planned_model,
         cluster=cluster,

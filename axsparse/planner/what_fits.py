@@ -67,7 +67,7 @@ class DoesNotFitError(ConfigError):
 
 
 def least_memory(search_request: SearchRequest) -> Least | None:
-    """The least memory that the devices of the question need; None if they have no layout."""
+    """The least memory that the devices of the request need; None if they have no layout."""
     layouts = list(_layouts(search_request, search_request.gpus))
     if not layouts:
         return None
@@ -91,7 +91,7 @@ def least_memory(search_request: SearchRequest) -> Least | None:
 
 
 def fewest_devices(search_request: SearchRequest) -> int | None:
-    """The fewest devices of this memory that fit the model, more than the question has; None if no
+    """The fewest devices of this memory that fit the model, more than the request has; None if no
     number does."""
     known: dict[Layout, bool] = {}
 

@@ -1,7 +1,7 @@
 """The trained model, described by sizes alone: the compute, memory and messages of each stage.
 
 `Workload` is the protocol by which the planner knows models: `surveyed_model` has any model whose
-layers have been surveyed.
+layers have been profiled.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ it again to make the inputs of the next layer. The last activations of a stage t
 one. Every replica does the same by itself, so that masks depend neither on the number of stages nor
 on the number of replicas. `layer_pruning` has the work on one layer.
 
-With a `Fit` the samples also pass through the layers as they were, and each pruned layer is fitted
-to the dense one's outputs, before the next layer is pruned (`healing`); the last pruned layer of
-the model is then fitted by the loss. The samples' targets travel behind the activations, since any
-stage may have that layer. Other samples pass behind them by both ways, for the losses before and
-after.
+With a `Reconstruction` the samples also pass through the layers as they were, and each pruned layer
+is fitted to the dense one's outputs, before the next layer is pruned (`healing`); the last pruned
+layer of the model is then fitted by the loss. The samples' targets travel behind the activations,
+since any stage may have that layer. Other samples pass behind them by both ways, for the losses
+before and after.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def everywhere(error: Error) -> Error:
 
 
 @contextmanager
-def writing(what: str, mend: str) -> Iterator[None]:
+def writing(what: str, suggestion: str) -> Iterator[None]:
     """Turn an OSError of the code within into an OutputError; `what` names the place.
 
     What Python raises for a name that no file can have counts as one.
@@ -94,16 +94,16 @@ def writing(what: str, mend: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as reason:
-        raise OutputError(f"{what} cannot be written ({_why(reason)}); {mend}") from reason
+        raise OutputError(f"{what} cannot be written ({_why(reason)}); {suggestion}") from reason
 
 
 @contextmanager
-def reading(what: str, mend: str) -> Iterator[None]:
+def reading(what: str, suggestion: str) -> Iterator[None]:
     """Turn an OSError of the code within into a MissingInputError; else like `writing`."""
     try:
         yield
     except (OSError, ValueError) as reason:
-        raise MissingInputError(f"{what} cannot be read ({_why(reason)}); {mend}") from reason
+        raise MissingInputError(f"{what} cannot be read ({_why(reason)}); {suggestion}") from reason
 
 
 def _why(reason: OSError | ValueError) -> str | None:

@@ -97,11 +97,11 @@ class OptimizerState:
         if self._staged is not None:
             return self._staged.master
         self.finish_copies()
-        return self._master_K  # not by `resting`, which would allocate the moments
+        return self._master_K  # not by `stored`, which would allocate the moments
 
     def stored(self) -> StateBuffers:
-        """The buffers where they are between updates. Before `settle` returns, values of the last
-        update may still be missing there."""
+        """The buffers where they are between updates. Before `finish_copies` returns, values of the
+        last update may still be missing there."""
         if not self._moments_K:
             size, rest = len(self._shares.held), self._backend.rest
             self._moments_K.update((name, rest(size, torch.float32)) for name in self._names)
@@ -207,7 +207,7 @@ class OptimizerState:
 
 
 def _nothing() -> None:
-    """The `settle` of buffers that never leave the device."""
+    """The `finish_copies` of buffers that never leave the device."""
 
 
 class LayerState:

@@ -133,8 +133,8 @@ def export(
     if is_folder:
         config, data = weights.config(), checkpoint.manifest.data
         shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-        mend = f"--to hf: {checkpoint.path} is of a model of your own", "choose --to torch"
-        tensors = _of_hf(config, shapes, tensors, mend)
+        suggestion = f"--to hf: {checkpoint.path} is of a model of your own", "choose --to torch"
+        tensors = _of_hf(config, shapes, tensors, suggestion)
         files, notes = _files(config, weights.dtype, (data.name, data.fingerprint))
     values = weights.read(value for _, value in tensors.values())
     nbytes = _write(path, tensors, values, files, checkpoint.step, force=force)
@@ -160,8 +160,8 @@ def save_folder(
     path = path.absolute()
     _reject_taken(path, is_folder=True, force=force)
     held = {name: (header_of(one), partial(as_stored, one)) for name, one in weights.items()}
-    mend = "save_hf: the model is one of your own", "take trainer.state_dict()"
-    tensors = _of_hf(config, shapes, held, mend)
+    suggestion = "save_hf: the model is one of your own", "take trainer.state_dict()"
+    tensors = _of_hf(config, shapes, held, suggestion)
     dtype = next(weights[name].dtype for name in shapes)
     files, notes = _files(config, dtype, data)
     _write(path, tensors, (value() for _, value in tensors.values()), files, step, force=force)
@@ -413,17 +413,17 @@ def _of_hf(
     config: Config,
     shapes: Mapping[str, tuple[int, ...]],
     known: Tensors,
-    mend: tuple[str, str],
+    suggestion: tuple[str, str],
 ) -> Tensors:
     """All tensors as transformers names and stores them.
 
     ConfigError if the parameters, of these shapes, do not belong to the model of the configuration;
-    `mend` has the beginning and the end of the error.
+    `suggestion` has the beginning and the end of the error.
     """
     model = model_without_weights(config)
     if shapes != profile(replace(model, example=None)).shapes:
         raise ConfigError(
-            f"{mend[0]}, not of the {config.model.name} of its configuration; {mend[1]}"
+            f"{suggestion[0]}, not of the {config.model.name} of its configuration; {suggestion[1]}"
         )
     tensors: dict[str, tuple[TensorHeader, Value]] = {}
     for name, (header, value) in known.items():

@@ -87,7 +87,7 @@ HOLES = 0.3
 """The part of a process's memory that may be freed blocks, which glibc keeps."""
 START = "start values"
 """The name of the fact that differs where ranks have drawn different start values."""
-MENDS = {START: "call torch.manual_seed before you make the modules"}
+SUGGESTIONS = {START: "call torch.manual_seed before you make the modules"}
 """Suggestions for differences in a fact that starting all ranks alike does not resolve."""
 
 
@@ -227,7 +227,7 @@ def plan_run(
 ) -> RunPlan:
     """Decide every `auto` of a configuration that `check_config` lets pass.
 
-    The result is the same on every rank but for its place. `survey` has the contents and costs of
+    The result is the same on every rank but for its place. `profile` has the contents and costs of
     the model's layers. A grid, a score, an optimizer and a schedule given in Python override the
     configuration's. `budget` is the memory of a rank, equal on all. `saved` has the kept entries of
     the pruned tensors in the checkpoint that the run is resumed from.
@@ -310,8 +310,8 @@ def _layout(
     given: Grid | None,
     budget: MemoryBudget,
 ) -> tuple[Grid, int, LayoutDecision | None]:
-    """The grid, the slack of its pipeline, and the choice of the planner; None where the grid is
-    given, in Python or by the configuration."""
+    """The grid, the extra microbatches in flight, and the choice of the planner; None where the
+    grid is given, in Python or by the configuration."""
     num_layers, choice = len(planned_model.profile.layers), None
     if given is not None:
         grid = given
@@ -577,8 +577,8 @@ def reject_mismatching_rank(transport: Transport, facts: Mapping[str, str]) -> N
     odd = mismatching_rank(transport, facts)
     if odd is not None:
         fact, text = odd
-        mend = "start all ranks with the same command, configuration and environment"
-        raise ConfigError(f"{text}; {MENDS.get(fact, mend)}")
+        suggestion = "start all ranks with the same command, configuration and environment"
+        raise ConfigError(f"{text}; {SUGGESTIONS.get(fact, suggestion)}")
 
 
 def mismatching_rank(

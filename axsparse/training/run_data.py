@@ -164,10 +164,10 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
     separate documents where `separate` asks for it."""
     opened = open_datasets()
     if not isinstance(opened, Datasets):
-        mend = f"; for each, {advice_for(opened)}" if isinstance(opened, DataLoader) else ""
+        suggestion = f"; for each, {advice_for(opened)}" if isinstance(opened, DataLoader) else ""
         raise DataError(
             f"data: open_datasets returned {type(opened).__name__}; return "
-            f"Datasets(training, validation){mend}"
+            f"Datasets(training, validation){suggestion}"
         )
     datasets = [opened.training] + ([] if opened.validation is None else [opened.validation])
     for dataset in datasets:

@@ -539,15 +539,15 @@ class SkippedSteps:
         It names the newest checkpoint whose weights a step has trained on, if there is one: a later
         one may hold ruined weights, so that a run that is resumed from it would end again at once.
         """
-        mend, run = "lower optimizer.learning_rate, or look at the data", self._run_dir
+        suggestion, run = "lower optimizer.learning_rate, or look at the data", self._run_dir
         steps = [] if run is None else saved_steps(run / CHECKPOINTS)
         before = next((step for step in steps if step < self._progress.last_good), None)
         if before is not None:
-            mend += (
+            suggestion += (
                 f"; weights were good up to step {before}: axsparse checkpoint prune {run} --after "
                 f"{before}, then --resume auto"
             )
-        return everywhere(TrainingError(f"{why}; {mend}"))
+        return everywhere(TrainingError(f"{why}; {suggestion}"))
 
     def _culprit(self, verdict: StepResult) -> str:
         """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.

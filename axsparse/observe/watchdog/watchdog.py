@@ -307,15 +307,15 @@ def open_watchdog(
         return watchdog
     folder = run_dir / HEARTBEATS
     heartbeats = HeartbeatFolder(folder, coords.rank)
-    mend = "choose another --run-dir, or set watchdog.timeout to 0"
+    suggestion = "choose another --run-dir, or set watchdog.timeout to 0"
 
     def clear() -> None:
         if transport.rank == 0:
-            with writing(f"{folder}:", mend):
+            with writing(f"{folder}:", suggestion):
                 HeartbeatFolder.clear(folder)
 
     def reserve() -> None:
-        with writing(f"{folder}:", mend):
+        with writing(f"{folder}:", suggestion):
             heartbeats.reserve()
 
     together(transport, clear)

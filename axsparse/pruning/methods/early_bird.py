@@ -50,7 +50,7 @@ class MaskConvergence:
     """Decides on one rank whether masks have converged.
 
     If a round is `due`, call `compare` for each tensor of the rank, sum the counts over stages,
-    and call `judge` with the sums. One bit is kept for each entry that was compared.
+    and call `decide` with the sums. One bit is kept for each entry that was compared.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MaskConvergence:
         """How many entries differ from the last round's mask, which `mask` then replaces.
 
         `mask` is a bool tensor of the same shape in all rounds. The first round gives 0, which
-        `judge` does not take for a distance.
+        `decide` does not take for a distance.
         """
         # Low bits first, as checkpoints have these masks; mask files have high bits first.
         new = torch.from_numpy(np.packbits(mask.reshape(-1).numpy(), bitorder="little"))

@@ -1,6 +1,6 @@
 """The protocol of a pruning method: a `Pruner` decides when masks change, and how.
 
-A method receives a `StepContext`, answers with a `Change`, and saves its `PrunerState` in
+A method receives a `StepContext`, answers with a `MaskUpdate`, and saves its `PrunerState` in
 checkpoints.
 """
 

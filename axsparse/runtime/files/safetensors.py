@@ -274,7 +274,7 @@ def write_safetensors(
 ) -> None:
     """Write a new file, which is on the disk once this returns; OSError if that fails.
 
-    `tensors` come in the order of `described` and have the types and shapes that it says; none is
+    `tensors` come in the order of `headers` and have the types and shapes that it says; none is
     held while the next is made. `metadata` are texts by name to be written into the header.
     `written` is called with every piece of the file in turn, for example to compute a hash.
     """

@@ -58,8 +58,8 @@ def update(
     `gradient_factor` multiplies every gradient entry (clipping, loss scale).
     `hyper.weight_decay` applies to the tensors that decay; tensors that `own` names have the
     settings given there instead, as they are. `updated(layer)` is called as soon as all that this
-    replica holds of a layer is updated. `visits` goes through the layers in order and has each
-    one's masters and moments on its device until the next one is asked for.
+    replica holds of a layer is updated. `staged_layers` goes through the layers in order and has
+    each one's masters and moments on its device until the next one is asked for.
     All replicas call this together if their state is sharded.
     """
     step = _Step(layers, optimizer, (hyper, own), gradient_factor)

@@ -275,8 +275,8 @@ def _load_shard(files: CheckpointFiles, saved: str, state: LayerState, tensor: T
         packed = files.read(MASK, saved, TensorHeader(torch.uint8, (-(-numel // 8),)))
         mask_D = Bits(packed.numpy(), numel).mask()
     for kind in (MASTER, *state.optimizer_state.moments_K):
-        mend = ANOTHER if kind == MASTER else OWN_OPTIMIZER
-        dense_D = files.entries(kind, saved, header, mend)(0, tensor.full_kept)
+        suggestion = ANOTHER if kind == MASTER else OWN_OPTIMIZER
+        dense_D = files.entries(kind, saved, header, suggestion)(0, tensor.full_kept)
         if mask_D is not None:
             dense_D = torch.zeros(numel).masked_scatter_(mask_D, dense_D)
         if kind == MASTER:
@@ -359,12 +359,12 @@ class CheckpointFiles:
         return self._checked(self.checkpoint.manifest.layers[layer].file, key, expected).read(key)
 
     def entries(
-        self, kind: str, name: str, expected: TensorHeader, mend: str = ANOTHER
+        self, kind: str, name: str, expected: TensorHeader, suggestion: str = ANOTHER
     ) -> Callable[[int, int], Tensor]:
-        """A function that reads the entries [start, stop) of a parameter's saved tensor; `mend` is
-        the suggestion if there is none."""
+        """A function that reads the entries [start, stop) of a parameter's saved tensor;
+        `suggestion` ends the error if there is none."""
         key, layer = f"{kind}/{name}", self.checkpoint.manifest.layers[self._layer_of[name]]
-        return partial(self._checked(layer.file, key, expected, mend).read_part, key)
+        return partial(self._checked(layer.file, key, expected, suggestion).read_part, key)
 
     def read_pruner(self, kind: str, name: str) -> Tensor:
         """A tensor that the pruning method saved of a parameter; DataError if there is none."""
@@ -388,12 +388,12 @@ class CheckpointFiles:
         return self._file
 
     def _checked(
-        self, name: str, key: str, expected: TensorHeader | None = None, mend: str = ANOTHER
+        self, name: str, key: str, expected: TensorHeader | None = None, suggestion: str = ANOTHER
     ) -> SafetensorsFile:
         """The file of this name, which has this tensor."""
         file, where = self._opened(name), f"checkpoint {self.checkpoint.path}: {name}"
         if key not in file.shapes:
-            raise DataError(f"{where} lacks {key!r}; {mend}")
+            raise DataError(f"{where} lacks {key!r}; {suggestion}")
         there = file.header(key)
         if expected is not None and there != expected:
             raise DataError(
