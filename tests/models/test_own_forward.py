@@ -104,6 +104,30 @@ class Twice(nn.Module):
         return out
 
 
+class Skips(nn.Module):
+    """Blocks that are given the result of a block further up."""
+
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(192, 192)
+
+        def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+            out: Tensor = self.fc(x) + skip
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.downs = nn.ModuleList(nn.Linear(192, 192) for _ in range(2))
+        self.ups = nn.ModuleList(self.Up() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.downs[0](x.flatten(1))
+        second = self.ups[0](self.downs[1](first), first)
+        out: Tensor = self.ups[1](second, first)
+        return out
+
+
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return own_models.Vit()
@@ -111,6 +135,7 @@ def on_meta() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a U-shaped network": (own_models.UNet, images),
+    "a block far up": (Skips, images),
     "sums over layers": (own_models.WaveNet, words),
     "another order": (lambda: Looped([2, 1, 0]), images),
     "a block twice": (lambda: Looped([0, 1, 2, 1]), images),

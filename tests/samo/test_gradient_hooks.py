@@ -88,6 +88,27 @@ def test_the_kept_entries_of_every_gradient_are_gathered_and_the_dense_one_is_fr
                 assert grad.data_ptr() == own.data_ptr()  # to which autograd adds by itself
 
 
+def test_a_hook_of_the_users_sees_the_gradient_of_each_microbatch() -> None:
+    """Also of a tensor of which everything is kept, to whose sum autograd would add by itself."""
+    built = layers(linear)
+    [bias] = [tensor for tensor in built[0].state.tensors if tensor.name == "layer0.bias"]
+    expected = [dense_gradients(built, seed)["layer0.bias"] for seed in (0, 1)]
+    seen: list[Tensor] = []
+
+    def note(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.clone())
+
+    bias.parameter.register_post_accumulate_grad_hook(note)
+    collecting = collector(built)
+    collecting.begin()
+    for seed in (0, 1):
+        forward(built, seed).backward()
+
+    assert torch.equal(torch.stack(seen), torch.stack(expected))
+    assert torch.equal(built[0].state.gradient_of(bias), expected[0] + expected[1])
+
+
 def test_no_dense_gradient_of_a_later_layer_lives_when_an_earlier_ones_hook_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
