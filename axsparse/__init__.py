@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from axsparse.runtime.version import __version__ as __version__
+from axsparse.runtime.provenance import __version__ as __version__
 
 if TYPE_CHECKING:
     from axsparse.config.load import configure as configure

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from axsparse.cli.commands import COMMANDS
 from axsparse.cli.parser import CommandParser, reject, run_command, say
-from axsparse.runtime.version import __version__
+from axsparse.runtime.provenance import __version__
 
 
 def usage() -> str:

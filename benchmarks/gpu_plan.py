@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from axsparse.config.load import configure
+from axsparse.planner.auto_layout import predict
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.plan_model import Method, planned_model
-from axsparse.planner.run_workload import predict
 from axsparse.planner.stage_memory import StageMemory, stage_memory
 from axsparse.pruning.mask_file import write_masks
 from axsparse.runtime.errors import ConfigError

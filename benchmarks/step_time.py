@@ -43,7 +43,7 @@ class Row:
 def make_trainer(samo: Mapping[str, Any], layers: int) -> Trainer:
     """A trainer of a GPT whose phases are in seconds of CPU time."""
     config = config_of(layers, HIDDEN, TOKENS, microbatches=MICROBATCHES, samo=dict(samo))
-    with mock.patch("axsparse.observe.gpu_phases.Phases", partial(Phases, time.process_time)):
+    with mock.patch("axsparse.observe.phases.Phases", partial(Phases, time.process_time)):
         return trainer_of(config)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from axsparse.cli.parser import CommandParser, integer, say
 from axsparse.runtime.console import format_bytes, format_count
 from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, writing
-from axsparse.runtime.files.run_lock import RunLock
+from axsparse.runtime.files.run_folder import RunLock
 
 # Checkpoints are imported late, so that --help does not load torch.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from axsparse.cli.parser import CommandParser, say
 from axsparse.config.section import counted
 from axsparse.runtime.errors import MissingInputError
-from axsparse.runtime.process_exit import exit_process
+from axsparse.runtime.process import exit_process
 
 if TYPE_CHECKING:
     from axsparse.training.checkpoint.verification import Checkpoint

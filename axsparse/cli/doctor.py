@@ -19,8 +19,7 @@ from axsparse.cli.parser import CommandParser, say
 from axsparse.config.validate import counted
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
-from axsparse.runtime.launcher import speaks, write_line
-from axsparse.runtime.process_exit import exit_process
+from axsparse.runtime.process import exit_process, speaks, write_line
 
 DESCRIPTION = """\
 Check whether this machine is fit for training; under a launcher, whether all ranks are.
@@ -79,9 +78,9 @@ def look(run_dir: Path) -> Facts:
     import torch
 
     from axsparse.runtime.gpu.rank_gpus import visible_gpus
+    from axsparse.runtime.machine import host_memory_bytes
     from axsparse.runtime.mpi.mpi_transport import mpi_library
-    from axsparse.runtime.process_memory import host_memory_bytes
-    from axsparse.runtime.version import __version__
+    from axsparse.runtime.provenance import __version__
 
     where = next(
         path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir()

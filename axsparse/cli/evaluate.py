@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from axsparse.cli.parser import CommandParser, add_checkpoint, integer, say
-from axsparse.runtime.launcher import write_line
+from axsparse.runtime.process import write_line
 
 DESCRIPTION = """\
 Evaluate a trained model on all validation data. RUN is a run directory, whose newest checkpoint is

@@ -16,8 +16,13 @@ from axsparse.runtime.errors import (
     OutputError,
     writing,
 )
-from axsparse.runtime.launcher import SRUN_SIZE, speaks, started_by_launcher, torchrun_size
-from axsparse.runtime.process_exit import exit_process
+from axsparse.runtime.process import (
+    SRUN_SIZE,
+    exit_process,
+    speaks,
+    started_by_launcher,
+    torchrun_size,
+)
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite

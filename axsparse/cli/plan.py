@@ -23,8 +23,7 @@ from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_config, counted
 from axsparse.planner.cluster import DEFAULT_CLUSTER, cluster_text, load_cluster
 from axsparse.runtime.errors import EXIT_CONFIG, ConfigError, MissingInputError, writing
-from axsparse.runtime.launcher import speaks
-from axsparse.runtime.process_exit import exit_process
+from axsparse.runtime.process import exit_process, speaks
 
 if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster

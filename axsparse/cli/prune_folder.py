@@ -38,7 +38,7 @@ from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.console import make_console
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.job import Job
-from axsparse.runtime.process_memory import peak_memory_bytes
+from axsparse.runtime.machine import peak_memory_bytes
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.training.build import HEALED, PrunedLayers, prune_layers
 from axsparse.training.checkpoint.verification import checkpoint_of

@@ -21,7 +21,7 @@ from axsparse.config.schema import Config, prunes, sample_length
 from axsparse.models.start_weights import fingerprint, open_weights
 from axsparse.runtime.errors import ConfigError, writing
 from axsparse.runtime.files.atomic import new_path, remove_unfinished
-from axsparse.runtime.files.run_lock import RunLock
+from axsparse.runtime.files.run_folder import RunLock
 from axsparse.training.checkpoint.verification import MEANS, START, flat, steps_in
 from axsparse.training.export import is_export
 

@@ -69,8 +69,8 @@ from axsparse.data.tokenizers import (
 from axsparse.runtime.console import Console, format_bytes, format_count, format_seconds
 from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading, writing
 from axsparse.runtime.files.atomic import UNFINISHED, new_path
-from axsparse.runtime.files.run_lock import FileLock
-from axsparse.runtime.version import __version__
+from axsparse.runtime.files.run_folder import FileLock
+from axsparse.runtime.provenance import __version__
 
 PROGRESS = "progress.json"
 PARTIAL = "parts-"

@@ -11,7 +11,7 @@ from axsparse.config.schema import ONCE, Config, num_microbatches, prunes
 from axsparse.models.model_profile import LayerInfo, ModelProfile
 from axsparse.runtime.console import format_bytes, format_count
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.version import __version__
+from axsparse.runtime.provenance import __version__
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axsparse.observe.gpu_phases import LateSeconds
 from axsparse.observe.metrics import (
     EvalRecord,
     MaskRecord,
+    MetricsFile,
     PlanRecord,
     StepRecord,
     perplexity,
 )
-from axsparse.observe.sinks import MetricsFile
+from axsparse.observe.phases import LateSeconds
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Backoff, Collective, Op, Work, wait
 from axsparse.runtime.console import Console, Unit, format_bytes, format_rate, format_seconds

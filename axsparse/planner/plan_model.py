@@ -14,15 +14,13 @@ from axsparse.config.validate import check_config, check_offload, check_split, c
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.zoo.model_registry import model_without_weights
+from axsparse.planner.auto_layout import has_costs, run_request
 from axsparse.planner.baselines import Baseline, baselines
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import Layout, SearchRequest
 from axsparse.planner.layout_search import NoLayoutError, Plan, plan
-from axsparse.planner.memory_budget import memory_budget
-from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
-from axsparse.planner.run_workload import has_costs, run_request
-from axsparse.planner.stage_memory import gigabytes
+from axsparse.planner.profiled_model import Cutting, ProfiledModel, copied_bytes
+from axsparse.planner.stage_memory import gigabytes, memory_budget
 from axsparse.planner.what_fits import DoesNotFitError, Refusal, fewest_devices, least_memory
 from axsparse.planner.workload import StageLoad
 from axsparse.pruning.criteria import Criterion, Score, configured_criterion

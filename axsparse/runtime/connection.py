@@ -9,19 +9,19 @@ from typing import NoReturn
 from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
-from axsparse.runtime.launcher import (
-    SIZE_VARIABLES,
-    SRUN_SIZE,
-    check_size,
-    started_by_launcher,
-    write_line,
-)
 from axsparse.runtime.mpi.mpi_transport import (
     MpiTransport,
     end_all_ranks,
     wait_until_all_ranks_have_started,
 )
-from axsparse.runtime.process_exit import exit_process
+from axsparse.runtime.process import (
+    SIZE_VARIABLES,
+    SRUN_SIZE,
+    check_size,
+    exit_process,
+    started_by_launcher,
+    write_line,
+)
 from axsparse.runtime.shared_segments import remove_leftovers
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TextIO
 
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.launcher import started_by_launcher
+from axsparse.runtime.process import started_by_launcher
 
 Unit = Literal["tokens", "samples"]
 """The unit of a rate."""

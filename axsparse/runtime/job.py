@@ -34,8 +34,7 @@ from axsparse.runtime.errors import (
     StoppedError,
 )
 from axsparse.runtime.exchange import leave_together
-from axsparse.runtime.launcher import speaks, write_line
-from axsparse.runtime.process_exit import exit_process, flush_streams
+from axsparse.runtime.process import exit_process, flush_streams, speaks, write_line
 from axsparse.runtime.seeds import seed_main
 from axsparse.runtime.stop_signal import StopRequest
 

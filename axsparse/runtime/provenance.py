@@ -7,17 +7,17 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-import torch
-
-from axsparse.runtime.version import __version__
-
+__version__ = "0.1.0"
 CHECKOUT = Path(__file__).resolve().parents[2]
 """The folder that the package lies in: a checkout of the project, or one of installed packages."""
 
 
 def versions() -> dict[str, str]:
     """Versions of packages that a run's numbers may depend on, and the type of the machine."""
+    # Imported late, since every command reads the version of the package.
+    import numpy as np
+    import torch
+
     return {
         "axsparse": __version__,
         "python": platform.python_version(),

@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from axsparse.runtime.launcher import speaks, write_line
-from axsparse.runtime.process_exit import exit_at_once
+from axsparse.runtime.process import exit_at_once, speaks, write_line
 from axsparse.runtime.shared_segments import remove_own
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -21,8 +21,8 @@ from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
 from axsparse.models.model_profile import ModelProfile, costs_text, profile, with_costs
+from axsparse.observe.metrics import reject_missing_packages
 from axsparse.observe.out_of_memory import record_history, with_advice
-from axsparse.observe.sinks import reject_missing_packages
 from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.healing import HealedLayers, Reconstruction
@@ -36,7 +36,7 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.process_memory import give_back_at_once, keep_freed_blocks
+from axsparse.runtime.machine import give_back_at_once, keep_freed_blocks
 from axsparse.samo.host.compiled_loops import FEW, cache_folder
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from axsparse.data.batches import Batches
-from axsparse.data.prefetch import Prefetcher
+from axsparse.data.batches import Batches, Prefetcher
 from axsparse.pipeline.engine import Engine
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import DataError, everywhere

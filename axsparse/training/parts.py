@@ -15,8 +15,7 @@ from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.losses import compiled
 from axsparse.models.model_profile import ModelProfile
 from axsparse.models.sequential import is_in_evaluation
-from axsparse.observe.gpu_phases import DevicePhases
-from axsparse.observe.phases import Phases
+from axsparse.observe.phases import DevicePhases, Phases
 from axsparse.observe.recorder import Recorder
 from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.pipeline.engine import Engine, Rank, decides_alone
@@ -24,7 +23,7 @@ from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.policy import action
 from axsparse.pipeline.stage import Stage
 from axsparse.pipeline.weight_gradients import StageProducts
-from axsparse.planner.run_workload import configured_schedule
+from axsparse.planner.auto_layout import configured_schedule
 from axsparse.planner.stage_memory import is_recomputed
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.method_registry import choose_pruner

@@ -27,11 +27,8 @@ from axsparse.runtime.gpu.rank_gpus import (
     rank_gpu,
     visible_gpus,
 )
+from axsparse.runtime.machine import peak_memory_bytes
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
-from axsparse.runtime.process_memory import (
-    peak_gpu_memory_bytes,
-    peak_memory_bytes,
-)
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.launch import CupyLauncher
 
@@ -58,7 +55,7 @@ class Placement:
     def peak_memory_bytes(self) -> int:
         """The most memory that this rank has held where it computes."""
         if self.backend.device.type == "cuda":
-            return peak_gpu_memory_bytes(self.backend.device)
+            return torch.cuda.max_memory_reserved(self.backend.device)
         return peak_memory_bytes()
 
 

@@ -32,28 +32,25 @@ from axsparse.models.tensor_shard import TensorShard
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     LayoutDecision,
+    Prediction,
     balanced,
     check_grid,
     chosen_layout,
     cluster_of,
     fitting_extra_in_flight,
+    has_costs,
+    predict,
     resolve_grid,
+    splits_backward,
 )
-from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import DEFAULT_EXTRA_IN_FLIGHT
-from axsparse.planner.memory_budget import (
+from axsparse.planner.profiled_model import Cutting, ProfiledModel, state_format
+from axsparse.planner.stage_memory import (
     GPU_OVERHEAD,
     HOST_OVERHEAD,
     UNLIMITED,
     MemoryBudget,
     memory_budget,
-)
-from axsparse.planner.profiled_model import ProfiledModel, state_format
-from axsparse.planner.run_workload import (
-    Prediction,
-    has_costs,
-    predict,
-    splits_backward,
 )
 from axsparse.pruning.criteria import Criterion, Score, configured_criterion
 from axsparse.pruning.targets import (
@@ -66,7 +63,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first
 from axsparse.runtime.grid import Grid, RankCoords
-from axsparse.runtime.process_memory import host_memory_bytes, resident_memory_bytes
+from axsparse.runtime.machine import host_memory_bytes, resident_memory_bytes
 from axsparse.runtime.provenance import versions
 from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of

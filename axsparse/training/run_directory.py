@@ -20,10 +20,18 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.atomic import new_path
-from axsparse.runtime.files.run_folder import MARK_FILE, RunMark, foreign_files, is_marked, last_run
+from axsparse.runtime.files.run_folder import (
+    MARK_FILE,
+    OTHER_RUN_DIR,
+    InUseError,
+    RunLock,
+    RunMark,
+    foreign_files,
+    is_marked,
+    last_run,
+)
 from axsparse.runtime.files.run_folder import METRICS_FILE as METRICS_FILE
 from axsparse.runtime.files.run_folder import automatic_run_dirs as automatic_run_dirs
-from axsparse.runtime.files.run_lock import OTHER_RUN_DIR, InUseError, RunLock
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, step_of
 from axsparse.training.checkpoint.verification import (

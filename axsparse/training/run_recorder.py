@@ -13,15 +13,15 @@ import torch
 from axsparse.config.validate import remarks
 from axsparse.models.start_weights import FromFile
 from axsparse.observe.banner import ModelLayout, banner
+from axsparse.observe.metrics import open_records
 from axsparse.observe.recorder import Recorder, RunFigures
-from axsparse.observe.sinks import open_records
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.pruning.targets import pruning_lines
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_count, make_console
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
-from axsparse.runtime.process_memory import resident_memory_bytes
+from axsparse.runtime.machine import resident_memory_bytes
 from axsparse.samo.backend import HOST
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.training.placement import Placement

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from axsparse.config.schema import num_microbatches
-from axsparse.data.batches import Batch
-from axsparse.data.prefetch import Prefetcher
+from axsparse.data.batches import Batch, Prefetcher
 from axsparse.data_parallel.step_consensus import (
     NOTHING,
     Flags,
@@ -30,7 +29,7 @@ from axsparse.pruning.methods.pruner import MaskUpdate
 from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.launcher import write_line
+from axsparse.runtime.process import write_line
 from axsparse.samo.backend import to_host
 from axsparse.samo.fixed_point import UnitFit, Units
 from axsparse.samo.layer_construction import BuiltLayer

@@ -8,7 +8,7 @@ import sys
 import time
 
 import axsparse as ax
-from axsparse.runtime.process_memory import peak_memory_bytes
+from axsparse.runtime.machine import peak_memory_bytes
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ from torch import nn
 import axsparse as ax
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.process_memory import resident_memory_bytes
+from axsparse.runtime.machine import resident_memory_bytes
 from axsparse.runtime.job import Job
 from axsparse.training.trainer import build
 

@@ -24,11 +24,9 @@ from axsparse.pipeline.policy import Action, Kind
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.pipeline.weight_gradients import StageProducts
-from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import Layout
-from axsparse.planner.memory_budget import HOST_OVERHEAD
-from axsparse.planner.profiled_model import CUT_LOSS_BYTES, ProfiledModel
-from axsparse.planner.stage_memory import is_recomputed
+from axsparse.planner.profiled_model import CUT_LOSS_BYTES, Cutting, ProfiledModel
+from axsparse.planner.stage_memory import HOST_OVERHEAD, is_recomputed
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW

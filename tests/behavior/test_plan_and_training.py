@@ -20,8 +20,8 @@ from axsparse.config.schema import Config
 from axsparse.models.model_profile import profile
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.memory_budget import GPU_OVERHEAD, HOST_OVERHEAD, memory_budget
 from axsparse.planner.plan_model import planned_model
+from axsparse.planner.stage_memory import GPU_OVERHEAD, HOST_OVERHEAD, memory_budget
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld

@@ -11,7 +11,7 @@ from support.commands import Axsparse, assert_one_line
 from support.resuming import ran
 from support.runs import tiny_config
 
-from axsparse.runtime.files.run_lock import RunLock
+from axsparse.runtime.files.run_folder import RunLock
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
 
 

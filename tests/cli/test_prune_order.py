@@ -14,7 +14,7 @@ from support.hf import write_llama
 from axsparse.cli.prune_order import ORDER, Heal, PruneOrder
 from axsparse.config.load import configure
 from axsparse.runtime.errors import ConfigError, OutputError
-from axsparse.runtime.files.run_lock import InUseError
+from axsparse.runtime.files.run_folder import InUseError
 
 
 def order_of(

@@ -24,7 +24,7 @@ from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.token_file import Split, read_sidecar, stored, token_path
 from axsparse.runtime.errors import ConfigError, DataError, OutputError
-from axsparse.runtime.files.run_lock import FileLock
+from axsparse.runtime.files.run_folder import FileLock
 
 
 def ids_of(folder: Path, split: Split = "train") -> Any:

@@ -47,7 +47,7 @@ from axsparse.planner import auto_layout, cluster, plan_model
 from axsparse.pruning import criteria, mask_file, targets
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError
-from axsparse.runtime.files import run_lock, safetensors
+from axsparse.runtime.files import run_folder, safetensors
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -61,7 +61,7 @@ from axsparse.training.trainer import build
 MODULES = (
     *(planner_cases, preparing, runs, mask_files, load, validate),
     *(batches, documents, preparation, stdlib, token_file, layer_cost, model_profile),
-    *(auto_layout, cluster, plan_model, criteria, mask_file, targets, safetensors, run_lock),
+    *(auto_layout, cluster, plan_model, criteria, mask_file, targets, safetensors, run_folder),
     *(index_base, plan, run_sources),
 )
 

@@ -226,9 +226,9 @@ def test_ranks_that_do_not_find_each_other_are_refused_once(here: Path) -> None:
 
 WAITS_A_MOMENT = """
 import os, sys
-from axsparse.runtime import connection, launcher
+from axsparse.runtime import connection, process
 from axsparse.runtime.mpi import mpi_transport
-if any(os.environ.get(name) == "1" for name in launcher.LAUNCHER_VARIABLES):
+if any(os.environ.get(name) == "1" for name in process.LAUNCHER_VARIABLES):
     os._exit(3)
 mpi_transport.START_SECONDS = 3.0
 connection.connect()

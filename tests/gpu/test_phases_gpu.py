@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from axsparse.observe.gpu_phases import DevicePhases
-from axsparse.observe.phases import PHASES
+from axsparse.observe.phases import PHASES, DevicePhases
 from axsparse.runtime.gpu.cuda_device import CudaDevice
 
 

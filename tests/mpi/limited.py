@@ -27,7 +27,7 @@ from axsparse.models.layer import Layer, Model
 from axsparse.models.losses import summed_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.job import Job, run
-from axsparse.runtime.process_memory import M_MMAP_THRESHOLD, give_back_at_once
+from axsparse.runtime.machine import M_MMAP_THRESHOLD, give_back_at_once
 from axsparse.training.plan import RunPlan, plan_run
 from axsparse.training.trainer import build
 

@@ -5,24 +5,38 @@ from __future__ import annotations
 import json
 import math
 import re
-from contextlib import closing
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.pages import STEP_RECORD
+from support.resuming import ran
+from support.runs import mlp, tiny_config, vector_data
 
+from axsparse.observe import metrics
 from axsparse.observe.metrics import (
     EvalRecord,
     MaskRecord,
+    MetricsFile,
     PlanRecord,
     Record,
+    SinkThread,
     StepRecord,
+    Write,
+    curves_of,
+    open_records,
     perplexity,
+    reject_missing_packages,
+    values,
 )
 from axsparse.observe.phases import PHASES
-from axsparse.observe.sinks import MetricsFile
-from axsparse.runtime.errors import OutputError
+from axsparse.runtime.errors import ConfigError, OutputError
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
@@ -112,3 +126,196 @@ def test_the_page_names_every_field_of_every_record() -> None:
     for record in (StepRecord, EvalRecord, MaskRecord, PlanRecord):
         # The entries of `metrics` are keys of their own in the file.
         assert {field.name for field in fields(record)} - {"metrics"} <= named, record
+
+
+CALLS: list[tuple[Any, ...]] = []
+
+
+class Writer:
+    """A stand-in for torch.utils.tensorboard's writer that notes its calls."""
+
+    def __init__(self, folder: str, purge_step: int) -> None:
+        CALLS.append(("open", Path(folder).name, purge_step))
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        CALLS.append((name, value, step))
+
+    def close(self) -> None:
+        CALLS.append(("close",))
+
+
+class FailingWriter(Writer):
+    """Fails at the third number."""
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        super().add_scalar(name, value, step)
+        if len(CALLS) == 4:
+            raise OSError("no space\nleft on device")
+
+
+class WandbRun:
+    """A stand-in for the run of wandb.init that notes its calls."""
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        CALLS.append(("define", name, step_metric))
+
+    def log(self, curves: Mapping[str, float]) -> None:
+        CALLS.append(("log", dict(curves)))
+
+    def finish(self) -> None:
+        CALLS.append(("finish",))
+
+
+def wandb_init(**settings: Any) -> WandbRun:
+    CALLS.append(("init", settings))
+    return WandbRun()
+
+
+@pytest.fixture(autouse=True)
+def _packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both packages, as far as they are used; none of them needs to be installed."""
+    CALLS.clear()
+    board = types.ModuleType("torch.utils.tensorboard")
+    vars(board)["SummaryWriter"] = Writer
+    wandb = types.ModuleType("wandb")
+    vars(wandb)["init"] = wandb_init
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(metrics, "find_spec", lambda name: name)
+    yield
+    left = [thread for thread in threading.enumerate() if "logging." in thread.name]
+    assert not left, "a sink's thread has outlived its run"
+
+
+def recorded(run: Path, steps: range = range(1, 5), **observe: Any) -> list[Record]:
+    """Write steps, the second one with an evaluation, as a run in this folder does."""
+    run.mkdir(exist_ok=True)
+    config = tiny_config(logging=observe)
+    records: list[Record] = []
+    with closing(open_records(config, run, run / "metrics.jsonl")) as file:
+        for step in steps:
+            records.append(replace(STEP_RECORD, step=step, loss=1 / step))
+            records += [EvalRecord(step, 0.5, {"top1": 0.25})] * (step % 2 == 0)
+        for record in records:
+            file.write(record)
+    assert len((run / "metrics.jsonl").read_text().splitlines()) >= len(records)
+    return records
+
+
+def test_tensorboard_gets_every_number_of_every_record(tmp_path: Path) -> None:
+    records = recorded(tmp_path / "run", tensorboard=True)
+
+    assert CALLS[0] == ("open", "tensorboard", 1)
+    assert CALLS[-1] == ("close",)
+    for record in records:
+        kind = "validation" if isinstance(record, EvalRecord) else "train"
+        for name, value in values(record).items():
+            if isinstance(value, (int, float)) and name != "step":
+                assert (f"{kind}/{name}", value, record.step) in CALLS, name
+    assert sum(call[0] == "train/loss" for call in CALLS) == 4
+
+
+def test_a_run_that_resumes_replaces_later_curves_and_stays_one_run(tmp_path: Path) -> None:
+    for steps in (range(1, 4), range(3, 5)):
+        recorded(tmp_path / "run", steps, tensorboard=True, wandb="digits")
+
+    assert [call[2] for call in CALLS if call[0] == "open"] == [1, 3]
+    first, second = (call[1] for call in CALLS if call[0] == "init")
+    assert first["id"] == second["id"]
+    assert (first["project"], first["name"], first["resume"]) == ("digits", "run", "allow")
+    assert first["config"]["optimizer"]["learning_rate"] == 0.01
+    logged = [call[1] for call in CALLS if call[0] == "log"]
+    assert [one["step"] for one in logged if "train/loss" in one] == [1, 2, 3, 3, 4]
+    assert CALLS[-1] in (("finish",), ("close",))
+
+
+def test_a_sink_that_fails_is_one_warning_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules["torch.utils.tensorboard"], "SummaryWriter", FailingWriter)
+
+    recorded(tmp_path / "run", tensorboard=True)
+
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "logging." in line]
+    assert warnings == [
+        "axsparse: warning: logging.tensorboard: OSError: no space left on device; the run goes on "
+        "without it"
+    ]
+
+
+@pytest.mark.parametrize("failure", [SystemExit(1), RuntimeError()])
+def test_a_sink_that_cannot_be_opened_is_one_warning(
+    failure: BaseException, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def open_sink(step: int) -> AbstractContextManager[Write]:
+        raise failure
+
+    thread = SinkThread("logging.wandb", open_sink)
+    for step in range(3):
+        thread.write(EvalRecord(step, 1.0, {}))
+    thread.close()
+
+    assert capfd.readouterr().err.count("warning: logging.wandb: ") == 1
+
+
+def test_a_sink_that_hangs_holds_up_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics, "WAITING", 3)
+    monkeypatch.setattr(metrics, "CLOSE_SECONDS", 0.01)
+    goes_on = threading.Event()
+
+    def open_sink(step: int) -> AbstractContextManager[Write]:
+        goes_on.wait()
+        raise OSError("at last")
+
+    thread = SinkThread("logging.wandb", open_sink)
+    for step in range(9):
+        thread.write(EvalRecord(step, 1.0, {}))
+    thread.close()
+
+    told = capfd.readouterr().err
+    goes_on.set()
+    thread.close()  # now it is read
+    assert told == (
+        "axsparse: warning: logging.wandb: is 3 records behind; the run goes on without it\n"
+    )
+
+
+def test_only_finite_numbers_are_curves() -> None:
+    record = EvalRecord(3, float("nan"), {"top1": 0.5, "perplexity": float("inf")})
+
+    assert curves_of(record) == {"validation/top1": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("observe", "message"),
+    [
+        ({"tensorboard": True}, r"logging.tensorboard \(configure\): True, but the package tensor"),
+        ({"wandb": "mine"}, r"mine, but the package wandb is not installed; pip install 'axsparse"),
+    ],
+)
+def test_a_missing_package_is_told_before_anything_begins(
+    observe: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    config = tiny_config(logging=observe)
+
+    with pytest.raises(ConfigError, match=message):
+        reject_missing_packages(config.named("tiny"))
+    with pytest.raises(ConfigError, match="is not installed"):
+        ran((1, 1), config, tmp_path / "run", model=lambda _: mlp(), data=vector_data())
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_itself_reads_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard")
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    recorded(tmp_path / "run", tensorboard=True)
+
+    read = events.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    losses = {event.step: event.value for event in read.Scalars("train/loss")}
+    assert losses == pytest.approx({step: 1 / step for step in range(1, 5)}, rel=1e-6)

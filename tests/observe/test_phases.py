@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.standin_device import Clock
+from support.standin_device import Clock, Hardware, StandInDevice
 
-from axsparse.observe.phases import PHASES, Phases
+from axsparse.observe.phases import PHASES, DevicePhases, LateSeconds, Phases
+from axsparse.observe.trace_file import Span, TraceRecorder, read
+from axsparse.observe.watchdog.watchdog import Activity
+from axsparse.runtime.backoff import SleepingBackoff
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
 
 
 def times(**seconds: float) -> dict[str, float]:
@@ -135,3 +142,294 @@ def test_phases_add_up_to_the_step_however_blocks_nest(moves: list[tuple[str, fl
     step = result.pop("step")
     assert step == clock.now - 100.0
     assert sum(result.values()) == pytest.approx(step, rel=1e-12, abs=1e-9)
+
+
+WORK = ("data", "compute", "compress", "optimizer")
+
+
+class Gpu(StandInDevice):
+    """A device whose operations run only in `finish`, or when one is waited for."""
+
+    def __init__(self, rank: int = 0, *, seed: int = 0) -> None:
+        super().__init__(Hardware(LocalWorld(1), seed), rank)
+        self.hardware.frozen = True
+        self.phases = DevicePhases(self, clock=lambda: self.now)
+
+    def finish(self) -> None:
+        self.hardware.finish()
+
+    def spend(self, phase: str, seconds: float, *, work: float = 0.0) -> None:
+        """Let the host spend seconds in a phase, at whose beginning it enqueues work."""
+        with self.phases(phase):
+            if work:
+                self.work(work)
+            self.now += seconds
+
+
+PhaseContext = tuple[str, float, float]
+"""A phase, the seconds that the host spends in it, and the work that it enqueues before."""
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        # The host runs ahead.
+        (
+            [("compute", 0.001, 4), ("compress", 0.001, 2), ("p2p", 0.001, 0), ("compute", 0, 8)],
+            times(compute=12, compress=2),
+        ),
+        # The bubble is what the GPU stands idle for: it is busy for five of these ten seconds.
+        ([("compute", 1, 6), ("bubble", 10, 0), ("compute", 1, 2)], times(compute=8, bubble=5)),
+        # The host waits for 8 s, and during 4 of them the GPU has nothing to do.
+        (
+            [
+                *(("compute", 1, 5), ("p2p", 2, 0), ("bubble", 4, 0), ("collective", 1, 0)),
+                *(("", 1, 0), ("compute", 1, 1)),
+            ],
+            times(compute=6, p2p=1, bubble=2, collective=0.5, other=0.5),
+        ),
+        # Each wait is divided by itself.
+        (
+            [
+                *(("compute", 1, 3), ("p2p", 4, 0), ("compute", 1, 1)),
+                *(("bubble", 4, 0), ("compute", 1, 1)),
+            ],
+            times(compute=5, p2p=2, bubble=4),
+        ),
+        # A step may end in a wait.
+        ([("p2p", 1, 0), ("", 3, 0)], times(p2p=1, other=3)),
+        # In a phase of work the time in which the host enqueues nothing is the phase's own.
+        ([("data", 3, 0), ("compute", 5, 2)], times(data=3, compute=5)),
+        # A wait that the host did not see is that of the phase that ended.
+        ([("collective", 0, 3)], times(other=3)),
+    ],
+)
+def test_the_gpus_time_is_divided_among_phases(
+    blocks: list[PhaseContext], expected: dict[str, float]
+) -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    for phase, seconds, work in blocks:
+        if phase:
+            gpu.spend(phase, seconds, work=work)
+        else:
+            gpu.now += seconds
+    found = gpu.phases.end_step()
+    gpu.finish()
+
+    assert found == pytest.approx(expected, abs=0.002)
+
+
+def test_a_step_ends_without_waiting_for_the_gpu_and_its_figures_wait() -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    gpu.spend("optimizer", 1, work=4)
+    seconds = gpu.phases.end_step()  # fails if it waits, since the device is frozen
+
+    assert list(seconds) == [*PHASES, "step"] and len(seconds) == 9
+    with pytest.raises(AssertionError, match="waits for a device that stands still"):
+        seconds["optimizer"]
+    gpu.hardware.frozen = False
+    assert seconds["optimizer"] == 4
+
+
+def test_polling_sets_no_marks() -> None:
+    gpu = Gpu()
+
+    gpu.phases.begin_step()
+    gpu.spend("compute", 1, work=1)
+    for _ in range(10_000):
+        gpu.spend("p2p", 1)
+        with gpu.phases("bubble"):
+            gpu.spend("collective", 1)
+            gpu.now += 2
+    gpu.spend("compute", 1, work=1)
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    assert gpu.marks == 6  # begin, twice in and out of work, end
+    assert seconds == times(compute=2, p2p=10_000, bubble=20_000, collective=10_000)
+
+
+def test_marks_are_set_again_once_they_are_read() -> None:
+    gpu = Gpu()
+    steps: list[LateSeconds] = []
+
+    for _ in range(5):
+        gpu.phases.begin_step()
+        gpu.spend("compute", 1, work=3)
+        steps.append(gpu.phases.end_step())
+        gpu.finish()
+        assert all(step["compute"] == 3 for step in steps[:-1])
+
+    assert gpu.marks == 8  # begin, in, out and end of two steps, however many follow
+
+
+def test_a_step_that_was_not_ended_is_forgotten_and_its_marks_are_not() -> None:
+    gpu = Gpu()
+    for _ in range(3):
+        gpu.phases.begin_step()
+        gpu.spend("compute", 1, work=3)
+        gpu.spend("p2p", 8)
+    gpu.phases.begin_step()
+    gpu.spend("bubble", 1)
+    gpu.spend("compute", 1, work=3)
+    seconds = gpu.phases.end_step()
+    gpu.finish()
+
+    assert seconds == times(compute=3, bubble=1)
+    assert gpu.marks == 4
+
+
+def test_a_step_of_a_gpu_that_never_began_cannot_end() -> None:
+    with pytest.raises(AssertionError, match="end_step without begin_step"):
+        Gpu().phases.end_step()
+
+
+def test_a_watchdog_sees_the_hosts_phase_and_its_work() -> None:
+    gpu = Gpu()
+    activity = Activity(gpu.phases, SleepingBackoff(), list)
+    gpu.phases.begin_step()
+    before = activity.beats
+
+    with gpu.phases("p2p"), gpu.phases("bubble"):
+        assert (activity.phases.current, activity.beats) == ("bubble", before)
+    gpu.phases.action = "F3"
+    with gpu.phases("compute"):
+        assert (activity.phases.current, activity.phases.action) == ("compute", "F3")
+        assert activity.beats > before
+
+    assert activity.phases.current == "other"
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.integers(0, 100),
+    st.lists(
+        st.tuples(
+            st.sampled_from((*PHASES, "leave")),
+            st.floats(0, 1e3),
+            st.sampled_from((0.0, 0.5, 30.0, 2e3)),
+        ),
+        max_size=40,
+    ),
+)
+def test_phases_add_up_and_waits_are_the_idle_gpu_however_blocks_nest(
+    seed: int, moves: list[tuple[str, float, float]]
+) -> None:
+    gpu = Gpu(seed=seed)
+    gpu.hardware.frozen = False
+    entered, idle, busy_until = ["other"], 0.0, 0.0
+
+    gpu.phases.begin_step()
+    for move, seconds, work in moves:
+        if move != "leave":
+            entered.append(move)
+            gpu.phases(move).__enter__()
+        elif len(entered) > 1:
+            gpu.phases(entered.pop()).__exit__()
+        if entered[-1] in WORK:
+            gpu.work(work)
+            busy_until = max(busy_until, gpu.now) + work
+        else:
+            idle += max(0.0, gpu.now + seconds - max(gpu.now, busy_until))
+        gpu.now += seconds
+    found = dict(gpu.phases.end_step())
+
+    step = found.pop("step")
+    assert step == pytest.approx(max(gpu.now, busy_until), abs=1e-6)
+    assert sum(found.values()) == pytest.approx(step)
+    assert min(found.values()) >= 0
+    assert sum(found[name] for name in found if name not in WORK) == pytest.approx(idle, abs=1e-6)
+
+
+# -- traces -----------------------------------------------------------------------------------
+
+
+def play(rank: int, world: LocalWorld[None], folder: Path) -> None:
+    """Four steps of a GPU that is busy for 2 s after its host; rank r computes r + 5 seconds."""
+    gpu = Gpu(rank)
+    gpu.now = 1000.0 * (rank + 1)
+    transport, phases = LocalTransport(world, rank), gpu.phases
+    coords = Grid(2, 1).coords(rank)
+    tracing = TraceRecorder(transport, coords, phases, folder, range(2, 4), lambda: gpu.now)
+    for step in range(1, 5):
+        gpu.hardware.frozen = step != 2  # where the GPU's clock is tied to the host's
+        tracing.begin(step)
+        gpu.hardware.frozen = True
+        phases.begin_step()
+        phases.action = "F0"
+        gpu.spend("compute", 1, work=rank + 5)
+        for _ in range(4):
+            gpu.spend("bubble", 1)
+            gpu.spend("p2p", 1)
+        phases.action = "B0"
+        gpu.spend("compute", 0, work=2)
+        phases.action = ""
+        phases.end_step()
+        gpu.hardware.frozen = step != 3  # where the trace is written
+        tracing.end(step)
+
+
+def test_a_trace_has_the_gpus_stretches_on_the_hosts_axis(tmp_path: Path) -> None:
+    world: LocalWorld[None] = LocalWorld(2)
+    world.run(lambda rank: play(rank, world, tmp_path))
+
+    [path] = (tmp_path / "trace").iterdir()
+    # Both begin 2 s after the agreement on time, when their GPUs have ended step 1.
+    assert read(path) == [
+        Span(2, 0, 0, "compute", "F0", 2.0, 7.0),
+        Span(2, 0, 0, "p2p", "p2p", 7.0, 9.0),
+        Span(2, 0, 0, "bubble", "bubble", 9.0, 11.0),
+        Span(2, 0, 0, "compute", "B0", 11.0, 13.0),
+        Span(3, 0, 0, "compute", "F0", 13.0, 18.0),
+        Span(3, 0, 0, "p2p", "p2p", 18.0, 19.0),
+        Span(3, 0, 0, "bubble", "bubble", 19.0, 20.0),
+        Span(3, 0, 0, "compute", "B0", 20.0, 22.0),
+        Span(2, 0, 1, "compute", "F0", 2.0, 8.0),
+        Span(2, 0, 1, "p2p", "p2p", 8.0, 9.5),
+        Span(2, 0, 1, "bubble", "bubble", 9.5, 11.0),
+        Span(2, 0, 1, "compute", "B0", 11.0, 13.0),
+        Span(3, 0, 1, "compute", "F0", 13.0, 19.0),
+        Span(3, 0, 1, "p2p", "p2p", 19.0, 19.5),
+        Span(3, 0, 1, "bubble", "bubble", 19.5, 20.0),
+        Span(3, 0, 1, "compute", "B0", 20.0, 22.0),
+    ]
+
+
+# -- compressions ---------------------------------------------------------------------------
+
+
+def backwards(gpu: Gpu, microbatches: int, tensors: int) -> LateSeconds:
+    """A step whose every backward computes 2 s and compresses 1 s for each tensor."""
+    gpu.phases.begin_step()
+    for number in range(microbatches):
+        with gpu.phases("compute"):
+            for _ in range(tensors):
+                gpu.work(2.0)
+                with gpu.phases.compression(number == microbatches - 1):
+                    gpu.work(1.0)
+    return gpu.phases.end_step()
+
+
+def test_only_the_last_microbatch_marks_its_compressions_and_the_others_last_as_long() -> None:
+    few, many = Gpu(), Gpu()
+
+    backwards(few, microbatches=1, tensors=10)
+    seconds = backwards(many, microbatches=101, tensors=10)
+    many.finish()
+
+    # A backward more is one stretch more, whatever its number of tensors.
+    assert many.marks - few.marks == 2 * 100
+    assert seconds == pytest.approx(times(compute=101 * 10 * 2, compress=101 * 10 * 1))
+
+
+def test_compressions_without_marks_are_signs_of_life() -> None:
+    phases = DevicePhases(Gpu())
+    before = phases.worked
+    with phases.compression(False):
+        pass
+
+    assert phases.worked > before

@@ -16,10 +16,9 @@ import torch
 from support.standin_device import Hardware, StandInDevice
 from torch import Tensor
 
-from axsparse.observe.gpu_phases import DevicePhases
-from axsparse.observe.phases import PHASES
+from axsparse.observe.metrics import MetricsFile
+from axsparse.observe.phases import PHASES, DevicePhases
 from axsparse.observe.recorder import Recorder, RunFigures, StepFigures
-from axsparse.observe.sinks import MetricsFile
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Op, Work
 from axsparse.runtime.console import Console

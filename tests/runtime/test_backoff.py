@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from axsparse.runtime.backoff import CoreShare, SleepingBackoff, own_share, share_cores
+from axsparse.runtime.backoff import SleepingBackoff
+from axsparse.runtime.machine import CoreShare, own_share, share_cores
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.runtime.connection import connect, connect_alone
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.launcher import (
+from axsparse.runtime.local.local_world import IDLE_TURNS
+from axsparse.runtime.process import (
     JOB_SIZE,
     LAUNCHER_VARIABLES,
     SIZE_VARIABLES,
@@ -21,7 +22,6 @@ from axsparse.runtime.launcher import (
     check_size,
     speaks,
 )
-from axsparse.runtime.local.local_world import IDLE_TURNS
 
 ABORT = """
 import threading

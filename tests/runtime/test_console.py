@@ -19,7 +19,7 @@ from axsparse.runtime.console import (
     make_console,
 )
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.launcher import LAUNCHER_VARIABLES
+from axsparse.runtime.process import LAUNCHER_VARIABLES
 
 
 class FlushedStream(io.StringIO):

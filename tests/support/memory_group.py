@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from axsparse.runtime import cgroups
+from axsparse.runtime import machine
 
 
 @contextmanager
@@ -36,10 +36,10 @@ def memory_group(nbytes: int) -> Iterator[list[str]]:
 def _own_group() -> Path:
     """The memory group of this process in version 1, the only one in which a group that contains
     processes may have limited groups below it."""
-    for line in cgroups.OWN.read_text().splitlines() if cgroups.OWN.exists() else ():
+    for line in machine.OWN.read_text().splitlines() if machine.OWN.exists() else ():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            return cgroups.CGROUP / "memory" / path.lstrip("/")
+            return machine.CGROUP / "memory" / path.lstrip("/")
     pytest.skip("no memory controller of version 1 of control groups")
 
 

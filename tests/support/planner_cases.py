@@ -17,12 +17,11 @@ from axsparse.models.layer import Model
 from axsparse.models.layer_cost import Activations
 from axsparse.models.model_profile import LayerInfo, ModelProfile, ParameterInfo, profile
 from axsparse.pipeline.schedules import Schedule, ScheduleName
+from axsparse.planner.auto_layout import configured_schedule
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.cutting import Cutting
 from axsparse.planner.layout import Layout, SearchRequest
 from axsparse.planner.layout_search import Plan, plan
-from axsparse.planner.profiled_model import ProfiledModel, state_format
-from axsparse.planner.run_workload import configured_schedule
+from axsparse.planner.profiled_model import Cutting, ProfiledModel, state_format
 from axsparse.planner.step_cost import StageSeconds, StepCosts
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW

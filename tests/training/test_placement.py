@@ -51,7 +51,7 @@ def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch
 
 def test_the_most_memory_of_a_rank_is_that_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     transport, gpu = LocalTransport(LocalWorld(1), 0), torch.device("cuda", 3)
-    monkeypatch.setattr(placing, "peak_gpu_memory_bytes", lambda device: 7 * (device == gpu))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7 * (device == gpu))
 
     assert placing.Placement(transport, Backend(gpu, None)).peak_memory_bytes() == 7
     assert placing.Placement(transport, HOST).peak_memory_bytes() > 7

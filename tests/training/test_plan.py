@@ -18,7 +18,7 @@ from axsparse.config.load import configure, to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.models.model_profile import profile
-from axsparse.planner.memory_budget import MemoryBudget
+from axsparse.planner.stage_memory import MemoryBudget
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid

@@ -25,8 +25,7 @@ from axsparse.runtime.errors import (
     MissingInputError,
     OutputError,
 )
-from axsparse.runtime.files.run_folder import RunMark
-from axsparse.runtime.files.run_lock import RunLock
+from axsparse.runtime.files.run_folder import RunLock, RunMark
 from axsparse.training.checkpoint import checkpoint_folder
 from axsparse.training.progress import Progress
 from axsparse.training.run_directory import (

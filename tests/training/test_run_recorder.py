@@ -12,9 +12,9 @@ from support.runs import tiny_config, tiny_gpt, token_data
 import axsparse.training.run_recorder
 from axsparse.data.dataset import Datasets
 from axsparse.models.model_profile import profile
-from axsparse.observe.gpu_phases import DevicePhases
+from axsparse.observe.phases import DevicePhases
+from axsparse.planner.auto_layout import Prediction, predict
 from axsparse.planner.profiled_model import ProfiledModel
-from axsparse.planner.run_workload import Prediction, predict
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job

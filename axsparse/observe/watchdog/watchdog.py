@@ -39,8 +39,7 @@ from axsparse.runtime.communication import Backoff, Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, writing
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.grid import RankCoords
-from axsparse.runtime.launcher import write_line
-from axsparse.runtime.process_exit import exit_at_once
+from axsparse.runtime.process import exit_at_once, write_line
 
 Task = Literal["training", "evaluation", "masks", "checkpoint"]
 THREAD = "axsparse watchdog"

@@ -21,7 +21,7 @@ from axsparse.runtime.communication import (
 )
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
-from axsparse.runtime.process_exit import exit_process
+from axsparse.runtime.process import exit_process
 from axsparse.runtime.rank_order import exchanged_bytes, store_sum_in_rank_order
 
 Local = TypeVar("Local", bound="LocalTransport")

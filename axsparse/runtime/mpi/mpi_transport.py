@@ -15,10 +15,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.runtime.backoff import SleepingBackoff, own_share, share_cores
+from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.communication import Backoff, Closable, Collective, Link
 from axsparse.runtime.grid import RankCoords
-from axsparse.runtime.process_exit import exit_at_once, flush_streams
+from axsparse.runtime.machine import own_share, share_cores
+from axsparse.runtime.process import exit_at_once, flush_streams
 from axsparse.runtime.shared_segments import remove_own
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import axsparse as ax
 from axsparse.data.order import shuffled
-from axsparse.planner.memory_budget import HOST_OVERHEAD
+from axsparse.planner.stage_memory import HOST_OVERHEAD
 from peers.adamw import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
 from peers.gpt import Stream, empty_layer, layer_name, start_values, summed_loss
 from peers.workload import SEED, SPARSITY, Run, Size

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from axsparse.runtime.errors import OutputError
-from axsparse.runtime.files.run_lock import RunLock
+from axsparse.runtime.files.run_folder import RunLock
 
 
 def test_the_file_says_who_has_the_directory(

@@ -9,10 +9,7 @@ import sys
 import pytest
 from support.package import sources
 
-END = (
-    "import atexit, threading; "
-    "from axsparse.runtime.process_exit import exit_at_once, exit_process; "
-)
+END = "import atexit, threading; from axsparse.runtime.process import exit_at_once, exit_process; "
 
 
 def ended(code: str) -> tuple[int, str, str]:
@@ -58,4 +55,4 @@ def test_there_is_no_other_way_out() -> None:
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.exit", "os._exit")
     }
 
-    assert others <= {"runtime.process_exit"}
+    assert others <= {"runtime.process"}

@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support.mpirun import run_alone
 
-from axsparse.runtime.process_memory import (
+from axsparse.runtime.machine import (
     host_memory_bytes,
-    peak_gpu_memory_bytes,
     peak_memory_bytes,
     resident_memory_bytes,
 )
@@ -22,7 +20,7 @@ OF_A_PROCESS = """
 import os, resource
 from mmap import mmap
 import torch
-from axsparse.runtime.process_memory import (
+from axsparse.runtime.machine import (
     give_back_at_once, keep_freed_blocks, peak_memory_bytes, resident_memory_bytes
 )
 
@@ -76,15 +74,6 @@ def test_freed_blocks_are_kept_until_they_have_to_be_given_back(told: list[str])
     assert (can_keep, can_give_back) == ("True", "True")
     assert int(kept) < by_itself / 50 < int(given_back)
     assert told[5:9] == ["False"] * 4, "what the user sets in the environment stays"
-
-
-def test_the_peak_of_a_gpu_is_what_torch_has_reserved_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reserved = {torch.device("cuda", 0): 1_000, torch.device("cuda", 1): 2_000}
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", reserved.__getitem__)
-
-    assert peak_gpu_memory_bytes(torch.device("cuda", 1)) == 2_000
 
 
 def test_the_peak_stands_in_where_the_system_does_not_say(tmp_path: Path) -> None:

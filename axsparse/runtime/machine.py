@@ -1,4 +1,4 @@
-"""Memory of this process and of its machine."""
+"""Cores and memory of a machine: the share that a process may use, and what it takes of it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ctypes
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-import torch
-
-from axsparse.runtime import cgroups
-
+CGROUP = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+"""A line for each hierarchy: its number, its controllers (none in version 2), the group's path."""
 LIMITS = ("memory.max", "memory.limit_in_bytes")
 """Files with the limit of a control group, in versions 2 and 1."""
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
@@ -36,11 +36,6 @@ def peak_memory_bytes() -> int:
     """The most bytes of memory that this process has had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def peak_gpu_memory_bytes(device: torch.device) -> int:
-    """The most bytes of a GPU that torch has reserved for this process."""
-    return torch.cuda.max_memory_reserved(device)
 
 
 def resident_memory_bytes(statm: Path = Path("/proc/self/statm")) -> int:
@@ -85,7 +80,7 @@ def _set_malloc(setting: int, value: int) -> bool:
         return False
 
 
-def host_memory_bytes(cgroup: Path = cgroups.CGROUP, own: Path = cgroups.OWN) -> int:
+def host_memory_bytes(cgroup: Path = CGROUP, own: Path = OWN) -> int:
     """Bytes of memory of this machine, or the limit of its container or job."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([whole, *_limits(cgroup, own)])
@@ -93,10 +88,75 @@ def host_memory_bytes(cgroup: Path = cgroups.CGROUP, own: Path = cgroups.OWN) ->
 
 def _limits(cgroup: Path, own: Path) -> Iterator[int]:
     """The limits of the control groups, in bytes."""
-    for folder, name in product(cgroups.folders("memory", cgroup, own), LIMITS):
+    for folder, name in product(_groups("memory", cgroup, own), LIMITS):
         try:
             text = (folder / name).read_text()
         except OSError:
             continue
         if text.strip().isdigit():
             yield int(text)
+
+
+@dataclass(frozen=True)
+class CoreShare:
+    """The cores and CPU quota that one process may use."""
+
+    cores: frozenset[int]
+    """The numbers of the cores that it may run on."""
+    quota: float | None = None
+    """How many cores the processes of its container may keep busy; None for any number."""
+
+
+def own_share(cgroup: Path = CGROUP, own: Path = OWN) -> CoreShare:
+    """The share of this process."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = frozenset(os.sched_getaffinity(0))
+    else:  # macOS binds no process to cores
+        cores = frozenset(range(os.cpu_count() or 1))
+    return CoreShare(cores, min(_quotas(cgroup, own), default=None))
+
+
+def share_cores(ranks: Sequence[CoreShare]) -> bool:
+    """Whether these ranks of one machine are more than the cores that they may use together.
+
+    A rank counts for one core, so that settings of threads do not matter.
+    """
+    cores = frozenset[int]().union(*(rank.cores for rank in ranks))
+    quotas = [rank.quota for rank in ranks if rank.quota is not None]
+    return len(ranks) > min([len(cores), *quotas])
+
+
+def _quotas(cgroup: Path, own: Path) -> Iterator[float]:
+    """The limits of the control groups, in versions 2 and 1."""
+    for folder in _groups("cpu", cgroup, own):
+        for text in (
+            _text(folder / "cpu.max"),
+            _text(folder / "cpu.cfs_quota_us") + " " + _text(folder / "cpu.cfs_period_us"),
+        ):
+            quota, _, period = text.strip().partition(" ")
+            if quota.isdigit() and period.isdigit() and int(period):
+                yield int(quota) / int(period)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _groups(controller: str, cgroup: Path = CGROUP, own: Path = OWN) -> Iterator[Path]:
+    """The folders of the groups of a controller, such as "memory", from the process's own group up
+    to the root, in versions 2 and 1. A container may see its own group as the root."""
+    yield from (cgroup, cgroup / controller)
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root, group = cgroup / controller if controllers else cgroup, Path(path.lstrip("/"))
+        if ".." not in group.parts:  # a group outside the container
+            yield from (root / each for each in (group, *group.parents))
