@@ -10,16 +10,12 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from axsparse.cli.parser import (
-    MOST,
     CommandParser,
     add_configuration,
     add_run,
@@ -30,17 +26,12 @@ from axsparse.cli.parser import (
 )
 from axsparse.config.load import configure, packaged_folder
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_batch, check_config, counted
+from axsparse.config.validate import check_batch, check_config
 from axsparse.runtime.errors import ConfigError, MissingInputError, writing
 from axsparse.runtime.files.run_folder import automatic_run_dirs
 
-SCHEDULERS = {
-    "slurm": ("#SBATCH", ("sbatch",)),
-    "lsf": ("#BSUB", ("bsub",)),
-    "pbs": ("#PBS", ("qsub",)),
-    "flux": ("#flux:", ("flux", "batch")),
-}
-"""How a directive begins, and the command that reads a script, by the name of a template."""
+SCHEDULERS = {"slurm": ["sbatch"], "lsf": ["bsub"], "pbs": ["qsub"], "flux": ["flux", "batch"]}
+"""The command that reads a script from its stdin, by the name of a template."""
 CORES_PER_GPU = 7
 """Cores that a rank asks for with each GPU that it has: for Python, the threads that fetch batches,
 and the threads of NCCL and torch. Nodes such as Frontier's have 56 for 8 GPUs; where there are
@@ -60,27 +51,17 @@ on from its last checkpoint.
 """
 
 
-# --- the command line --------------------------------------------------------------------
-
-
 def duration(text: str) -> int:
-    """The seconds of "H:MM:SS" or "D-HH:MM:SS".
-
-    Shorter forms are refused, since schedulers disagree: 2:00 is two minutes for SLURM and
-    two hours for LSF.
-    """
-    parts = re.fullmatch(r"(?:([0-9]{1,4})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])", text)
-    days, hours, minutes, rest = (int(part or 0) for part in parts.groups()) if parts else [0] * 4
-    seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
-    if not 0 < seconds <= MOST * 10:
-        raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} is no time; write H:MM:SS or D-HH:MM:SS, such as 2:00:00"
-        )
-    return seconds
+    """The seconds of "H:MM:SS"; schedulers disagree about the shorter "2:00"."""
+    parts = re.fullmatch(r"([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])", text)
+    hours, minutes, rest = map(int, parts.groups()) if parts else (0, 0, 0)
+    if seconds := hours * 3600 + minutes * 60 + rest:
+        return seconds
+    raise argparse.ArgumentTypeError(f"{text[:60]!r} is no time; write H:MM:SS, such as 2:00:00")
 
 
 def name(text: str) -> str:
-    """The name of a job, an account or a queue."""
+    """The name of an account or a queue."""
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.@:/+-]{0,199}", text) is None:
         raise argparse.ArgumentTypeError(
             f"{text[:60]!r} is no name; use letters, digits and _ . @ : / + -, beginning with a "
@@ -102,20 +83,12 @@ def directive(text: str) -> str:
 def parser() -> CommandParser:
     """The command line."""
     arguments = CommandParser(_submit, prog="axsparse submit", description=DESCRIPTION)
-    scheduler = arguments.add_mutually_exclusive_group(required=True)
-    for one, (_, command) in SCHEDULERS.items():
-        scheduler.add_argument(
-            f"--{one}",
-            dest="scheduler",
-            action="store_const",
-            const=one,
-            help=f"for {' '.join(command)}",
-        )
-    arguments.add_argument(
-        "--now",
-        action="store_true",
-        help="write the script beside the run directory and submit it, instead of printing it",
-    )
+    scheduler = arguments.add_mutually_exclusive_group(required=True).add_argument
+    for one, command in SCHEDULERS.items():
+        text = f"for {' '.join(command)}"
+        scheduler(f"--{one}", dest="scheduler", action="store_const", const=one, help=text)
+    text = "write the script beside the run directory and submit it, instead of printing it"
+    arguments.add_argument("--now", action="store_true", help=text)
     trained = arguments.add_argument_group("what is trained (as axsparse train)").add_argument
     add_configuration(trained)
     add_run(trained)
@@ -125,85 +98,69 @@ def parser() -> CommandParser:
 
 def _add_request(add: Callable[..., object]) -> None:
     """The options for the resources that the job requests from the scheduler."""
+    clocked = {"metavar": "H:MM:SS", "type": duration}
     add("--nodes", metavar="N", type=integer(), default="1", help="default %(default)s")
     add("--gpus-per-node", metavar="N", type=integer(0), default="0", help="default %(default)s")
     add("--ranks", metavar="N", type=integer(), help="over all nodes; by default one for each GPU")
-    add(
-        "--cpus-per-rank",
-        metavar="N",
-        type=integer(),
-        help=f"cores of a rank (default 1; {CORES_PER_GPU} for each GPU of its own); "
-        "train.threads says how many it computes with",
-    )
-    add(
-        "--time",
-        metavar="H:MM:SS",
-        type=duration,
-        required=True,
-        help="limit of one job; or D-HH:MM:SS",
-    )
-    add(
-        "--margin",
-        metavar="H:MM:SS",
-        type=duration,
-        default="0:05:00",
-        help="time before the limit at which the ranks begin to save; longer than a step and a "
-        "save take (default %(default)s)",
-    )
+    text = f"of a rank (default: train.threads; {CORES_PER_GPU} for each GPU of its own)"
+    add("--cpus-per-rank", metavar="N", type=integer(), help=text)
+    add("--time", required=True, help="limit of one job", **clocked)
+    text = "how long before it the ranks save; a step and a save are shorter (default %(default)s)"
+    add("--margin", default="0:05:00", help=text, **clocked)
     add("--account", metavar="NAME", type=name, help="the account, project or bank that is charged")
-    queue = "the queue that the job waits in"
-    add("--partition", "--queue", metavar="NAME", type=name, dest="queue", help=queue)
-    add("--job-name", metavar="NAME", type=name, help="by default the name of the configuration")
-    add(
-        "--directive",
-        metavar="OPTION",
-        type=directive,
-        action="append",
-        default=[],
-        help="an option of the scheduler that is missing here, such as "
-        "--directive=--constraint=gpu; may be repeated",
-    )
-    add(
-        "--setup",
-        metavar="FILE",
-        type=Path,
-        help="a file that the job's shell sources first: module load …, export …",
-    )
-
-
-# --- the script --------------------------------------------------------------------------
+    text = "the queue that the job waits in"
+    add("--partition", "--queue", metavar="NAME", type=name, dest="queue", help=text)
+    text = "one more option of the scheduler, as --directive=--constraint=gpu; may be repeated"
+    add("--directive", metavar="OPTION", type=directive, action="append", default=[], help=text)
+    text = "a file that the job's shell sources first: module load …, export …"
+    add("--setup", metavar="FILE", type=Path, help=text)
 
 
 def script(job: argparse.Namespace, config: Config, run_dir: Path) -> str:
     """The script of a job that trains in `run_dir`; ConfigError for options that do not fit
     together."""
     ranks = job.ranks or job.nodes * job.gpus_per_node
-    if not ranks:
-        raise ConfigError("--ranks: not given, nor --gpus-per-node; say how many ranks to start")
     threads = config.train.threads
-    of_gpus = CORES_PER_GPU * job.gpus_per_node * job.nodes // ranks
-    cpus = job.cpus_per_rank or max(1, of_gpus, threads)
+    of_gpus = CORES_PER_GPU * job.gpus_per_node * job.nodes // max(ranks, 1)
+    cpus = job.cpus_per_rank or max(of_gpus, threads)
     _check_request(job, ranks, cpus, threads)
     check_ranks(config, ranks)
-    return fill(
-        f"{job.scheduler}.sh",
-        {
-            **_request(job, config, ranks, cpus),
-            **_commands(job, run_dir),
-            **_shape(config, ranks),
-            "threads": threads,
-        },
-    )
+    layout, per_node = config.layout, ranks // job.nodes
+    stages = layout.g_inter
+    if stages == "auto" and layout.g_data != "auto":
+        stages = ranks // layout.g_data // layout.g_tensor
+    values = {
+        "job_name": re.sub(r"[^A-Za-z0-9_.-]", "_", config.name).lstrip("_.-")[:200] or "axsparse",
+        "nodes": job.nodes,
+        "per_node": per_node,
+        "cpus": cpus,
+        "cores": per_node * cpus,
+        "all_cores": ranks * cpus,
+        "gpus": [job.gpus_per_node] if job.gpus_per_node else [],
+        "ngpus": f":ngpus={job.gpus_per_node}" if job.gpus_per_node else "",
+        "time": clock(job.time),
+        "minutes": -(-job.time // 60),
+        "margin": job.margin,
+        "save_at": job.time - job.margin,
+        "account": [job.account] if job.account else [],
+        "queue": [job.queue] if job.queue else [],
+        "directives": job.directive,
+        "threads": threads,
+        "replica": layout.g_tensor * (1 if stages == "auto" else stages),
+        "fewer": f"--set=layout.g_inter={stages} --set=layout.g_data=auto",
+    }
+    return fill(f"{job.scheduler}.sh", {**values, **_commands(job, run_dir)})
 
 
 def _check_request(job: argparse.Namespace, ranks: int, cpus: int, threads: int) -> None:
     """ConfigError for options that contradict each other."""
-    rest = ranks % job.nodes
-    if rest:
-        choices = [n for n in (ranks - rest, ranks - rest + job.nodes) if n]
+    if not ranks:
+        raise ConfigError("--ranks: not given, nor --gpus-per-node; say how many ranks to start")
+    if ranks % job.nodes:
+        near = f"{ranks // job.nodes * job.nodes or ''} or {-(-ranks // job.nodes) * job.nodes}"
         raise ConfigError(
             f"--ranks: {ranks} does not spread evenly over {job.nodes} nodes; choose "
-            f"{' or '.join(map(str, choices))}"
+            f"{near.removeprefix(' or ')}"
         )
     if threads > cpus:
         raise ConfigError(
@@ -216,31 +173,7 @@ def _check_request(job: argparse.Namespace, ranks: int, cpus: int, threads: int)
         )
 
 
-def _request(job: argparse.Namespace, config: Config, ranks: int, cpus: int) -> dict[str, object]:
-    """The values of directives."""
-    usual = re.sub(r"[^A-Za-z0-9_.-]", "_", config.name).lstrip("_.-")[:200]
-    prefix, _ = SCHEDULERS[job.scheduler]
-    per_node = ranks // job.nodes
-    return {
-        "job_name": job.job_name or usual or "axsparse",
-        "nodes": job.nodes,
-        "per_node": per_node,
-        "cpus": cpus,
-        "cores": per_node * cpus,
-        "all_cores": ranks * cpus,
-        "gpus": job.gpus_per_node or None,
-        "ngpus": f":ngpus={job.gpus_per_node}" if job.gpus_per_node else "",
-        "time": clock(job.time),
-        "minutes": -(-job.time // 60),
-        "margin": job.margin,
-        "save_at": job.time - job.margin,
-        "account": job.account,
-        "queue": job.queue,
-        "directives": f"\n{prefix} ".join(job.directive) or None,
-    }
-
-
-def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, object]:
+def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
     """The values of shell commands, quoted."""
     setup = "# module load … # the site's MPI library, the one that mpi4py loads"
     if job.setup is not None:
@@ -256,21 +189,7 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, object]:
         "run_dir": shlex.quote(str(run_dir)),
         "python": shlex.quote(sys.executable),
         "mpirun": shlex.quote(str(mpirun) if mpirun.is_file() else "mpirun"),
-        "train": shlex.join([*config, *(f"--set={pair}" for pair in job.pairs)]),
-    }
-
-
-def _shape(config: Config, ranks: int) -> dict[str, object]:
-    """The ranks of one replica as far as the configuration fixes its stages, and the options with
-    which fewer ranks train fewer replicas of the same stages."""
-    layout = config.layout
-    stages = layout.g_inter
-    if stages == "auto":
-        stages = ranks // layout.g_data // layout.g_tensor if layout.g_data != "auto" else 1
-    options = [f"--set=layout.g_inter={stages}", "--set=layout.g_data=auto"]
-    return {
-        "replica": stages * layout.g_tensor,
-        "fewer": "" if layout.g_data == "auto" else shlex.join(options),
+        "train": shlex.join([*config, *(f"--set={pair}" for pair in overrides_of(job))]),
     }
 
 
@@ -287,16 +206,16 @@ def check_ranks(config: Config, ranks: int) -> None:
     check_batch(config, resolve_grid(config, ranks, len(named_model(config).layers)))
 
 
-def fill(template: str, values: Mapping[str, Any]) -> str:
-    """The text of a template, with `@name@` replaced by a value.
-
-    A line with the name of a value that is None is left out. Placeholders within a value stay.
-    """
+def fill(template: str, values: Mapping[str, object]) -> str:
+    """The text of a template, with `@name@` replaced by a value; a line with the name of a list is
+    there once for each value of it. Placeholders within a value stay."""
     lines = []
     for line in (packaged_folder("launch") / template).read_text(encoding="utf-8").splitlines():
-        found = [values[name] for name in re.findall(r"@([a-z_]+)@", line)]
-        if None not in found:
-            lines.append(re.sub(r"@([a-z_]+)@", lambda match: str(values[match[1]]), line))
+        found = {key: values[key] for key in re.findall(r"@([a-z_]+)@", line)}
+        several = next(((key, some) for key, some in found.items() if isinstance(some, list)), None)
+        for each in [found] if several is None else [{several[0]: one} for one in several[1]]:
+            here = {**found, **each}
+            lines.append(re.sub(r"@([a-z_]+)@", lambda at, of=here: str(of[at[1]]), line))
     return "\n".join(lines) + "\n"
 
 
@@ -305,18 +224,14 @@ def clock(seconds: int) -> str:
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
-# --- printing and submitting -------------------------------------------------------------
-
-
 def script_of(run_dir: Path) -> Path:
     """The script of a run: next to its directory, which belongs to the run alone."""
     return run_dir.with_name(f"{run_dir.name}.sh")
 
 
 def _submit(job: argparse.Namespace) -> None:
-    job.pairs = overrides_of(job)
     require_configuration(job, "submit")
-    config = configure(job.config, job.pairs)
+    config = configure(job.config, overrides_of(job))
     run_dir = Path.cwd() / config.run_dir
     if config.run_dir == "auto":
         unused = (path for path in automatic_run_dirs(config.name) if not path.exists())
@@ -325,28 +240,20 @@ def _submit(job: argparse.Namespace) -> None:
     if not job.now:
         say(text)
         return
-    path = script_of(run_dir)
+    path, command = script_of(run_dir), SCHEDULERS[job.scheduler]
     with writing(f"{path}:", "choose another --run-dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text)
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    say(hand_over(text, SCHEDULERS[job.scheduler][1]))
-    say(f"script → {path} · {counted(job.nodes, 'node')}, {clock(job.time)} at a time")
-
-
-def hand_over(text: bytes, command: tuple[str, ...]) -> str:
-    """Submit a script and return the scheduler's output; ConfigError if it rejects the script."""
-    if shutil.which(command[0]) is None:
+    say(f"script → {path}")
+    try:
+        code = subprocess.run(command, input=text, check=False).returncode  # noqa: S603
+    except FileNotFoundError:
         raise MissingInputError(
             f"{command[0]}: no such command; submit from a login node of the cluster, or print "
             "the script without --now"
-        )
-    done = subprocess.run(command, input=text, capture_output=True, check=False)  # noqa: S603
-    if done.returncode:
-        said = (done.stderr or done.stdout).decode(errors="replace")
-        words = " ".join(said.split()) or f"exit code {done.returncode}"
+        ) from None
+    if code:
         raise ConfigError(
-            f"{' '.join(command)}: refuses the job: {words}; change what it names, "
-            "see axsparse submit --help"
+            f"{' '.join(command)}: exit code {code}; change what it names above, see axsparse "
+            "submit --help"
         )
-    return done.stdout.decode(errors="replace").strip()

