@@ -6,9 +6,11 @@ commands which need neither torch nor MPI start at once.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from axsparse.runtime.process import limit_threads
 from axsparse.runtime.provenance import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ _HOMES = {
     "tokens": "axsparse.training.run_sources",
 }
 __all__ = ["__version__", *sorted(_HOMES)]
+limit_threads(os.environ)  # here, before anything loads torch
 
 
 def __getattr__(name: str) -> Any:

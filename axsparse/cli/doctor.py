@@ -19,7 +19,14 @@ from axsparse.cli.parser import CommandParser, say
 from axsparse.config.validate import counted
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
-from axsparse.runtime.process import exit_process, speaks, write_line
+from axsparse.runtime.process import (
+    BLOCKS,
+    are_scattered,
+    exit_process,
+    installed_mpi,
+    speaks,
+    write_line,
+)
 
 DESCRIPTION = """\
 Check whether this machine is fit for training; under a launcher, whether all ranks are.
@@ -93,6 +100,7 @@ def look(run_dir: Path) -> Facts:
         **{"host": socket.gethostname(), "Python": platform.python_version(), "CuPy": cupy},
         **{"axsparse": __version__, "torch": torch.__version__, "CUDA": torch.version.cuda},
         "MPI": mpi_library() if "mpi4py.MPI" in sys.modules else None,
+        "wheels": installed_mpi(),
         "mpirun": first if own.exists() and first and Path(first) != own else None,
         "uuids": [gpu.uuid for gpu in gpus],
         "threads": os.environ.get("OMP_NUM_THREADS"),
@@ -115,9 +123,10 @@ def findings(ranks: Sequence[Facts]) -> Iterator[str]:
         yield f"{WRONG} MPI: {said} → {suggestion}"
     if first["mpirun"]:
         yield f"{SLOW} MPI: {first['mpirun']} is not the environment's → take the mpirun there"
-    if sum(one != other for one, other in itertools.pairwise(hosts)) >= len({*hosts}):
-        suggestion = "mpirun --map-by slot, -ppn N, or srun --distribution=block"
-        yield f"{WRONG} placement: neighbouring ranks on different hosts → {suggestion}"
+    if len(first["wheels"]) > 1:
+        yield f"{WRONG} MPI: {' and '.join(first['wheels'])} → pip uninstall all but one"
+    if are_scattered(hosts):
+        yield f"{WRONG} placement: neighbouring ranks on different hosts → {BLOCKS}"
     for host in dict.fromkeys(hosts):
         yield from _of_host(host, [rank for rank in ranks if rank["host"] == host])
 
@@ -134,9 +143,7 @@ def _of_host(host: str, here: Sequence[Facts]) -> Iterator[str]:
         yield f"{WRONG} CuPy: {found}, and runs the kernels of GPUs → {suggestion}"
     if 0 < gpus < len(here):
         yield f"{SLOW} devices: {count} share {counted(gpus, 'GPU')} → start {gpus} there"
-    if first["threads"] is None and len(here) > 1:
-        yield f"{WRONG} threads: OMP_NUM_THREADS is not set → export OMP_NUM_THREADS=1"
-    elif first["threads"] not in (None, *map(str, range(1, fair + 1))):
+    if first["threads"] not in (None, *map(str, range(1, fair + 1))):
         yield f"{SLOW} threads: OMP_NUM_THREADS is {first['threads']} → set it to {fair}"
     if cores < len(here) * (LEAST_CORES if gpus else 1):
         yield f"{SLOW} cores: {cores} for {count} → ask for more, start fewer, or --bind-to none"

