@@ -211,11 +211,11 @@ def fill(template: str, values: Mapping[str, object]) -> str:
     there once for each value of it. Placeholders within a value stay."""
     lines = []
     for line in (packaged_folder("launch") / template).read_text(encoding="utf-8").splitlines():
-        found = {key: values[key] for key in re.findall(r"@([a-z_]+)@", line)}
-        several = next(((key, some) for key, some in found.items() if isinstance(some, list)), None)
-        for each in [found] if several is None else [{several[0]: one} for one in several[1]]:
-            here = {**found, **each}
-            lines.append(re.sub(r"@([a-z_]+)@", lambda at, of=here: str(of[at[1]]), line))
+        pieces = re.split(r"@([a-z_]+)@", line)  # texts, and names between them
+        found = [values[name] for name in pieces[1::2]]
+        for one in next((value for value in found if isinstance(value, list)), [None]):
+            pieces[1::2] = [str(one if isinstance(value, list) else value) for value in found]
+            lines.append("".join(pieces))
     return "\n".join(lines) + "\n"
 
 
