@@ -1,26 +1,20 @@
-"""`axsparse submit`: its refusals, the scripts it fills in, and that their jobs end well.
+"""`axsparse submit`: its refusals, the scripts it fills in, and how their jobs end.
 
-The schedulers are stand-ins that really run the job (`support/standin_cluster.py`); the
-training is one that counts steps (`support/standin_trainer.py`).
+Here bash runs the loop of a script among commands that say what ranks and nodes do; `make
+test-slurm` has a real scheduler.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support import standin_trainer
 from support.commands import Axsparse, assert_one_line
-from support.directives import assert_a_shell_reads, read
-from support.exhaustive import by_default
-from support.standin_cluster import install, starts
 
 from axsparse.cli import submit as command
 from axsparse.config.load import packaged_folder
@@ -37,13 +31,20 @@ SLURM = ("--slurm", *ASKED)
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder, with stand-in schedulers on PATH and a stand-in for training."""
+    """A working folder, with a scheduler on PATH that takes any job, unless a file forbids it."""
     folder = tmp_path / "my é"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    commands = install(tmp_path / "commands")
-    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(sys, "executable", str(standin_trainer.install(tmp_path / "python")))
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(
+        f"""#!/bin/sh
+[ ! -e '{tmp_path}/refuses' ] || {{ echo "slurm: error: Invalid account" >&2; exit 1; }}
+echo "Submitted batch job 41"
+"""
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     for name in ("PMI_RANK", "SLURM_PROCID", "AXSPARSE_RANKS"):
         monkeypatch.delenv(name, raising=False)
     return folder
@@ -55,28 +56,22 @@ def submit(axsparse: Axsparse) -> Axsparse:
     return lambda *words: axsparse("submit", *words)
 
 
-def commands(here: Path) -> Path:
-    return here.parent / "commands"
-
-
-def log(here: Path) -> str:
-    """The output of all jobs."""
-    return (commands(here) / "job.log").read_text()
-
-
-def history(run_dir: Path, rank: int) -> list[Any]:
-    """The record of a rank of the stand-in: an object a start, then its steps."""
-    lines = (run_dir / f"rank-{rank}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def begins(run_dir: Path, rank: int) -> list[int]:
-    """After which step each start of a rank began."""
-    return [line["begin"] for line in history(run_dir, rank) if isinstance(line, dict)]
-
-
-def steps(run_dir: Path, rank: int) -> list[int]:
-    return [line for line in history(run_dir, rank) if isinstance(line, int)]
+def read(script: str) -> dict[str, str]:
+    """The options of a script's directives; an option of PBS's -l goes with its resource."""
+    options: dict[str, str] = {}
+    for line in script.splitlines():
+        if re.match(r"#(SBATCH|BSUB|PBS|flux:) ", line):
+            words = shlex.split(line)[1:]
+            while words:
+                name, equals, value = words.pop(0).partition("=")
+                if not equals and words and not words[0].startswith("-"):
+                    value = words.pop(0)
+                if name == "-l":
+                    resource, _, value = value.partition("=")
+                    name = f"-l {resource}"
+                assert name not in options, f"{name} is given twice"
+                options[name] = value
+    return options
 
 
 # --- refusals ----------------------------------------------------------------------------
@@ -85,12 +80,12 @@ def steps(run_dir: Path, rank: int) -> list[int]:
 def test_a_scheduler_says_itself_why_it_takes_no_job(
     here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (commands(here) / "refuses").touch()
+    (here.parent / "refuses").touch()
     job = command.parser().parse_args([*SLURM, "--now"])
 
     with pytest.raises(ConfigError, match=r"^sbatch: exit code 1; change what it names above, see"):
         command._submit(job)
-    assert capfd.readouterr().err == "slurm: error: Invalid\n  account\n"
+    assert capfd.readouterr().err == "slurm: error: Invalid account\n"
     monkeypatch.setenv("PATH", str(here))
     line = (
         "sbatch: no such command; submit from a login node of the cluster, or print the script "
@@ -192,8 +187,8 @@ def test_directives_say_what_the_job_asks_for(
     code, script, errors = submit(f"--{name}", *EIGHT, *NAMED, *TRAINED)
 
     assert (code, errors) == (0, "")
-    assert read(name, script) == options
-    assert_a_shell_reads(script)
+    assert read(script) == options
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert re.findall(r"@[a-z_]+@", script) == []
     assert list(here.iterdir()) == []
 
@@ -223,7 +218,7 @@ def test_directives_follow_the_options(
 ) -> None:
     script = submit(*EIGHT, *NAMED, *TRAINED, *words)[1]
 
-    found = read(words[0].removeprefix("--"), script)
+    found = read(script)
     assert {name: found.get(name) for name in options} == options
 
 
@@ -254,7 +249,7 @@ def test_the_job_is_called_like_the_configuration(here: Path, submit: Axsparse) 
 
     script = submit(*SLURM, "--config=-my é.yaml")[1]
 
-    assert read("slurm", script)["--job-name"] == "my__"
+    assert read(script)["--job-name"] == "my__"
 
 
 def test_the_environments_own_mpirun_starts_ranks(here: Path, submit: Axsparse) -> None:
@@ -273,222 +268,131 @@ def test_a_path_of_any_bytes_is_handed_on(here: Path) -> None:
     assert b"'--config=\xff\xc3\xa9.yaml'" in next((here / "runs").glob("*.sh")).read_bytes()
 
 
+# --- the loop of a script ----------------------------------------------------------------
+
+CLUSTER = """\
+sbatch() { echo "submitted again"; }
+scontrol() { printf '%s\\n' $HOSTS; }
+srun() { true; }
+mpirun() {
+  printf '%s\\n' "$PWD" "$@" > "$HERE/arguments"
+  read -r code saved < "$HERE/next" || exit 70
+  sed -i 1d "$HERE/next"
+  [ -z "$saved" ] || mkdir -p "$HERE/r/checkpoints/step-$saved"
+  echo "ranks end with $code"
+  exit "$code"
+}
+timeout() { shift 3; "$@"; }
+exec() { "$@"; }
+sleep() { command sleep 0.01; }
+"""
+"""Commands of a cluster: ranks end as the next line of a file says, and perhaps save a step."""
+
+
+def job(here: Path, script: str, *ends: str, hosts: str = "n1 n2", save_at: int = 3600) -> str:
+    """What a job's script says whose ranks end so; at last the code that it ends with."""
+    (here / "next").write_text("".join(f"{end}\n" for end in ends))
+    for before, after in (("save_at=", f"save_at={save_at} was="), ("pause=30", "pause=0")):
+        assert before in script
+        script = script.replace(before, after, 1)
+    (here / "job.sh").write_text(script)
+    environment = {**os.environ, "HOSTS": hosts, "HERE": str(here), "SLURM_JOB_NODELIST": "n"}
+    done = subprocess.run(
+        ["bash", "-c", CLUSTER + script, str(here / "job.sh")],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return f"{done.stdout}{done.returncode}"
+
+
+AGAIN = "axsparse: 2 ranks on 2 of 2 nodes\n"
+
+
+@pytest.mark.parametrize(
+    ("ends", "save_at", "said"),
+    [
+        (["0"], 3600, "ranks end with 0\n0"),
+        *((["1 2", code], 3600, f"ranks end with {code}\n{code}") for code in ("65", "66", "78")),
+        (["137 2", "137 4", "0"], 3600, "ranks end with 0\n0"),
+        (["75 2"], 3600, "ranks end with 75\n75"),
+        (
+            ["1"] * 5,
+            3600,
+            "ranks end with 1\naxsparse: error: failed 5 times without a new checkpoint\n1",
+        ),
+        ([], 0, "axsparse: error: no new checkpoint in this job, so none follows it\n70"),
+    ],
+    ids=str,
+)
+def test_a_job_goes_on_until_it_is_done_or_would_only_repeat_itself(
+    ends: list[str], save_at: int, said: str, here: Path, submit: Axsparse
+) -> None:
+    script = submit(*SLURM, "--run-dir", "r")[1]
+
+    found = job(here, script, *ends, save_at=save_at)
+
+    *before, _ = ends or [""]
+    again = "".join(f"{AGAIN}ranks end with {end.split()[0]}\n" for end in before)
+    assert found == again + (AGAIN if ends else "") + said
+
+
+def test_a_job_whose_time_is_over_submits_itself_again(here: Path, submit: Axsparse) -> None:
+    script = submit(*SLURM, "--run-dir", "r")[1].replace('wait "$pid";', "save_at=0; wait $pid;")
+
+    assert job(here, script, "75 2").endswith("ranks end with 75\nsubmitted again\n75")
+    assert (here / "r.sh").is_file()
+
+
+def test_where_a_node_is_gone_fewer_replicas_go_on(here: Path, submit: Axsparse) -> None:
+    script = submit(*SLURM, "--set", "layout.g_data=2", "--run-dir", "r")[1]
+
+    assert job(here, script, "0", hosts="n1") == (
+        "axsparse: 1 ranks on 1 of 2 nodes\nranks end with 0\n0"
+    )
+    words = (here / "arguments").read_text().splitlines()
+    assert words[1:5] == ["--host", "n1:1", "-n", "1"]
+    assert words[-2:] == ["--set=layout.g_inter=1", "--set=layout.g_data=auto"]
+
+
 HARD = "data.path=a  b/$HOME/`id`/'\"/*/é/\\n/@ranks@/!x"
 
 
-@pytest.mark.parametrize("name", by_default(["slurm"], ALL))
-def test_values_arrive_at_the_ranks_as_they_were_given(
-    name: str, here: Path, submit: Axsparse
-) -> None:
+def test_values_arrive_at_the_ranks_as_they_were_given(here: Path, submit: Axsparse) -> None:
     (here / "my conf").mkdir()
     (here / "my conf" / "-é $x.yaml").write_text("seed: 5\n")
+    (here / "my modules.sh").write_text("echo modules are loaded\n")
     config = str(here / "my conf" / "-é $x.yaml")
     options = ["--config", config, "--set", HARD, "--steps", "6", "--run-dir", "my run"]
 
-    assert submit(f"--{name}", *ASKED, *options, "--now")[0] == 0
+    script = submit("--slurm", *ASKED, *options, "--setup", "my modules.sh")[1]
 
-    first = history(here / "my run", 1)[0]
-    assert first["arguments"] == [
+    assert job(here, script, "0").startswith("modules are loaded\n")
+    folder, *words = (here / "arguments").read_text().splitlines()
+    assert folder == str(here)
+    assert words[words.index("axsparse.train") + 1 :] == [
         *(f"--config={config}", "--set=layout.g_inter=auto", f"--set={HARD}"),
         *("--set=train.steps=6", "--set=run_dir=my run"),
         *(f"--run-dir={here}/my run", "--resume=auto"),
-    ], log(here)
-    assert first["folder"] == str(here)
-    assert first["ranks"] == "2"
+    ]
 
 
-# --- jobs, from start to end -------------------------------------------------------------
+# --- submitting --------------------------------------------------------------------------
 
 
 def test_a_job_gets_a_new_folder_unless_one_is_named(here: Path, submit: Axsparse) -> None:
+    screens = []
     for more in ([], [], ["--run-dir", "mine"], ["--set", "run_dir=mine"]):
-        assert submit(*SLURM, *more, "--now")[0] == 0
-    assert starts(commands(here)) == [0] * 4
+        code, screen, _ = submit(*SLURM, *more, "--now")
+        assert code == 0
+        screens.append(screen)
 
-    assert sorted(path.name for path in (here / "runs").iterdir()) == [
-        *("quickstart", "quickstart-2", "quickstart-2.sh", "quickstart.sh"),
+    assert screens == [
+        f"script → {here}/{name}.sh\n"
+        for name in ("runs/quickstart", "runs/quickstart-2", "mine", "mine")
     ]
-    assert begins(here / "runs" / "quickstart-2", 0) == [0]
-    assert begins(here / "mine", 0) == [0, 6]
-
-
-def test_the_screen_says_what_was_submitted(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command._submit(command.parser().parse_args([*SLURM, "--now"]))
-
-    assert capfd.readouterr().out.splitlines() == [
-        f"script → {here}/runs/quickstart.sh",
-        "Submitted batch job 41",
-    ]
-
-
-def test_a_file_of_the_sites_is_read_first(here: Path, submit: Axsparse) -> None:
-    (here / "my modules.sh").write_text("export STANDIN_STEPS=3\n")
-
-    assert submit(*SLURM, "--setup", "my modules.sh", "--run-dir", "r", "--now")[0] == 0
-
-    assert steps(here / "r", 0) == [1, 2, 3]
-
-
-OFTEN = ("      sleep 1\n", "      sleep 0.1\n")
-FORWARD = "      sleep 1\n      [ ! -e r/waits ] || { rm r/waits && SECONDS=$save_at; }\n"
-"""Puts the script's clock forward once all ranks wait for its end."""
-
-
-def run(
-    here: Path,
-    submit: Axsparse,
-    name: str,
-    *more: str,
-    edit: tuple[tuple[str, str], ...] = (),
-    pause: int = 0,
-) -> str:
-    """Fill in a script, edit it as a user may, submit it, and wait for all jobs; their log.
-
-    It looks often whether the ranks have ended.
-    """
-    script = submit(f"--{name}", *ASKED, "--run-dir", "r", *more)[1]
-    for before, after in (*edit, ("pause=30", f"pause={pause}"), OFTEN):
-        assert before in script
-        script = script.replace(before, after)
-    (here / "job.sh").write_text(script)
-    with (here / "job.sh").open() as text:
-        program = command.SCHEDULERS[name]
-        subprocess.run(program, stdin=text, capture_output=True, check=True)
-    return log(here)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_job_that_runs_out_of_time_saves_and_submits_itself_again(
-    name: str, here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By its own clock, which this one puts forward once all ranks wait for that."""
-    monkeypatch.setenv("STANDIN_WARN_AT", "3")
-    monkeypatch.setenv("STANDIN_WARN_PID", "0")
-
-    said = run(here, submit, name, edit=(("      sleep 1\n", FORWARD),))
-
-    assert starts(commands(here)) == [75, 0], said
-    for rank in (0, 1):
-        assert begins(here / "r", rank) == [0, 3]
-        assert steps(here / "r", rank) == [1, 2, 3, 4, 5, 6]
-    assert (here / "r.sh").read_text() == (here / "job.sh").read_text()
-
-
-@pytest.mark.parametrize("code", ["75", "138"])
-def test_a_job_that_is_told_of_its_end_submits_itself_whatever_the_ranks_leave_with(
-    code: str, here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python takes its handlers away before it ends, and is ended by the signal then."""
-    monkeypatch.setenv("STANDIN_WARN_AT", "3")
-    monkeypatch.setenv("STANDIN_WARNED_CODE", code)
-
-    assert run(here, submit, "slurm") and starts(commands(here)) == [75, 0]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_job_whose_node_dies_goes_on_with_the_others(
-    name: str, here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STANDIN_KILL_AT", "5")
-    monkeypatch.setenv("STANDIN_DIES", str(commands(here)))
-
-    said = run(here, submit, name, "--set", "layout.g_data=2")
-
-    assert starts(commands(here)) == [0], said
-    assert begins(here / "r", 1) == [0]
-    first, second = (line for line in history(here / "r", 0) if isinstance(line, dict))
-    assert (first["ranks"], second["ranks"], second["node"]) == ("2", "1", "node1")
-    fewer = {"--set=layout.g_inter=1", "--set=layout.g_data=auto"}
-    assert fewer <= {*second["arguments"]} and not fewer & {*first["arguments"]}
-    assert "axsparse: 1 ranks on 1 of 2 nodes\n" in said
-    assert steps(here / "r", 0)[-1] == 6
-
-
-def test_a_killed_rank_is_started_again(
-    here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STANDIN_KILL_AT", "5")
-
-    said = run(here, submit, "slurm")
-
-    assert starts(commands(here)) == [0], said
-    assert begins(here / "r", 1) == [0, 4]
-    assert steps(here / "r", 1) == [1, 2, 3, 4, 5, 5, 6]
-
-
-def test_srun_starts_ranks_where_the_site_wants_it(
-    here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STANDIN_KILL_AT", "5")
-    monkeypatch.setenv("STANDIN_DIES", str(commands(here)))
-    other = (
-        ("start() { exec mpirun", "# start() { exec mpirun"),
-        ("# start() { exec srun", "start() { exec srun"),
-    )
-
-    said = run(here, submit, "slurm", edit=other)
-
-    assert starts(commands(here)) == [0], said
-    assert steps(here / "r", 0)[-1] == 6
-
-
-def test_failures_without_a_checkpoint_wait_longer_each_time_and_end_the_job(
-    here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STANDIN_EXIT", "1:70")
-    waits = (("wait--)); do sleep 1; done", "wait--)); do echo waits; done"),)
-
-    said = run(here, submit, "slurm", edit=waits, pause=1)
-
-    assert starts(commands(here)) == [70]
-    assert begins(here / "r", 0) == [0] * 5
-    assert [len(between.split()) for between in re.findall(r"(?:waits\n)+", said)] == [2, 4, 8, 16]
-    assert said.splitlines()[-1] == "axsparse: error: failed 5 times without a new checkpoint"
-
-
-@pytest.mark.parametrize("code", [65, 66, 75, 78])
-def test_a_job_does_not_repeat_what_would_only_happen_again(
-    code: int, here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STANDIN_EXIT", f"3:{code}")
-
-    run(here, submit, "slurm")
-
-    assert starts(commands(here)) == [code] and begins(here / "r", 0) == [0]
-
-
-def test_a_job_without_a_new_checkpoint_has_no_continuation(
-    here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = run(here, submit, "slurm", edit=(("first=$(newest)", "save_at=0 first=$(newest)"),))
-
-    assert starts(commands(here)) == [70]
-    assert said == "axsparse: error: no new checkpoint in this job, so none follows it\n"
-
-
-def test_ranks_that_do_not_end_in_time_are_killed_and_the_job_goes_on(
-    here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STANDIN_WARN_AT", "3")
-    monkeypatch.setenv("STANDIN_WARN_PID", "0")
-    deaf = ("tell() { kill -USR1", "tell() { SECONDS=$((save_at + margin)); : -USR1")
-
-    said = run(here, submit, "slurm", edit=(deaf, ("      sleep 1\n", FORWARD)))
-
-    assert starts(commands(here)) == [75, 0], said
-
-
-def test_a_scheduler_that_takes_no_jobs_from_nodes_is_reported(
-    here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STANDIN_WARN_AT", "3")
-
-    said = run(here, submit, "slurm", edit=(('sbatch "$script"', "false"),))
-
-    assert starts(commands(here)) == [75]
-    assert said.splitlines()[-1] == (
-        f"axsparse: error: saved, but {here}/r.sh cannot be submitted from here; submit it by hand"
-    )
 
 
 # --- the command -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.standin_device import Clock, Hardware, StandInDevice
+from support.busy_gpu import BusyGpu, Clock
 
 from axsparse.observe.phases import PHASES, DevicePhases, LateSeconds, Phases
 from axsparse.observe.trace_file import Span, TraceRecorder, read
@@ -147,16 +147,12 @@ def test_phases_add_up_to_the_step_however_blocks_nest(moves: list[tuple[str, fl
 WORK = ("data", "compute", "compress", "optimizer")
 
 
-class Gpu(StandInDevice):
-    """A device whose operations run only in `finish`, or when one is waited for."""
+class Gpu(BusyGpu):
+    """A device with phases, and a host that spends time in them."""
 
-    def __init__(self, rank: int = 0, *, seed: int = 0) -> None:
-        super().__init__(Hardware(LocalWorld(1), seed), rank)
-        self.hardware.frozen = True
+    def __init__(self) -> None:
+        super().__init__()
         self.phases = DevicePhases(self, clock=lambda: self.now)
-
-    def finish(self) -> None:
-        self.hardware.finish()
 
     def spend(self, phase: str, seconds: float, *, work: float = 0.0) -> None:
         """Let the host spend seconds in a phase, at whose beginning it enqueues work."""
@@ -216,13 +212,13 @@ def test_the_gpus_time_is_divided_among_phases(
         else:
             gpu.now += seconds
     found = gpu.phases.end_step()
-    gpu.finish()
 
     assert found == pytest.approx(expected, abs=0.002)
 
 
 def test_a_step_ends_without_waiting_for_the_gpu_and_its_figures_wait() -> None:
     gpu = Gpu()
+    gpu.stands_still = True
 
     gpu.phases.begin_step()
     gpu.spend("optimizer", 1, work=4)
@@ -231,7 +227,7 @@ def test_a_step_ends_without_waiting_for_the_gpu_and_its_figures_wait() -> None:
     assert list(seconds) == [*PHASES, "step"] and len(seconds) == 9
     with pytest.raises(AssertionError, match="waits for a device that stands still"):
         seconds["optimizer"]
-    gpu.hardware.frozen = False
+    gpu.stands_still = False
     assert seconds["optimizer"] == 4
 
 
@@ -247,7 +243,6 @@ def test_polling_sets_no_marks() -> None:
             gpu.now += 2
     gpu.spend("compute", 1, work=1)
     seconds = gpu.phases.end_step()
-    gpu.finish()
 
     assert gpu.marks == 6  # begin, twice in and out of work, end
     assert seconds == times(compute=2, p2p=10_000, bubble=20_000, collective=10_000)
@@ -261,7 +256,6 @@ def test_marks_are_set_again_once_they_are_read() -> None:
         gpu.phases.begin_step()
         gpu.spend("compute", 1, work=3)
         steps.append(gpu.phases.end_step())
-        gpu.finish()
         assert all(step["compute"] == 3 for step in steps[:-1])
 
     assert gpu.marks == 8  # begin, in, out and end of two steps, however many follow
@@ -277,7 +271,6 @@ def test_a_step_that_was_not_ended_is_forgotten_and_its_marks_are_not() -> None:
     gpu.spend("bubble", 1)
     gpu.spend("compute", 1, work=3)
     seconds = gpu.phases.end_step()
-    gpu.finish()
 
     assert seconds == times(compute=3, bubble=1)
     assert gpu.marks == 4
@@ -306,7 +299,6 @@ def test_a_watchdog_sees_the_hosts_phase_and_its_work() -> None:
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(
-    st.integers(0, 100),
     st.lists(
         st.tuples(
             st.sampled_from((*PHASES, "leave")),
@@ -317,10 +309,9 @@ def test_a_watchdog_sees_the_hosts_phase_and_its_work() -> None:
     ),
 )
 def test_phases_add_up_and_waits_are_the_idle_gpu_however_blocks_nest(
-    seed: int, moves: list[tuple[str, float, float]]
+    moves: list[tuple[str, float, float]],
 ) -> None:
-    gpu = Gpu(seed=seed)
-    gpu.hardware.frozen = False
+    gpu = Gpu()
     entered, idle, busy_until = ["other"], 0.0, 0.0
 
     gpu.phases.begin_step()
@@ -350,15 +341,15 @@ def test_phases_add_up_and_waits_are_the_idle_gpu_however_blocks_nest(
 
 def play(rank: int, world: LocalWorld[None], folder: Path) -> None:
     """Four steps of a GPU that is busy for 2 s after its host; rank r computes r + 5 seconds."""
-    gpu = Gpu(rank)
+    gpu = Gpu()
     gpu.now = 1000.0 * (rank + 1)
     transport, phases = LocalTransport(world, rank), gpu.phases
     coords = Grid(2, 1).coords(rank)
     tracing = TraceRecorder(transport, coords, phases, folder, range(2, 4), lambda: gpu.now)
     for step in range(1, 5):
-        gpu.hardware.frozen = step != 2  # where the GPU's clock is tied to the host's
+        gpu.stands_still = step != 2  # where the GPU's clock is tied to the host's
         tracing.begin(step)
-        gpu.hardware.frozen = True
+        gpu.stands_still = True
         phases.begin_step()
         phases.action = "F0"
         gpu.spend("compute", 1, work=rank + 5)
@@ -369,7 +360,7 @@ def play(rank: int, world: LocalWorld[None], folder: Path) -> None:
         gpu.spend("compute", 0, work=2)
         phases.action = ""
         phases.end_step()
-        gpu.hardware.frozen = step != 3  # where the trace is written
+        gpu.stands_still = step != 3  # where the trace is written
         tracing.end(step)
 
 
@@ -419,7 +410,6 @@ def test_only_the_last_microbatch_marks_its_compressions_and_the_others_last_as_
 
     backwards(few, microbatches=1, tensors=10)
     seconds = backwards(many, microbatches=101, tensors=10)
-    many.finish()
 
     # A backward more is one stretch more, whatever its number of tensors.
     assert many.marks - few.marks == 2 * 100

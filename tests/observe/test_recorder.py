@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.standin_device import Hardware, StandInDevice
+from support.busy_gpu import BusyGpu
 from torch import Tensor
 
 from axsparse.observe.metrics import MetricsFile
@@ -146,17 +146,16 @@ def test_a_step_is_written_down_when_the_next_one_comes(tmp_path: Path) -> None:
 
 
 def test_a_gpus_step_is_pushed_with_the_next_one_and_waited_for_at_the_end(tmp_path: Path) -> None:
-    screen, gpu = Screen(tmp_path), StandInDevice(Hardware(LocalWorld(1), 0), 0)
+    screen, gpu = Screen(tmp_path), BusyGpu()
     phases = DevicePhases(gpu)
     for step in range(1, 4):
-        gpu.hardware.finish()  # by a step's agreement, the GPU has ended the step before
-        gpu.hardware.frozen = True
+        gpu.stands_still = step == 3
         phases.begin_step()
         with phases("optimizer"):
             gpu.work(float(step))
         screen.recorder.step(figures(step), phases.end_step(), MOST)
         assert [record["step"] for record in screen.records] == [1] * (step == 3)
-    gpu.hardware.frozen = False
+    gpu.stands_still = False
     screen.recorder.evaluation(3, 0.0, {})
     screen.recorder.close()
 

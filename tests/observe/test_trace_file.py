@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.standin_device import Clock
+from support.busy_gpu import Clock
 
 from axsparse.observe.phases import Phases
 from axsparse.observe.trace_file import (

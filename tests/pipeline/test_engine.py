@@ -1,21 +1,15 @@
-"""The bound on activations in flight, held by the engine on real stages; and tensor-parallel ranks
-on GPUs."""
+"""The bound on activations in flight, held by the engine on real stages; and what it takes in."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from support.pretend_gpu import AVAILABLE, pretend
 from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
-from support.standin_device import HoldingDevice
-from support.standin_transport import StandIn, on_standins
-from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
@@ -31,12 +25,10 @@ from axsparse.pipeline.engine import (
 from axsparse.pipeline.policy import Kind, action
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
-from axsparse.runtime.communication import Direction, Message, wait_for
-from axsparse.runtime.errors import TrainingError
-from axsparse.runtime.grid import Grid, RankCoords
+from axsparse.runtime.communication import Direction, Message
+from axsparse.runtime.grid import Grid
 from axsparse.samo.gradient_hooks import GradientCollector
-from axsparse.tensor_parallel.group import TensorGroup
-from axsparse.tensor_parallel.lockstep import Lockstep, MeetingLink
+from axsparse.tensor_parallel.lockstep import Lockstep
 
 MICROBATCHES = 12
 G_INTER = 4
@@ -212,78 +204,3 @@ def test_a_host_is_ahead_of_its_gpu_as_far_as_nothing_that_arrives_could_change_
     engine.evaluate(Batch(0, tuple(Microbatch((), None, n, 1) for n in range(20)), 20))
 
     assert gpu.most == ahead
-
-
-class Summing:
-    """A stage that sums over its tensor-parallel ranks in every action, and passes on how many it
-    has seen."""
-
-    def __init__(self, group: TensorGroup, coords: RankCoords, fails_at: int | None) -> None:
-        self._group, self._coords, self._fails_at = group, coords, fails_at
-
-    def forward(self, number: int, inputs: Sequence[Tensor], *_: object) -> tuple[Tensor]:
-        if number == self._fails_at and (self._coords.stage, self._coords.tp_rank) == (1, 2):
-            raise TrainingError("one member fails")
-        total = self._group.all_reduce(inputs[0].detach())
-        return (total[0] if self._coords.is_last else total.requires_grad_(),)
-
-    def backward(self, number: int, gradients: Sequence[Tensor], _: float) -> list[Tensor]:
-        start = torch.full((3,), float(number), device=pretend())
-        return [self._group.all_reduce([*gradients, start][0])]
-
-
-STAGES, MEMBERS, ROWS = 2, 4, 16
-LATE = {(0, 2): 0.002, (1, 3): 0.002, (1, 0): 0.02}
-"""The chance that a device says that it is done with a message to send, by stage and
-tensor-parallel rank."""
-
-
-def summed(seed: int, fails_at: int | None = None) -> list[list[float]]:
-    """The losses of every rank of two stages of four tensor-parallel ranks on stand-in devices."""
-
-    def main(transport: StandIn) -> list[float]:
-        coords = Grid(STAGES, 1, MEMBERS).coords(transport.rank)
-        group = TensorGroup(coords, transport, on_gpus=True)
-        transport.device.compute.queue.chance = LATE.get((coords.stage, coords.tp_rank), 1.0)
-        link = MeetingLink(transport.link(coords), group)
-        group.idle = link.push
-        engine = Engine(
-            Rank(coords, transport.backoff, Phases(), transport.device),
-            cast("Any", Summing(group, coords, fails_at)),
-            link,
-            schedule=Schedule("message-driven", 0, "alternate"),
-            while_idle=lambda: None,
-            around=partial(Lockstep, group, action),
-        )
-        rows = (torch.full((3,), float(number)) for number in range(ROWS))
-        batch = Batch(0, tuple(Microbatch((row,), None, 0, 1) for row in rows), 1)
-        losses = engine.train(batch, 1.0, 1.0, lambda number: None, lambda is_last: None)
-        wait_for(transport.device.compute.record(), transport.backoff)
-        return [float(loss) for loss in losses]
-
-    device = partial(HoldingDevice, memory=pretend())
-    make = partial(StandIn, device=device)
-    return on_standins(STAGES * MEMBERS, "nccl", main, seed=seed, make=make)
-
-
-needs_devices = pytest.mark.skipif(
-    not AVAILABLE, reason="this torch knows no device written in Python"
-)
-
-
-@needs_devices
-@pytest.mark.parametrize("seed", [2, 4])
-def test_members_whose_hosts_stand_still_in_their_sums_come_through(seed: int) -> None:
-    """In these orders all would hang if an action began before its message has come to all
-    tensor-parallel ranks: of either stage one host stands still and has a message for the other
-    stage."""
-    *first, last = summed(seed)
-
-    assert last == [number * MEMBERS**STAGES for number in range(ROWS)]
-    assert first == [[]] * MEMBERS + [last] * (MEMBERS - 1)
-
-
-@needs_devices
-def test_a_member_that_fails_ends_those_whose_devices_wait_for_it() -> None:
-    with pytest.raises(TrainingError, match="one member fails"):
-        summed(2, fails_at=4)

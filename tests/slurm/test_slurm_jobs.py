@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slurm import standin_trainer
 from slurm.loopback import Cluster, exit_codes, loopback, wait_for_end, wait_until
-from support import standin_trainer
 from support.mpirun import run_mpirun
 
 from axsparse.__main__ import main

@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.busy_gpu import Clock
 from support.resuming import ran
 from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
-from support.standin_device import Clock
 
 from axsparse.config.schema import WatchdogConfig
 from axsparse.observe.phases import Phases
