@@ -260,8 +260,8 @@ def judge(case: Case, folder: Path) -> str:
 
     def run(cut: Cut, config: Config, name: str, **options: Any) -> Ran:
         grid = (len(cut.split), case.replicas, case.members)
-        given = {"model": lambda _: case.model(), "data": vector_data(24, WIDTH)}
-        return ran(grid, config, folder / name, order=cut.order, **given, **options)
+        options = {"model": lambda _: case.model(), "data": vector_data(24, WIDTH), **options}
+        return ran(grid, config, folder / name, order=cut.order, **options)
 
     first, second = case.cuts
     try:
