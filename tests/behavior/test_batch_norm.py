@@ -247,26 +247,6 @@ def test_other_buffers_that_a_forward_changes_are_recomputed_as_they_were(
 # -- buffers that replicas change in their own way: said once, since a checkpoint has the first's
 
 
-class Centering(nn.Module):
-    """Subtracts a moving average of what it has seen, in training as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.mean: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean.lerp_(x.detach().mean(dim=0), 0.1)
-        out: Tensor = self.linear(x - self.mean)
-        return out
-
-
-def spectral() -> nn.Module:
-    return torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
 def train(build: Callable[[], nn.Module], g_inter: int, g_data: int) -> None:
     layers = [
         Layer("in", lambda: nn.Linear(WIDTH, WIDTH)),
@@ -275,29 +255,3 @@ def train(build: Callable[[], nn.Module], g_inter: int, g_data: int) -> None:
     ]
     settings = config(train={"steps": 2})
     train_in_process(g_inter, g_data, Model(layers, summed_loss), settings, vector_data())
-
-
-@pytest.mark.parametrize(("g_inter", "where"), [(1, 0), (3, 1)])
-def test_a_run_says_once_that_it_will_resume_with_the_first_replicas_buffers(
-    g_inter: int, where: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(Centering, g_inter, 2)
-
-    assert capsys.readouterr().err == (
-        f"axsparse: warning: rank {where} (stage {where}, replica 0): each replica has its own "
-        "own.mean; checkpoints hold the first replica's, so that a run that resumes goes on "
-        "otherwise if training depends on them\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("build", "g_data"),
-    [(Centering, 1), (spectral, 2), (norm_layer, 2)],
-    ids=["centering-1", "spectral-2", "norm-2"],
-)
-def test_buffers_that_are_equal_or_change_nothing_are_not_spoken_of(
-    build: Callable[[], nn.Module], g_data: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(build, 1, g_data)
-
-    assert capsys.readouterr().err == ""

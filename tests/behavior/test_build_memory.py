@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -50,45 +49,6 @@ layers = build(WIDTH, score, index)
 print(json.dumps({"above": resident("VmHWM") - resident("VmRSS"), "largest": 16 * WIDTH**2}))
 """
 
-BUILT_TWICE = """
-import ctypes, gc, json, os
-from functools import partial
-import torch
-from torch import nn
-import axsparse as ax
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.machine import resident_memory_bytes
-from axsparse.runtime.job import Job
-from axsparse.training.trainer import build
-
-def init(name, shape, generator):
-    return torch.randn(shape, generator=generator) * 0.02
-
-def squares(output, targets):
-    return (output - targets).float().square().sum()
-
-def built(layers):
-    linear = partial(nn.Linear, 1024, 1024, bias=False)
-    model = ax.Model([ax.Layer(f"l{n}", linear, init=init) for n in range(layers)], loss=squares)
-    data = ax.ArrayDataset(torch.zeros(8, 1024), torch.zeros(8, 1024))
-    config = ax.configure({"precision": "bf16", "pruning": {"sparsity": 0.9},
-        "batch": {"global_batch_size": 1, "microbatch_size": 1}, "optimizer": {"clip_norm": 0.0}})
-    job = Job(LocalTransport(LocalWorld(1), 0))
-    return build(job, model, lambda: ax.Datasets(data, None), config, quiet=True)
-
-first = built(1)
-first.close()
-del first
-gc.collect()
-ctypes.CDLL(None).malloc_trim(0)
-before = resident_memory_bytes()
-trainer = built(16)
-print(json.dumps({"state": trainer.state_bytes().total, "held": resident_memory_bytes() - before}))
-os._exit(0)
-"""
-"""The memory that the second build of a process leaves resident, and how much of it is state."""
-
 
 def measured_by(program: str, *arguments: str, **environment: str) -> dict[str, int]:
     """The JSON that a program prints, in a separate process."""
@@ -102,14 +62,6 @@ def measured_by(program: str, *arguments: str, **environment: str) -> dict[str, 
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout)
     return found
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries cannot be told")
-def test_a_build_leaves_no_holes_between_what_stays() -> None:
-    measured = measured_by(BUILT_TWICE)
-
-    assert measured["held"] < 1.3 * measured["state"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")

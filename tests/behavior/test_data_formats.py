@@ -118,23 +118,6 @@ def test_the_same_tokens_give_the_same_losses_in_every_format(
     assert len(set(expected)) == 4
 
 
-@pytest.mark.parametrize("kind", ["text", "datasets in place", "megatron"])
-def test_documents_are_told_apart_in_every_format(kind: str, tmp_path: Path) -> None:
-    path = FORMATS[kind](tmp_path)
-    loaded = loaded_of(f"data.path={path}", "data.intra_document_attention=true")
-
-    data: Any = open_datasets(loaded).training
-    (tokens, starts), _ = data.read(np.arange(len(data)))
-
-    flat = np.concatenate([np.array(one) for one in IDS])
-    length = tokens.shape[1]
-    begins = np.cumsum([0, *map(len, IDS)])
-    at = np.arange(len(data))[:, None] * length + np.arange(length)
-    found = begins[np.searchsorted(begins, at, side="right") - 1]
-    assert tokens.tolist() == flat[at].tolist()
-    assert starts.tolist() == np.maximum(found - at[:, :1], 0).tolist()
-
-
 # -- blends ---------------------------------------------------------------------------------
 
 
@@ -145,15 +128,6 @@ def blend(tmp_path: Path) -> str:
     second = prepared(tmp_path, write_jsonl(tmp_path / "b.jsonl", [{"text": "b" * 300}]))
     third = write_megatron(tmp_path / "third", [[7] * 40], 4)
     return f"data.blend=[{first}=0.5, {second}=0.3, {third}=0.2]"
-
-
-@pytest.mark.exhaustive
-def test_a_blend_is_the_same_in_every_layout(blend: str) -> None:
-    one = losses((blend,))
-
-    for layout in ((2, 1), (1, 2)):
-        assert losses((blend,), layout) == one
-    assert losses((blend, "seed=9")) != one
 
 
 def test_a_blend_goes_on_where_it_was_and_a_changed_source_is_refused(

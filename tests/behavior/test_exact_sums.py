@@ -27,7 +27,6 @@ from support.cases import (
     parameters,
     reference,
     steps,
-    trained,
 )
 from support.exhaustive import by_default
 from support.resuming import ran
@@ -288,24 +287,6 @@ def test_running_statistics_are_the_same_with_any_number_of_replicas(row: Row) -
     for _, trace in ranks:
         for name, value in trace.buffers.items():
             assert torch.equal(value, seen[name]), "replicas have the same"
-
-
-def test_running_statistics_follow_torchs_own_but_for_rounding() -> None:
-    """The joined statistics of a step are as if the forwards had run one after the other."""
-    [(_, ours)], [(_, torchs)] = (
-        trained(Row((1, 1), merged(UNEVEN, steps(3), section), subject=ODD_NORMS))
-        for section in (EXACT, {})
-    )
-
-    for name, buffer in torchs.buffers.items():
-        torch.testing.assert_close(ours.buffers[name], buffer, rtol=1e-5, atol=1e-6)
-
-
-def test_without_exact_sums_replicas_have_bits_of_their_own() -> None:
-    """Else the tests above compare nothing."""
-    norms = [trained(Row(layout, steps(3)))[0][1].norms for layout in ((1, 1), (1, 4))]
-
-    assert norms[0] != norms[1]
 
 
 def test_a_step_that_is_computed_again_counts_once_in_running_statistics(

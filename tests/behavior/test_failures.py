@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import time
@@ -69,12 +68,6 @@ def test_a_setting_that_cannot_be_run_is_refused(
     assert_rejected(train(ranks, tiny, *options), 78, line)
 
 
-def test_help_is_printed_once_and_is_no_failure() -> None:
-    job = run_mpirun(2, [*TRAIN, "--help"])
-
-    assert (job.returncode, job.stdout.count("usage:"), job.stderr) == (0, 1, ""), str(job)
-
-
 # --- what data and disk can get wrong ----------------------------------------------------
 
 
@@ -113,16 +106,6 @@ def test_a_rank_of_another_configuration_is_named(tiny: Path) -> None:
         f"seed: rank 1 on host {socket.gethostname()} has 2, rank 0 has 1234; "
         "start all ranks with the same command, configuration and environment",
     )
-
-
-@pytest.mark.exhaustive
-def test_a_configuration_that_one_rank_cannot_read_ends_all(tiny: Path) -> None:
-    good, bad = ([*TRAIN, "--config", str(tiny)], [*TRAIN, "--config", str(tiny.parent / "no")])
-
-    job = run_mpirun(1, [*good, ":", "-n", "1", warm_python(), *bad])
-
-    assert job.returncode == 66, str(job)
-    assert len(job.errors) == 1 and "no such file" in job.errors[0], str(job)
 
 
 # --- ranks that fail in the middle of a step ---------------------------------------------
@@ -223,14 +206,3 @@ def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
 
     assert job.returncode > 0, str(job)
     assert outlived < 5, str(job)
-
-
-@pytest.mark.exhaustive
-def test_ranks_that_wait_leave_their_cores_to_others(tmp_path: Path) -> None:
-    job, _ = break_down(tmp_path, "2x2", 4, "sleep")
-
-    assert job.returncode == 0, str(job)
-    for rank in (0, 2, 3):
-        used = json.loads((tmp_path / f"cpu-{rank}.json").read_text())
-        assert used["wall"] > 2.5, "the step holds the sleep"
-        assert used["cpu"] < 0.3 * used["wall"], (rank, used)

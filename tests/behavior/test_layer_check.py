@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from axsparse.data.dataset import ArrayDataset, Dataset
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.own_forward import from_module
-from axsparse.models.sequential import from_sequential, plain_model, plainly_named
+from axsparse.models.sequential import from_sequential, plain_model
 from axsparse.runtime.errors import ConfigError
 from axsparse.training import layer_check
 from axsparse.training.layer_check import is_checked
@@ -262,29 +262,6 @@ def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
         judged(model, layout, far, precision="bf16")
 
 
-class OfBits(Centred):
-    """Takes the bits of its samples as integers, which nothing rounds."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.view(torch.float32))
-
-
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
-def test_samples_that_are_given_as_bits_are_not_rounded(layout: tuple[int, int]) -> None:
-    far = vector_data()
-    far._inputs[0] += 1000
-    losses = []
-    for layer, precision in ((OfBits, "bf16"), (Centred, "fp32")):
-        torch.manual_seed(7)
-        model = from_sequential([layer(), linear(CLASSES)], summed_loss)
-        inputs = far._inputs[0].view(torch.int32) if layer is OfBits else far._inputs[0]
-        read = ArrayDataset(inputs, far._targets)
-        config = tiny_config(**BATCH, precision=precision)
-        losses.append(train_in_process(*layout, model, config, read)[0][1].losses)
-
-    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
-
-
 @pytest.mark.parametrize("broken", ["deferral", "sparse products", "recomputation"])
 def test_a_fault_of_the_layouts_own_way_ends_the_run(
     broken: str, monkeypatch: pytest.MonkeyPatch
@@ -508,13 +485,6 @@ def compiled_linear() -> Any:
     return torch.compile(Doing(lambda _, x: x * 2), backend=counted)
 
 
-def test_a_hook_on_what_torch_compile_returned_stays() -> None:
-    module, x = compiled_linear(), torch.randn(2, WIDTH)
-    module.register_forward_hook(lambda _, inputs, output: 3 * output)
-
-    assert torch.equal(plainly_named(module)(x), 3 * plainly_named(module).forward(x))
-
-
 def counted(graph: Any, _: Any) -> Any:
     GRAPHS.append(graph)
     return graph
@@ -622,20 +592,6 @@ def test_alike_layers_are_compared_once_a_stage(monkeypatch: pytest.MonkeyPatch)
     judged(from_sequential(modules, summed_loss))
 
     assert compared == ["0", "2", "3", "5"]
-
-
-@pytest.mark.parametrize("place", [0, 5])
-def test_a_stage_may_have_more_layers_to_compare_than_others(place: int) -> None:
-    modules: list[nn.Module] = [
-        Doing(lambda self, x: x * self.factor, factor=1.0 + number) for number in range(6)
-    ]
-    modules[place] = counting()
-    model = from_sequential([*modules, linear(CLASSES)], summed_loss)
-
-    config = tiny_config(**BATCH, layout={"split": [6, 1]})
-
-    with pytest.raises(ConfigError, match=f"^layer {place}: {CALLS}"):
-        train_in_process(2, 1, model, config, vector_data())
 
 
 @pytest.mark.parametrize("recomputed", [0, 1])

@@ -198,26 +198,6 @@ def over_time(method: str, **sections: Any) -> Config:
     )
 
 
-@pytest.mark.exhaustive
-def test_pruning_methods_go_on_with_shards(tmp_path: Path) -> None:
-    config = over_time("early-bird to step 1", **SHARD)
-
-    resumes(tmp_path, config, before=(1, 2), after=(2, 2), stop=5)
-
-
-@pytest.mark.exhaustive
-def test_it_does_not_matter_when_a_run_stops(tmp_path: Path) -> None:
-    """At every step of one run after the other, each of them under another layout."""
-    config = over_time("iterative to step 1")
-    whole = ran((1, 1), config, tmp_path / "whole")
-    layouts = itertools.cycle([(1, 1), (2, 1)])
-    for stop in range(1, config.train.steps):
-        resumed = ran(next(layouts), config, tmp_path / "run", stop_after=stop, resume="auto")
-        assert resumed.losses == {stop: whole.losses[stop]}
-
-    same(ran((3, 1), config, tmp_path / "run", resume="auto"), whole)
-
-
 def normalised(config: Config) -> Model:
     """Layers with running statistics, a cache and a frozen layer."""
 
@@ -591,14 +571,3 @@ def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(
     assert list(stopped.losses) == [1, 2] and steps_saved(tmp_path / "run") == {"step-2"}
     same(resumed, whole)
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
-
-
-def test_a_signal_in_the_last_evaluation_comes_too_late(tmp_path: Path) -> None:
-    config = config_of(train={"steps": 2, "eval_steps": 1})
-
-    ended = ran(
-        (2, 1), config, tmp_path / "run", look=hears_in_evaluation(2), validation=token_data(12)
-    )
-
-    assert ended.stopped is None
-    assert len(evaluations(tmp_path / "run")) == 1

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
-from axsparse.pipeline import layer_runner
 from axsparse.samo import gradient_hooks
 from axsparse.samo.host.compiled_loops import has_bf16_loops
 from axsparse.samo.host.sparse_products import sampled_product
@@ -232,18 +231,6 @@ def test_gradients_are_whole_where_only_other_products_are_sparse(
         assert trace.losses == one.losses
         for key, weight in trace.weights.items():
             assert torch.equal(weight, one.weights[key]), key
-
-
-def test_compiled_layers_have_dense_products(
-    monkeypatch: pytest.MonkeyPatch, products: list[int]
-) -> None:
-    """Whose gradients would have to leave a function that torch.compile has fused."""
-    monkeypatch.setattr(torch, "compile", lambda call, dynamic: call)
-    monkeypatch.setattr(layer_runner, "_allow_graphs", lambda more: None)
-
-    train_in_process(1, 1, model(), config(pipeline={"compile": True}), data())
-
-    assert products == []
 
 
 @pytest.mark.parametrize("tied", [False, True])

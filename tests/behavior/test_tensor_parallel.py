@@ -29,7 +29,6 @@ from support.hf import SMALL_LLAMA, small_llama
 from support.planner_cases import planned_bytes
 from support.resuming import Ran, ran
 from support.runs import (
-    on_ranks,
     random_init,
     summed_loss,
     tiny_config,
@@ -44,7 +43,6 @@ from torch import Tensor, nn
 from axsparse.models.layer import Layer, Model, TpStyle
 from axsparse.models.model_profile import profile
 from axsparse.pipeline.weight_gradients import DeferredGradients
-from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -386,27 +384,6 @@ def test_masks_do_not_depend_on_the_degree(number: int) -> None:
         assert all(torch.equal(kept, one.kept[name]) for name, kept in trace.kept.items())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_a_trainer_gives_whole_weights(is_trained: bool) -> None:
-    config = tiny_config(
-        **merged(FOUR_HEADS.settings, steps(2), {"precision": "bf16"}),
-        samo={"gradient": "exact", "zero_stage": 1},
-    )
-    found: list[dict[str, Tensor] | None] = []
-
-    def look(trainer: Trainer) -> None:
-        found.append(trainer.state_dict(trained=is_trained))
-
-    for layout in ((1, 1, 1), (2, 2, 2)):
-        model = tiny_gpt(config)
-        train_in_process(*layout[:2], model, config, token_data(), g_tensor=layout[2], before=look)
-
-    one, many = (weights for weights in found if weights is not None)
-    assert one.keys() == many.keys()
-    assert all(torch.equal(weight, many[name]) for name, weight in one.items())
-
-
 class Between(nn.Module):
     """A function of the features between the sharded modules."""
 
@@ -674,26 +651,6 @@ def test_state_and_messages_of_every_member_are_what_plans_count(
         assert trainer.state_bytes().total == state > 0
         assert parts is not None and earlier is not None
         assert parts.bytes_sent - earlier.bytes_sent == sent > 0
-
-
-@pytest.mark.parametrize("on_gpus", [False, True])
-def test_on_gpus_a_word_has_left_before_who_tells_it_goes_on(on_gpus: bool) -> None:
-    """Its host may stand still next, in the action that the others are to begin."""
-    order: list[str] = []
-
-    def on_rank(transport: Transport) -> None:
-        group = TensorGroup(Grid(1, 1, 2).coords(transport.rank), transport, on_gpus=on_gpus)
-        if transport.rank == 0:
-            group.broadcast([1, 2])
-            order.append("told")
-            return
-        order.append("asks")
-        while group.next_broadcast(2) is None:
-            transport.backoff.pause()
-
-    on_ranks(2, on_rank)
-
-    assert order == (["asks", "told"] if on_gpus else ["told", "asks"])
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)

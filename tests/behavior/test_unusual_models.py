@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 from support.resuming import ran, same
 from support.runs import (
@@ -20,7 +19,6 @@ from torch import nn
 
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
-from axsparse.runtime.errors import ConfigError
 
 ROWS, WIDTH, CLASSES = 9, 6, 5
 
@@ -54,27 +52,6 @@ def test_an_embedding_whose_gradients_are_sparse_trains_as_one_with_dense_gradie
 
     for _, sparse in train_in_process(2, 1, embedding_model(sparse=True), config, data):
         assert_bitwise(sparse, dense)
-
-
-def rrelu_model(*, inplace: bool) -> Model:
-    def noisy() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(inplace=inplace))
-
-    head = partial(nn.Linear, WIDTH, CLASSES)
-    return Model([Layer("noisy", noisy), Layer("head", head)], summed_loss)
-
-
-def test_an_rrelu_is_recomputed_right_or_refused() -> None:
-    data = vector_data(width=WIDTH)
-    settings = {"batch": {"global_batch_size": 6, "microbatch_size": 3}, "train": {"steps": 3}}
-    kept = tiny_config(**settings)
-    recomputed = tiny_config(**settings, pipeline={"checkpoint_activations": 1})
-    [(_, one)] = train_in_process(1, 1, rrelu_model(inplace=True), kept, data)
-
-    for _, trace in train_in_process(2, 1, rrelu_model(inplace=True), recomputed, data):
-        assert_bitwise(trace, one)
-    with pytest.raises(ConfigError, match=r"^layer noisy: the gradient .* try pipeline"):
-        train_in_process(2, 1, rrelu_model(inplace=False), recomputed, data)
 
 
 def test_weights_to_rewind_to_are_saved_where_the_first_stage_trains_nothing(

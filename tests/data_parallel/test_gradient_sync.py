@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -293,50 +292,6 @@ def test_of_what_comes_back_a_sharded_layer_takes_its_share(rank: int, expected:
     all_ready(sync, [layer])
 
     assert values(layer) == [expected]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
-def test_a_replica_knows_whether_its_own_gradients_were_finite(
-    value: float, wire: torch.dtype
-) -> None:
-    layer = layer_state("a")
-    sync = gradient_sync([layer], Members(), wire_dtype=wire)
-    layer.gradient[3] = value
-
-    sync.ready(layer)
-    layer.gradient.zero_()
-
-    assert not all(math.isfinite(one) for one in sync.own_extremes)
-    sync.begin()
-    sync.ready(layer)
-    assert all(math.isfinite(one) for one in sync.own_extremes) and sync.own_extremes
-
-
-def test_a_single_replica_sends_nothing() -> None:
-    layer = layer_state("a")
-    replicas = Members(size=1)
-    sync = gradient_sync([layer], replicas, wire_dtype=torch.bfloat16)
-    layer.gradient.fill_(1 + 2.0**-12)
-
-    sync.ready(layer)
-    sync.finish()
-
-    assert replicas.started == []
-    assert values(layer) == [1 + 2.0**-12]
-
-
-def test_the_second_use_alone_in_a_layer_has_no_bucket_of_its_own() -> None:
-    first = layer_state("first")
-    second = layer_state("second", owner=first.tensors[0])
-    replicas = Members()
-    sync = gradient_sync(
-        [first, second], replicas, ties=[StageTie((use(first), use(second)), None)]
-    )
-
-    all_ready(sync, [first, second])
-
-    assert [work.buffer.numel() for work in replicas.started] == [KEPT]
 
 
 # -- whole runs -----------------------------------------------------------------------------

@@ -9,7 +9,6 @@ GRID is stages x replicas, such as 1x2. It saves every second step. FAULT is "no
     limit:STEP          files of rank 1 may have no more than 2 kB from that step on
     signal:STEP         the launcher gets SIGUSR1 after that step, from rank 0
     signal-save:STEP    the launcher gets SIGUSR1 while that step's checkpoint is written
-    signals:STEP        the same, but rank 0's disk takes for ever, and a second SIGUSR1 comes
     hold:STEP           rank 0 writes its process to RUN_DIR/../held after that step, and waits for
                         RUN_DIR/../go to be written
     nan:STEP            a gradient of rank 1 is NaN once, in the step after that one
@@ -115,14 +114,6 @@ def break_it(
             told.set()
             tell_launcher()
 
-    def wait_for_ever() -> None:
-        stop.echo_seconds = 0.0
-        tell_launcher()
-        while not stop.is_set:
-            os.sched_yield()
-        tell_launcher()
-        threading.Event().wait()
-
     if kind == "kill-write" and rank == 1:
         break_writing(step, die)
     if kind == "kill-commit" and rank == 0:
@@ -131,8 +122,6 @@ def break_it(
         break_removing(f"step-{step}.old")
     if kind == "signal-save" and rank == 0:
         break_writing(step, tell_once)
-    if kind == "signals" and rank == 0:
-        break_writing(step, wait_for_ever)
 
     def after(done: int) -> None:
         if done != step:

@@ -210,16 +210,6 @@ def test_another_layout_goes_on(
     assert losses(run) == pytest.approx(losses(whole), rel=REPLICAS_TOLERANCE)
 
 
-def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-
-    done = train(run, "signals:4", grid="1x1")
-
-    assert done.returncode == 138, str(done)
-    assert "axsparse: leaving at once, by a second SIGUSR1" in done.stderr
-    assert saved_steps(run / CHECKPOINTS) == [2]
-
-
 @pytest.mark.fault(14)
 def test_a_second_job_in_the_same_directory_is_told_who_has_it(tmp_path: Path) -> None:
     run = tmp_path / "run"

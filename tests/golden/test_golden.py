@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from golden.golden import Golden, Table, differences, fingerprint, main, updated
+from golden.golden import Golden, Table, differences, fingerprint, main
 
 USUAL = r"^(1x1|2x1|2x2 exact, sharded|1x1 pattern 2 of 4|2x2 own model)$"
 TABLE = Table.read("base: {}\nrows: {one: {}, two: {same: one}}")
@@ -45,31 +43,3 @@ def test_comparison_reports_values_and_texts_apart(
     expected = {"values": values, "texts": texts}
 
     assert differences(TABLE, ours, theirs) == {"one": expected, "two": expected}
-
-
-def test_row_that_fails_is_reported_by_its_reason_alone() -> None:
-    ours = results(3.0, screen="other")
-    ours.bits[fingerprint()]["one"] = {"failed": "exit code 70"}
-
-    found = differences(TABLE, ours, results(3.0))
-
-    assert found["one"] == {"values": ["exit code 70"], "texts": []}
-
-
-def test_rows_that_are_the_same_are_compared_on_every_machine() -> None:
-    ours = results(3.0)
-    two: dict[str, Any] = ours.bits[fingerprint()]["two"]
-    two["weights"] = [8]
-
-    found = differences(TABLE, ours, results(3.0, machine="other"))
-
-    assert found["two"]["values"] == ["weights 1 is 8, not 7, as in row 'one'"]
-
-
-def test_update_drops_values_of_other_machines_that_no_longer_hold() -> None:
-    here = fingerprint()
-    old = results(3.0)
-    old.bits["other"] = results(3.0).bits[here]
-
-    assert set(updated(TABLE, results(3.0), old).bits) == {here, "other"}
-    assert set(updated(TABLE, results(3.0000001), old).bits) == {here}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from axsparse.models.layer import Layer, Model, as_tuple
+from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
 from axsparse.models.model_profile import FLOPS_PER_BYTE, costs_text, profile, with_costs
 
@@ -108,14 +108,6 @@ def test_weights_that_go_on_as_outputs_are_no_activations() -> None:
     assert activations.outputs == 24
 
 
-def test_batch_normalisation_and_dropout_can_be_counted() -> None:
-    state = torch.random.get_rng_state()
-
-    run(nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5)), 6)
-
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
 class Attention(nn.Module):
     """Attention whose queries, keys and values lie side by side in the input."""
 
@@ -170,22 +162,6 @@ def test_attention_keeps_what_it_keeps_on_a_cpu(
     assert flops == 4 * 4 * length**2 * width
 
 
-class GroupedAttention(nn.Module):
-    """Four heads of queries, of which two share each head of keys and of values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        samples, length, width = x.shape
-        query = x.view(samples, length, 4, -1).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, query[:, :2], query[:, 2:], enable_gqa=True)
-        return mixed.transpose(1, 2).reshape(samples, length, width)
-
-
-def test_heads_that_share_keys_and_values_count_as_many_flops_as_others() -> None:
-    flops, _ = run(GroupedAttention(), 64, 4 * 16)
-
-    assert flops == 4 * 64 * 64 * 2 * (16 + 16)
-
-
 def model(*, example: bool, flops: float | None = None) -> Model:
     layers = [
         Layer("a", lambda: nn.Linear(6, 6), flops=flops),
@@ -213,10 +189,6 @@ def test_without_an_example_parameters_count() -> None:
     assert first.activations is None
 
 
-def test_flops_that_a_layer_states_come_first() -> None:
-    assert profile(model(example=True, flops=5.0)).layers[0].flops == 5.0
-
-
 @pytest.mark.parametrize("example", [True, False])
 def test_costs_reach_ranks_that_have_not_run_the_layers(example: bool) -> None:
     found = profile(model(example=example), BF16)
@@ -225,9 +197,3 @@ def test_costs_reach_ranks_that_have_not_run_the_layers(example: bool) -> None:
 
 
 # -- what a layer may return ----------------------------------------------------------------
-
-
-def test_a_list_of_tensors_is_as_good_as_a_tuple() -> None:
-    pair = [torch.zeros(2), torch.ones(2)]
-
-    assert all(map(torch.equal, as_tuple("a", pair), as_tuple("a", tuple(pair))))

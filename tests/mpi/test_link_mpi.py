@@ -51,22 +51,6 @@ def test_an_mpi_link_keeps_the_contract(promise: Callable[[Transport], None]) ->
 
 
 @needs_a_neighbour
-def test_two_links_of_the_same_ranks_are_apart() -> None:
-    with on_mpi() as transport:
-        coords = Grid(SIZE, 1).coords(transport.rank)
-        links = [transport.link(coords), transport.link(coords)]
-        if not coords.is_last:
-            for number in (1, 0):
-                message = Message(Direction.FORWARD, number, (torch.tensor([number]),))
-                links[number].send(message)
-        if not coords.is_first:
-            for number, link in enumerate(links):
-                while not (arrived := link.arrivals()):
-                    transport.backoff.pause()
-                assert [message.microbatch for message in arrived] == [number]
-
-
-@needs_a_neighbour
 def test_a_message_that_is_complete_waits_for_those_before_it() -> None:
     with on_mpi() as transport:
         coords = Grid(SIZE, 1).coords(transport.rank)

@@ -11,14 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from axsparse.observe.charts import (
-    PHASE_COLOURS,
     Areas,
     Bars,
     Curve,
     Lines,
     Point,
     Timeline,
-    chart_html,
     svg,
     thinned,
 )
@@ -83,18 +81,6 @@ def test_a_gap_interrupts_a_curve_and_a_lone_point_is_seen() -> None:
     assert curve.get_markevery() == [3]
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ([2.5, 2.5], ['<p class="flat">loss: one 2.5 at every step</p>']),
-        ([None, 2.5], ['<p class="flat">loss: one 2.5 at every step</p>']),
-        ([None, None], []),
-    ],
-)
-def test_what_does_not_change_is_a_sentence(values: list[float | None], says: list[str]) -> None:
-    assert list(chart_html(lines(list(enumerate(values))))) == says
-
-
 def test_thinning_keeps_ends_peaks_and_gaps() -> None:
     points: list[Point] = [(n, 1.0 + n % 7 / 100) for n in range(10_000)]
     points[4321], points[7000] = (4321, 99.0), (7000, None)
@@ -150,19 +136,4 @@ def test_a_timeline_shows_what_takes_most_of_each_column_and_names_long_actions(
     assert len(drawn) < 60_000
 
 
-def test_svg_is_the_pages_and_names_are_escaped() -> None:
-    chart = Bars(EVIL, [(EVIL, [1.0], EVIL)], ["#444444"], {EVIL: "#444444"})
-
-    text = "".join(chart_html(chart))
-
-    assert "<script" not in text
-    assert not re.search(r"https?:|xmlns|url\((?!#)|<style|font-family|#010203", text)
-    assert EVIL in [label.text for label in ElementTree.fromstring(text).iter("text")]  # noqa: S314
-    assert "currentColor" in text
-
-
 # -- pages ----------------------------------------------------------------------------------
-
-
-def test_every_phase_has_a_colour_in_the_order_of_phases() -> None:
-    assert tuple(PHASE_COLOURS) == PHASES

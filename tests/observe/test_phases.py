@@ -13,8 +13,6 @@ from support.busy_gpu import BusyGpu, Clock
 
 from axsparse.observe.phases import PHASES, DevicePhases, LateSeconds, Phases
 from axsparse.observe.trace_file import Span, TraceRecorder, read
-from axsparse.observe.watchdog.watchdog import Activity
-from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -248,19 +246,6 @@ def test_polling_sets_no_marks() -> None:
     assert seconds == times(compute=2, p2p=10_000, bubble=20_000, collective=10_000)
 
 
-def test_marks_are_set_again_once_they_are_read() -> None:
-    gpu = Gpu()
-    steps: list[LateSeconds] = []
-
-    for _ in range(5):
-        gpu.phases.begin_step()
-        gpu.spend("compute", 1, work=3)
-        steps.append(gpu.phases.end_step())
-        assert all(step["compute"] == 3 for step in steps[:-1])
-
-    assert gpu.marks == 8  # begin, in, out and end of two steps, however many follow
-
-
 def test_a_step_that_was_not_ended_is_forgotten_and_its_marks_are_not() -> None:
     gpu = Gpu()
     for _ in range(3):
@@ -274,27 +259,6 @@ def test_a_step_that_was_not_ended_is_forgotten_and_its_marks_are_not() -> None:
 
     assert seconds == times(compute=3, bubble=1)
     assert gpu.marks == 4
-
-
-def test_a_step_of_a_gpu_that_never_began_cannot_end() -> None:
-    with pytest.raises(AssertionError, match="end_step without begin_step"):
-        Gpu().phases.end_step()
-
-
-def test_a_watchdog_sees_the_hosts_phase_and_its_work() -> None:
-    gpu = Gpu()
-    activity = Activity(gpu.phases, SleepingBackoff(), list)
-    gpu.phases.begin_step()
-    before = activity.beats
-
-    with gpu.phases("p2p"), gpu.phases("bubble"):
-        assert (activity.phases.current, activity.beats) == ("bubble", before)
-    gpu.phases.action = "F3"
-    with gpu.phases("compute"):
-        assert (activity.phases.current, activity.phases.action) == ("compute", "F3")
-        assert activity.beats > before
-
-    assert activity.phases.current == "other"
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -414,12 +378,3 @@ def test_only_the_last_microbatch_marks_its_compressions_and_the_others_last_as_
     # A backward more is one stretch more, whatever its number of tensors.
     assert many.marks - few.marks == 2 * 100
     assert seconds == pytest.approx(times(compute=101 * 10 * 2, compress=101 * 10 * 1))
-
-
-def test_compressions_without_marks_are_signs_of_life() -> None:
-    phases = DevicePhases(Gpu())
-    before = phases.worked
-    with phases.compression(False):
-        pass
-
-    assert phases.worked > before

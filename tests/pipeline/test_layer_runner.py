@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,45 +76,6 @@ def test_fused_layers_train_as_others_do() -> None:
     calls = trainer.parts.engine.layers
     # A bound method is a new object whenever it is asked for.
     assert all(call._run != call._call for call in calls)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")
-def test_more_kinds_of_layers_than_torch_compiles_of_one_function_are_all_fused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All layers run one function, of which torch by itself fuses eight, and says so in a warning
-    only."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def note(graph: torch.fx.GraphModule, inputs: object) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note))
-    config: Any = torch._dynamo.config
-    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    monkeypatch.setattr(config, limit, 8)
-    widths = range(3, 3 + 14)
-    runners = [
-        LayerRunner(
-            f"layer {width}",
-            nn.Linear(width, 2),
-            is_recomputed=False,
-            is_compiled=True,
-        )
-        for width in widths
-    ]
-
-    for width, runner in zip(widths, runners, strict=True):
-        for rows in (4, 1):
-            runner.train((torch.ones(rows, width),), ("step", 0))
-            with torch.no_grad():
-                runner.evaluate((torch.ones(rows, width),), ("step", 0))
-
-    assert len(graphs) == 4 * 14
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -230,18 +230,6 @@ def test_the_preference_decides_where_both_kinds_can_run(setting: Setting) -> No
 # -- choices by hand ------------------------------------------------------------------------
 
 
-def test_alternation_with_both_kinds_at_hand_reads_f_f_b_f_b() -> None:
-    policy = MessageDriven(stage=0, g_inter=2, microbatches=4, bound=4)
-    said = [str(policy.next()), str(policy.next())]
-    policy.arrived(BACKWARD, 0)
-    policy.arrived(BACKWARD, 1)
-
-    said += [str(policy.next()) for _ in range(4)]
-
-    assert said == ["F0", "F1", "B0", "F2", "B1", "F3"]
-    assert policy.next() is None and not policy.finished
-
-
 def middle(bound: int) -> MessageDriven:
     """The middle stage of three, with 4 microbatches, the first split backward of which has run."""
     policy = MessageDriven(stage=1, g_inter=3, microbatches=4, bound=bound, is_split=True)

@@ -13,7 +13,6 @@ from support.action_text import from_text, peak_in_flight, to_text
 
 from axsparse.pipeline.policy import (
     Action,
-    ForwardOnly,
     InOrder,
     Kind,
     Preference,
@@ -81,28 +80,6 @@ def test_a_uniform_pipeline_with_free_messages_has_the_bubble_of_equation_6(
         assert [idle(result, stage) for stage in range(g_inter)] == [bubble] * g_inter
 
 
-def test_two_stages_by_hand() -> None:
-    # stage 0: F0 0-1, F1 1-2,        B0 6-8, B1 10-12
-    # stage 1:      F0 1-3, B0 3-6, F1 6-8, B1 8-10
-    durations = Durations(forward=[[1, 1], [2, 2]], backward=[[2, 2], [3, 2]])
-
-    result = run(Schedule("message-driven", 0, "alternate"), durations)
-
-    first, last = result.stages
-    assert (to_text(first.actions), first.begins, first.ends) == (
-        "F0 F1 B0 B1",
-        [0, 1, 6, 10],
-        [1, 2, 8, 12],
-    )
-    assert (to_text(last.actions), last.begins, last.ends) == (
-        "F0 B0 F1 B1",
-        [1, 3, 6, 8],
-        [3, 6, 8, 10],
-    )
-    assert (result.seconds, first.end, last.end) == (12, 12, 10)
-    assert (first.compute, last.compute) == (6, 9)
-
-
 def test_a_message_takes_its_latency_and_the_time_of_both_ends() -> None:
     # F0 0-1, handled until 3, arrives at 7, handled until 9, F0 9-10, B0 10-12,
     # handled until 14, arrives at 18, handled until 20, B0 20-22.
@@ -118,34 +95,6 @@ def test_a_message_takes_its_latency_and_the_time_of_both_ends() -> None:
     assert (first.p2p, last.p2p) == (4, 4)
     assert (first.end, last.end, result.seconds) == (22, 14, 22)
     assert idle(result, 0) == 22 - 3 - 4
-
-
-def test_each_edge_has_its_own_costs() -> None:
-    durations = Durations.uniform(3, 1, 1, 1)
-
-    result = lists(
-        "F0 B0", "F0 B0", "F0 B0", durations=durations, edges=[MessageCost(10), MessageCost(100)]
-    )
-
-    assert [stage.begins for stage in result.stages] == [[0, 225], [11, 214], [112, 113]]
-
-
-def test_what_arrives_at_the_instant_of_a_decision_counts() -> None:
-    # At 3, stage 0 ends F2 and B0 arrives: the bound lets B0 run, the preference F3.
-    durations = Durations(forward=[[1] * 5, [1] * 5], backward=[[1] * 5, [1] * 5])
-
-    result = run(Schedule("message-driven", 3, "backward"), durations)
-
-    assert to_text(result.stages[0].actions).startswith("F0 F1 F2 B0")
-
-
-def test_an_evaluation_ends_with_the_last_stage() -> None:
-    durations = Durations(forward=[[1, 1], [2, 2]], backward=[[0, 0], [0, 0]])
-
-    result = simulate(lambda stage: ForwardOnly(stage=stage, microbatches=2), durations)
-
-    assert [done.end for done in result.stages] == [2, 5]
-    assert result.seconds == 5
 
 
 def test_lists_that_wait_for_each_other_end_the_simulation() -> None:

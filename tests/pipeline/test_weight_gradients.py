@@ -134,7 +134,6 @@ class Uses(nn.Module):
         super().__init__()
         self.inner = nn.Linear(SIZE, outputs)
         self.calls = 0
-        self.hidden = [self.inner.weight]
         self._way = way
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,16 +188,6 @@ class TorchAttention(nn.Module):
         return out
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(SIZE, SIZE, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)[0]
-        return out
-
-
 def frozen_bias(module: nn.Linear | nn.Conv2d) -> nn.Module:
     assert module.bias is not None
     module.bias.requires_grad_(False)
@@ -220,41 +209,10 @@ def slope(inner: nn.Linear, x: Tensor, *, again: bool = False) -> Tensor:
     return gradient
 
 
-def of_weight(module: Uses, x: Tensor) -> Tensor:
-    """A step against the gradient of the weight itself."""
-    with torch.enable_grad():
-        loss = module.inner(x.detach()).square().sum()
-        (gradient,) = torch.autograd.grad(loss, module.inner.weight)
-    return torch.as_tensor(module.inner(x)) - F.linear(x, 1e-3 * gradient)
-
-
-def frozen_once(module: Uses, x: Tensor) -> Tensor:
-    module.inner.weight.requires_grad_(False)
-    y = module.inner(x).tanh()
-    module.inner.weight.requires_grad_(True)
-    return torch.as_tensor(module.inner(y))
-
-
 def hooked() -> nn.Module:
     module = nn.Linear(SIZE, SIZE)
     module.weight.register_hook(lambda gradient: gradient * 2)
     return module
-
-
-def replaced_forward() -> nn.Module:
-    module = nn.Linear(SIZE, SIZE)
-    vars(module)["forward"] = lambda x: F.linear(x * 3, module.weight)
-    return module
-
-
-def mapped(module: Uses, x: Tensor) -> Tensor:
-    by_row: Callable[[Tensor], Tensor] = torch.func.vmap(module.inner)
-    return torch.as_tensor(by_row(x))
-
-
-def jacobian(module: Uses, x: Tensor) -> Tensor:
-    (row,) = torch.func.vjp(lambda y: module.inner(y).sum(), x.detach())[1](torch.tensor(1.0))
-    return torch.as_tensor(module.inner(x) + row.detach())
 
 
 def later(way: Callable[[Uses, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
@@ -262,21 +220,8 @@ def later(way: Callable[[Uses, Tensor], Tensor]) -> Callable[[Any, Tensor], Tens
     return lambda module, x: module.inner(x) if module.calls < 2 else way(module, x)
 
 
-def own_checkpoint(*, use_reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
-    def way(module: Uses, x: Tensor) -> Tensor:
-        return torch.as_tensor(checkpoint(module.inner, x, use_reentrant=use_reentrant))
-
-    return way
-
-
-def slope_in_checkpoint(*, use_reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
-    def way(module: Uses, x: Tensor) -> Tensor:
-        def body(y: Tensor) -> Tensor:
-            return slope(module.inner, y) + torch.as_tensor(module.inner(y))
-
-        return torch.as_tensor(checkpoint(body, x, use_reentrant=use_reentrant))
-
-    return way
+def own_checkpoint(module: Uses, x: Tensor) -> Tensor:
+    return torch.as_tensor(checkpoint(module.inner, x, use_reentrant=False))
 
 
 ALL = ["weight"]
@@ -285,32 +230,20 @@ S3 = (3, 5, SIZE)
 """Samples, positions and features."""
 Way = Callable[[Any, Tensor], Tensor]
 USED: dict[str, tuple[Way, tuple[int, ...], list[str]]] = {
-    "no row": (lambda m, x: m.inner(x[:0]), (4, SIZE), INNER),
     # Other uses beside one call: autograd adds all, or they wait for W.
     "twice": (lambda m, x: m.inner(m.inner(x)), S3, []),
     "penalty": (lambda m, x: m.inner(x) + m.inner.weight.sum(), S3, []),
-    "squared penalty": (lambda m, x: m.inner(x + (m.inner.weight * m.inner.weight).sum()), S3, []),
     "twice and a penalty": (lambda m, x: m.inner(m.inner(x) + m.inner.weight.mean()), S3, []),
     "raw product": (lambda m, x: F.linear(x, m.inner.weight), S3, []),
-    "call and raw product": (lambda m, x: F.linear(m.inner(x), m.inner.weight), S3, []),
-    "by a reference": (lambda m, x: m.inner(x) * m.hidden[0].sum(), S3, []),
     "gradient penalty": (lambda m, x: m.inner(x) + slope(m.inner, x, again=True), S3, []),
     "slope of an activation": (lambda m, x: m.inner(x) + slope(m.inner, x), S3, INNER),
-    "gradient of the weight": (of_weight, (7, SIZE), INNER),
-    "frozen for one call": (frozen_once, S3, INNER),
     "transposed input": (lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1), S3, []),
-    "vmap": (mapped, S3, []),
-    "vjp": (jacobian, S3, INNER),
     "penalty from the second microbatch on": (
         later(lambda m, x: m.inner(x) + m.inner.weight.sum()),
         *(S3, INNER),
     ),
-    "twice from the second microbatch on": (later(lambda m, x: m.inner(m.inner(x))), S3, INNER),
     "unused from the second microbatch on": (later(lambda m, x: x * m.inner.bias), S3, []),
-    "checkpoint of its own": (own_checkpoint(use_reentrant=False), (7, SIZE), INNER),
-    "reentrant checkpoint": (own_checkpoint(use_reentrant=True), (7, SIZE), INNER),
-    "slope in a checkpoint": (slope_in_checkpoint(use_reentrant=False), S3, INNER),
-    "slope in a reentrant checkpoint": (slope_in_checkpoint(use_reentrant=True), S3, INNER),
+    "checkpoint of its own": (own_checkpoint, (7, SIZE), INNER),
 }
 """Forwards with a linear layer, the shape of its input, and the parameters that split backwards
 take for W."""
@@ -334,11 +267,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] =
     **{name: (partial(Uses, way), shape, names) for name, (way, shape, names) in USED.items()},
     "tied": (tied, S3, []),
     "overridden": (lambda: Overridden(SIZE, 20), (7, SIZE), []),
-    "replaced forward": (replaced_forward, (7, SIZE), []),
     "tensor hook": (hooked, (7, SIZE), []),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(SIZE, 20)), (7, SIZE), []),
     "torch's attention": (TorchAttention, S3, []),
-    "recurrent": (Recurrent, S3, []),
     "conv 1-d": (lambda: nn.Conv1d(6, 9, 3), (4, 6, 17), BOTH),
     "conv 2-d": (lambda: nn.Conv2d(6, 9, 3, stride=2, padding=1), IMAGE, BOTH),
     "conv 3-d": (lambda: nn.Conv3d(3, 4, 2), (2, 3, 4, 5, 6), BOTH),
@@ -364,11 +295,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] =
     ),
 }
 """A module, the shape of its input, and which of its parameters split backwards take for W."""
-NOT_RECOMPUTED = [
-    name for name in MODULES if "reentrant" in name or "from the second" in name or name == "vjp"
-]
+NOT_RECOMPUTED = [name for name in MODULES if "from the second" in name]
 """Modules that torch itself cannot recompute, or that would see that they are."""
-ROUNDED = ("squared penalty", "twice and a penalty", "gradient penalty")
+ROUNDED = ("twice and a penalty", "gradient penalty")
 """Weights with three gradients, which sparse products add in another order than autograd."""
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.torch.jit.script. is deprecated", "ignore:Using padding='same' with even kernel"
@@ -389,8 +318,6 @@ CASES = [
     (name, way)
     for name, way in itertools.product(MODULES, WAYS)
     if (way != "recomputed" or name not in NOT_RECOMPUTED)
-    # A reentrant checkpoint wants the gradient of an input.
-    and (way != "input does not train" or "reentrant" not in name)
     and (way not in ("bf16", "fp16") or name in HALVES)
 ]
 
@@ -444,7 +371,7 @@ def test_sparse_products_have_all_of_the_gradient(name: str, is_recomputed: bool
 
 
 COUNTS = {"3-d": 1, "no bias": 1, "mlp": 2, "attention": 4, "twice": 2, "tied": 2, "penalty": 1}
-COUNTS |= {"raw product": 0, "gradient penalty": 2, "overridden": 0, "reentrant checkpoint": 1}
+COUNTS |= {"raw product": 0, "gradient penalty": 2, "overridden": 0}
 """How many products of a microbatch are sparse."""
 
 
@@ -474,18 +401,6 @@ def test_a_weight_with_hooks_of_others_has_gradients_of_autograd() -> None:
         [products] = played.sums.sparse.values()
         assert products.calls == 0
         assert played.sums.late == set()
-
-
-def test_forward_and_module_hooks_see_what_they_saw() -> None:
-    seen: list[str] = []
-    module = nn.Sequential(nn.Linear(SIZE, 20), nn.Tanh(), nn.Linear(20, SIZE))
-    module[0].register_forward_pre_hook(lambda *_: seen.append("before"))
-    module[0].register_forward_hook(lambda *_: seen.append("after"))
-    module[2].register_full_backward_hook(lambda *_: seen.append("backward"))
-
-    Played(module, is_split=True).play()
-
-    assert seen == ["before", "after", "backward"] * MICROBATCHES
 
 
 def test_what_split_backwards_leave_unsplit_is_named() -> None:
@@ -523,27 +438,6 @@ def test_sparse_products_are_taken_while_they_are_wanted() -> None:
         seen.append((products.outputs, products.input_gradients, products.calls))
 
     assert seen == [(3, 3, 3), (3, 3, 6), (6, 6, 6), (6, 6, 6)]
-
-
-def test_modules_have_their_forward_back_whatever_happens() -> None:
-    def way(module: Uses, x: Tensor) -> Tensor:
-        assert "forward" in vars(module.inner)
-        raise RuntimeError("in the middle")
-
-    module = Uses(way)
-    played = Played(module, is_split=True)
-    with pytest.raises(RuntimeError, match="in the middle"):
-        played.forward(0)
-
-    assert "forward" not in vars(module.inner)
-
-
-@pytest.mark.parametrize("place", ["module", "around"])
-def test_compiled_modules_take_no_part(place: str) -> None:
-    module = nn.Sequential(nn.Linear(SIZE, SIZE))
-    (module[0] if place == "module" else module).compile(backend="eager")
-
-    assert len(Played(module, is_split=True).products) == 0
 
 
 def test_a_recomputed_layer_keeps_no_activations_for_its_weights_before_its_backward() -> None:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from axsparse.planner.cluster import (
     CONSTANTS,
-    KINDS,
-    bundled_clusters,
     cluster_text,
     load_cluster,
     parse_cluster,
@@ -18,18 +14,6 @@ from axsparse.planner.cluster import (
 )
 
 GOOD = to_yaml(load_cluster("summit"))
-
-
-@pytest.mark.parametrize("name", bundled_clusters())
-def test_every_constant_says_where_it_comes_from_and_survives_its_text(name: str) -> None:
-    found = load_cluster(name)
-
-    assert found.name == name
-    given = [constant for constant in CONSTANTS if getattr(found, constant) is not None]
-    assert sorted(found.origins) == sorted(given)
-    assert all(origin.kind in KINDS and origin.source for origin in found.origins.values())
-    assert found.is_of_hosts == (name == "laptop")
-    assert parse_cluster(to_yaml(found), f"{name}.yaml") == found
 
 
 def test_summit_has_five_fitted_constants_and_one_of_them_stands_twice() -> None:

@@ -89,31 +89,6 @@ def test_the_third_axis_is_shown_where_several_members_were_tried() -> None:
     assert "2 tensor-parallel ranks" in page([shared], [])
 
 
-def test_what_members_exchange_and_the_settings_that_train_them_are_said() -> None:
-    alone = of_three_axes(1e9)
-    found = of_three_axes(0.9 * alone.recommended.most_bytes, ring_latency=0.0)
-    best, text = found.recommended, "\n".join(lines([found], []))
-
-    assert best.layout.grid.g_tensor > 1
-    assert f"--set layout.g_tensor={best.layout.grid.g_tensor} " in settings(found)
-    assert "layout.g_tensor" not in settings(alone)
-    most = gigabytes(max(best.sum_bytes))
-    assert f"a tensor-parallel rank sends up to {most} GB to its group in a step" in text
-    told = as_json(found)["rows"][0]["stages"]
-    assert [stage["sum_bytes"] for stage in told] == best.sum_bytes
-
-
-def test_spans_show_the_sums_of_members_behind_each_pass() -> None:
-    best = of_three_axes(0.9 * of_three_axes(1e9).recommended.most_bytes).recommended
-    summed = [span for span in spans(best) if span.phase == "collective" and span.stage == 0]
-
-    stage, replicas = best.costs.stages[0], len(best.run.pipelines)
-    passes = best.layout.microbatches * replicas * (stage.forward_sums + stage.backward_sums)
-    assert sum(span.end - span.begin for span in summed) == pytest.approx(
-        passes + replicas * best.costs.all_reduce[0]
-    )
-
-
 def test_neighbours_that_are_rejected_alike_share_a_line() -> None:
     found = [
         Rejection(1, 8, 1, "stage 0 needs 3 GB of 2"),
@@ -246,16 +221,3 @@ def test_a_stage_is_always_in_one_phase_and_spans_add_up_to_its_seconds(jitter: 
         for name in STEP_PHASES:
             assert phases[name] > 0
             assert seconds(found, stage, name) == pytest.approx(phases[name], rel=1e-6), name
-
-
-def test_computing_spans_are_named_by_their_actions() -> None:
-    best = row()
-    names = [
-        span.name
-        for span in spans(best)
-        if span.phase == "compute" and (span.replica, span.stage) == (0, 3)
-    ]
-
-    assert names == [str(action) for action in best.run.pipelines[0].stages[3].actions]
-    # Activations are recomputed, so that backwards are whole.
-    assert names[:6] == ["F0", "B0", "F1", "B1", "F2", "B2"]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from math import exp
-from statistics import fmean
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,26 +138,3 @@ def test_any_step_keeps_its_promises(
             bound = most_in_flight(order, stage=number, g_inter=g_inter, microbatches=microbatches)
             assert len(stage_run.actions) == 2 * microbatches
             assert peak_in_flight(stage_run.actions, 0.0) <= bound
-
-
-def test_what_members_sum_is_collective_and_not_computing() -> None:
-    costs = StepCosts([StageSeconds(3, 5, 1, forward_sums=1, backward_sums=2)], [], [7.0], [4.0])
-
-    run = simulate_step(costs, cluster(jitter=0.0), Grid(1, 1, 2), schedule(), 6)
-
-    assert run.seconds == 6 * 8 + 7 + 4
-    phases = (6 * (3 + 5 - 1 - 2 - 1), 6 * 1, 4, 0, 0, 7 + 6 * 3)
-    assert run.mean_phases == dict(zip(STEP_PHASES, phases, strict=True))
-
-
-def test_members_wait_for_the_slowest_of_them_and_their_sums_take_no_longer() -> None:
-    each = StageSeconds(3.0, 5.0, 0.0, forward_sums=1.0, backward_sums=2.0)
-    few, many = (durations([each], 4000, 0.2, "key", g_tensor=n) for n in (1, 4))
-
-    # The largest of four normal numbers is 1.029 in the mean.
-    chance = random.Random(0)  # noqa: S311 - delays, not secrets
-    mean = fmean(exp(0.2 * max(chance.gauss(0, 1) for _ in range(4)) - 0.02) for _ in range(10_000))
-    assert fmean(few.forward[0]) == pytest.approx(3, rel=0.01)
-    assert fmean(many.forward[0]) == pytest.approx(1 + 2 * mean, rel=0.01)
-    assert fmean(many.backward[0]) == pytest.approx(2 + 3 * mean, rel=0.01)
-    assert min(many.forward[0]) > 1

@@ -59,14 +59,6 @@ def test_a_pattern_of_a_stack_runs_along_the_inputs_of_each_matrix() -> None:
 # -- scores ---------------------------------------------------------------------------------
 
 
-def test_magnitude_keeps_large_weights_of_either_sign_whatever_the_name_and_seed() -> None:
-    weights = torch.tensor([0.1, -3.0, 0.2, 2.0, -0.3])
-
-    for name, seed in (("a", 1), ("b", 2)):
-        mask = Criterion("magnitude", seed=seed).mask(name, (5,), lambda: weights, 2)
-        assert mask.tolist() == [False, True, False, True, False]
-
-
 def test_random_masks_depend_on_seed_and_name_and_never_on_order_or_weights() -> None:
     def draw(seed: int, name: str) -> list[bool]:
         kept: list[bool] = Criterion("random", seed).mask(name, (8, 8), no_weights, 32).tolist()
@@ -93,14 +85,6 @@ def test_a_score_of_ones_own_sees_name_and_weights_and_keeps_the_highest() -> No
 
     assert seen == ["a.weight"]
     assert mask.view(2, 3).tolist() == [[False, False, False], [True, True, True]]
-
-
-def test_a_score_may_write_to_the_weights_it_is_given() -> None:
-    weight = torch.tensor([[-3.0, 2.0]])
-
-    Criterion(lambda name, weight: weight.abs_()).mask("w", (1, 2), lambda: weight, 1)
-
-    assert weight.tolist() == [[-3.0, 2.0]]
 
 
 # -- parts of a tensor ----------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch import Tensor
 from axsparse.pruning import distribution as module
 from axsparse.pruning.distribution import (
     check_pattern,
-    crowded_groups,
     erdos_renyi_kernel,
     kept_counts,
     n_of_m,
@@ -119,15 +118,6 @@ def test_fewer_entries_in_all_never_mean_more_of_one_tensor(sizes: list[tuple[in
         before = now
 
 
-def test_equal_remainders_are_settled_by_name_and_not_by_order() -> None:
-    forward: Shapes = {"a": (3, 3), "b": (3, 3), "c": (3, 3)}
-
-    one = kept_counts(forward, 1 - 10 / 27, distribution=ERK)
-    other = kept_counts(dict(reversed(forward.items())), 1 - 10 / 27, distribution=ERK)
-
-    assert one == other == {"a": 4, "b": 3, "c": 3}
-
-
 # -- a sparsity of one's own ----------------------------------------------------------------
 
 
@@ -195,14 +185,6 @@ def test_chunks_leave_no_trace(chunk: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(n_of_m(score, 1, 4), whole)
 
 
-def test_scores_may_lie_in_any_order_of_memory_and_stay_as_they_are() -> None:
-    score = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).t()
-    before = score.clone()
-
-    assert torch.equal(n_of_m(score, 2, 4), n_of_m(score.contiguous(), 2, 4))
-    assert torch.equal(score, before)
-
-
 def test_experts_count_as_matrices_by_themselves() -> None:
     stack, matrix = {"a": (64, 32), "e": (5, 32, 33)}, {"a": (64, 32), "e": (32, 33)}
 
@@ -231,12 +213,3 @@ def test_a_tensor_whose_inputs_are_no_multiple_is_refused_by_name() -> None:
         "stem.conv.weight: 2:4 runs along dimension 1 of its shape (64, 3, 7, 7), which is not a "
         "multiple of 4; name it in pruning.exclude"
     )
-
-
-def test_groups_are_counted_along_the_inputs() -> None:
-    stays = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
-
-    assert crowded_groups(stays, 2, 4) == 1
-    assert crowded_groups(stays, 1, 2) == 2
-    assert crowded_groups(stays.view(3, 4, 1, 1), 2, 4) == 1
-    assert crowded_groups(stays.t().reshape(2, 2, 3), 1, 2) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,23 +181,6 @@ def test_it_is_the_formula(batch: int, tmp_path: Path) -> None:
         assert torch.equal(ours[name] == 0, value == 0), name
 
 
-def test_a_gradient_may_lie_in_memory_in_any_order() -> None:
-    given = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
-
-    def healed(loss: Callable[[Tensor], Tensor]) -> Tensor:
-        module = nn.Linear(4, 3, bias=False)
-        nn.init.ones_(module.weight)
-        masters = {"weight": module.weight.detach().clone()}
-        Reconstruction(passes=2, rate=0.1).heal(
-            module, masters, {}, lambda _: (loss(module.weight), 1), 1
-        )
-        return masters["weight"]
-
-    across = healed(lambda weight: (weight.t() * given).sum())
-
-    assert torch.equal(across, healed(lambda weight: (weight * given.t().contiguous()).sum()))
-
-
 @pytest.mark.parametrize(("g_inter", "g_data"), by_default([(2, 2)], LAYOUTS))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
@@ -297,27 +279,6 @@ def test_a_token_is_the_last_dimension_and_of_an_image_a_sample() -> None:
     assert float(error) == pytest.approx(50 / 25 + 50 / 10_000)
     assert images == 1
     assert float(of_image) == pytest.approx(100 / 10_025)
-
-
-def test_tokens_that_are_zero_divide_nothing() -> None:
-    error, tokens = relative_error((torch.zeros(2, 3),), (torch.zeros(2, 3),))
-
-    assert (float(error), tokens) == (0.0, 2)
-
-
-def test_a_parameter_that_nobody_uses_stays() -> None:
-    module = nn.Linear(3, 2)
-    module.register_parameter("idle", nn.Parameter(torch.ones(1)))
-    masters = {name: p.detach().clone() for name, p in module.named_parameters()}
-    inputs, wanted = torch.ones(4, 3), torch.full((4, 2), 2.0)
-
-    def errors(_: int) -> tuple[Tensor, int]:
-        return relative_error((module(inputs),), (wanted,))
-
-    before, after = Reconstruction(20, 0.1).heal(module, masters, {}, errors, 1)
-
-    assert after < before
-    assert torch.equal(masters["idle"], torch.ones(1))
 
 
 def test_healing_that_diverges_is_told(tmp_path: Path) -> None:
@@ -433,26 +394,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         HealedLayers(tmp_path / "healing", "", writes=True).write("one", {"a": torch.ones(2)})
 
 
-def test_a_bias_of_zeros_is_fitted_too(tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    weights = {"one.0.weight": torch.randn(16, 16) / 4, "one.0.bias": torch.zeros(16)}
-    save_file(weights, tmp_path / "model.safetensors")
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
-
-    layers = Model([Layer("one", build, init=random_init)], loss=summed_loss, name="one")
-    model = start_from(layers, open_weights(tmp_path / "model.safetensors"))
-
-    assert bool(started((1, 1), model, config_of())["one.0.bias"].all())
-
-
-def test_one_of_several_replicas_writes(tmp_path: Path) -> None:
-    HealedLayers(tmp_path / "healing", "these", writes=False).write("one", {"a": torch.ones(2)})
-
-    assert not (tmp_path / "healing").exists()
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])  # whose masters are no weights
 def test_it_begins_at_the_weights_that_the_method_has_changed(
     precision: str, tmp_path: Path
@@ -466,17 +407,6 @@ def test_it_begins_at_the_weights_that_the_method_has_changed(
     found, expected = started((1, 1), model, barely), started((1, 1), model, unhealed)
 
     torch.testing.assert_close(found["hidden0.0.weight"], expected["hidden0.0.weight"])
-
-
-def test_a_loss_that_draws_numbers_heals_alike_in_every_layout(tmp_path: Path) -> None:
-    def drawing(logits: Tensor, targets: Tensor) -> Tensor:
-        return summed_loss(nn.functional.dropout(logits), targets)
-
-    model = replace(trained_model(tmp_path), loss=drawing)
-
-    found, expected = (started(layout, model, config_of()) for layout in ((4, 1), (1, 1)))
-
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_tied_parameter_stays_since_its_other_use_is_in_another_layer(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from axsparse.runtime.seeds import (
     kept_rng,
-    keyed_generator,
     keyed_seed,
     preserved_rng,
     seed_all,
@@ -42,16 +41,6 @@ def test_a_number_is_not_its_text_and_parts_do_not_run_together() -> None:
 @given(keys)
 def test_a_seed_has_63_bits(key: list[int | str]) -> None:
     assert 0 <= keyed_seed(*key) < 2**63
-
-
-def test_a_generator_draws_its_own_numbers_whatever_others_draw() -> None:
-    first = torch.rand(4, generator=keyed_generator(1, "a"))
-    torch.rand(3)
-    again = torch.rand(4, generator=keyed_generator(1, "a"))
-    other = torch.rand(4, generator=keyed_generator(1, "b"))
-
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_torchs_own_generator_starts_from_a_key_as_from_its_seed() -> None:

@@ -104,27 +104,6 @@ def test_released_signals_are_whose_they_were(stop: StopRequest) -> None:
     stop.release()
 
 
-def test_what_nohup_ignores_stays_ignored(stop: StopRequest) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        stop.listen()
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        stop.release()
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_only_the_main_thread_takes_signals(stop: StopRequest) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    other = threading.Thread(target=stop.listen)
-
-    other.start()
-    other.join()
-
-    assert signal.getsignal(signal.SIGUSR1) == before
-
-
 @pytest.fixture
 def segment() -> Iterator[Path]:
     """A file named as NCCL names its own, which nobody else has."""

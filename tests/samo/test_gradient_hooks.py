@@ -247,32 +247,6 @@ def test_what_is_not_trained_has_no_gradient_and_holds_nothing_up(
     assert reported == order * 2
 
 
-def test_compression_is_timed_tensor_by_tensor_and_says_which_microbatch_is_the_last() -> None:
-    built = layers(linear)
-    entered: list[bool] = []
-
-    def timed(is_last: bool) -> nullcontext[None]:
-        entered.append(is_last)
-        return nullcontext()
-
-    collecting = GradientCollector([built[0].state], lambda layer: None, timed)
-    collecting.begin()
-    forward(built).backward()
-    collecting.microbatch(is_last=True)
-    forward(built).backward()
-
-    assert entered == [False, False, True]  # autograd itself adds to the bias's gradient
-
-
-def test_a_closed_collector_leaves_gradients_alone() -> None:
-    built = layers(linear)
-    collector(built).close()
-
-    forward(built).backward()
-
-    assert all(tensor.parameter.grad is not None for tensor in built[0].state.tensors)
-
-
 # -- where kernels compress -----------------------------------------------------------------
 
 

@@ -213,37 +213,6 @@ def test_running_statistics_start_as_in_torch_and_in_fp32(half: bool) -> None:
     assert set(map(id, found.values())) <= set(map(id, built.state.frozen))
 
 
-class Sevens:
-    """Start values in another type; the running variance starts by itself."""
-
-    fingerprint = "sevens"
-
-    def read(self, name: str) -> Tensor | None:
-        if name == "b.running_var":
-            return None
-        shape = {"a.weight": (1, 4), "b.num_batches_tracked": ()}.get(name, (4,))
-        return torch.full(shape, 7.0, dtype=torch.half)
-
-
-def test_values_that_a_model_starts_at_come_before_those_of_its_layers() -> None:
-    layers = [
-        Layer("a", lambda: nn.Linear(4, 1, bias=False).requires_grad_(False), init=random_init),
-        Layer("b", lambda: nn.BatchNorm1d(4)),
-    ]
-
-    a, b = build_layers_with(layers, {}, replace(options(), start=Sevens()))
-
-    assert a.module.get_parameter("weight").tolist() == [[7.0] * 4]
-    assert {name: tensor.tolist() for name, tensor in b.module.state_dict().items()} == {
-        "weight": [7.0] * 4,
-        "bias": [7.0] * 4,
-        "running_mean": [7.0] * 4,
-        "running_var": [1.0] * 4,
-        "num_batches_tracked": 7,
-    }
-    assert b.module.get_buffer("running_mean").dtype == torch.float32
-
-
 # -- memory on the way ----------------------------------------------------------------------
 
 

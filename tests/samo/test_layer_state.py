@@ -111,37 +111,6 @@ def formula(layer: LayerState, *, form: Form) -> StateBytes:
 # -- where things stand -------------------------------------------------------------------
 
 
-def test_the_tensors_of_a_layer_stand_side_by_side_in_one_buffer_a_kind() -> None:
-    layer = filled_layer({"first": random_mask(1, 15, 0.4), "second": None}, form="half")
-
-    first, second, bias = layer.tensors
-
-    assert [first.offset, second.offset] == [0, first.kept]
-    assert bias.offset == first.kept + 28
-    assert layer.gradient.numel() == first.kept + 28 + 6
-    assert layer.optimizer_state.master_K is not None
-    assert layer.optimizer_state.master_K.shape == layer.gradient.shape
-    assert layer.gradient_of(second).data_ptr() == layer.gradient.data_ptr() + 2 * first.kept
-    for buffer in layer.optimizer_state.moments_K.values():
-        assert buffer.shape == layer.gradient.shape
-        assert buffer.dtype == torch.float32
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_dense_masters_have_the_parameters_shape_and_zeros_where_it_is_pruned(form: Form) -> None:
-    mask = random_mask(1, 15, 0.4)
-    layer = filled_layer({"first": mask}, form=form)
-
-    dense = layer.dense_master("first")
-
-    assert dense.shape == (3, 5)
-    assert dense.dtype == torch.float32
-    assert torch.equal(dense.view(-1)[mask], layer.master("first"))
-    assert not dense.view(-1)[~mask].any()
-    dense.zero_()
-    assert layer.master("first").all()
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_an_alias_stands_last_and_only_its_gradient_is_its_own(form: Form) -> None:
     owner = tensor_state("a", (4, 5), make_index(random_mask(2, 20, 0.5)), form=form)
@@ -161,33 +130,6 @@ def test_an_alias_stands_last_and_only_its_gradient_is_its_own(form: Form) -> No
     aliases_alone = layer_state([alias], form=form)
     assert aliases_alone.owned_sums.numel() == 0
     assert aliases_alone.live_bytes() == StateBytes(gradient=owner.kept * FORMS[form][0].itemsize)
-
-
-@pytest.mark.parametrize("kept", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
-def test_blocks_cover_all_kept_entries_in_order(kept: int) -> None:
-    tensor = tensor_state("w", (kept,), FullIndex(kept), form="fp32")
-
-    bounds = list(tensor.blocks())
-
-    assert [at for start, stop in bounds for at in (start, stop)] == sorted(
-        [*range(0, kept, BLOCK), *range(BLOCK, kept, BLOCK), *([kept] if kept else [])]
-    )
-    assert all(0 < stop - start <= BLOCK for start, stop in bounds)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_master_weights_are_rounded_into_the_weight_block_by_block(form: Form) -> None:
-    mask = random_mask(5, 15, 0.7)
-    tensor = tensor_state("w", (3, 5), make_index(mask), form=form)
-    layer = layer_state([tensor], form=form)
-    values = random(6, tensor.kept)
-
-    layer.optimizer_state.write_master(tensor, 0, values[:3])
-    layer.optimizer_state.write_master(tensor, 3, values[3:])
-
-    assert torch.equal(layer.optimizer_state.read_master(tensor, 2, 5), values[2:5])
-    assert torch.equal(tensor.weight_D[mask], values.to(tensor.parameter.dtype))
-    assert not tensor.weight_D[~mask].any()
 
 
 # -- masks ----------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from axsparse.samo.masks import Masks, masks_digest, prune_in_place, weights_dig
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
-from axsparse.samo.selection import largest
 
 TIES = {"head.weight": "embed.weight"}
 
@@ -59,18 +58,6 @@ def kept(layers: Sequence[BuiltLayer]) -> dict[str, Tensor]:
     return {
         tensor.name: tensor.index.positions() for layer in layers for tensor in layer.state.tensors
     }
-
-
-def test_the_largest_weights_of_now_stay() -> None:
-    """With their moments, as `test_layer_state.py` shows."""
-    layers = trained(build(None, half=True))
-    state = layers[1].state
-    mask = largest(state.master("block.weight").abs().clone(), 16)
-
-    prune_in_place(layers, TIES, MAGNITUDE)
-
-    positions = state.tensor("block.weight").index.positions()
-    assert torch.equal(positions, mask.nonzero().view(-1))
 
 
 @pytest.mark.parametrize(
@@ -166,12 +153,3 @@ def test_the_digest_of_weights_sees_every_bit_and_where_it_is(
     assert weights_digest(layers) == before == int(float(before)) < 2**52
     weight[-1] = -weight[-1]
     assert weights_digest(layers) != before
-
-
-def test_the_digests_of_stages_add_to_that_of_the_model() -> None:
-    layers = build(None)
-
-    parts = [weights_digest(layers[:1]), weights_digest(layers[1:])]
-
-    assert sum(parts) % 2**52 == weights_digest(layers)
-    assert weights_digest([]) == 0

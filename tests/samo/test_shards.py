@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,17 +38,3 @@ def test_no_bound_is_more_than_half_a_block_from_an_equal_share(
 ) -> None:
     for replica, bound in enumerate(share_bounds(kept, replicas)):
         assert abs(bound - sum(kept) * replica / replicas) <= BLOCK / 2
-
-
-@pytest.mark.parametrize(
-    ("kept", "replicas", "expected"),
-    [
-        ([], 3, [0, 0, 0, 0]),
-        ([10], 3, [0, 0, 10, 10]),
-        ([10, 10, 10], 3, [0, 10, 20, 30]),
-        ([4 * BLOCK], 2, [0, 2 * BLOCK, 4 * BLOCK]),
-        ([2 * BLOCK + 5, 3], 2, [0, BLOCK, 2 * BLOCK + 8]),
-    ],
-)
-def test_bounds_of_small_layers(kept: list[int], replicas: int, expected: list[int]) -> None:
-    assert share_bounds(kept, replicas) == expected

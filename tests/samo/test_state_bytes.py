@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -32,12 +32,9 @@ from axsparse.samo.state_bytes import (
     StateBytes,
     StateFormat,
     TensorSize,
-    fits_int32,
-    index_bytes,
     layer_bytes,
     master_kind,
     stage_bytes,
-    tensor_bytes,
 )
 from axsparse.samo.tensor_state import TensorState
 
@@ -263,48 +260,3 @@ def test_every_way_to_store_a_matrix_costs_what_the_formula_says(
         )
         for rank in range(replicas)
     ]
-
-
-@pytest.mark.parametrize("kept", [0, 1, 2_222, 2_223, 2_224, 7_000, 35_000, 69_999, 70_000])
-def test_an_index_in_bytes(kept: int) -> None:
-    # The mask has 1,093.75 words and 34.2 blocks.
-    int32, mask = (0, 0) if kept == 70_000 else (4 * kept, 8 * 1_094 + 4 * 36)
-
-    assert index_bytes(70_000, kept, "int32") == int32
-    assert index_bytes(70_000, kept, "mask") == mask
-    assert index_bytes(70_000, kept, "auto") == min(int32, mask)
-
-
-def test_int32_holds_numbers_up_to_its_limit() -> None:
-    assert fits_int32(int(torch.iinfo(torch.int32).max))
-    assert not fits_int32(int(torch.iinfo(torch.int32).max) + 1)
-
-
-def test_the_formula_by_category() -> None:
-    def cost(**stored: Any) -> StateBytes:
-        return tensor_bytes(TensorSize(1000, 100), StateFormat(moments=2, **stored))
-
-    assert cost(half=True, gradient_bytes=2) == StateBytes(2000, 400, 200, 400, 800)
-    assert cost(half=True, gradient_bytes=4) == StateBytes(2000, 400, 400, 400, 800)
-    assert cost(half=False, gradient_bytes=4) == StateBytes(4000, 400, 400, 0, 800)
-    # Of a large matrix of which a tenth is kept; the paper's equation (2) has 2 + 24 f.
-    stored = {kind: StateFormat(True, 2, 2, kind) for kind in get_args(IndexKind)}
-    matrix = TensorSize(512**2, round(512**2 / 10))
-    each = {kind: tensor_bytes(matrix, stored[kind]).total / 512**2 for kind in stored}
-    expected = {"int32": 3.8, "mask": 3.527, "auto": 3.527}
-    assert each == pytest.approx(expected, abs=1e-4)
-
-
-def test_what_rests_on_the_host_takes_no_memory_of_the_device() -> None:
-    assert StateBytes(weight=2, staged=3, offloaded=100).total == 5
-
-
-def test_the_second_use_on_another_stage_costs_its_own_full_state() -> None:
-    whole = live(build(CASES["tied GPT, embeddings too"]))
-    halves = [
-        live(build(CASES[name]))
-        for name in ("first half of a tied GPT", "second half of a tied GPT")
-    ]
-    shared, kept = 50 * 32, 160
-
-    assert halves[0].total + halves[1].total - whole.total == 2 * shared + (4 + 4 + 8) * kept

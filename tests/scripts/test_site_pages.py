@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-from html.parser import HTMLParser
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from support.mpirun import LONGEST_SECONDS
 from support.page_blocks import PAGES, ROOT
 
 import axsparse as ax
@@ -68,37 +64,3 @@ def test_every_page_has_a_place_on_the_site(site: Any) -> None:
 
     assert listed == made | {page for page in own if not page.startswith("decisions/0")}
     assert yaml.safe_load(config)["strict"] is True
-
-
-class Fetched(HTMLParser):
-    """Collects what a page fetches from elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            is_fetched = name == "src" or (name == "href" and tag == "link")
-            if is_fetched and value and re.match(r"(https?:)?//", value):
-                self.found.append(value)
-
-
-@pytest.mark.exhaustive
-def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    pytest.importorskip("material", reason="mkdocs-material: pip install 'axsparse[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False
-    )
-
-    assert done.returncode == 0, done.stderr
-    pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) > len(PAGES)
-    for path in pages:
-        page = Fetched()
-        page.feed(path.read_text(encoding="utf-8"))
-        assert page.found == [], path
-    assert "<svg" in (tmp_path / "explanation" / "scheduling.html").read_text(encoding="utf-8")
-    assert "<!-- not run" not in (tmp_path / "index.html").read_text(encoding="utf-8")

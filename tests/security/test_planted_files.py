@@ -17,7 +17,6 @@ from support.resuming import ran
 from support.runs import tiny_config
 
 from axsparse.models.start_weights import open_weights
-from axsparse.pruning.mask_file import open_masks
 from axsparse.runtime.errors import DataError
 from axsparse.training.checkpoint.manifest import manifest_bytes
 from axsparse.training.checkpoint.verification import open_checkpoint, read_entry
@@ -70,16 +69,6 @@ def test_a_pickle_given_as_weights_does_not_run(
 
     with pytest.raises(DataError):
         open_weights(path)
-
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_pickle_given_as_a_mask_file_does_not_run(planted: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "mask.safetensors"
-    path.write_bytes(planted)
-
-    with pytest.raises(DataError):
-        open_masks(path)
 
     assert not (tmp_path / "ran").exists()
 

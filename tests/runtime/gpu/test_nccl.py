@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,9 +14,7 @@ import torch
 
 from axsparse.runtime.errors import TrainingError
 from axsparse.runtime.gpu import nccl
-from axsparse.runtime.gpu.cuda_device import CudaStream
 from axsparse.runtime.gpu.nccl import NcclConnections, NcclGroup
-from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
 
 
 class Unreachable:
@@ -88,19 +86,6 @@ class FakeBackend:
         return start
 
 
-class FakeRendezvous:
-    """Where this rank meets nobody, and notes how much of a device a group may occupy."""
-
-    rank = 0
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, int]] = []
-
-    def group(self, name: str, ranks: Sequence[int], max_ctas: int) -> FakeBackend:
-        self.asked.append((name, max_ctas))
-        return FakeBackend()
-
-
 class FakeStream:
     stream = None
 
@@ -111,40 +96,6 @@ class FakeStream:
 @pytest.fixture
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-
-
-@pytest.mark.usefixtures("without_cuda")
-def test_connections_and_groups_occupy_a_bounded_part_of_the_device() -> None:
-    """By default each may take 32 of an H100's 132 multiprocessors, and a rank has several."""
-    rendezvous, backoff = FakeRendezvous(), TurnBackoff(LocalWorld(1), 0)
-    device = SimpleNamespace(stream=FakeStream)
-    connections = NcclConnections(cast("Any", rendezvous), cast("Any", device), backoff)
-
-    connections.peer("peer", 0, 1)
-    connections.communicator("group", (0, 1))
-
-    assert rendezvous.asked == [("peer", 4), ("group", 16)]
-
-
-@pytest.mark.parametrize("config", [SimpleNamespace(max_ctas=-1), SimpleNamespace(), None])
-def test_torch_is_told_how_many_thread_blocks_nccl_may_take(
-    config: SimpleNamespace | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The options of a torch that is built for an old NCCL know no such number."""
-
-    class Group:
-        def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
-            self.options = options
-
-        Options = SimpleNamespace if config is None else lambda: SimpleNamespace(config=config)
-
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
-
-    options = nccl.nccl_backend(cast("Any", None), 0, 2, 4).options
-
-    assert options.is_high_priority_stream
-    assert getattr(options, "config", None) == config
-    assert getattr(config, "max_ctas", 4) == 4
 
 
 @pytest.mark.usefixtures("without_cuda")
@@ -172,29 +123,6 @@ def test_the_host_asks_after_operations_and_no_stream_waits_for_them() -> None:
         work.completed = True
     assert [event.query() for event in events * 2] == [True] * 16
     assert [work.waits for work in backend.works] == [1] * 8, "so that torch lets go of tensors"
-
-
-def test_the_stream_that_is_named_waits_and_the_host_asks_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    current: list[object] = []
-
-    @contextlib.contextmanager
-    def entered(stream: object) -> Iterator[None]:
-        current.append(stream)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "stream", entered)
-    work = FakeWork("sum", completed=False)
-    work.may_be_awaited = True
-    own, compute = cast("Any", FakeStream()), cast("Any", "compute")
-    event = nccl.Operation(work, FakeBackend(), own)
-
-    CudaStream(compute).wait(event)
-
-    assert (current, work.waits, event.query()) == (["compute"], 1, False)
-    work.completed = True
-    assert event.query()
 
 
 @pytest.mark.usefixtures("without_cuda")

@@ -159,22 +159,3 @@ def test_what_int32_cannot_number_or_count_is_refused(
 
 
 # -- ROCm -----------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("on_device")
-def test_a_cupy_for_rocm_that_knows_the_older_way_takes_torchs_stream_by_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cupy, taken = StandInCupy(), []
-
-    def external(handle: int) -> nullcontext[None]:
-        taken.append(handle)
-        return nullcontext()
-
-    cupy.cuda.Stream = SimpleNamespace()
-    cupy.cuda.ExternalStream = external
-    monkeypatch.setattr(torch.version, "hip", "7.0.51831")
-
-    launcher(monkeypatch, cupy)("sum_squares<Fp32>", 1)
-
-    assert taken == [77]

@@ -44,15 +44,6 @@ def test_kernels_compile_for_gpus_and_keep_all_they_have_in_registers(architectu
     assert set(frames) == {("0", "0")}
 
 
-@needs_nvrtc
-def test_a_mistake_in_the_source_is_found() -> None:
-    status, log, code = nvrtc.compiled(source("#define ON_DEVICE __device__"), SAMPLE, "sm_90")
-
-    assert status != 0
-    assert 'identifier "half_to_float" is undefined' in log
-    assert code == b""
-
-
 def test_the_source_names_no_number_twice() -> None:
     """Sizes of blocks have one place each, and come into the source from there."""
     text = "".join(map(read_source, FILES))

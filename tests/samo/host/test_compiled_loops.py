@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +16,6 @@ import pytest
 from axsparse.samo.host import compiled_loops
 from axsparse.samo.host.compiled_loops import (
     CompileError,
-    Kind,
     Loop,
     _Helper,
     cache_folder,
@@ -31,7 +29,6 @@ from axsparse.samo.host.compiled_loops import (
 pytestmark = pytest.mark.skipif(not can_compile(), reason="needs numba")
 
 MODULE = "axsparse.samo.index.mask_loops"
-DIVIDE: tuple[Kind, ...] = ("i1", "int", "i1", "l1")
 USE = """
 import sys
 import torch
@@ -76,27 +73,6 @@ def test_a_second_start_compiles_nothing_and_a_broken_file_is_compiled_again(fol
         assert_divides(divide())
 
         assert len(path.read_bytes()) > compiled_loops.DIGEST
-
-
-def test_ranks_that_start_at_once_share_one_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each with a separate compiling process."""
-    helpers = [_Helper(), _Helper()]
-    key = "divide_shared"
-    path = cache_folder() / f"{key}.o"
-
-    with ThreadPoolExecutor() as ranks:
-        for each in [
-            ranks.submit(helper.compile, MODULE, "divide", DIVIDE, path) for helper in helpers
-        ]:
-            each.result()
-    for helper in helpers:
-        helper.close()
-
-    assert sorted(each.name for each in folder.iterdir()) == [path.name, "lock"]
-    monkeypatch.setattr(compiled_loops, "_key", lambda *_: key)
-    assert_divides(divide())
 
 
 def test_of_ranks_that_start_at_once_one_compiles_and_the_others_find_it(folder: Path) -> None:
@@ -145,15 +121,6 @@ def test_a_rank_does_not_load_numba() -> None:
     subprocess.run([sys.executable, "-c", USE], check=True, timeout=300)
 
 
-def test_without_numba_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(compiled_loops, "version", version)
-
-    assert not can_compile.__wrapped__()
-
-
 @pytest.fixture
 def other_processor() -> Iterator[None]:
     """The properties of this processor are found anew."""
@@ -185,29 +152,3 @@ def test_loops_on_bf16_are_for_processors_with_all_of_their_instructions(
     has_bf16_loops.cache_clear()
     monkeypatch.setattr(compiled_loops, "can_compile", lambda: False)
     assert (has_bf16_loops(), multiplies_matrices()) == (False, False)
-
-
-AVX512 = "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vbmi2,+avx512bf16"
-
-
-@pytest.mark.exhaustive
-def test_loops_on_bf16_are_compiled_for_processors_that_have_the_instructions(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On any processor, which need not have them."""
-    monkeypatch.setenv("NUMBA_CPU_NAME", "sapphirerapids")
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", AVX512)
-    jobs: dict[str, tuple[Kind, ...]] = {
-        "sampled_product": (("h2", "h2"), ("i1", "l1", "l1"), ("h2", "h2"), "f1"),
-        "multiply": (
-            *("h2", ("h2", "int"), "f1", ("h2", "int")),
-            ("h2", "f2", "h2", "h2", ("h2", "h2", "l1")),
-        ),
-    }
-
-    for name, kinds in jobs.items():
-        path = cache_folder() / f"{name}.o"
-        module = "axsparse.samo.host.sparse_product_loops"
-        compiled_loops._HELPER.compile(module, name, kinds, path)
-
-        assert path.stat().st_size > compiled_loops.DIGEST

@@ -133,21 +133,6 @@ def test_sums_err_by_less_than_half_a_unit_and_what_fp32_adds() -> None:
 
 
 @needs_instructions
-def test_ties_are_rounded_to_even_as_torch_does() -> None:
-    """A one and a small bias give sums between two numbers of bf16."""
-    bias = torch.arange(-300, 300).to(torch.float32)
-    sums = bias + 2.0**-1 * torch.arange(600).remainder(5)
-    weight = torch.zeros(600, 64)
-    weight[:, 0], weight[:, 1] = bias, sums - bias
-    weight = weight.to(torch.bfloat16)
-    rows = torch.zeros(2, 64, dtype=torch.bfloat16)
-    rows[:, :2] = 1
-
-    exact = weight[:, :2].double().sum(1).to(torch.bfloat16)
-    assert torch.equal(sparse_linear(rows, weight, None), exact.expand(2, 600))
-
-
-@needs_instructions
 def test_a_token_has_the_same_bits_in_every_company() -> None:
     weight = drawn(300, 600, seed=1) * (pruned(300, 600) != 0)
     rows, outer = drawn(STRETCH + 200, 600, seed=2), drawn(STRETCH + 200, 300, seed=3)
@@ -170,48 +155,6 @@ def test_matrices_may_be_strided() -> None:
     assert torch.equal(sparse_input_gradient(outer, weight.t().contiguous().t()), exact)
     exact = (outer.double().t() @ rows.double())[mask].to(torch.bfloat16)
     assert torch.equal(sampled, exact)
-
-
-@needs_instructions
-def test_numbers_that_are_none_reach_what_depends_on_them() -> None:
-    mask, weight = masked(48, 64), pruned(48, 64)
-    rows, outer = whole_numbers(70, 64, seed=1), whole_numbers(70, 48, seed=2).abs() + 1
-    rows[3, 5], rows[4, 6] = torch.inf, torch.nan
-    found = sparse_linear(rows, weight, None)
-    gradient = torch.zeros(48, 64)
-    gradient[mask] = sampled_product(outer, rows, make_index(mask.view(-1), "mask")).float()
-
-    assert found[3][weight[:, 5] != 0].isinf().all()
-    assert found[3][weight[:, 5] == 0].isfinite().all()
-    assert found[4][weight[:, 6] != 0].isnan().all()
-    assert found[[*range(3), *range(5, 70)]].isfinite().all()
-    assert gradient[:, 5][mask[:, 5]].isinf().all()
-    assert gradient[:, 6][mask[:, 6]].isnan().all()
-    assert gradient[:, [*range(5), *range(7, 64)]].isfinite().all()
-    large = torch.full((1, 64), 3e38).to(torch.bfloat16)
-    assert sparse_linear(large, weight, None).isinf().any()
-
-
-@needs_instructions
-@pytest.mark.parametrize("bits", [0x7FFF, -1, 0x7F81, 0x7FC0])
-def test_every_nan_stays_one(bits: int) -> None:
-    """Also the one whose bits are all set, to which rounding must not add."""
-    rows, weight = torch.ones(3, 64, dtype=torch.bfloat16), pruned(40, 64)
-    rows[1, 5] = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)
-
-    found = sparse_linear(rows, weight, None)
-
-    assert found[1][weight[:, 5] != 0].isnan().all()
-    assert found[[0, 2]].isfinite().all()
-
-
-@needs_instructions
-def test_the_smallest_normal_weight_counts() -> None:
-    weight = torch.zeros(8, 64, dtype=torch.bfloat16)
-    weight[3, 5] = smallest = torch.finfo(torch.bfloat16).smallest_normal
-    rows = torch.full((2, 64), 2.0**120, dtype=torch.bfloat16)
-
-    assert sparse_linear(rows, weight, None)[:, 3].tolist() == [smallest * 2.0**120] * 2
 
 
 @needs_instructions

@@ -24,7 +24,7 @@ from axsparse.samo.index.base import (
     make_index,
 )
 from axsparse.samo.layer_state import LayerState, StateTypes
-from axsparse.samo.state_bytes import MASK_BLOCK, IndexKind, index_bytes
+from axsparse.samo.state_bytes import IndexKind, index_bytes
 from axsparse.samo.tensor_state import TensorState
 
 PIECE = 65_536
@@ -33,7 +33,6 @@ examples = settings(max_examples=60, deadline=None, derandomize=True)
 masks = st.lists(st.booleans(), max_size=80).map(lambda bits: torch.tensor(bits, dtype=torch.bool))
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 kinds = st.sampled_from(KINDS)
-EDGES = [at + near for at in (MASK_BLOCK, PIECE, 2 * PIECE) for near in (-1, 0, 1)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,53 +98,6 @@ def assert_same(index: Index, reference: Int32Index, numel: int, start: int, sto
     index.scatter(ours, values, start)
     reference.scatter(theirs, values, start)
     assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("numel", EDGES)
-@pytest.mark.parametrize("density", [0.001, 0.1, 0.9])
-def test_sizes_around_the_edges_of_blocks(reader: None, numel: int, density: float) -> None:
-    mask = random_mask(numel, density)
-    reference, index = Int32Index(mask), MaskIndex(mask)
-    kept = reference.kept
-
-    assert index.kept == kept
-    assert index.nbytes == index_bytes(numel, kept, "mask")
-    assert torch.equal(index.positions(), reference.positions())
-    for start, stop in [(0, kept), (0, 0), (kept, kept), (kept // 3, kept // 2), (kept // 2, kept)]:
-        assert_same(index, reference, numel, start, stop)
-
-
-@pytest.mark.parametrize("at", [0, *EDGES, 4 * PIECE - 1])
-def test_a_single_kept_entry_among_empty_blocks(reader: None, at: int) -> None:
-    mask = torch.zeros(4 * PIECE, dtype=torch.bool)
-    mask[at] = True
-    index = MaskIndex(mask)
-
-    assert index.positions().tolist() == [at]
-    assert_same(index, Int32Index(mask), mask.numel(), 0, 1)
-
-
-def test_a_single_pruned_entry_among_full_blocks(reader: None) -> None:
-    mask = torch.ones(3 * PIECE, dtype=torch.bool)
-    mask[PIECE] = False
-    index = MaskIndex(mask)
-
-    assert torch.equal(index.positions(), Int32Index(mask).positions())
-    for start in (PIECE - 1, PIECE, MASK_BLOCK - 1, MASK_BLOCK):
-        assert_same(index, Int32Index(mask), mask.numel(), start, start + 1)
-        assert_same(index, Int32Index(mask), mask.numel(), start, start + PIECE)
-
-
-def test_a_mask_that_keeps_nothing(reader: None) -> None:
-    mask = torch.zeros(PIECE + 1, dtype=torch.bool)
-    index = MaskIndex(mask)
-    dense = numbers(mask.numel())
-
-    index.scatter(dense, torch.empty(0), 0)
-
-    assert (index.kept, index.positions().tolist()) == (0, [])
-    assert index.gather(dense, 0, 0).shape == (0,)
-    assert torch.equal(dense, numbers(mask.numel()))
 
 
 @settings(

@@ -93,15 +93,6 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm(
     assert not math.isfinite(global_norm(partials))
 
 
-def test_finite_gradients_however_large_give_finite_partials() -> None:
-    layer = layer_with_gradients()
-    layer.gradient.fill_(torch.finfo(torch.float32).max)
-
-    partials = torch.cat(list(norm_partials([layer], SIZES).values()))
-
-    assert bool(torch.isfinite(partials).all())
-
-
 @examples
 @given(
     st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=20),
@@ -117,11 +108,3 @@ def test_clipping_is_that_of_torch(values: list[float], clip_norm: float) -> Non
 
     # Torch computes its norm in fp32, so that two roundings lie between the factors.
     torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=1e-30)
-
-
-def test_gradients_below_the_limit_are_left_alone_and_zero_never_clips() -> None:
-    assert clip_factor(0.5, 1.0) == 1.0
-    assert clip_factor(1e9, 0.0) == 1.0
-    assert clip_factor(2.0, 1.0) == pytest.approx(0.5, rel=1e-6)
-    assert clip_factor(0.0, 1.0) == 1.0
-    assert clip_factor(2e-6, 1e-6) == pytest.approx(1 / 3, rel=1e-6)

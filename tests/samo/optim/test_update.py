@@ -106,31 +106,6 @@ def dense_of(
     )
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("decay", [0.0, DECAY])
-def test_a_rule_follows_its_formula(name: str, decay: float) -> None:
-    rule = RULES[name]
-    master, theta = torch.tensor([1.5]), 1.5
-    moments = {each: torch.zeros(1) for each in rule.ours.moments}
-    expected = [0.0] * len(moments)
-
-    for step, g in enumerate([0.5, -0.25, 2.0], start=1):
-        block = StateBlock(torch.tensor([g]), master, moments)
-        rule.ours.update_moments(block, hyper(step, decay))
-        rule.ours.apply(block, None, hyper(step, decay))
-        theta = rule.formula(theta, g, expected, hyper(step, decay))
-
-    assert [values.item() for values in moments.values()] == pytest.approx(expected, rel=1e-6)
-    assert master.item() == pytest.approx(theta, rel=1e-6)
-    assert rule.ours.statistics is None
-
-
-def test_moments_have_the_names_that_files_have() -> None:
-    assert ADAMW.moments == ("exp_avg", "exp_avg_sq")
-    assert sgd(0.0, nesterov=False).moments == ()
-    assert sgd(0.9, nesterov=False).moments == ("momentum",)
-
-
 def test_square_roots_are_the_nearest_numbers() -> None:
     """After very many steps without ε, a zero moves to minus the quotient of its moments."""
     square = torch.rand(4099, generator=torch.Generator().manual_seed(0)).add_(0.1).pow_(9)
