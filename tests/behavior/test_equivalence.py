@@ -117,7 +117,7 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize("row", parameters([*LAYOUTS, *BY_SCHEDULE, *STAGES], every=2))
+@pytest.mark.parametrize("row", parameters([*LAYOUTS, *BY_SCHEDULE, *STAGES], every=4))
 def test_a_run_is_what_its_judge_says(row: Row) -> None:
     ranks = judge(row)
 

@@ -64,7 +64,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Ran]:
 @pytest.mark.parametrize(
     ("before", "after"),
     by_default(
-        list(zip(LAYOUTS, reversed(LAYOUTS), strict=True)), itertools.product(LAYOUTS, LAYOUTS)
+        list(zip(LAYOUTS, reversed(LAYOUTS), strict=True))[::3], itertools.product(LAYOUTS, LAYOUTS)
     ),
 )
 def test_every_layout_goes_on_from_a_checkpoint_of_every_other(
@@ -158,7 +158,7 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("what", by_default(list(STATES)[1::3], STATES))
+@pytest.mark.parametrize("what", by_default(list(STATES)[2::5], STATES))
 def test_every_kind_of_state_goes_on_as_if_nothing_had_been(what: str, tmp_path: Path) -> None:
     case = STATES[what]
     config, (before, after) = config_of(**case.settings), case.layouts
@@ -181,7 +181,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", by_default(list(METHODS)[::2], METHODS))
+@pytest.mark.parametrize("method", by_default(list(METHODS)[2::2], METHODS))
 def test_every_pruning_method_goes_on_where_it_stood(method: str, tmp_path: Path) -> None:
     reference = resumes(tmp_path, over_time(method), stop=4)
 

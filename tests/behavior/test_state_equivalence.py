@@ -186,7 +186,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", parameters(ROWS, every=2))
+@pytest.mark.parametrize("row", parameters(ROWS, every=4))
 def test_a_run_is_what_its_judge_says(row: Row) -> None:
     ranks = judge(row)
 

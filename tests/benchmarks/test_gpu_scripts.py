@@ -39,12 +39,6 @@ def test_without_a_gpu_every_script_says_so_and_ends_with_69(
     assert capsys.readouterr().out.count("no CUDA device is here") == 2
 
 
-# -- gpu_check: parts, on a machine that is told of -----------------------------------------
-
-
-# -- gpu_kernels and gpu_train --------------------------------------------------------------
-
-
 # -- gpu_beside -----------------------------------------------------------------------------
 
 

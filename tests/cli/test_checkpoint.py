@@ -109,15 +109,6 @@ def test_prune_keeps_the_newest_that_a_later_step_has_trained_on(
     )
 
 
-def test_prune_never_removes_the_newest_whole_one(run: Path, axsparse: Axsparse) -> None:
-    for step in (3, 4):
-        os.truncate(run / "checkpoints" / f"step-{step}" / "0000-embed.safetensors", 10)
-
-    assert axsparse("checkpoint", "prune", run, "--keep-last", "1")[0] == 0
-
-    assert saved_steps(run / "checkpoints") == [4, 3, 2]
-
-
 def test_a_run_in_use_is_left_alone(run: Path, axsparse: Axsparse) -> None:
     lock = RunLock(run)
 

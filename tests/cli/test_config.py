@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.commands import Axsparse
 
-from axsparse.config.json_schema import editor_schema
 from axsparse.config.load import configure
 
 
@@ -57,10 +56,3 @@ def test_what_it_prints_is_a_configuration_again(
 
     assert again == configure(None, overrides)
     assert again.run_dir == text
-
-
-def test_the_schema_is_json(axsparse: Axsparse) -> None:
-    code, screen, _ = axsparse("config", "schema")
-
-    assert code == 0
-    assert json.loads(screen) == editor_schema()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.commands import Axsparse, assert_one_line
@@ -12,7 +11,6 @@ from support.preparing import LINE, run
 from support.resuming import ran
 from support.runs import tiny_config
 
-from axsparse.cli.evaluate import EVERY_SECONDS, _progress
 from axsparse.data.preparation import Request
 from axsparse.data.token_file import token_datasets
 from axsparse.runtime.errors import EXIT_DATA, EXIT_MISSING
@@ -59,22 +57,6 @@ def test_it_recites_what_it_has_learnt(recited: Path, axsparse: Axsparse) -> Non
     assert likeliest == (0, screen, "")
 
 
-def test_transformers_recites_what_was_exported(
-    recited: Path, tmp_path: Path, transformers: Any, axsparse: Axsparse
-) -> None:
-    """No longer than what the model sees, which is where transformers ends."""
-    axsparse("export", recited, "--to", "hf", "--out", tmp_path / "hf")
-    words = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    writer = transformers.pipeline("text-generation", model=str(tmp_path / "hf"))
-
-    [theirs] = writer(LINE[:11], **words)
-    ours = axsparse("generate", recited, "--prompt", LINE[:11], "--tokens", 12)
-    assert ours == (0, theirs["generated_text"] + "\n", "")
-    assert (tokenizer.eos_token_id, tokenizer.model_max_length) == (0, LENGTH)
-
-
 def test_a_seed_draws_the_same_text_again_and_another_seed_another(
     recited: Path, axsparse: Axsparse
 ) -> None:
@@ -98,17 +80,6 @@ def test_it_evaluates_to_what_the_run_reported(recited: Path, axsparse: Axsparse
     assert code == 0
     assert f"step 80: validation loss {said['eval_loss']:.6g}  perplexity " in screen
     assert f"{said['perplexity']:.6g}  (" in screen
-
-
-def test_a_long_evaluation_says_every_few_seconds_how_far_it_is(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    seconds = iter([0.0, 1.0, EVERY_SECONDS + 1, EVERY_SECONDS + 1, EVERY_SECONDS + 2, 99.0])
-    after_batch = _progress(lambda: next(seconds))
-    for done in range(1, 5):
-        after_batch(done, 4)
-
-    assert capsys.readouterr().err == "axsparse: evaluated 2 of 4 batches\n"
 
 
 def test_what_is_missing_or_changed_is_named(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.mpirun import LONGEST_SECONDS, run_mpirun
 
-from axsparse.cli.parser import CommandParser, Work, run_command, say
+from axsparse.cli.parser import CommandParser, Work, run_command
 from axsparse.runtime.errors import MissingInputError
 
 
@@ -51,12 +51,6 @@ def test_an_interrupt_may_say_how_to_go_on(capsys: pytest.CaptureFixture[str]) -
         *(130, ""),
         "axsparse: error: start it again\n",
     )
-
-
-def test_a_path_of_other_bytes_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    say("runs/\udcff: 3 files")
-
-    assert capsys.readouterr().out == "runs/?: 3 files\n"
 
 
 def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,18 +75,6 @@ def test_a_cluster_file_to_begin_with_is_printed(axsparse: Axsparse, tmp_path: P
 
     assert code == 0
     assert replace(load_cluster(str(mine)), name="a100-pod") == load_cluster("a100-pod")
-
-
-def test_without_a_cluster_it_says_which_one_it_took(axsparse: Axsparse, plan: Axsparse) -> None:
-    asked = ("plan", "quickstart.yaml", "--gpus", "1", "--set", "layout.g_inter=auto")
-    took = "note: no --cluster, hence planned for the bundled cluster "
-
-    assert f"{took}laptop, with 0.4 GB of overhead; " in axsparse(*asked)[1]
-    assert took not in plan("--gpus", "1")[1]
-    # Nor is it silent where nothing fits; and a memory is that of a GPU.
-    screen = axsparse(*asked, "--memory", "0.1")[1]
-    assert screen.startswith("does not fit: ")
-    assert f"{took}a100-pod, with 3 GB of overhead; " in screen
 
 
 def test_the_first_line_is_the_answer_and_a_table_follows(plan: Axsparse) -> None:
@@ -194,30 +181,6 @@ def test_a_gpt2_folder_needs_no_transformers_and_others_say_that_they_do(
     )
 
 
-def test_somebody_who_waits_at_a_terminal_is_told_so(
-    plan: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Impatient(threading.Timer):
-        def start(self) -> None:
-            self.function()
-
-    monkeypatch.setattr(threading, "Timer", Impatient)
-    silent = plan("--gpus", "1")[2]
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    told = plan("--gpus", "1")[2]
-
-    assert (silent, told) == ("", "axsparse: reading the model and trying layouts …\n")
-
-
-def test_json_is_one_object_with_both_methods(plan: Axsparse) -> None:
-    _, screen, _ = plan("--gpus", "2", "--compare", "dense,samo", "--json")
-
-    plans = json.loads(screen)["plans"]
-    assert [told["method"] for told in plans] == ["dense", "samo"]
-    first = [told["rows"][0]["stages"][0]["memory"]["optimizer"] for told in plans]
-    assert first[0] > first[1]
-
-
 def test_trace_and_page_are_written(plan: Axsparse, tmp_path: Path) -> None:
     trace, page = tmp_path / "step.json", tmp_path / "plan.html"
     _, screen, _ = plan("--gpus", "2", "--json", "--trace", trace, "--html", page)
@@ -227,17 +190,6 @@ def test_trace_and_page_are_written(plan: Axsparse, tmp_path: Path) -> None:
     seconds = max(span.end for span in spans) - min(span.begin for span in spans)
     assert seconds == pytest.approx(told["rows"][0]["step_seconds"])
     assert page.read_text().startswith("<!DOCTYPE html>")
-
-
-def test_only_the_microbatches_that_were_asked_for_are_tried(
-    plan: Axsparse,
-) -> None:
-    _, screen, _ = plan("--gpus", "2", "--microbatch-size", "3,5,60", "--json")
-
-    [told] = json.loads(screen)["plans"]
-    assert {row["microbatch_size"] for row in told["rows"]} == {3, 5}
-    reasons = {row["reason"] for row in told["rejected"]}
-    assert "microbatches of 60 make too few of a batch of 48" in reasons
 
 
 def test_in_a_study_what_does_not_fit_is_said_above_what_does(plan: Axsparse) -> None:

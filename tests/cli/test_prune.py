@@ -24,25 +24,3 @@ def test_a_dry_run_names_every_tensor_and_why_it_is_dense() -> None:
     assert "dense, 64 entries: named in pruning.exclude" in said
     assert "  embed.token.weight  16 × 8" in said
     assert any(line.endswith(" entries: vectors") for line in said)
-
-
-def test_dense_tensors_that_repeat_from_block_to_block_share_a_line() -> None:
-    said = list(lines(configure(None, [*SMALL, "model.num_layers=12"])))
-
-    begin = next(i for i, line in enumerate(said) if line.endswith(" entries: vectors"))
-    assert said[begin + 1 :] == [
-        "  block*.norm*.weight  8  (24 tensors)",
-        "  block*.norm*.bias  8  (24 tensors)",
-        "  block*.attention.qkv.bias  24  (12 tensors)",
-        "  block*.attention.proj.bias  8  (12 tensors)",
-        "  block*.fc*.bias  32  (12 tensors)",
-        "  block*.fc*.bias  8  (12 tensors)",
-        "  head.norm.weight  8",
-        "  head.norm.bias  8",
-    ]
-
-
-def test_a_run_that_prunes_nothing_says_so() -> None:
-    [said] = lines(configure(None, [*SMALL, "samo.enabled=false"]))
-
-    assert said.startswith("nothing is pruned")

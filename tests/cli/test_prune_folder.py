@@ -119,50 +119,6 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
         assert all(torch.equal(other[name], value) for name, value in alone.items())
 
 
-DYING = """
-import os, runpy, signal, sys
-from axsparse.training.step import Step
-train_step, left = Step.train_step, [2]
-def dying(self, *given):
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    return train_step(self, *given)
-Step.train_step = dying
-sys.argv[0] = "axsparse"
-runpy.run_module("axsparse", run_name="__main__")
-"""
-"""The command, killed where its third step begins."""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("heal", ["adapters", "train"])
-def test_a_command_that_is_killed_in_its_training_goes_on_to_the_same_weights(
-    heal: str, transformers: Any, tmp_path: Path
-) -> None:
-    del transformers
-    write_folder(tmp_path / "model")
-    more = ["--heal", heal, "--steps", "4"]
-    more += ["--set", "checkpoint.every=1", "--set", "schedule.warmup_steps=1"]
-    whole = pruned(tmp_path, "whole", *more)
-
-    died = run_alone(["-c", DYING, "prune", *FEW, "--out", "killed", *more], cwd=tmp_path)
-    metrics = tmp_path / "killed.run" / "run" / "metrics.jsonl"
-    [first, *_] = metrics.read_text().splitlines()
-    other = run_alone(
-        ["-m", "axsparse", "prune", *FEW, "--out", "killed", *more, "--set", "seed=7"], cwd=tmp_path
-    )
-    found = pruned(tmp_path, "killed", *more)
-
-    assert other.returncode == EXIT_CONFIG
-    assert "seed: 7, but what is in killed.run was begun with" in other.stderr
-    assert died.returncode in (-9, 137), died
-    # The time of the first step is that of the killed command: it was not made again.
-    assert metrics.read_text().startswith(f"{first}\n")
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], value) for name, value in whole.items())
-
-
 def test_the_work_is_held_while_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = PruneOrder(
         Path("model"), (Path("texts"),), (), tmp_path / "out", "prune_llama.yaml", (), "none"

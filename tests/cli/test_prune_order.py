@@ -58,34 +58,6 @@ def test_as_many_are_judged_as_calibrate_unless_a_configuration_says_it() -> Non
     assert order_of(Path()).implied(config)[0] == "train.eval_steps=3"
 
 
-def test_paths_are_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    order = replace(order_of(Path()), source=Path("it's: a #1"), out=Path("[null] é"))
-    write_llama(order.source)
-
-    config = configure("prune_llama.yaml", order.overrides())
-
-    assert config.run_dir == "[null] é.run/run"
-    assert config.data.path == "[null] é.run/tokens"
-    assert config.model_dump(by_alias=True)["model"]["from"] == "it's: a #1"
-
-
-@pytest.mark.parametrize("out", [".", "..", "x/.."])
-def test_a_folder_without_a_name_of_its_own_has_one(
-    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "x" / "y").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "x")
-
-    work = replace(order_of(Path()), out=Path(out)).work
-
-    assert work.name in ("x.run", f"{tmp_path.name}.run")
-    with pytest.raises(ConfigError, match="is there already; remove it"):
-        replace(order_of(Path()), out=Path("..")).take()
-    with pytest.raises(ConfigError, match="--out: / is no place for a folder"):
-        replace(order_of(Path()), out=Path("/")).take()
-
-
 def test_one_process_at_a_time_has_the_work(tmp_path: Path) -> None:
     order = order_of(tmp_path)
     places = (".out", "out.run/.pruned", "out.run/.order.json", "out/.README.md")
@@ -190,9 +162,3 @@ def test_what_makes_no_sense_is_refused(
 
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         settled(order, *settings)
-
-
-def test_a_sparsity_that_a_pattern_has_is_no_contradiction(tmp_path: Path) -> None:
-    write_llama(tmp_path / "model")
-
-    settled(order_of(tmp_path, "pruning.sparsity=0.5"), "pruning.pattern=2:4")

@@ -86,16 +86,6 @@ def test_what_cannot_be_read_becomes_a_note(axsparse: Axsparse, tmp_path: Path) 
     assert "step-3: manifest.json cannot be read" in words
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a: [", "- 1", "\t", "a: &x [*x]", "? [a]\n: 1", "!!python/object:os.system x"]
-)
-def test_any_configuration_does(axsparse: Axsparse, tmp_path: Path, text: str) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "config.yaml").write_text(text)
-
-    assert axsparse("report", run)[0] == 0
-
-
 # -- a picture ------------------------------------------------------------------------------
 
 

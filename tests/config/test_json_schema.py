@@ -60,17 +60,3 @@ def test_bundled_configurations_pass(name: str, validator: Any) -> None:
 )
 def test_what_the_loader_refuses_fails(wrong: dict[str, Any], validator: Any) -> None:
     assert not validator.is_valid(wrong)
-
-
-@pytest.mark.parametrize(
-    "right",
-    [
-        {},
-        {"model": {"num_layers": 2}},
-        {"model": {"from": "folder", "hf": {"hidden_size": 2}}},
-        {"layout": {"split": [4, 4]}},
-        {"train": {"eval_steps": "all"}},
-    ],
-)
-def test_what_the_loader_takes_passes(right: dict[str, Any], validator: Any) -> None:
-    assert validator.is_valid(right)

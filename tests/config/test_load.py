@@ -49,11 +49,6 @@ def test_without_a_file_everything_is_default() -> None:
     assert configure(None) == Config()
 
 
-@pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n", "null\n"])
-def test_an_empty_file_is_all_defaults(write: Write, text: str) -> None:
-    assert configure(write(text)) == Config()
-
-
 def test_keys_know_where_they_were_set(write: Write) -> None:
     file = write("seed: 7\n\nbatch:\n  # small\n  microbatch_size: 4\n  global_batch_size: 48\n")
 
@@ -110,15 +105,6 @@ def test_a_bundled_config_is_found_by_name(bundled: Path, source: str) -> None:
     assert bundled_configs() == ["gpt3_2.7b", "quickstart"]
 
 
-def test_an_installed_package_reads_its_own_folder_only(bundled: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "tree" / "axsparse" / "configs"
-    folder.mkdir(parents=True)
-    (folder / "quickstart.yaml").write_text("seed: 9\n", encoding="utf-8")
-
-    assert configure("quickstart").seed == 9
-    assert bundled_configs() == ["quickstart"]
-
-
 def test_a_file_of_the_same_name_goes_before_a_bundled_config(bundled: Path) -> None:
     Path("quickstart.yaml").write_text("seed: 5\n", encoding="utf-8")
 
@@ -135,12 +121,6 @@ def test_without_bundled_configs_a_missing_file_is_just_missing(
         MissingInputError, match="config 'none': no such file; name an existing file"
     ):
         configure("none")
-
-
-# --- broken YAML -------------------------------------------------------------------------
-
-
-# --- unknown keys and bad overrides ------------------------------------------------------
 
 
 # --- values that the schema refuses ------------------------------------------------------
@@ -200,14 +180,3 @@ def test_a_script_takes_a_file_and_overrides_as_the_command_does(tmp_path: Path)
     assert loaded.where("train.steps") == "train.steps (--set)"
     assert loaded.where("precision") == "precision (--set)"
     assert config == configure({"seed": 3, "train": {"steps": 9}, "precision": "fp32"})
-
-
-def test_overrides_win_over_dictionaries_as_they_do_over_a_file() -> None:
-    given = {"seed": 3, "train": {"steps": 7, "eval_steps": 0}}
-    config = configure(given, ["train.steps=9", "precision=fp32"])
-
-    loaded = config.named("mine")
-    assert (config.seed, config.train.steps, config.train.eval_steps) == (3, 9, 0)
-    assert (config.precision, loaded.name) == ("fp32", "mine")
-    assert loaded.where("train.steps") == "train.steps (--set)"
-    assert loaded.where("train.eval_steps") == "train.eval_steps (configure)"

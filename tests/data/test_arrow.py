@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.formats import write_saved, write_table
+from support.formats import write_table
 from support.preparing import run
 
 from axsparse.data.documents import Piece, Reading, documents, find_sources
@@ -63,16 +63,6 @@ def test_a_table_that_was_cut_is_unreadable(ending: str, size: int, tmp_path: Pa
     assert problems[-1] == "unreadable" or (ending == "arrow" and size in (-1, 0))
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_no_flipped_byte_ends_the_process(ending: str, tmp_path: Path) -> None:
-    path = write_table(tmp_path / f"a.{ending}", ROWS * 3)
-    whole = path.read_bytes()
-
-    for at in range(0, len(whole), 7):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
-        assert len(pieces_of(path)) <= 13
-
-
 @pytest.mark.parametrize("kind", ["string", "large_string"])
 def test_a_text_that_is_not_utf8_leaves_the_others(kind: str, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[test]'")
@@ -98,12 +88,6 @@ def test_a_table_without_the_column_is_named(tmp_path: Path) -> None:
             "prompt with completion are read)",
         )
     ]
-
-
-def test_what_datasets_saves_beside_its_tables_is_no_text(tmp_path: Path) -> None:
-    folder = write_saved(tmp_path / "d", ROWS)
-
-    assert [p.text for p in pieces_of(folder) if p.problem is None] == ["one", "four\nlines"]
 
 
 def test_tables_need_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

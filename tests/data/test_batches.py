@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -313,27 +312,6 @@ def test_a_data_set_whose_length_changes_is_refused() -> None:
             DataError, match=r"\(arrays\): it has 49 samples, and had 50 when it wa"
         ):
             look()
-
-
-class Given(Padded):
-    """Reads what it is given, whatever the samples."""
-
-    def __init__(self, read: object) -> None:
-        self.given = read
-
-    def read(self, indices: NDArray[np.int64]) -> Any:
-        return self.given
-
-
-def test_what_is_read_in_inference_mode_or_with_gradients_is_plain() -> None:
-    with torch.inference_mode():
-        inference = torch.ones(9, 2)
-    odd = Given(((inference, torch.ones(9, 2).requires_grad_() * 2), inference))
-
-    [microbatch] = batches(odd, global_batch_size=9, microbatch_size=9).training(0).microbatches
-
-    for tensor in (*microbatch.inputs, microbatch.targets):
-        assert tensor is not None and not tensor.is_inference() and not tensor.requires_grad
 
 
 PATIENCE = 30

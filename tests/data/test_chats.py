@@ -14,11 +14,11 @@ from support.preparing import run
 
 from axsparse.config.schema import DataConfig
 from axsparse.data.chats import Chat, ChatTemplate
-from axsparse.data.documents import FIRST, Reading
-from axsparse.data.preparation import LATE, Request
+from axsparse.data.documents import Reading
+from axsparse.data.preparation import Request
 from axsparse.data.run_tokenizer import byte_tokenizer, exported_tokenizer, run_tokenizer
 from axsparse.data.token_file import read_sidecar, token_datasets
-from axsparse.runtime.errors import ConfigError, DataError, OutputError
+from axsparse.runtime.errors import ConfigError, DataError
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parent / "trl_masks.json").read_text())
 CHATS: list[list[dict[str, str]]] = TRL["chats"]
@@ -218,15 +218,6 @@ def test_special_tokens_of_the_settings_are_themselves_in_chats_and_in_prompts(
     assert tokenizer.vocab_size == len(theirs) == 259
 
 
-def test_a_vocabulary_is_learnt_from_prompts_and_completions(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")
-    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "better", "completion": " than"}] * 9)
-
-    sidecar, _ = run(Request((source,), tmp_path / "out", train_bpe=260))
-
-    assert sidecar.vocab_size == 260
-
-
 def begin_by(folder: Path, single: str) -> None:
     """Let a folder's tokenizer put its own tokens around a text."""
     library = pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")
@@ -390,29 +381,6 @@ def test_chats_need_a_template(kind: str, message: str, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=message):
         run(Request((source,), tmp_path / "out", tokenizer=given))
-
-
-def test_a_chat_after_many_texts_is_left_out(tmp_path: Path) -> None:
-    late: list[Any] = [{"messages": CHATS[0]}, {"input_ids": [1], "labels": [-100]}]
-    rows = [{"text": "a"}] * FIRST + late
-    write_jsonl(tmp_path / "mixed.jsonl", rows)
-
-    sidecar, _ = run(Request((tmp_path / "mixed.jsonl",), tmp_path / "out"))
-
-    assert sidecar.sources.left_out == {LATE: 2}
-    assert (sidecar.marked, sidecar.dtype) == (False, "uint8")
-
-
-def test_another_template_is_another_preparation(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
-    plain, marked = (folder_of(kind, tmp_path) / "tokenizer.json" for kind in ("plain", "marked"))
-    run(Request((source,), tmp_path / "out", tokenizer=plain))
-
-    _, again = run(Request((source,), tmp_path / "out", tokenizer=plain))
-
-    assert "already prepared from these files, and unharmed" in again
-    with pytest.raises(OutputError, match="holds tokens of other files or settings; choose anoth"):
-        run(Request((source,), tmp_path / "out", tokenizer=marked))
 
 
 def test_a_field_that_is_named_may_hold_the_chat(tmp_path: Path) -> None:

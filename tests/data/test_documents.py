@@ -303,15 +303,6 @@ def test_a_compressed_file_is_what_it_was_before(
     assert re.fullmatch(rf"{re.escape(str(path))} \(\w.+\)", piece.place), piece.place
 
 
-@pytest.mark.parametrize("data", [b"", b" \n\n", b"\xef\xbb\xbf", "\u3000\n".encode()])
-def test_a_file_of_white_space_is_one_empty_document(data: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(data)
-
-    assert [(piece.place, piece.problem) for piece in pieces_of(tmp_path / "a")] == [
-        (f"{tmp_path}/a, line 1", "empty")
-    ]
-
-
 @pytest.mark.parametrize("name", ["a", "a.jsonl"])
 def test_a_file_that_changes_meanwhile_is_refused_and_one_that_disappears_is_unreadable(
     name: str, tmp_path: Path

@@ -14,7 +14,7 @@ from support.formats import write_megatron, write_saved, write_table
 from support.preparing import run
 
 from axsparse.config.load import configure
-from axsparse.data.in_place import InPlace, Joined, in_place
+from axsparse.data.in_place import InPlace, in_place
 from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
 from axsparse.runtime.errors import AxsparseError, DataError, MissingInputError
@@ -88,16 +88,6 @@ def test_a_data_set_of_splits_has_training_and_validation(tmp_path: Path) -> Non
     )
     assert (len(data.training), len(data.validation)) == (2, 1)
     assert data.training.vocab_size == 256
-
-
-def test_joined_arrays_are_read_by_any_positions() -> None:
-    parts = [np.arange(size, dtype=np.uint16) + first for first, size in ((0, 3), (3, 1), (4, 6))]
-
-    joined = Joined(parts)
-
-    at = np.array([[9, 0, 3], [2, 2, 4]])
-    assert joined[at].tolist() == at.tolist()
-    assert (joined.size, joined.dtype.name) == (10, "uint16")
 
 
 def test_the_fingerprint_is_of_ids_type_and_documents(tmp_path: Path) -> None:
@@ -237,16 +227,6 @@ def test_what_the_system_does_not_open_is_told_with_a_mend() -> None:
         in_place(Path("x" * 300), "data.path")
 
 
-@pytest.mark.parametrize("kind", ["version", "bin cut", "empty bin"])
-def test_damaged_ids_are_unreadable_where_they_are_prepared(kind: str, tmp_path: Path) -> None:
-    source = Path(f"{DAMAGE[kind][0](tmp_path)}.idx")
-
-    with pytest.raises(
-        DataError, match=r"no document can be used \(1 unreadable; the first: \S+idx \([^()]+"
-    ):
-        run(Request((source,), tmp_path / "out"))
-
-
 def test_an_empty_document_is_left_out_by_its_row(tmp_path: Path) -> None:
     write_megatron(tmp_path / "c", [[1], [], [2]])
 
@@ -263,13 +243,6 @@ def test_documents_that_do_not_divide_the_sequences_are_refused_where_they_are_a
 
     with pytest.raises(DataError, match="has documents that do not divide its 4 sequences; copy"):
         found.begins()
-
-
-def test_what_lies_elsewhere_is_left_to_others(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-
-    for path in (tmp_path / "folder", tmp_path / "nothing", Path(), Path("/")):
-        assert in_place(path, "data.path") is None
 
 
 def test_ids_beyond_the_vocabulary_name_sample_and_value(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from axsparse.data.order import epochs_of_step, samples_of_step, shuffled
+from axsparse.data.order import samples_of_step, shuffled
 
 SEEDS = st.integers(0, 2**70)
 
@@ -44,18 +44,6 @@ def test_steps_walk_through_the_epochs_without_a_gap(
         [epoch_order(num_samples, seed, epoch) for epoch in range(num_epochs)]
     )
     assert seen.tolist() == expected[: len(seen)].tolist()
-
-
-def test_a_step_may_reach_into_later_epochs() -> None:
-    assert epochs_of_step(5, global_batch_size=12, step=1).tolist() == [2] * 3 + [3] * 5 + [4] * 4
-
-
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    # From 2**32 on, a seed has two words, and one of them could be mistaken for the epoch.
-    seeds = (0, 1, 2**32, 2**32 + 1, 2**64)
-    orders = {tuple(epoch_order(100, seed, epoch)) for seed in seeds for epoch in range(20)}
-
-    assert len(orders) == 20 * len(seeds)
 
 
 def test_a_step_of_a_huge_data_set_costs_only_its_batch() -> None:

@@ -170,17 +170,6 @@ def test_what_is_left_out_is_counted_on_the_screen_and_in_the_sidecar(
     assert re.search(r"^train: \d{3} documents, \S+k tokens$", screen, re.MULTILINE)
 
 
-def test_many_that_are_left_out_are_not_all_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("{\n" * 30 + '{"text": "x"}')
-
-    sidecar, screen = run(Request((tmp_path / "a.jsonl",), tmp_path / "o"))
-
-    assert sidecar.sources.left_out == {"malformed JSON": 30}
-    assert len(sidecar.sources.examples) == 20
-    assert screen.count(": malformed JSON\n") == 10
-    assert "  and 20 more; tokens.json names the first 20\n" in screen
-
-
 def test_a_long_document_with_a_bad_byte_is_left_out_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

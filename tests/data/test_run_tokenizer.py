@@ -84,25 +84,6 @@ def test_prepared_texts_have_the_ids_of_their_preparation(
     assert theirs.decode(theirs.encode(LINE).ids) == LINE
 
 
-def test_nothing_is_put_around_texts_that_the_preparation_left_as_they_are(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")
-    _, *_ = prepared(tmp_path, train_bpe=290)
-    own = tokenizers.Tokenizer.from_file(str(tmp_path / "tokens" / "tokenizer.json"))
-    end = ("<|endoftext|>", own.token_to_id("<|endoftext|>"))
-    own.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[end]
-    )
-    own.enable_truncation(3)
-    (tmp_path / "given").mkdir()
-    own.save(str(tmp_path / "given" / "tokenizer.json"))
-
-    data, *training = prepared(tmp_path / "given", tokenizer=tmp_path / "given" / "tokenizer.json")
-    made = exported_tokenizer(data, *training)
-
-    assert made is not None
-    assert opened(made).encode(LINE).ids == run_tokenizer(data)[0].encode(LINE).tolist()
-
-
 def test_data_of_ones_own_have_no_tokenizer(tmp_path: Path) -> None:
     data, name, _ = prepared(tmp_path)
 

@@ -6,7 +6,6 @@ import os
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from axsparse.data.stdlib import Split, source_tokens, stdlib_dataset, stdlib_tokens
@@ -30,15 +29,6 @@ def test_a_file_is_validation_iff_ten_divides_the_crc_of_its_path(tmp_path: Path
     tokens, _ = source_tokens(write(tmp_path, files), "validation")
 
     assert tokens.tobytes() == b"".join(files[name] + b"\0" for name in sorted(names))
-
-
-def test_files_come_in_the_order_of_their_relative_paths_each_ended_by_a_zero(
-    tmp_path: Path,
-) -> None:
-    tokens, _ = source_tokens(write(tmp_path, FILES), "train")
-
-    assert tokens.dtype == np.uint8
-    assert tokens.tobytes() == b"x = 1\n\0" + b"\0" + b"pass\0" + "é = 2\n\0".encode()
 
 
 def test_only_the_librarys_own_sources_count(tmp_path: Path) -> None:

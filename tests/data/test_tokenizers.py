@@ -96,14 +96,6 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(
     np.testing.assert_array_equal(np.concatenate(tokenizer.encode_batch(cut)), expected)
 
 
-def test_a_text_without_white_space_is_cut_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "PIECE", 4)
-    monkeypatch.setattr(documents, "SLACK", 2)
-
-    assert list(documents.pieces("abcdefghijklm")) == ["abcd", "efgh", "ijklm"]
-    assert list(documents.pieces("abcde fghijk")) == ["abcde", " fgh", "ijk"]
-
-
 def test_truncation_and_padding_of_a_given_tokenizer_are_taken_off(
     trained: Path, tmp_path: Path
 ) -> None:

@@ -338,6 +338,3 @@ def test_clusters(tmp_path: Path, counted: list[int], rng: Random) -> None:
     path.write_bytes(yaml_bytes(rng, rng.choice(CLUSTERS)))
 
     read_or_rejected(lambda: load_cluster(str(path)), tmp_path)
-
-
-# -- the watch itself -----------------------------------------------------------------------

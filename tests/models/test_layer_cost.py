@@ -94,20 +94,6 @@ def test_every_layer_gets_what_the_one_before_gave() -> None:
     assert second.outputs == 4 * 5
 
 
-def test_weights_that_go_on_as_outputs_are_no_activations() -> None:
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(100, 6))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x + 1, self.weight
-
-    _, activations = run(Head(), 6)
-
-    assert activations.outputs == 24
-
-
 class Attention(nn.Module):
     """Attention whose queries, keys and values lie side by side in the input."""
 
@@ -194,6 +180,3 @@ def test_costs_reach_ranks_that_have_not_run_the_layers(example: bool) -> None:
     found = profile(model(example=example), BF16)
 
     assert with_costs(profile(model(example=False)), costs_text(found)) == found
-
-
-# -- what a layer may return ----------------------------------------------------------------

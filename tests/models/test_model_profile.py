@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -180,35 +179,3 @@ def test_two_uses_within_one_layer_may_start_themselves() -> None:
     found = profile(model(Layer("a", build), ties=[Tie("a.0.weight", "a.1.weight")]))
 
     assert found.ties == {"a.1.weight": "a.0.weight"}
-
-
-def test_a_build_that_makes_values_in_each_call_passes() -> None:
-    own = nn.Linear(3, 3)
-
-    found = profile(model(layer("a", lambda: copy.deepcopy(own))))
-
-    assert found.num_params == 12
-
-
-def test_a_cache_of_any_type_passes_since_it_is_not_saved() -> None:
-    def cached() -> nn.Module:
-        module = nn.Linear(3, 4)
-        module.register_buffer("k", torch.empty(3, dtype=vars(torch)["uint4"]), persistent=False)
-        return module
-
-    assert [buffer.persists for buffer in profile(model(Layer("a", cached))).layers[0].buffers] == [
-        False
-    ]
-
-
-def test_values_that_a_build_loads_are_no_reason_to_warn(recwarn: pytest.WarningsRecorder) -> None:
-    values = nn.Linear(3, 4).state_dict()
-
-    def pretrained() -> nn.Module:
-        module = nn.Linear(3, 4)
-        module.load_state_dict(values)
-        return module
-
-    profile(model(Layer("a", pretrained)))
-
-    assert not recwarn.list

@@ -36,7 +36,7 @@ from axsparse.models.model_profile import profile
 from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import FromFile, fingerprint, open_weights, start_from
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.errors import ConfigError, DataError
+from axsparse.runtime.errors import DataError
 from axsparse.training.trainer import build
 
 STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
@@ -201,25 +201,6 @@ def test_buffers_of_other_numbers_are_refused(tmp_path: Path) -> None:
         start.read("stem.bn1.running_mean")
 
 
-def test_what_is_not_trained_may_be_infinite(tmp_path: Path) -> None:
-    mask = {"a.weight": torch.full((2, 2), -torch.inf), "b.weight": torch.ones(1, 2)}
-    model = Model(
-        [
-            Layer("a", lambda: nn.Linear(2, 2, bias=False).requires_grad_(False)),
-            Layer("b", lambda: nn.Linear(2, 1, bias=False)),
-        ],
-        summed_loss,
-    )
-
-    start = start_from(model, open_weights(save(tmp_path / "w.pt", mask))).start
-
-    assert start is not None
-    for name, tensor in mask.items():
-        read = start.read(name)
-        assert read is not None
-        assert torch.equal(read, tensor)
-
-
 def test_a_torch_that_may_run_code_of_a_file_does_not_open_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,24 +288,6 @@ def test_what_begins_anew_is_part_of_what_ranks_compare(
     assert len({start.fingerprint for start in made if start is not None}) == 3
 
 
-def test_a_name_that_the_other_library_lacks_may_be_new(
-    pretrained: tuple[Path, dict[str, Tensor]],
-) -> None:
-    path, state = pretrained
-    torch.save({n: v for n, v in state.items() if "head" not in n}, path)
-    names = {n.removeprefix("old."): n for n in state if "head" not in n}
-
-    model = start_from(
-        from_sequential(body_and_head(3), summed_loss),
-        open_weights(path),
-        named=names.__getitem__,
-        new=["head.*"],
-    )
-
-    assert isinstance(model.start, FromFile)
-    assert "left out" not in model.start.note()
-
-
 def test_new_tensors_are_named_where_a_configuration_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,20 +310,3 @@ def test_new_tensors_are_named_where_a_configuration_starts(
 
     out = capsys.readouterr().out
     assert f"{path}: new, and not from the file: {new[0]}; left out of it: {new[0]}\n" in out
-
-
-def test_what_looks_at_loaded_weights_does_not_prune_new_ones(
-    pretrained: tuple[Path, dict[str, Tensor]],
-) -> None:
-    model = start_from(
-        from_sequential(body_and_head(7), summed_loss),
-        open_weights(pretrained[0]),
-        named=old,
-        new=["body.*"],
-    )
-    batch = {"global_batch_size": 8, "microbatch_size": 2}
-    config = tiny_config(pruning={"method": "zeros"}, batch=batch)
-
-    refusal = r"looks at loaded weights, and body.weight begins anew; name it"
-    with pytest.raises(ConfigError, match=refusal):
-        train_in_process(1, 1, model, config, vector_data())

@@ -134,6 +134,3 @@ def test_a_timeline_shows_what_takes_most_of_each_column_and_names_long_actions(
     words = texts(drawn)
     assert {"stage 0", "stage 1", "0", "20 s", *(f"F{n}" for n in range(10))} == set(words)
     assert len(drawn) < 60_000
-
-
-# -- pages ----------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from axsparse.observe.metrics import (
     SinkThread,
     StepRecord,
     Write,
-    curves_of,
     open_records,
     perplexity,
     reject_missing_packages,
@@ -93,10 +92,6 @@ def test_metrics_are_keys_of_their_own_and_what_is_not_finite_is_null(
     record: Record, line: dict[str, object], tmp_path: Path
 ) -> None:
     assert written(tmp_path, record) == [line]
-
-
-def test_a_perplexity_beyond_all_floats_is_infinite() -> None:
-    assert (perplexity(2.0), perplexity(1e4)) == (math.exp(2.0), math.inf)
 
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
@@ -280,12 +275,6 @@ def test_a_sink_that_hangs_holds_up_nothing(
     assert told == (
         "axsparse: warning: logging.wandb: is 3 records behind; the run goes on without it\n"
     )
-
-
-def test_only_finite_numbers_are_curves() -> None:
-    record = EvalRecord(3, float("nan"), {"top1": 0.5, "perplexity": float("inf")})
-
-    assert curves_of(record) == {"validation/top1": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -188,17 +188,3 @@ def test_skipped_steps_are_marked_with_their_reasons_and_nulls_interrupt_curves(
     loss = next(iter(training_charts([run])))
     assert (loss.crosses, loss.curves[0].points[2]) == ([3], (3, None))
     assert not re.search(r"\b(nan|None)\b", words_of(page))
-
-
-def test_thousands_of_steps_of_many_runs_stay_below_a_megabyte(tmp_path: Path) -> None:
-    text = text_of(2_000)
-    spans = [
-        Span(1, 0, stage, "compute" if n % 2 else "bubble", f"F{n}", n / 1e3, (n + 1) / 1e3)
-        for stage in range(2)
-        for n in range(400)
-    ]
-    one = view(tmp_path, text, "run 0", spans=spans, trace="t")
-    runs = [RunView(**{**vars(one), "name": f"run {n}"}) for n in range(4)]
-
-    assert len(report_page(runs[:1]).encode()) < 500_000
-    assert len(report_page(runs).encode()) < 1_000_000

@@ -12,8 +12,6 @@ from support.runs import mlp, tiny_config, tiny_gpt
 from torch import Tensor
 
 import axsparse
-from axsparse.config.load import configure
-from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_model import PlannedModel, planned_model
 from axsparse.planner.plan_report import answer, settings
@@ -196,14 +194,6 @@ def test_a_precision_left_to_auto_is_one_that_the_devices_have(
     assert found.notes == notes
 
 
-def test_a_precision_that_is_asked_for_is_not_exchanged() -> None:
-    volta = cluster(peak_bf16=None, host_memory_bytes=None)
-    config = tiny_config(precision="bf16")
-    kept = planned_model(config.with_origins("tiny", {}), volta, tiny_gpt(config))
-    with pytest.raises(ConfigError, match="have no peak_bf16"):
-        kept.plan("start", volta, 2)
-
-
 def test_on_gpus_copies_of_checkpoints_are_the_hosts_and_it_is_said() -> None:
     saves = {"train": {"steps": 20}, "checkpoint": {"every": 5, "staging_memory": 2.0}}
     config = tiny_config(**saves)
@@ -241,38 +231,6 @@ def test_the_python_api_plans_a_model() -> None:
     assert found.cluster.name == "laptop"
 
 
-def test_the_python_api_tries_members_as_asked_for() -> None:
-    config = tiny_config(layout={"g_inter": 1})
-    model = tiny_gpt(config)
-    found = {
-        one: axsparse.plan_for(model, "laptop", 4, config, g_tensor=one) for one in (None, (1, 2))
-    }
-
-    assert {row.layout.grid.g_tensor for row in found[None].rows} == {1}
-    assert {row.layout.grid.g_tensor for row in found[1, 2].rows} == {1, 2}
-
-
-@pytest.mark.exhaustive
-def test_state_of_llama_3_8b_is_the_sum_over_its_tensors() -> None:
-    """16 bytes a dense parameter; a pruned one 2 and a mask's bit, and 14 a kept entry: half
-    gradient, fp32 master and two moments. Embedding, head and norms stay dense."""
-    h, inner, shared, words = 4096, 14336, 1024, 128256
-    matrices = 32 * (2 * h * h + 2 * h * shared + 3 * h * inner)
-    others = 2 * words * h + (2 * 32 + 1) * h
-
-    for sparsity, gigabytes in ((0.9, 41.4), (0.5, 80.5), (0.0, 128.5)):
-        loaded = configure(
-            "llama3_8b.yaml", [f"pruning.sparsity={sparsity}", "data.sequence_length=16"]
-        )
-        found = planned_model(loaded, load_cluster("h200-node")).workload("start")
-        [load] = found.stages(1, 1, microbatches=8) or []
-
-        pruned = matrices * (2.127 + 14 * (1 - sparsity)) if sparsity else 16 * matrices
-        # The index also says where each of its blocks begins.
-        assert load.state.total == pytest.approx(16 * others + pruned, rel=1e-3)
-        assert load.state.total / 1e9 == pytest.approx(gigabytes, abs=0.05)
-
-
 @pytest.mark.parametrize(
     ("pruning", "score"),
     [
@@ -294,11 +252,3 @@ def test_a_plan_counts_what_a_score_takes_that_it_is_given(
     given = axsparse.plan_for(model, "laptop", 1, config, score=score)
 
     assert given.recommended.most_bytes > without.recommended.most_bytes
-
-
-def test_a_plan_of_a_score_that_nobody_knows_says_so() -> None:
-    asked = tiny_config(pruning={"method": "custom"}).named("tiny")
-
-    notes = planned_model(asked, load_cluster("laptop")).notes
-
-    assert any(note.startswith("custom: a score that takes inputs or gradient") for note in notes)

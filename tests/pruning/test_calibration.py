@@ -13,13 +13,10 @@ from support.hf import SMALL_LLAMA, saved_model, small_llama, write_llama
 from support.runs import (
     VOCABULARY,
     job_alone,
-    mlp,
-    random_init,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
-    vector_data,
 )
 from support.sparsegpt import published
 from torch import Tensor, nn
@@ -27,10 +24,9 @@ from torch import Tensor, nn
 import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
-from axsparse.models.layer import Layer, Model
+from axsparse.models.layer import Model
 from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.pruning.calibration import CalibrationProgress
 from axsparse.training.trainer import build
 
 SAMPLES = 6
@@ -165,22 +161,6 @@ def test_other_models_are_calibrated_alike_and_own_sparsities_count() -> None:
         "block1.fc1.weight": 13,
         "block1.fc2.weight": 52,
     }
-
-
-def test_layers_that_are_linear_themselves_are_calibrated() -> None:
-    """The last layer of this model is an nn.Linear, whose weight is the layer's own."""
-    whole = mlp()
-    layers = [Layer(one.name, one.build, init=random_init) for one in whole.layers]
-    config = tiny_config(**settings())
-    found: dict[str, Tensor] = {}
-    for g_inter in (1, 4):
-        model = Model(layers, whole.loss, name="mlp")
-        for trainer, _ in train_in_process(g_inter, 1, model, config, vector_data()):
-            for layer in trainer.parts.layers:
-                for tensor in layer.state.owned:
-                    positions = found.setdefault(tensor.name, tensor.positions())
-                    assert torch.equal(positions, tensor.positions())
-    assert found["out.weight"].numel() == 5 * (19 - int(19 * 0.6))
 
 
 @pytest.mark.parametrize("pattern", [None, "2:4"])
@@ -383,14 +363,3 @@ def test_it_says_how_far_it_is_and_what_the_pruning_costs(
         expected = linear_cross_entropy(hidden, weight, targets) / targets.numel()
     assert dense == pytest.approx(expected.item(), abs=1e-4)
     assert pruned != dense
-
-
-def test_progress_is_shown_at_first_and_every_few_seconds() -> None:
-    said: list[str] = []
-    times = iter([0.0, 0.0, 3.0, 5.1, 5.1, 6.0])
-    progress = CalibrationProgress(said.append, times.__next__)
-
-    for layer in range(4):
-        progress.show(str(layer))
-
-    assert said == ["0", "2"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Dataset
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model
-from axsparse.pruning.input_statistics import Convolution, PatchStatistics
 from axsparse.training.trainer import Trainer
 
 SAMPLES = 7
@@ -133,36 +132,6 @@ def test_with_a_pattern_wanda_from_outside_is_wanda(layout: tuple[int, int]) -> 
     theirs = kept_by(layout, wanda, tiny_gpt(wanda), token_data())
     assert own.keys() == theirs.keys()
     assert all(torch.equal(own[name], theirs[name]) for name in theirs)
-
-
-CONVOLUTIONS: dict[str, Callable[[], Convolution]] = {
-    "plain": lambda: nn.Conv1d(2, 3, 3),
-    "padded": lambda: nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 1), dilation=(1, 2)),
-    "grouped": lambda: nn.Conv2d(4, 6, 3, groups=2, padding="same"),
-    "each alone": lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1, padding_mode="circular"),
-    "reflected": lambda: nn.Conv1d(3, 2, 5, padding=2, padding_mode="reflect", stride=3),
-    "in space": lambda: nn.Conv3d(1, 2, (1, 2, 3), stride=2, bias=False),
-}
-
-
-@pytest.mark.parametrize("make", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_the_norms_of_a_convolution_are_of_what_each_entry_is_multiplied_with(
-    make: Callable[[], Convolution],
-) -> None:
-    """Of a sum of outputs, an entry's derivative is the sum of what it is multiplied with."""
-    convolution = make()
-    statistics, squares = PatchStatistics(convolution), torch.zeros(convolution.weight.shape)
-    sizes = (convolution.in_channels, *(9, 8, 7)[: convolution.weight.dim() - 2])
-    for shape in ((2, *sizes), (1, *sizes), sizes):
-        x = torch.randn(shape)
-        statistics.add(x)
-        output = convolution._conv_forward(x.square(), convolution.weight, None).sum()
-        [each] = torch.autograd.grad(output, convolution.weight)
-        squares += each
-
-    norms = statistics.norms
-    assert norms.shape == convolution.weight.shape[int(convolution.groups == 1) :]
-    assert torch.allclose(norms.expand_as(squares), squares.sqrt(), rtol=1e-5)
 
 
 def convolutions() -> Model:

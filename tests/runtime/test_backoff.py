@@ -37,18 +37,6 @@ def test_a_rank_that_shares_its_core_gives_it_away_at_once(slept: list[float]) -
     assert slept == [50e-6, 100e-6, 200e-6, 500e-6, 500e-6]
 
 
-def test_another_wait_begins_with_the_shortest_pause(slept: list[float]) -> None:
-    backoff = SleepingBackoff(shares_core=True)
-
-    for _ in range(4):
-        backoff.pause()
-    backoff.reset()
-    backoff.pause()
-
-    assert slept[-1] == 50e-6
-    assert backoff.pauses == 5
-
-
 @pytest.mark.parametrize(
     ("shares", "expected"),
     [

@@ -253,25 +253,6 @@ def test_a_process_that_was_started_the_wrong_way_does_not_train_alone(
     check_size(1)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", SRUN_SIZE: "1"},
-        {"PBS_NP": "1", "PBS_NODEFILE": "gone"},
-        {**ONE_OF_FOUR, "WORLD_SIZE": "1"},
-        {"WORLD_SIZE": "4"},
-    ],
-)
-def test_a_process_that_was_meant_to_be_alone_trains(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-    check_size(1)
-
-
 def test_of_the_processes_of_torchrun_the_first_one_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ONE_OF_FOUR.items():
         monkeypatch.setenv(name, value)
@@ -299,18 +280,6 @@ def test_the_first_rank_speaks(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setenv(name, "1")
     assert not speaks()
-
-
-def test_without_a_pmi_the_first_process_of_srun_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    assert speaks(), "a variable of a job's shell"
-
-    monkeypatch.setenv(SRUN_SIZE, "4")
-    assert not speaks()
-
-    # Below mpirun it is the number of a daemon.
-    monkeypatch.setenv("PMI_RANK", "0")
-    assert speaks()
 
 
 def test_a_job_of_another_size_than_asked_for_is_refused_once() -> None:

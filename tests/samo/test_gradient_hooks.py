@@ -285,20 +285,6 @@ def test_to_a_tensor_that_is_all_kept_autograd_adds_by_itself(kernels: EmulatedL
     assert kernels.launched.count("compress<FullIndex, Fp32, Fp32>") == 2
 
 
-def test_a_sum_that_autograd_makes_elsewhere_is_taken_in() -> None:
-    built = layers(linear)
-    first, second = (dense_gradients(built, seed) for seed in (0, 1))
-    collecting = collector(built)
-    collecting.begin()
-    forward(built, 0).backward()
-    for tensor in built[0].state.tensors:
-        if tensor.parameter.grad is not None:
-            tensor.parameter.grad = tensor.parameter.grad.clone()
-    forward(built, 1).backward()
-
-    assert_sums(built[0], first, second)
-
-
 # -- the vectors of a layer on a GPU, added together ------------------------------------------
 
 

@@ -136,18 +136,6 @@ def test_a_layer_is_ready_once_with_the_last_of_its_gradients() -> None:
     assert case.ready == ["second", "first"]
 
 
-def test_a_parameter_that_autograd_gave_no_gradient_is_complete() -> None:
-    case = Case()
-    case.collector.begin()
-    case.collector.microbatch(is_last=True)
-    parameter = case.layers[1].tensors[0].parameter
-    [hook] = (parameter._post_accumulate_grad_hooks or {}).values()
-
-    hook(parameter)
-
-    assert case.ready == ["second"]
-
-
 def test_what_is_deferred_is_left_alone() -> None:
     case = Case(sparsity=0, gradient_dtype=torch.bfloat16)
     tensor = case.first.tensor("first.weight")
@@ -163,17 +151,6 @@ def test_what_is_deferred_is_left_alone() -> None:
     case.collector.begin()
     tensor.parameter.sum().backward()
     assert tensor.parameter.grad is None, "autograd would add before what is deferred is added"
-
-
-def test_small_microbatches_want_whole_gradients() -> None:
-    case = Case()
-    weights = case.weights
-    case.collector.begin()
-
-    assert weights["second.weight"].accumulate(*factors(1))
-    case.collector.complete(weights["second.weight"].tensor.parameter)
-    assert not weights["second.weight"].accumulate(*factors(1, tokens=20))
-    assert case.collector.finish() == ["first.weight", "first.bias"]
 
 
 def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:

@@ -101,9 +101,6 @@ def test_a_pickle_as_manifest_is_passed_over_and_does_not_run(
     assert not (tmp_path / "ran").exists()
 
 
-# -- names ----------------------------------------------------------------------------------
-
-
 # -- what others may see --------------------------------------------------------------------
 
 

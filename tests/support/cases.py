@@ -278,7 +278,8 @@ def judge_everywhere(
     plain: Model | None = None,
     recomputed: Sequence[int] = (0, 1),
 ) -> list[Trace]:
-    """Train in one to four stages, with and without recomputation, and compare each with one stage.
+    """Train in one to four stages, with and without recomputation in turn, and compare each with
+    one stage.
 
     With `plain`, which is the same model in other words, all are compared with plain torch. Returns
     the traces of the last run's ranks.
@@ -289,14 +290,13 @@ def judge_everywhere(
         Row(
             (stages, 1),
             settings,
-            {"pipeline": {"checkpoint_activations": every}},
+            {"pipeline": {"checkpoint_activations": recomputed[stages % len(recomputed)]}},
             TORCH if plain else ONE_STAGE,
             subject,
             order=stages,
             plain=other,
         )
         for stages in range(1, min(4, len(model.layers)) + 1)
-        for every in recomputed
     ]
     ranks = [judge(row) for row in rows]
     return [trace for _, trace in ranks[-1]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.resuming import records_of
 from support.runs import assert_bitwise, mlp, tiny_config, train_in_process, vector_data
-from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
@@ -109,19 +107,6 @@ def test_an_evaluation_is_bitwise_the_same_in_every_layout() -> None:
         assert before_training(*layout, classifier()) == alone
 
 
-def test_several_metrics_keep_their_names() -> None:
-    def nothing(logits: Tensor, targets: Tensor) -> Tensor:
-        return torch.tensor(0)
-
-    def everything(logits: Tensor, targets: Tensor) -> Tensor:
-        return torch.tensor(len(targets))
-
-    found = before_training(2, 2, classifier({"none": nothing, **TOP1, "all": everything}))
-
-    assert list(found.metrics) == ["none", "top1", "all"]
-    assert (found.metrics["none"], found.metrics["all"]) == (0.0, 1.0)
-
-
 def test_evaluations_leave_training_as_it_was() -> None:
     layout = (2, 2)
     often = settings_of(eval_first=True, eval_every=1)
@@ -160,17 +145,6 @@ def test_rank_0_writes_down_what_the_last_stage_found(
     assert records[-1] == {"step": 4, "eval_loss": last.loss, "top1": last.metrics["top1"]}
 
 
-def test_top1_counts_samples_whose_class_has_the_largest_logit() -> None:
-    logits = torch.tensor(
-        [[0.0, 2.0, 1.0], [5.0, 2.0, 1.0], [math.nan, 9.0, 0.0], [-math.inf, -math.inf, 3.0]]
-    )
-
-    assert count_top1(logits, torch.tensor([1, 1, 0, 2])).item() == 2
-    assert count_top1(logits, torch.tensor([1, 0, 1, 0])).item() == 2
-    # A padded target is no class.
-    assert count_top1(logits, torch.full((4,), -100)).item() == 0
-
-
 # -- sums
 
 
@@ -190,14 +164,6 @@ def test_sums_are_exact_however_they_are_divided(values: list[float], cuts: list
         assert Fraction(part[0]) + Fraction(part[1]) == sum(map(Fraction, values[a:b]))
     total, _ = exact_sum([term for part in parts for term in part])
     assert total == float(sum(map(Fraction, values)))
-
-
-@pytest.mark.parametrize("values", [[1.0, math.inf], [math.nan, 1.0], [math.inf, -math.inf]])
-def test_a_sum_of_what_is_not_finite_is_not(values: list[float]) -> None:
-    total, remainder = exact_sum(values)
-
-    assert not math.isfinite(total)
-    assert remainder == 0
 
 
 @pytest.mark.parametrize(

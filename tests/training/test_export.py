@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.allocated import peak_of
 from support.hf import SMALL_LLAMA, write_llama
-from support.images import assert_equal_tensors, image_config, image_data, small_wide_resnet
+from support.images import assert_equal_tensors
 from support.resuming import dense_state, ran, settings
 from support.runs import (
     FEW_MICROBATCHES,
@@ -27,12 +27,11 @@ from support.runs import (
 )
 from torch import Tensor, nn
 
-import axsparse as ax
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
-from axsparse.models.start_weights import open_weights, start_from
+from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.gpt2_files import start_from_gpt2
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import (
@@ -105,22 +104,6 @@ def test_masters_come_out_bit_by_bit_however_they_were_stored(case: str, tmp_pat
     assert done.tensors == len(written)
     assert done.nbytes == sum(tensor.nbytes for tensor in written.values())
     assert_equal_tensors(written, dense_state(found, tiny_gpt(config)))
-
-
-def test_kernels_of_convolutions_and_buffers_come_out(tmp_path: Path) -> None:
-    data = image_data(33)
-    config = image_config(train={"steps": 1})
-    model = small_wide_resnet()
-    found = ran((2, 1), config, tmp_path / "run", model=lambda _: model, data=data)
-
-    out = tmp_path / "torch.safetensors"
-    export(newest(tmp_path / "run", 1), "torch", out)
-
-    written = tensors_of(out)
-    assert written["stem.bn1.running_mean"].abs().sum() > 0
-    assert written["stem.bn1.num_batches_tracked"].dtype == torch.int64
-    assert_equal_tensors(written, dense_state(found, model))
-    start_from(model, open_weights(out))
 
 
 def half_frozen(config: Config) -> Model:
@@ -374,16 +357,6 @@ def test_nothing_else_is_ever_replaced(run: Path, tmp_path: Path) -> None:
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_empty_folder_is_filled_and_missing_ones_are_made(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-
-    export(newest(run), "hf", tmp_path / "empty")
-    export(newest(run), "hf", tmp_path / "a" / "b")
-
-    assert (tmp_path / "empty" / "config.json").is_file()
-    assert (tmp_path / "a" / "b" / "model.safetensors").is_file()
-
-
 def test_a_place_that_cannot_be_written_is_told(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
@@ -428,19 +401,6 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
     assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
 
 
-def test_tokens_that_are_gone_leave_a_folder_without_tokenizer_which_is_told(
-    tmp_path: Path,
-) -> None:
-    gone = tmp_path / "gone"
-    ran((1, 1), config_of(data={"source": "tokens", "path": str(gone)}), tmp_path / "run")
-
-    [note] = export(newest(tmp_path / "run"), "hf", tmp_path / "out").notes
-
-    assert note.startswith(f"the folder has no tokenizer: data.path: {gone}/tokens.json")
-    written = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert written == ["config.json", "model.safetensors"]
-
-
 def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:
     write_llama(tmp_path / "start")
     config = config_of(model={**SMALL_LLAMA, "from": f"{tmp_path}/start"})
@@ -454,16 +414,3 @@ def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:
         "model.hf.rms_norm_eps to 0.5"
     )
     assert not (tmp_path / "out").exists()
-
-
-# -- in memory ------------------------------------------------------------------------------
-
-
-def test_the_weights_of_a_step_or_of_a_checkpoint_can_be_asked_for(run: Path) -> None:
-    newest_weights, earlier = ax.load(str(run)), ax.load(run, step=2)
-    named = ax.load(run / "checkpoints" / "step-2")
-
-    name = "block0.fc1.weight"
-    assert not torch.equal(newest_weights[name], earlier[name])
-    assert_equal_tensors(named, earlier)
-    assert (named[name] == 0).sum() == round(0.8 * named[name].numel())

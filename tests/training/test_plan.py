@@ -347,13 +347,6 @@ def test_auto_fuses_large_microbatches_of_our_own_decoder_on_a_gpu(
     assert run.config.pipeline.compile == expected
 
 
-def test_auto_fuses_nothing_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "has_compiler", lambda: False)
-    config = tiny_config(model={**WIDE, "sequence_length": 1024})
-
-    assert decided(config, transport(), on_host=False).config.pipeline.compile is False
-
-
 # -- precision ----------------------------------------------------------------------------------
 
 
@@ -418,16 +411,6 @@ def test_facts_hold_every_version_every_setting_and_every_layer() -> None:
     assert len(facts) == 5 + leaves + 4 + 2 + 2
 
 
-def test_ranks_that_agree_send_no_more_than_a_digest() -> None:
-    def body(transport: Transport) -> int:
-        reject_mismatching_rank(transport, {"layers": "x" * 40_000})
-        return transport.world.bytes_sent
-
-    digest, count, others = 64, 8, 2
-
-    assert max(on_ranks(3, body)) <= others * (digest + 2 * count)
-
-
 def refusals(facts: Mapping[int, Mapping[str, str]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The error of each rank about these facts; rank n runs on host n."""
 
@@ -467,15 +450,4 @@ def test_of_two_ranks_both_are_named_and_drawn_modules_have_a_mend_of_their_own(
     assert refusals(facts, monkeypatch)[0] == (
         "start values: rank 1 on host host1 has modules 1, rank 0 has modules 0; call "
         "torch.manual_seed before you make the modules"
-    )
-
-
-def test_a_fact_that_a_rank_lacks_is_nothing_and_long_ones_are_cut(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    facts = {0: {"layer a": "x" * 90}, 1: {"layer a": "x" * 90}, 2: dict[str, str]()}
-
-    assert (
-        f"layer a: rank 2 on host host2 has nothing, the others have {'x' * 57}...;"
-        in refusals(facts, monkeypatch)[0]
     )

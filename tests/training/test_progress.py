@@ -62,10 +62,6 @@ def test_a_spike_does_not_become_usual_and_none_is_seen_before_the_window_is_ful
     assert watching.history.in_a_row == 0
 
 
-def test_nothing_is_a_spike_without_a_rule() -> None:
-    assert Judging([1.0] * 4, rule="none").decide(5, 100.0) is None
-
-
 def test_a_run_that_goes_on_judges_by_the_losses_of_its_own_window() -> None:
     watching = Judging([9.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0], window=7)
     watching.settings = SpikesConfig(rule="skip", window=3)
@@ -118,13 +114,6 @@ def test_steps_that_are_skipped_at_the_floor_are_counted_until_one_is_good() -> 
     assert counts == [0, 1, 0, 1, 2, 3]
 
 
-def test_without_scaling_the_scale_is_one_for_ever_but_skipped_steps_count() -> None:
-    assert scales(8.0, "+" * 5000 + "-", "bf16") == [1.0] * 5001
-    config, progress = scaled(8.0, "bf16")
-    progress.rescale(config, finite=False)
-    assert progress.skipped_at_floor == 1
-
-
 def test_a_loss_that_is_not_finite_counts_at_any_scale() -> None:
     config, progress = scaled(64.0)
     for _ in range(2):
@@ -132,18 +121,6 @@ def test_a_loss_that_is_not_finite_counts_at_any_scale() -> None:
 
     assert progress.skipped_at_floor == 2
     assert progress.loss_scale == 16.0
-
-
-def test_the_loss_scale_is_a_power_of_two_in_fp16_and_one_elsewhere() -> None:
-    rule = {"initial": 1000.0, "floor": 3.0}
-    half, other = (tiny_config(precision=name, loss_scale=rule) for name in ("fp16", "bf16"))
-
-    assert Progress.at_start(half).loss_scale == 512.0
-    assert Progress.at_start(other).loss_scale == 1.0
-    lowest = Progress.at_start(half)
-    for _ in range(20):
-        lowest.rescale(half, finite=False)
-    assert lowest.loss_scale == 2.0
 
 
 # -- between steps ------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.resuming import ran, records_of, settings
+from support.resuming import ran
 from support.runs import on_ranks, tiny_config
 
 from axsparse.config.schema import Config
@@ -218,39 +216,6 @@ def test_of_two_jobs_that_find_a_directory_free_one_gets_it(
 
     [message] = [end for end in ends if isinstance(end, str)]
     assert "is in use by" in message
-
-
-def test_a_job_that_comes_and_ends_between_look_and_lock_keeps_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    RunMark.of(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-
-    def lock(path: Path) -> RunLock:
-        other = RunLock(path)
-        (path / "metrics.jsonl").write_text("{}")
-        other.release()
-        return RunLock(path)
-
-    monkeypatch.setattr("axsparse.training.run_directory.RunLock", lock)
-
-    with pytest.raises(OutputError, match="holds another run's"):
-        make_run_dir(loaded(tmp_path))
-
-    RunLock(tmp_path).release()
-
-
-def test_without_locks_an_empty_record_may_be_that_of_a_run_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(number: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    make_run_dir(loaded(tmp_path))
-
-    with pytest.raises(OutputError, match="holds another run's"):
-        make_run_dir(loaded(tmp_path))
 
 
 # -- which one is gone on with --------------------------------------------------------------
@@ -493,12 +458,3 @@ def test_records_after_the_checkpoint_are_taken_back(
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     rewind_metrics(path, None)
     assert path.read_text() == ""
-
-
-def test_the_file_of_a_run_that_went_on_has_every_step_once(run: Path) -> None:
-    config = tiny_config(train={"steps": 5}, checkpoint={"every": 2})
-    os.truncate(checkpoint(run, 5) / "0000-embed.safetensors", 8)
-
-    ran((2, 1), settings(config, train={"steps": 8}), run, resume="auto")
-
-    assert [record["step"] for record in records_of(run)] == list(range(1, 9))

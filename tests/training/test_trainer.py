@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.resuming import ran, records_of, same
+from support.resuming import ran
 from support.runs import FEW_MICROBATCHES, mlp, tiny_config, token_data, vector_data
 
 import axsparse as ax
@@ -54,38 +50,6 @@ def test_a_signal_while_a_step_computes_ends_the_run_after_that_step(tmp_path: P
 
     assert max(found.losses) == 3
     assert found.stopped is not None and found.stopped.startswith("stopped after step 3, saved in ")
-
-
-def test_a_clock_that_jumps_by_days_changes_no_step_and_no_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_config(
-        train={"steps": 8, "log_every": 1},
-        batch=FEW_MICROBATCHES,
-        checkpoint={"every": 2, "keep_last": 2},
-        watchdog={"timeout": 60.0},
-    )
-    steady = ran((2, 1), config, tmp_path / "steady")
-    capsys.readouterr()
-    real = time.time
-    days = cycle((0, 3, -400, 0.1, -2))
-    monkeypatch.setattr(time, "time", lambda: real() + 86_400 * next(days))
-    run = tmp_path / "run"
-
-    ran((2, 1), config, run, stop_after=5)
-    checkpoints = run / "checkpoints"
-    for step in saved_steps(checkpoints):  # the newest are the oldest by their times
-        for path in (checkpoints / f"step-{step}", *(checkpoints / f"step-{step}").iterdir()):
-            os.utime(path, (2e9 - 86_400 * step, 2e9 - 86_400 * step))
-    rest = ran((2, 1), config, run, resume="auto")
-
-    assert sorted(rest.losses) == [6, 7, 8]
-    same(rest, steady)
-    assert saved_steps(checkpoints) == [8, 6]
-    minutes = [int(found) for found in re.findall(r"eta (\d+):\d\d\b", capsys.readouterr().out)]
-    assert len(minutes) > 4 and max(minutes) < 30
-    times = [record["time"] for record in records_of(run, "loss")]
-    assert times != sorted(times), "it did jump"
 
 
 Heard = tuple[str, int, object]

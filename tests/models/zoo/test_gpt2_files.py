@@ -29,7 +29,6 @@ from torch import Tensor
 from axsparse.config.hf_config import config_json
 from axsparse.config.load import configure
 from axsparse.models.model_profile import profile
-from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.gpt2_files import gpt2_name, turned
 from axsparse.models.zoo.model_registry import named_model
 
@@ -91,17 +90,6 @@ def test_names_logits_and_losses_are_those_of_transformers_in_every_pipeline(
             assert trace.losses == first, g_inter
 
 
-def test_with_torchs_gelu_on_both_sides_logits_are_bitwise_the_same(
-    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(KINDS, "gpt 2", {"activation_function": "gelu_pytorch_tanh"})
-    theirs = make(transformers, "gpt 2", tmp_path)
-
-    ours = our_logits(ours_from(tmp_path), config_from(tmp_path), tokens(), 2)
-
-    assert torch.equal(ours, hf_logits(theirs))
-
-
 @pytest.mark.parametrize("method", by_default(["sparsegpt"], ["sparsegpt", "wanda", "magnitude"]))
 def test_masks_and_losses_of_pruned_models_are_the_same_in_every_pipeline(
     transformers: Any, method: str, tmp_path: Path
@@ -159,22 +147,6 @@ def test_what_a_run_saves_goes_to_transformers_and_back_bit_by_bit(
     torch.testing.assert_close(logits, hf_logits(theirs.eval()), rtol=LOGITS_RTOL, atol=3e-6)
 
 
-def test_a_model_that_began_at_no_folder_is_loaded_too_and_generates(
-    transformers: Any, tmp_path: Path
-) -> None:
-    make(transformers, "gpt 2", tmp_path / "start")
-    settings = config_from(tmp_path / "start").model.model_dump()
-    config = config_from(tmp_path, model={**settings, "from": None}, train={"steps": 1})
-    model = named_model(config)
-    train_and_save((1, 1), model, config, tmp_path / "ours", trained=True)
-
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-
-    written = theirs.generate(tokens()[:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert written.shape == (3, 7)
-    assert torch.equal(written[:, 4], hf_logits(theirs)[:, 3].argmax(-1))
-
-
 def test_settings_of_a_gpt_are_those_that_transformers_makes(transformers: Any) -> None:
     model = tiny_config(model={"dropout": 0.25, "tie_embeddings": False}).model
     ours = config_json(model, "float32")
@@ -222,19 +194,6 @@ def test_settings_that_a_folder_lacks_or_no_settings_at_all_are_taken(tmp_path: 
     ours_from(tmp_path, **beside(tmp_path))
     (tmp_path / "config.json").unlink()
     assert profile(ours_from(tmp_path, **beside(tmp_path))).start.startswith("model.safetensors ")
-
-
-def test_files_of_our_own_names_are_read_whatever_lies_beside(tmp_path: Path) -> None:
-    ours = gpt2_folder(tmp_path, GPT, n_head=16)
-    file = write_safetensors(tmp_path / "ours.safetensors", ours)
-
-    start = ours_from(file, **beside(file)).start
-
-    assert start is not None
-    assert_equal_tensors({name: open_weights(file).read(name) for name in ours}, ours)
-    read = start.read("block1.fc1.weight")
-    assert read is not None
-    assert torch.equal(read, ours["block1.fc1.weight"])
 
 
 def test_a_folder_says_what_the_model_is(tmp_path: Path) -> None:

@@ -184,15 +184,6 @@ def test_a_stopped_rank_is_named_by_one_that_runs(
     assert f"rank {stopped} (stage {stopped}, replica 0):\nno stacks: it did" in job.report
 
 
-def test_a_job_that_was_suspended_as_a_whole_goes_on(job: Job) -> None:
-    job.do("waits", "waits", "hangs")
-    job.run(5)
-
-    job.clock.now += 10_000
-
-    assert job.run(5) == 5
-
-
 def test_until_the_first_step_is_done_patience_is_longer(job: Job) -> None:
     for rank in job.ranks:
         rank.activity.steps = 0
@@ -239,17 +230,6 @@ def test_if_the_one_that_reports_is_stopped_the_others_end_the_job(
 
     assert [code for _, code in job.left] == [70]
     assert "hangs in other of step 7, and no rank reports it" in capsys.readouterr().err
-
-
-def test_a_rank_that_has_left_does_not_hang(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    job.ranks[0].dog.close()
-    job.do("is stopped", "hangs", "waits")
-
-    job.run(100)
-
-    *_, line = capsys.readouterr().err.splitlines()
-    assert "error: rank 1" in line
-    assert "rank 0 (stage 0, replica 0): has left, or never began to train" in job.report
 
 
 def test_a_disk_that_fails_for_a_while_ends_nothing(

@@ -42,20 +42,6 @@ def test_a_search_that_settles_on_nothing_ends_the_run_and_says_how_far_it_was()
     assert "pruning.threshold is above); search longer, raise the threshold" in str(error)
 
 
-def test_a_search_may_draw_what_has_not_settled_if_told_so() -> None:
-    config = tiny_config(
-        pruning={
-            **{"method": "early-bird", "interval": 1, "until_step": 7},
-            **{"threshold": 1e-6, "on_no_convergence": "prune"},
-        },
-    )
-
-    [(trainer, _)] = train_in_process(1, 1, tiny_gpt(config), config, token_data())
-
-    kept = sum(t.kept for layer in trainer.parts.layers for t in layer.state.owned)
-    assert kept < 0.6 * trainer.parts.profile.num_params
-
-
 def test_a_run_whose_skipped_steps_left_no_room_for_a_search_fails_at_its_end() -> None:
     """Every step but a few overflows: sample 17 is infinite and part of most batches."""
     config = tiny_config(

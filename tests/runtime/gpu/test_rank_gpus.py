@@ -214,12 +214,6 @@ def test_what_would_make_ranks_wait_for_each_other_is_refused(
     assert choose_gpu_transport("nccl", "here", [hindered]) == "nccl", "it sends to nobody"
 
 
-def test_settings_that_are_off_hinder_nobody() -> None:
-    environ = {BLOCKING[0]: "0", BLOCKING[1]: ""}
-
-    assert rank_of(0, "n0", 0, [], environ=environ).hindrance is None
-
-
 @pytest.mark.parametrize(
     ("table", "lines"),
     [
@@ -246,10 +240,3 @@ def test_the_table_has_a_line_a_host_and_warns_of_more_ranks_than_gpus(
     table: list[RankGpu], lines: list[str]
 ) -> None:
     assert describe(table) == lines
-
-
-def test_each_host_with_more_ranks_than_gpus_is_warned_of() -> None:
-    assert describe(rank_gpus([4, 3], gpus=2))[2:] == [
-        "warning: host n0 has 4 ranks on 2 GPUs, which take turns; start one rank a GPU",
-        "warning: host n1 has 3 ranks on 2 GPUs, which take turns; start one rank a GPU",
-    ]

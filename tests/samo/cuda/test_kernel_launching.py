@@ -122,6 +122,9 @@ def test_without_cupy_it_is_said_what_to_install(
         CupyLauncher(3)
 
 
+# -- what is refused before a kernel sees it ------------------------------------------------
+
+
 def test_a_cupy_without_streams_of_others_is_refused_before_the_first_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -133,9 +136,6 @@ def test_a_cupy_without_streams_of_others_is_refused_before_the_first_launch(
     with pytest.raises(ConfigError, match=said):
         launcher(monkeypatch, cupy)
     assert cupy.compiled == []
-
-
-# -- what is refused before a kernel sees it ------------------------------------------------
 
 
 def nothing(kernel: str, blocks: int, *arguments: Argument) -> None:
@@ -156,6 +156,3 @@ def test_what_int32_cannot_number_or_count_is_refused(
 
     with pytest.raises(ConfigError, match=why):
         make_device_index(nothing, torch.arange(10) < 7, kind)
-
-
-# -- ROCm -----------------------------------------------------------------------------------

@@ -165,18 +165,6 @@ def test_squares_are_summed_by_a_loop_only_where_there_are_many(
     assert sum_of_squares(values) == pytest.approx(exact, rel=1e-14)
 
 
-def test_small_models_rules_without_a_loop_and_all_without_numba_are_stepped_by_functions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    few, many = dense_layer(FEW, STATES[0]), dense_layer(FEW + 1, STATES[0])
-
-    assert update_module.full_tensor_step([few], ADAMW) is None
-    assert update_module.full_tensor_step([many], replace(ADAMW, compiled=None)) is None
-    assert update_module.full_tensor_step([many], ADAMW) is not None
-    monkeypatch.setattr(update_module, "can_compile", lambda: False)
-    assert update_module.full_tensor_step([many], ADAMW) is None
-
-
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])
 @pytest.mark.parametrize(
     "state", [*STATES, *((weight, torch.int64, master) for weight, _, master in STATES)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import get_args
 
@@ -101,14 +100,6 @@ def test_sums_of_whole_numbers_are_rounded_once(shape: tuple[int, int], tokens: 
 
 
 @needs_instructions
-def test_a_weight_that_is_not_pruned_gives_the_dense_product() -> None:
-    weight = whole_numbers(LINES + 9, DEPTH + 40, seed=1)
-    rows = whole_numbers(70, DEPTH + 40, seed=2)
-
-    assert torch.equal(sparse_linear(rows, weight, None), linear(rows, weight))
-
-
-@needs_instructions
 def test_sums_err_by_less_than_half_a_unit_and_what_fp32_adds() -> None:
     mask = masked(600, COLUMNS + 188)
     weight = drawn(*mask.shape, seed=1) * mask
@@ -141,41 +132,6 @@ def test_a_token_has_the_same_bits_in_every_company() -> None:
     for begin, end in ((0, 1), (5, 100), (64, 128), (1000, STRETCH + 200)):
         assert torch.equal(sparse_linear(rows[begin:end], weight, None), whole[0][begin:end])
         assert torch.equal(sparse_input_gradient(outer[begin:end], weight), whole[1][begin:end])
-
-
-@needs_instructions
-def test_matrices_may_be_strided() -> None:
-    mask, weight = masked(96, 80), pruned(96, 80)
-    rows, outer = whole_numbers(80, 130, seed=1).t(), whole_numbers(1, 96, seed=2).expand(130, 96)
-    exact = (outer.double() @ weight.double()).to(torch.bfloat16)
-    sampled = sampled_product(outer, rows, make_index(mask.view(-1), "mask"))
-
-    assert torch.equal(sparse_linear(rows, weight, None), linear(rows, weight))
-    assert torch.equal(sparse_input_gradient(outer, weight), exact)
-    assert torch.equal(sparse_input_gradient(outer, weight.t().contiguous().t()), exact)
-    exact = (outer.double().t() @ rows.double())[mask].to(torch.bfloat16)
-    assert torch.equal(sampled, exact)
-
-
-@needs_instructions
-def test_threads_do_not_disturb_each_other() -> None:
-    weight = pruned(300, 600)
-    cases = [whole_numbers(400, 600, seed=seed) for seed in range(4)]
-    expected = [sparse_linear(rows, weight, None) for rows in cases]
-    found: dict[int, list[Tensor]] = {}
-
-    def work(number: int) -> None:
-        found[number] = [sparse_linear(cases[number], weight, None) for _ in range(20)]
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    for number, products in found.items():
-        assert all(torch.equal(product, expected[number]) for product in products)
-    assert len(found) == 4
 
 
 @needs_instructions

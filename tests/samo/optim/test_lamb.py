@@ -7,11 +7,8 @@ import torch
 from support.dense_optimizers import DenseLamb
 from torch import Tensor, nn
 
-from axsparse.samo import shards
-from axsparse.samo import tensor_state as samo_tensor
 from axsparse.samo.index.base import FullIndex, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
-from axsparse.samo.optim import update as samo_update
 from axsparse.samo.optim.lamb import LAMB
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
@@ -101,34 +98,3 @@ def test_kept_entries_follow_the_papers_algorithm_on_masked_dense_tensors(half: 
         assert float(error) <= TOLERANCE * scale, name
         weight = layer.tensor(name).weight_D
         assert not weight[~mask].any()
-
-
-def test_the_ratio_does_not_depend_on_the_size_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, other = (layer_of(masks(), half=False) for _ in range(2))
-    train(usual, 3)
-
-    for module in (shards, samo_tensor, samo_update):
-        monkeypatch.setattr(module, "BLOCK", 4096)
-    train(other, 3)
-
-    for name in NUMEL:
-        torch.testing.assert_close(other.master(name), usual.master(name), rtol=1e-6, atol=0)
-
-
-def test_a_tensor_of_zeros_moves_by_the_step_itself() -> None:
-    layer = layer_of({"w": torch.ones(50, dtype=torch.bool)}, half=False, scale=0.0)
-
-    train(layer, 1)
-
-    # The first bias-corrected step of an entry is the sign of its gradient.
-    expected = -RATE * gradient_of(0, 1, 50).sign()
-    torch.testing.assert_close(layer.master("w"), expected, rtol=1e-3, atol=0)
-
-
-def test_a_step_of_length_zero_moves_nothing() -> None:
-    layer = layer_of({"bias": torch.ones(50, dtype=torch.bool)}, half=False)
-    before = layer.master("bias").clone()
-
-    update([layer], LAMB, Hyper(1, RATE, BETAS, EPS, DECAY), 0.5)
-
-    assert torch.equal(layer.master("bias"), before)

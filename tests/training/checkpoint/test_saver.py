@@ -24,7 +24,6 @@ from axsparse.runtime.errors import OutputError, TrainingError
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.training.checkpoint import saver as save
 from axsparse.training.checkpoint.checkpoint_folder import commit, saved_steps, unfinished
-from axsparse.training.checkpoint.layer_files import deal
 from axsparse.training.checkpoint.manifest import FileEntry
 from axsparse.training.checkpoint.saver import CopyQueue
 from axsparse.training.checkpoint.verification import is_complete, open_checkpoint, read_entry
@@ -93,24 +92,6 @@ def test_what_a_thread_writes_is_told_of_piece_by_piece(
 
     files = len(list((tmp_path / "checkpoints" / "step-6").glob("*.safetensors")))
     assert threads.count("axsparse checkpoint") > 3 * files
-
-
-def test_what_a_run_goes_on_from_is_not_saved_again(tmp_path: Path) -> None:
-    ran((1, 1), config_of(), tmp_path)
-    before = (tmp_path / "checkpoints" / "step-6").stat().st_ino
-
-    ran((1, 1), config_of(), tmp_path, resume="auto")
-
-    assert (tmp_path / "checkpoints" / "step-6").stat().st_ino == before
-
-
-def test_what_is_saved_changes_no_bit_of_training(tmp_path: Path) -> None:
-    with_checkpoints = ran((2, 2), config_of(every=1), tmp_path / "with")
-
-    without = ran((2, 2), config_of(every=0), tmp_path / "without")
-
-    assert with_checkpoints.losses == without.losses
-    same_state(with_checkpoints, without)
 
 
 # -- in the background ----------------------------------------------------------------------
@@ -199,12 +180,6 @@ def test_replicas_write_a_part_each(
 
     assert len(written) == len(set(written)) == 4
     assert sum(parts) == 4 and min(parts) >= 1 and len(parts) == layout[0] * layout[1]
-
-
-def test_work_is_dealt_out_by_size() -> None:
-    assert deal([5, 9, 4], 2) == [1, 0, 1]
-    assert deal([7], 3) == [0]
-    assert deal([1, 1, 1, 1], 2) == [0, 1, 0, 1]
 
 
 def test_memory_for_what_is_on_its_way_is_bounded(
@@ -419,15 +394,3 @@ def test_who_puts_waits_while_it_is_full_and_no_longer() -> None:
     writer.join()
 
     assert most <= 3
-
-
-def test_a_closed_queue_takes_nothing_and_lets_nobody_wait() -> None:
-    queue = CopyQueue(1)
-    queue.put(torch.zeros(10))
-
-    queue.close()
-    queue.put(torch.zeros(10))
-    queue.put(torch.zeros(10))
-
-    with pytest.raises(ConnectionAbortedError):
-        next(queue)
