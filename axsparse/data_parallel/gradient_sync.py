@@ -258,11 +258,11 @@ class WeightGather:
                 self._backoff.pause()
 
     def _advance(self) -> int:
-        """Expand the layers that have arrived; returns how many are still under way."""
+        """Store the weights that have arrived; returns how many layers are still under way."""
         while self._under_way and self._under_way[0][1].poll():
             layer, _ = self._under_way.pop(0)
             with self._phases("optimizer"):
-                layer.expand_weights()
+                layer.store_weights()
         return len(self._under_way)
 
 

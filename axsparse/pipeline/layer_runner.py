@@ -27,6 +27,7 @@ from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError, note_errors
 from axsparse.runtime.seeds import preserved_rng, seed_all
+from axsparse.samo.layer_state import LayerState
 
 Tensors = tuple[Tensor, ...]
 DrawKey = tuple[int | str, ...]
@@ -91,10 +92,13 @@ class LayerRunner:
         *,
         is_recomputed: bool,
         is_compiled: bool = False,
+        state: LayerState | None = None,
     ) -> None:
         """`is_recomputed` says that the backward computes the activations once more instead of
-        keeping them, and `is_compiled` that torch.compile fuses the layer's operations."""
+        keeping them, and `is_compiled` that torch.compile fuses the layer's operations. `state` has
+        the weights that are sparse at rest; None if there are none."""
         self.name = name
+        self._state = state
         self._module = module
         self._is_recomputed = is_recomputed
         self._modes = [(each, each.training) for each in module.modules()]
@@ -125,6 +129,7 @@ class LayerRunner:
         Here and in `evaluate`, the caller preserves the global generators.
         """
         self._set_mode(training=True)
+        self._expand()
         record = self.record
         if record is not None:
             inputs = record.begin(inputs, key, self._slots)
@@ -132,11 +137,14 @@ class LayerRunner:
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(canonical)
+                # Autograd has finished all later layers before this one's first operation.
+                output.register_hook(self._expand)
         return outputs if record is None else record.end(outputs, self._slots)
 
     def evaluate(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """The outputs of an evaluation; ConfigError if it changes a buffer that is state."""
         self._set_mode(training=False)
+        self._expand()
         marks = _marks(self._persistent)
         seed_all(*key, "evaluate")
         outputs = self._own(inputs)
@@ -147,6 +155,12 @@ class LayerRunner:
                 "persistent=False if it is a cache"
             )
         return outputs
+
+    def _expand(self, _: Tensor | None = None) -> None:
+        """Make the layer's weights dense: before its forward, and before its backward, which a
+        recomputation is part of."""
+        if self._state is not None:
+            self._state.expand()
 
     def _set_mode(self, *, training: bool) -> None:
         """Put all modules into training or evaluation mode. Where no forward has changed its own
@@ -240,15 +254,18 @@ class LayerRunner:
         return module(*inputs)
 
     def _apart(self, outputs: Tensors) -> Tensors:
-        """The outputs in canonical form, each a separate tensor; outputs in a buffer are copied.
+        """The outputs in canonical form, each a separate tensor; of buffers and sparse weights they
+        are copies.
 
-        The next forward may change a buffer. One tensor in two places would have its gradients
-        added in another order on one stage than over two stages.
+        The next forward may change a buffer, and the next layer replaces the weights. One tensor in
+        two places would have its gradients added in another order on one stage than over two
+        stages.
         """
         buffers = {slot.tensor.untyped_storage().data_ptr() for slot in self._slots}
         apart: list[Tensor] = []
         for output in map(canonical, outputs):
-            if buffers and output.untyped_storage().data_ptr() in buffers:
+            is_lent = self._state is not None and self._state.lends(output)
+            if is_lent or (buffers and output.untyped_storage().data_ptr() in buffers):
                 output = output.clone()
             elif any(output is other for other in apart):
                 output = output.view_as(output)

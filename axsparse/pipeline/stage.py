@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from axsparse.pipeline.weight_gradients import DeferredGradients, StageProducts
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import preserved_rng, seed_all
+from axsparse.samo.expansion import Expansion
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Stage:
     last stage the output is the microbatch's loss.
     """
 
+    # Reason: the layers, and all that takes part in their forward and backward.
     def __init__(
         self,
         layers: Sequence[LayerRunner],
@@ -57,12 +59,13 @@ class Stage:
         input_dtype: torch.dtype | None,
         seed: int,
         products: StageProducts | None = None,
+        expansion: Expansion | None = None,
     ) -> None:
         """The last stage has the model's `loss` (other stages: None) and `metrics` (other stages:
         none). On the first stage, floating-point samples are cast to `input_dtype`; None leaves
         them as they are. `seed` is the run's. `products` take part in what linear and convolution
         modules multiply; where backwards are split, they defer weight gradients to
-        `weight_gradients`.
+        `weight_gradients`. `expansion` is the memory of weights that are sparse at rest.
         """
         self.layers = layers
         self._loss = loss
@@ -72,6 +75,7 @@ class Stage:
         self._input_dtype = input_dtype
         self._seed = seed
         self._products = products
+        self._expansion = expansion
         self._live: dict[int, _InFlight] = {}
 
     @property
@@ -105,7 +109,7 @@ class Stage:
         if self._products is not None and not self.unfinished:
             self._products.begin_step()
         products = nullcontext() if self._products is None else self._products.in_place()
-        with preserved_rng(is_seeded=True), products:
+        with preserved_rng(is_seeded=True), products, self._expanding():
             for layer in self.layers:
                 outputs = layer.train(outputs, key.of(self._seed, layer.name))
             if self._loss is not None:
@@ -141,7 +145,7 @@ class Stage:
         ]
         products = self._products
         deferring = nullcontext() if products is None else products.backward_of(microbatch)
-        with deferring:
+        with deferring, self._expanding():
             if pairs:
                 backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         return [tensor.grad for tensor in inputs if tensor.requires_grad]
@@ -151,6 +155,9 @@ class Stage:
         assert self._deferred is not None, "backwards that are not split defer nothing"
         self._deferred.run(microbatch)
 
+    def _expanding(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._expansion is None else self._expansion.in_use()
+
     # -- evaluation -----------------------------------------------------------------------
 
     @torch.no_grad()
@@ -158,7 +165,7 @@ class Stage:
         """The outputs of the last layer, of which nothing is kept; on the last stage the summed
         loss and the count of each metric, all scalars."""
         outputs = self._cast(inputs)
-        with preserved_rng(is_seeded=True):
+        with preserved_rng(is_seeded=True), self._expanding():
             for layer in self.layers:
                 outputs = layer.evaluate(outputs, key.of(self._seed, layer.name))
             if self._loss is None:

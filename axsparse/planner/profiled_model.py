@@ -175,6 +175,7 @@ def state_format(
         # Where `auto` does not shard, the fullest share is as large as the full state.
         replicas=g_data if samo.zero_stage else 1,
         offload=samo.offload,
+        weights=samo.weights,
     )
 
 

@@ -73,6 +73,7 @@ class StageMemory:
     """Bytes of one rank at the worst moment of its step, by category."""
 
     weight: float
+    """Weights at rest, and the memory in which sparse weights are expanded."""
     index: float
     gradient: float
     master: float
@@ -110,7 +111,7 @@ def stage_memory(
     logits = microbatch_size * load.logits + load.loss_bytes(microbatch_size)
     of_step = activations + working + logits
     return StageMemory(
-        weight=state.weight,
+        weight=state.weight + state.expanded,
         index=state.index,
         gradient=state.gradient,
         master=state.master,

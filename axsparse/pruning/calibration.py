@@ -204,7 +204,8 @@ class Calibration:
     def _built(self, layer: Layer) -> BuiltLayer:
         """A layer of the model as it was, dense and without moments; one of which nothing is pruned
         has weights only."""
-        options = replace(self.options, masks=None, moments=(), replicas=ALONE, sharding=None)
+        alone = replace(self.options, replicas=ALONE, sharding=None, expansion=None)
+        options = replace(alone, masks=None, moments=())
         if layer.name not in self.pruned:
             layer = replace(layer, build=partial(_frozen, layer.build))
         [built] = build_layers([layer], self.pruning.ties, options)

@@ -20,6 +20,7 @@ from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator, preserved_rng, seed_all
 from axsparse.samo.backend import HOST, Backend
+from axsparse.samo.expansion import Expansion, put_storage
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.masks import Masks
 from axsparse.samo.shards import ALONE, Replicas
@@ -37,14 +38,16 @@ class BuiltLayer:
 
     def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank answers for, with global names: shards, and on the first of
-        several tensor-parallel ranks also the replicated ones."""
+        several tensor-parallel ranks also the replicated ones. Sparse weights are dense until the
+        next one is asked for."""
         shards = {id(t.parameter): t.name for t in self.state.tensors if t.shard is not None}
         is_first = self.state.group is None or self.state.group.rank == 0
-        for name, parameter in self.module.named_parameters():
-            if id(parameter) in shards:
-                yield shards[id(parameter)], parameter
-            elif is_first:
-                yield self.spec.full_name(name), parameter
+        with self.state.expanded():
+            for name, parameter in self.module.named_parameters():
+                if id(parameter) in shards:
+                    yield shards[id(parameter)], parameter
+                elif is_first:
+                    yield self.spec.full_name(name), parameter
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class StateOptions:
     """The values that the model starts from; None leaves that to its layers."""
     backend: Backend = HOST
     """The device of the state, and its compute functions."""
+    expansion: Expansion | None = None
+    """The memory in which weights that are sparse at rest are expanded; None keeps all weights
+    dense."""
 
     @property
     def types(self) -> StateTypes:
@@ -115,8 +121,8 @@ def _construct_layer(
                 f"tie {owner.name} = {name}: shapes {tuple(owner.parameter.shape)} and "
                 f"{tuple(parameter.shape)} differ; a tie joins two uses of one weight"
             )
-        put_storage(parameter, _storage(parameter, owner, options))
         if not parameter.requires_grad:
+            put_storage(parameter, _storage(parameter, owner, options))
             parameter.detach().copy_(values(local_name))
             frozen.append(parameter)
             continue
@@ -132,6 +138,8 @@ def _construct_layer(
         tensor.full_kept = tensor.full_numel
         if owner is None and options.masks is not None and first in options.masks.kept:
             _mask(tensor, first, options, partial(values, local_name))
+        if options.expansion is None or tensor.kept == parameter.numel():
+            put_storage(parameter, _storage(parameter, owner, options))
         tensors[tensor.name] = tensor
         states.append(tensor)
     state = LayerState(
@@ -142,6 +150,7 @@ def _construct_layer(
         replicas=options.replicas,
         group=None if sharding is None else sharding.group,
         backend=options.backend,
+        expansion=options.expansion,
     )
     for tensor in state.owned:
         fill(state, tensor, values(layer.local_name(tensor.full_name)))
@@ -184,14 +193,16 @@ def full_module(built: BuiltLayer) -> nn.Module:
 
 def full_weights(built: BuiltLayer) -> Iterator[tuple[str, Tensor]]:
     """The full parameters of a layer as they are now, by their names within it; unsharded ones are
-    no copies.
+    no copies. Sparse weights are dense until the next one is asked for, or as long as the layer is
+    expanded.
 
     Tensor-parallel ranks go through them together.
     """
     trained = {tensor.full_name: tensor for tensor in built.state.tensors}
-    for name, parameter in built.module.named_parameters():
-        tensor, value = trained.get(built.spec.full_name(name)), parameter.detach()
-        yield name, value if tensor is None else built.state.gathered(tensor, value)
+    with built.state.expanded():
+        for name, parameter in built.module.named_parameters():
+            tensor, value = trained.get(built.spec.full_name(name)), parameter.detach()
+            yield name, value if tensor is None else built.state.gathered(tensor, value)
 
 
 def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
@@ -264,28 +275,6 @@ def _skeleton(
         return given.float().contiguous()
 
     return module, value
-
-
-def put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
-    """Give a parameter the contents of `storage`.
-
-    It stays the same object: the module may hold it elsewhere as well, such as in a list, and may
-    have set hooks and attributes on it.
-    """
-    if torch._has_compatible_shallow_copy_type(parameter, storage):
-        parameter.data = storage
-        return
-    # The parameter is on the meta device. Autograd's record of its hooks is lost with its old
-    # contents.
-    new = nn.Parameter(storage, parameter.requires_grad)
-    torch._C._swap_tensor_impl(parameter, new)
-    if type(new) is not type(parameter):  # such as the storage of a device written in Python
-        parameter.__class__ = type(new)
-        vars(parameter).update(vars(new))
-    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(parameter, kind)
-        if hooks:
-            setattr(parameter, kind, hooks)
 
 
 def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> None:

@@ -4,6 +4,10 @@ Gradient, fp32 master weights and the optimizer's moments have flat buffers; `sa
 says where each entry stands and which replica holds it. Weight, index and gradient are complete on
 every replica, also where the optimizer state is sharded.
 
+Weights are dense. With an `Expansion` (`samo/expansion.py`), pruned ones are sparse at rest: where
+a replica has all masters on its device these are the weights, and otherwise (fp32, sharded or
+offloaded masters) the kept weights are stored in the training precision.
+
 There are two ways to store the masters (`MasterKind`):
 
     "weight"       fp32 training: the weight is its own master, gathered for an update
@@ -19,8 +23,9 @@ its entire storage alive, so no layer's memory could leave a buffer of the stage
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,8 +35,9 @@ from axsparse.runtime.communication import Collective, Op
 from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.kernels import add_exact, finish_exact
-from axsparse.samo.shards import ALONE, Replicas
-from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes
+from axsparse.samo.expansion import Expansion
+from axsparse.samo.shards import ALONE, BLOCK, Replicas
+from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes, WeightKind
 from axsparse.samo.tensor_state import Relocation, Shares, TensorState
 
 
@@ -47,6 +53,8 @@ class StateTypes:
     """Names of the optimizer's moments."""
     index: IndexKind = "int32"
     """How tensors that are pruned later store their kept positions."""
+    weights: WeightKind = "dense"
+    """How pruned weights are stored at rest."""
 
     @property
     def updating(self) -> torch.dtype:
@@ -122,12 +130,14 @@ class OptimizerState:
         """The fp32 master weights of kept entries [start, stop), all held; may be a view."""
         master_K = self.master_K
         if master_K is None:
+            if tensor.kept_weight is not None:
+                return tensor.kept_weight[start:stop]
             return tensor.index.gather(tensor.weight_D, start, stop)
         return master_K[self._shares.shard_slice(tensor, start, stop)].to(self._backend.device)
 
     def write_master(self, tensor: TensorState, start: int, values_K: Tensor) -> None:
         """Store new fp32 master weights of the kept entries from `start` on, as far as they are
-        held, and round all of them into the dense weight."""
+        held, and round all of them into the weight."""
         weight_K = precision.round_to(values_K, tensor.parameter.dtype)
         held = tensor.entries_in(self._shares.held, start, start + values_K.numel())
         master_K = self.master_K
@@ -136,7 +146,18 @@ class OptimizerState:
             values_K = values_K[held.start - start : held.stop - start]
             if stored_K.data_ptr() != values_K.data_ptr():
                 stored_K.copy_(values_K)
-        tensor.index.scatter(tensor.weight_D, weight_K, start)
+        if tensor.expanded_at is None:
+            tensor.index.scatter(tensor.weight_D, weight_K, start)
+        elif tensor.kept_weight is not None:
+            tensor.kept_weight[start : start + weight_K.numel()] = weight_K
+
+    def read_weight(self, tensor: TensorState, start: int, stop: int) -> Tensor:
+        """The kept weights [start, stop) in the training precision; may be a view."""
+        if tensor.kept_weight is not None:
+            return tensor.kept_weight[start:stop]
+        if tensor.expanded_at is None:
+            return tensor.index.gather(tensor.weight_D, start, stop)
+        return precision.round_to(self.read_master(tensor, start, stop), tensor.parameter.dtype)
 
     def full_master(self, tensor: TensorState) -> Tensor:
         """The fp32 masters of all kept entries, `(kept,)`, on the layer's device; may be a view.
@@ -224,12 +245,14 @@ class LayerState:
         replicas: Replicas = ALONE,
         group: ShardGroup | None = None,
         backend: Backend = HOST,
+        expansion: Expansion | None = None,
     ) -> None:
         """Allocate the buffers; `optimizer_state.write_master` fills them.
 
         `frozen` are the layer's untrained parameters and its buffers, which are counted as they
         are. `group` has the other shards of sharded tensors. `backend` is where all of the state
-        is, the parameters of `tensors` included.
+        is, the parameters of `tensors` included. With an `expansion` pruned weights are sparse at
+        rest, now and later; None keeps all weights dense.
         """
         self.name = name
         self.group = group
@@ -252,6 +275,16 @@ class LayerState:
         for number, tensor in enumerate(self.tensors if self.is_exact else ()):
             tensor.most = self.most[number : number + 1]
         self.optimizer_state = OptimizerState(self.shares, types.master, types.moments, backend)
+        self._expansion = expansion
+        self._stores_weights = (
+            types.master == "weight" or self.shares.is_sharded or backend.host is not None
+        )
+        """Whether kept weights have separate memory, since not all masters are on the device."""
+        for tensor in self.owned:
+            tensor.read_weight = partial(self.optimizer_state.read_weight, tensor)
+        for tensor in self.tensors:
+            if self._is_sparse(tensor):
+                self._make_sparse(tensor)
 
     def _zeros(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.backend.device)
@@ -259,6 +292,43 @@ class LayerState:
     def tensor(self, name: str) -> TensorState:
         """The tensor of a global parameter name; KeyError if it is not of this layer."""
         return self._by_name[name]
+
+    # -- weights that are sparse at rest ------------------------------------------------
+
+    def expand(self) -> None:
+        """Make the sparse weights dense, in the place of another layer's."""
+        if self._expansion is not None:
+            self._expansion.expand(self)
+
+    def expanded(self) -> AbstractContextManager[None]:
+        """A block in which all weights are dense."""
+        return nullcontext() if self._expansion is None else self._expansion.expanded(self)
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in memory that the next layer's weights overwrite."""
+        return self._expansion is not None and self._expansion.has(tensor)
+
+    def write_dense(self, tensor: TensorState, dense_D: Tensor) -> None:
+        """Write a sparse weight to dense memory, `(numel,)`."""
+        read, index = (tensor.alias_of or tensor).read_weight, tensor.index
+        dense_D.zero_()
+        # A CPU rounds block by block, which bounds the memory that this takes.
+        each = BLOCK if self.backend.launch is None else max(tensor.kept, 1)
+        for start in range(0, tensor.kept, each):
+            index.scatter(dense_D, read(start, min(start + each, tensor.kept)), start)
+
+    def _is_sparse(self, tensor: TensorState) -> bool:
+        return self._expansion is not None and tensor.kept < tensor.parameter.numel()
+
+    def _make_sparse(self, tensor: TensorState, weight_K: Tensor | None = None) -> None:
+        """Take a weight out of its dense memory; `weight_K` are its kept weights, 0 if None."""
+        assert self._expansion is not None
+        if tensor.alias_of is None and self._stores_weights:
+            tensor.kept_weight = weight_K
+            if weight_K is None:
+                tensor.kept_weight = self._zeros(tensor.kept, self._expansion.dtype)
+        if tensor.expanded_at is None:
+            self._expansion.add(tensor, self)
 
     # -- gradient ---------------------------------------------------------------------
 
@@ -409,7 +479,9 @@ class LayerState:
         """The weights that training computes with, in the parameter's shape, on the host; all ranks
         of the group ask for a sharded tensor together."""
         tensor = self.by_full_name[name]
-        return self.gathered(tensor, tensor.parameter.detach().cpu())
+        if tensor.expanded_at is None:
+            return self.gathered(tensor, tensor.parameter.detach().cpu())
+        return self.gathered(tensor, self._dense(tensor, tensor.read_weight(0, tensor.kept)))
 
     def moment(self, name: str, moment: str) -> Tensor:
         """All values of one moment of a tensor, kept entries only; else like `master`."""
@@ -449,7 +521,7 @@ class LayerState:
 
     def _dense(self, tensor: TensorState, values_K: Tensor) -> Tensor:
         """Values of a tensor's kept entries in the parameter's shape, on the host."""
-        dense_D = self._zeros(tensor.parameter.numel())
+        dense_D = self._zeros(tensor.parameter.numel(), values_K.dtype)
         tensor.index.scatter(dense_D, values_K, 0)
         return dense_D.cpu().view(tensor.parameter.shape)
 
@@ -476,17 +548,21 @@ class LayerState:
                 # by one, which bounds the memory of a gather.
                 parts = iter([(share.start, share.stop)])
             for start, stop in parts:
-                weight_K = tensor.index.gather(tensor.weight_D, start, stop)
+                weight_K = tensor.read_weight(start, stop)
                 exchanged[tensor.offset + start : tensor.offset + stop] = weight_K
 
-    def expand_weights(self) -> None:
-        """Write the kept weights of the other replicas' shares into the dense weights."""
+    def store_weights(self) -> None:
+        """Write the kept weights of the other replicas' shares from `exchanged_weights` into the
+        weights."""
         exchanged = self.exchanged_weights
         for tensor in self.owned:
             share = tensor.entries_in(self.shares.own)
             for start, stop in ((0, share.start), (share.stop, tensor.kept)):
                 weight_K = exchanged[tensor.offset + start : tensor.offset + stop]
-                tensor.index.scatter(tensor.weight_D, weight_K, start)
+                if tensor.kept_weight is not None:
+                    tensor.kept_weight[start:stop] = weight_K
+                else:
+                    tensor.index.scatter(tensor.weight_D, weight_K, start)
 
     # -- masks ------------------------------------------------------------------------
 
@@ -515,12 +591,23 @@ class LayerState:
         old_gradient = self.gradient
         self._lay_gradient(self.accumulator.new_zeros(self.shares.total))
         relocation.carry_over(old_gradient, self.gradient)
+        if self._is_sparse(changed):
+            weight_K = None
+            if changed.kept_weight is not None:
+                weight_K = relocation.staying(changed.kept_weight)
+            elif changed.expanded_at is None and self._stores_weights:
+                weight_K = new_index.gather(changed.weight_D, 0, changed.kept)
+            self._make_sparse(changed, weight_K)
+            return
         stays_D = self._zeros(numel, torch.bool)
         stays_D[positions] = True
         changed.weight_D.masked_fill_(~stays_D, 0)
 
     def refit(self) -> None:
         """Lay the gradient out anew, after `remask` of a tensor that this layer has an alias of."""
+        for tensor in self.tensors:
+            if tensor.expanded_at is None and self._is_sparse(tensor):
+                self._make_sparse(tensor)
         self.shares.lay_out()
         self._lay_gradient(self._zeros(self.shares.total, self.accumulator.dtype))
 
@@ -529,11 +616,18 @@ class LayerState:
     def live_bytes(self) -> StateBytes:
         """Bytes of all tensors of the state; each storage counts once."""
         return self.optimizer_state.live_bytes() + StateBytes(
-            weight=sum(tensor.parameter.nbytes for tensor in self.owned)
+            weight=sum(map(_weight_bytes, self.owned))
             + sum(parameter.nbytes for parameter in self.frozen),
             index=sum(tensor.index.nbytes for tensor in self.owned),
             gradient=self.accumulator.nbytes,
         )
+
+
+def _weight_bytes(tensor: TensorState) -> int:
+    """Bytes of a weight at rest, apart from its masters."""
+    if tensor.expanded_at is None:
+        return tensor.parameter.nbytes
+    return 0 if tensor.kept_weight is None else tensor.kept_weight.nbytes
 
 
 # -- tied weights, which two layers use, as one stage sees them ----------------------------------

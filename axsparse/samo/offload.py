@@ -23,7 +23,7 @@ from torch import Tensor
 from axsparse.runtime.communication import Backoff, Event
 from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.samo.layer_state import LayerState, StateBuffers
-from axsparse.samo.state_bytes import STAGED, staged_bytes
+from axsparse.samo.state_bytes import STAGED, aligned_bytes
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Offload:
             [tensor.nbytes for tensor in _tensors(layer.optimizer_state.stored())]
             for layer in layers
         ]
-        size = max(map(staged_bytes, sizes), default=0)
+        size = max(map(aligned_bytes, sizes), default=0)
         where = layers[0].backend.device if layers else torch.device("cpu")
         self._places = [torch.empty(size, dtype=torch.uint8, device=where) for _ in range(STAGED)]
         for layer in layers:
@@ -94,7 +94,7 @@ class Offload:
             here = room[at : at + rest.nbytes].view(rest.dtype)
             self._up.copy(here, rest)
             put.append(here)
-            at += staged_bytes([rest.nbytes])
+            at += aligned_bytes([rest.nbytes])
         masters = 0 if stored.master is None else 1
         moments = dict(zip(stored.moments, put[masters:], strict=True))
         return _Staging(StateBuffers(put[0] if masters else None, moments), self._up.record())

@@ -30,6 +30,14 @@ replica's share (`shards.share_bounds`; nothing is padded), near k/d each:
 
     mask     2.127 + 2·f + 12·f/d    2.48 at d = 8
 
+With `weights: sparse`, a weight of which something is pruned is dense only while its layer
+computes, in memory (`expanded`) for the largest layer of a stage. At rest it takes nothing where
+its masters are on the device, and w·k bytes in fp32 (where they are the masters) and where masters
+are sharded or offloaded:
+
+    mask     0.127 + 14·f              1.53
+    mask     0.127 + 4·f + 12·f/d      0.68 at d = 8
+
 Where masters and moments are offloaded, they are on the host, and the GPU has staging buffers for
 two layers of the largest size. The second use of a tied weight costs its own full state on another
 stage, and only its own gradient where both uses are on one stage. Untrained parameters cost their
@@ -54,6 +62,8 @@ IndexKind: TypeAlias = Literal["auto", "int32", "mask"]
 """How kept positions are stored; `auto` takes for each tensor the encoding of fewer bytes."""
 Encoding: TypeAlias = Literal["int32", "mask"]
 """How the kept positions of one tensor are stored."""
+WeightKind: TypeAlias = Literal["dense", "sparse"]
+"""How pruned weights are stored while their layer does not compute."""
 INT32_LIMIT = 2**31 - 1
 MASK_BLOCK = 2_048
 """Dense entries that share an offset: few enough to find any kept entry at once, and so many
@@ -66,8 +76,8 @@ MASTER_BYTES: dict[MasterKind, int] = {"weight": 0, "fp32": 4}
 MOMENT_BYTES = 4
 STAGED = 2
 """Layers whose offloaded state is staged on a GPU: one is updated, one is copied."""
-VISIT_ALIGNED = 256
-"""Each offloaded tensor begins at a multiple of this many bytes."""
+ALIGNED = 256
+"""Each staged or expanded tensor begins at a multiple of this many bytes."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,8 @@ class StateBytes:
     optimizer: int = 0
     staged: int = 0
     """Bytes of staging buffers on a GPU for offloaded masters and moments."""
+    expanded: int = 0
+    """Bytes in which the sparse weights of one layer at a time are dense."""
     offloaded: int = 0
     """Masters and moments that rest in the memory of the host."""
 
@@ -124,6 +136,8 @@ class StateFormat:
     """Replicas that share the optimizer state; 1 if it is not sharded."""
     offload: bool = False
     """Whether masters and moments rest on the host."""
+    weights: WeightKind = "dense"
+    """How pruned weights are stored at rest."""
 
     @property
     def weight_bytes(self) -> int:
@@ -134,6 +148,12 @@ class StateFormat:
     def master_bytes(self) -> int:
         """Bytes of a kept entry's master, in addition to its weight."""
         return MASTER_BYTES[master_kind(half=self.half)]
+
+    @property
+    def stores_weights(self) -> bool:
+        """Whether sparse weights have memory next to their masters: in fp32, where it is the
+        masters', and where the device has not all masters."""
+        return not self.half or self.replicas > 1 or self.offload
 
 
 @dataclass(frozen=True)
@@ -155,9 +175,9 @@ def master_kind(*, half: bool) -> MasterKind:
     return "fp32" if half else "weight"
 
 
-def staged_bytes(tensors: Iterable[int]) -> int:
-    """Bytes of a staging buffer on a GPU for a layer whose offloaded tensors have these bytes."""
-    return sum(-(-nbytes // VISIT_ALIGNED) * VISIT_ALIGNED for nbytes in tensors)
+def aligned_bytes(tensors: Iterable[int]) -> int:
+    """Bytes of memory in which a layer's tensors of these bytes are staged or expanded."""
+    return sum(-(-nbytes // ALIGNED) * ALIGNED for nbytes in tensors)
 
 
 def fits_int32(number: int) -> bool:
@@ -193,12 +213,27 @@ def tensor_bytes(size: TensorSize, stored: StateFormat) -> StateBytes:
         return StateBytes(weight=stored.weight_bytes * size.numel)
     if size.is_alias:
         return StateBytes(gradient=stored.gradient_bytes * size.kept)
+    stays = size.numel
+    if is_sparse(size, stored):
+        stays = size.kept if stored.stores_weights else 0
     return StateBytes(
-        weight=stored.weight_bytes * size.numel,
+        weight=stored.weight_bytes * stays,
         index=index_bytes(size.numel, size.kept, stored.index),
         gradient=stored.gradient_bytes * size.kept,
         master=stored.master_bytes * size.kept,
         optimizer=MOMENT_BYTES * stored.moments * size.kept,
+    )
+
+
+def is_sparse(size: TensorSize, stored: StateFormat) -> bool:
+    """Whether the weight of a tensor is sparse at rest."""
+    return stored.weights == "sparse" and size.kept < size.numel and size.trained
+
+
+def expanded_bytes(sizes: Iterable[TensorSize], stored: StateFormat) -> int:
+    """Bytes in which the sparse weights of a layer are expanded."""
+    return aligned_bytes(
+        stored.weight_bytes * size.numel for size in sizes if is_sparse(size, stored)
     )
 
 
@@ -248,11 +283,12 @@ def stage_bytes(
         layer_bytes(of_layer, stored, replica) + StateBytes(weight=layer.buffer_bytes)
         for layer, of_layer in zip(layers, sizes, strict=True)
     ]
+    expanded = max((expanded_bytes(of_layer, stored) for of_layer in sizes), default=0)
     if not stored.offload:
-        return StateBytes.sum(each)
+        return StateBytes.sum(each) + StateBytes(expanded=expanded)
     moments = stored.moments
     staged_layers = [
-        staged_bytes([state.master, *[state.optimizer // max(moments, 1)] * moments])
+        aligned_bytes([state.master, *[state.optimizer // max(moments, 1)] * moments])
         for state in each
     ]
     return replace(
@@ -260,6 +296,7 @@ def stage_bytes(
         master=0,
         optimizer=0,
         staged=STAGED * max(staged_layers, default=0),
+        expanded=expanded,
         offloaded=sum(state.master + state.optimizer for state in each),
     )
 

@@ -31,7 +31,8 @@ class TensorState:
     name: str
     """Global parameter name; a shard has the full parameter's name, "#", and its index."""
     parameter: nn.Parameter
-    """Dense, in the training precision; zero at pruned positions."""
+    """Dense, in the training precision; zero at pruned positions. A weight that is sparse at rest
+    has its values while its layer is expanded (`samo/expansion.py`)."""
     own_index: Index
     """The kept positions; an alias does not use it."""
     decays: bool
@@ -57,6 +58,15 @@ class TensorState:
     """Kept entries of the full tensor, on all ranks."""
     begun: int = 0
     """Updates of the run before this tensor's first one, where it was thawed at a resume."""
+    expanded_at: range | None = None
+    """The entries of the layer's `Expansion` in which the weight is dense while its layer computes;
+    None for a weight that is dense at rest."""
+    read_weight: Callable[[int, int], Tensor] = field(init=False, repr=False)
+    """Reads the kept weights [start, stop) in the training precision, wherever they are; set by the
+    layer's state."""
+    kept_weight: Tensor | None = None
+    """The kept weights in the training precision, of a weight that is sparse at rest; None where
+    they are rounded from masters. An alias has its owner's."""
 
     @property
     def index(self) -> Index:
@@ -74,7 +84,8 @@ class TensorState:
 
     @property
     def weight_D(self) -> Tensor:
-        """The weight as a flat view."""
+        """The weight as a flat view, if it is dense at rest."""
+        assert self.expanded_at is None, f"{self.name} is sparse at rest"
         return self.parameter.detach().view(-1)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
@@ -196,6 +207,10 @@ class Relocation:
             for tensor in shares.tensors
         }
         self._bounds, self._held = shares.bounds, shares.held
+
+    def staying(self, before: Tensor) -> Tensor:
+        """The values that stay, of all kept entries that the changed tensor had; a copy."""
+        return before[self._before]
 
     def all_owned(self, held: Tensor) -> Tensor:
         """A buffer of all owned entries as they were, from this replica's held ones.

@@ -39,6 +39,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.machine import give_back_at_once, keep_freed_blocks
 from axsparse.runtime.process import BLOCKS, are_scattered
+from axsparse.samo.expansion import Expansion
 from axsparse.samo.host.compiled_loops import FEW, cache_folder
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
@@ -483,6 +484,7 @@ def _state_options(plan: RunPlan, replicas: Replicas, placement: Placement) -> S
         replicas=replicas,
         start=plan.model.start,
         backend=backend,
+        expansion=Expansion(plan.dtype, backend.device) if plan.has_sparse_weights else None,
     )
 
 

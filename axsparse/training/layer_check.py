@@ -40,7 +40,8 @@ from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.errors import AxsparseError, ConfigError, one_line
 from axsparse.runtime.exchange import sum_by_owner, together
 from axsparse.runtime.seeds import preserved_rng, seed_all
-from axsparse.samo.layer_construction import BuiltLayer, full_weights, put_storage
+from axsparse.samo.expansion import put_storage
+from axsparse.samo.layer_construction import BuiltLayer, full_weights
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.parts import Parts
@@ -167,9 +168,12 @@ def _first_failure(
     trains_all = is_in_evaluation(model)
     first: AxsparseError | None = None
     for layer, record in pairs:
-        _gather_handed_weights(layer, record)
-        weights = dict(full_weights(layer))
-        with preserved_rng(), _plain_module(layer, weights, record, config.seed) as module:
+        with ExitStack() as kept:
+            kept.enter_context(layer.state.expanded())
+            _gather_handed_weights(layer, record)
+            weights = dict(full_weights(layer))
+            kept.enter_context(preserved_rng())
+            module = kept.enter_context(_plain_module(layer, weights, record, config.seed))
             if trains_all or _module_of(layer.spec).startswith(OWN_MODELS):
                 module.train()
             try:

@@ -30,6 +30,7 @@ from axsparse.pruning.methods.method_registry import choose_pruner
 from axsparse.pruning.methods.pruner import Pruner
 from axsparse.runtime.communication import Collective, Link, Transport
 from axsparse.runtime.grid import RankCoords
+from axsparse.samo.expansion import Expansion
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import StageTie, Use
@@ -66,6 +67,8 @@ class Parts:
     offload: Offload | None
     """Brings masters and moments from the host for their update; None if they stay on the
     device."""
+    expansion: Expansion | None
+    """The memory in which weights that are sparse at rest are expanded; None if all are dense."""
     live: LiveMasks | None
     """The live masks of this rank's layers; None where nothing ever is pruned."""
     pruner: Pruner | None
@@ -95,7 +98,10 @@ class Parts:
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state."""
         state = StateBytes.sum(layer.state.live_bytes() for layer in self.layers)
-        return state if self.offload is None else state + StateBytes(staged=self.offload.nbytes)
+        return state + StateBytes(
+            staged=0 if self.offload is None else self.offload.nbytes,
+            expanded=0 if self.expansion is None else self.expansion.nbytes,
+        )
 
 
 def assemble(
@@ -126,7 +132,7 @@ def assemble(
     link = _link(transport.link(coords), group, phases, products)
     engine = Engine(
         Rank(coords, backoff, phases, placement.gpu),
-        _stage(plan, layers, products, group),
+        _stage(plan, layers, products, group, options.expansion),
         link,
         schedule=configured_schedule(plan.config.pipeline),
         while_idle=sync.advance,
@@ -149,6 +155,7 @@ def assemble(
         statistics=_statistics(plan, layers, options),
         replicas=options.replicas,
         offload=None if gpu is None else Offload(gpu, states, backoff),
+        expansion=options.expansion,
         live=live,
         pruner=pruner,
         phases=phases,
@@ -196,6 +203,7 @@ def _stage(
     layers: list[BuiltLayer],
     products: StageProducts | None,
     group: TensorGroup | None,
+    expansion: Expansion | None,
 ) -> Stage:
     """The computation of this rank's layers; the loss belongs to the last stage."""
     coords, config, model = plan.coords, plan.config, plan.model
@@ -215,6 +223,7 @@ def _stage(
                 layer.module,
                 is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
                 is_compiled=pipeline.compile is True,
+                state=None if expansion is None else layer.state,
             )
             for number, layer in enumerate(layers)
         ],
@@ -223,6 +232,7 @@ def _stage(
         input_dtype=plan.dtype if coords.is_first else None,
         seed=config.seed,
         products=products,
+        expansion=expansion,
     )
 
 

@@ -162,12 +162,19 @@ class RunPlan:
     def types(self) -> StateTypes:
         """The forms in which the state of a layer is stored."""
         master = master_kind(half=self.dtype != torch.float32)
-        index = self.config.samo.index
-        return StateTypes(self.gradient_dtype, master, self.optimizer.moments, index)
+        samo = self.config.samo
+        return StateTypes(
+            self.gradient_dtype, master, self.optimizer.moments, samo.index, samo.weights
+        )
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage, as one rank has them."""
         return [self.largest_rank.layers[number] for number in self.stages[stage]]
+
+    @property
+    def has_sparse_weights(self) -> bool:
+        """Whether pruned weights are sparse at rest."""
+        return self.config.samo.weights == "sparse" and self.targets is not None
 
     @property
     def starts_pruned(self) -> bool:

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from support.cases import (
     COARSE,
     GPT,
@@ -25,6 +26,8 @@ from support.cases import (
     trained,
 )
 from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
+
+from axsparse.samo.expansion import Expansion
 
 FEW = [(1, 1), (2, 1), (2, 2)]
 TIED = axis("model", "tie_embeddings", False, True)
@@ -180,10 +183,75 @@ STORAGE = [
 ]
 
 
+SPARSE_WEIGHTS = {"samo": {"weights": "sparse"}}
+SPARSE_AT_REST = [
+    *stored(
+        crossed(
+            [(1, 1), (2, 1), (1, 2), (2, 2)],
+            [{"pruning": {"include": "all"}}, {"pruning": {}}, {"pruning": {"at_step": 2}}],
+            [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "fp16"}],
+            settings=steps(4),
+        ),
+        SPARSE_WEIGHTS,
+    ),
+    # Two microbatches in flight, and both ways to come back to a layer.
+    *stored(
+        crossed(
+            [(2, 1), (1, 1), (3, 1)],
+            [
+                {"pipeline": {"split_backward": True}},
+                {"pipeline": {"checkpoint_activations": 1}},
+                {"pipeline": {"checkpoint_activations": 2, "schedule": "gpipe"}},
+            ],
+            [{"precision": "fp32"}, {"precision": "bf16"}],
+            settings=steps(3, pruning={"include": "all"}),
+        ),
+        SPARSE_WEIGHTS,
+    ),
+    *stored(
+        crossed(
+            [(2, 2), (1, 3)],
+            [{"precision": "fp32"}, {"precision": "bf16"}, {"samo": {"gradient": "exact"}}],
+            axis("pruning", "at_step", 0, 2),
+            subject=WIDE,
+        ),
+        {"samo": {"weights": "sparse", "zero_stage": 1}},
+    ),
+    *(
+        Row(
+            (2, 1),
+            {**LONG, "pruning": {**PRUNING[name], "include": "all"}, "precision": "bf16"},
+            SPARSE_WEIGHTS,
+            SAME_LAYOUT,
+            is_usual=name in ("gradual", "iterative to step 1"),
+        )
+        for name in PRUNING
+    ),
+    Row(
+        (2, 1),
+        steps(4, train={"eval_every": 2, "eval_steps": 1}, optimizer={"name": "lamb"}),
+        SPARSE_WEIGHTS,
+        SAME_LAYOUT,
+    ),
+]
+
+
 ROWS = [
     replace(row, subject=COARSE) if row.subject is GPT and row.layout[1] < 3 else row
-    for row in (*METHODS, *OPTIMIZERS, *STORAGE)
+    for row in (*METHODS, *OPTIMIZERS, *STORAGE, *SPARSE_AT_REST)
 ]
+
+
+@pytest.fixture(autouse=True)
+def _spoilt_once_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight that is sparse at rest can be read while its layer is not expanded."""
+    release = Expansion.release
+
+    def spoil(expansion: Expansion) -> None:
+        expansion._memory.fill_(torch.nan)
+        release(expansion)
+
+    monkeypatch.setattr(Expansion, "release", spoil)
 
 
 @pytest.mark.parametrize("row", parameters(ROWS, every=4))

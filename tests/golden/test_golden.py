@@ -17,6 +17,16 @@ def test_usual_runs_match_the_golden_file(capsys: pytest.CaptureFixture[str]) ->
     assert "6 rows: values of 0 differ, texts of 0" in said
 
 
+def test_weights_that_are_sparse_at_rest_have_the_golden_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = main(["--rows", r"^(1x1|2x1|1x2|2x2)$", "--with", "samo.weights=sparse"])
+
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "4 rows: values of 0 differ" in said
+
+
 def results(loss: float, *, machine: str | None = None, screen: str = "banner") -> Golden:
     values = {"loss": [4.0, loss], "grad_norm": [1.0], "validation": [], "weights": [7]}
     texts = {"config": ["seed: 1"], "screen": [screen]}

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.samo.expansion import Expansion
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
 from axsparse.samo.layer_state import LayerState, StateTypes
@@ -32,9 +33,11 @@ from axsparse.samo.state_bytes import (
     StateBytes,
     StateFormat,
     TensorSize,
+    WeightKind,
     layer_bytes,
     master_kind,
     stage_bytes,
+    tensor_bytes,
 )
 from axsparse.samo.tensor_state import TensorState
 
@@ -48,6 +51,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     gradient_dtype: torch.dtype = torch.bfloat16
     index: IndexKind = "int32"
+    weights: WeightKind = "dense"
     layers: slice = field(default_factory=lambda: slice(None))
 
 
@@ -65,6 +69,9 @@ CASES = {
     "tied GPT, dense": Case("tied", None),
     "tied GPT, auto": Case("tied", ALL, index="auto"),
     "tied GPT, mask": Case("tied", ALL, index="mask"),
+    "tied GPT, sparse weights": Case("tied", ALL, weights="sparse"),
+    "tied GPT, sparse weights, fp32": Case("tied", ALL, *FULL, weights="sparse"),
+    "untied GPT, sparse weights": Case("untied", BLOCKS, index="auto", weights="sparse"),
     "first half of a tied GPT": Case("tied", ALL, layers=slice(0, 2)),
     "second half of a tied GPT": Case("tied", ALL, layers=slice(2, None)),
     "GPT, two separate weights": Case("untied", BLOCKS, index="auto"),
@@ -73,7 +80,12 @@ CASES = {
     "tied frozen parameters": Case("tied and frozen", ALL),
     "tied within one layer": Case("tied within", ALL),
     "layers that initialise themselves": Case("by itself", BLOCKS),
+    "tied within one layer, sparse weights": Case("tied within", ALL, weights="sparse"),
+    "layers that initialise themselves, sparse weights": Case(
+        "by itself", BLOCKS, weights="sparse"
+    ),
     "pruning that removes nothing": Case("tiny matrices", BARELY),
+    "pruning that removes nothing, sparse weights": Case("tiny matrices", BARELY, weights="sparse"),
     "pruning that keeps nothing": Case("tiny matrices", BLOCKS),
 }
 
@@ -121,7 +133,7 @@ def case_masks(model: Model, pruning: PruningConfig) -> ScoredMasks:
     return ScoredMasks(Criterion(pruning.method, 1), kept(model, pruning))
 
 
-def build(case: Case) -> list[BuiltLayer]:
+def build(case: Case, expansion: Expansion | None = None) -> list[BuiltLayer]:
     model = make_model(case.model)
     options = StateOptions(
         dtype=case.dtype,
@@ -130,6 +142,7 @@ def build(case: Case) -> list[BuiltLayer]:
         seed=1,
         masks=None if case.pruning is None else case_masks(model, case.pruning),
         index=case.index,
+        expansion=expansion,
     )
     ties = {tie.second: tie.first for tie in model.ties}
     return build_layers(model.layers[case.layers], ties, options)
@@ -150,6 +163,7 @@ def predicted(case: Case) -> StateBytes:
             gradient_bytes=case.gradient_dtype.itemsize,
             moments=len(ADAMW.moments),
             index=case.index,
+            weights=case.weights,
         ),
     )
 
@@ -178,29 +192,38 @@ def frozen_past() -> Iterator[None]:
 @pytest.mark.parametrize("name", CASES)
 def test_state_formula_and_process_agree_to_the_byte(name: str) -> None:
     before = process_bytes()
+    case, expansion = CASES[name], None
+    if case.weights == "sparse":
+        expansion = Expansion(case.dtype, torch.device("cpu"))
 
-    layers = build(CASES[name])
+    layers = build(case, expansion)
 
-    assert live(layers) == predicted(CASES[name])
-    assert process_bytes() - before == live(layers).total
+    state = live(layers)
+    if expansion is not None:
+        state += StateBytes(expanded=expansion.nbytes)
+    assert state == predicted(case)
+    assert process_bytes() - before == state.total
 
 
 @pytest.mark.parametrize(
-    ("precision", "at_step", "g_inter", "g_data", "gradient"),
+    ("precision", "at_step", "g_inter", "g_data", "samo"),
     [
-        ("bf16", 1, 2, 1, "auto"),
-        ("fp32", 0, 1, 2, "auto"),
-        ("bf16", 0, 1, 1, "auto"),
-        ("bf16", 1, 1, 2, "exact"),
+        ("bf16", 1, 2, 1, {}),
+        ("fp32", 0, 1, 2, {}),
+        ("bf16", 0, 1, 1, {}),
+        ("bf16", 1, 1, 2, {"gradient": "exact"}),
+        ("bf16", 1, 2, 1, {"weights": "sparse"}),
+        ("fp32", 0, 1, 2, {"weights": "sparse"}),
+        ("bf16", 0, 1, 2, {"weights": "sparse", "zero_stage": 1}),
     ],
 )
 def test_after_training_every_rank_holds_what_the_formula_says(
-    precision: str, at_step: int, g_inter: int, g_data: int, gradient: str
+    precision: str, at_step: int, g_inter: int, g_data: int, samo: dict[str, Any]
 ) -> None:
     config = tiny_config(
         precision=precision,
         pruning={"sparsity": 0.9, "include": "all", "at_step": at_step},
-        samo={"gradient": gradient},
+        samo=samo,
         train={"steps": 2},
     )
     model = tiny_gpt(config)
@@ -210,8 +233,17 @@ def test_after_training_every_rank_holds_what_the_formula_says(
         names = {layer.spec.name for layer in trainer.parts.layers}
         layers = [layer for layer in profiled.layers if layer.name in names]
         gradient_bytes = trainer.parts.layers[0].state.accumulator.itemsize
-        stored = StateFormat(precision == "bf16", gradient_bytes, moments=2, index="auto")
-        expected = stage_bytes(layers, profiled.ties, kept(model, config.pruning), stored)
+        shares = config.samo.zero_stage == 1
+        stored = StateFormat(
+            half=precision == "bf16",
+            gradient_bytes=gradient_bytes,
+            moments=2,
+            index="auto",
+            replicas=g_data if shares else 1,
+            weights=trainer.parts.plan.config.samo.weights,
+        )
+        replica = trainer.parts.coords.replica
+        expected = stage_bytes(layers, profiled.ties, kept(model, config.pruning), stored, replica)
         assert trainer.state_bytes() == expected
 
 
@@ -260,3 +292,19 @@ def test_every_way_to_store_a_matrix_costs_what_the_formula_says(
         )
         for rank in range(replicas)
     ]
+
+
+def test_sparse_weights_cost_the_kept_entries_that_the_device_does_not_have_otherwise() -> None:
+    def cost(**stored: Any) -> StateBytes:
+        return tensor_bytes(TensorSize(512**2, 26_214), StateFormat(moments=2, **stored))
+
+    half = {"half": True, "gradient_bytes": 2, "index": "mask", "weights": "sparse"}
+
+    assert cost(**half).total / 512**2 == pytest.approx(0.127 + 14 * 0.1, abs=1e-4)
+    assert cost(**half).weight == 0
+    # In fp32 the kept values are weight and master at once.
+    single = cost(half=False, gradient_bytes=4, weights="sparse")
+    assert (single.weight, single.master) == (4 * 26_214, 0)
+    # Of other replicas' shares there are no masters here.
+    for others in ({"replicas": 2}, {"offload": True}):
+        assert cost(**half, **others).weight == 2 * 26_214

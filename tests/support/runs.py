@@ -157,7 +157,7 @@ def train_here(
         state = layer.state
         for name, tensor in state.by_full_name.items():
             trace.weights[name] = (
-                tensor.parameter.detach().clone().cpu()
+                state.dense_weight(name).clone()
                 if tensor.shard is None
                 else round_to(state.dense_master(name), DTYPES[config.precision])
             )

@@ -91,7 +91,7 @@ class TensorSlot:
     weight: Tensor
     """Dense, flat."""
     gradient: Tensor
-    """Kept entries, in the weight's type or fp32."""
+    """Kept entries, in the training precision or fp32."""
     master: Tensor | None
     """The masters of the held entries, fp32; None if the fp32 weight is its own master."""
     moments: tuple[Tensor, ...]
@@ -113,7 +113,8 @@ class TensorSlot:
         half = (torch.bfloat16, torch.float16)
         weights = (torch.float32,) if self.master is None else half
         check(self.weight, "weight", weights, numel)
-        check(self.gradient, "gradient", (self.weight.dtype, torch.float32), self.index.kept)
+        kinds = (torch.float32, *(half if self.master is None else (self.weight.dtype,)))
+        check(self.gradient, "gradient", kinds, self.index.kept)
         if self.master is not None:
             check(self.master, "master", (torch.float32,), len(self.held))
         assert len(self.moments) == len(moments), f"{len(self.moments)} moments, not {moments}"

@@ -239,8 +239,11 @@ def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> N
         master = None if types.master == "weight" else torch.zeros(2)
         weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=types.updating)
         moments = tuple(torch.zeros(2) for _ in types.moments)
-        slot = TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))
-        host_step.step(optimizer, [slot], Hyper(1, 0.0, (0.9, 0.9), 1.0, 0.0), 1.0)
+        slots = [TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))]
+        if types.weights == "sparse":
+            at_rest = torch.zeros(2)  # masters that are the weight
+            slots.append(TensorSlot(FullIndex(2), at_rest, gradient, None, moments, range(2)))
+        host_step.step(optimizer, slots, Hyper(1, 0.0, (0.9, 0.9), 1.0, 0.0), 1.0)
     if dtype == torch.bfloat16 and has_bf16_loops():
         rows, few = torch.zeros(2, 16, dtype=dtype), torch.arange(256) < 9
         weight = torch.zeros(16, 16, dtype=dtype)
@@ -257,11 +260,24 @@ def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[Tensor
         held = tensor.entries_in(shares.held)
         if held:
             part = shares.shard_slice(tensor, held.start, held.stop)
+            master = None if master_K is None else master_K[part]
+            index = tensor.index
+            if tensor.expanded_at is None:
+                weight = tensor.weight_D
+            else:
+                # Kept entries alone, like a small dense tensor. Masters from which the weight is
+                # rounded when it is expanded are an fp32 weight that is its own master.
+                index = layer.backend.full_index(tensor.kept)
+                if tensor.kept_weight is not None:
+                    weight = tensor.kept_weight
+                else:
+                    assert master is not None
+                    weight, master = master, None
             yield TensorSlot(
-                tensor.index,
-                tensor.weight_D,
+                index,
+                weight,
                 layer.gradient_of(tensor),
-                None if master_K is None else master_K[part],
+                master,
                 tuple(values_K[part] for values_K in moments_K),
                 held,
             )

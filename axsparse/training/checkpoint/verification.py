@@ -214,7 +214,7 @@ MEANS = (
     *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path"),
     *("train.log_every", "train.peak_flops", "train.trace", "train.nvtx", "train.memory_history"),
     *("train.compare_replicas_every", "train.check_layers", "watchdog.", "logging."),
-    *("samo.index", "samo.zero_stage", "samo.offload"),
+    *("samo.index", "samo.weights", "samo.zero_stage", "samo.offload"),
     "samo.sparse_products",
 )
 """Keys, or beginnings of keys, that say where and how a run computes: at most they change the order

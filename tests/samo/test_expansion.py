@@ -1,0 +1,210 @@
+"""The memory in which sparse weights are dense, by two layers of a stage and by themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from axsparse.samo.expansion import Expansion
+from axsparse.samo.index.base import FullIndex, make_index
+from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.optim.optimizer import Hyper
+from axsparse.samo.optim.update import update
+from axsparse.samo.precision import round_to
+from axsparse.samo.state_bytes import (
+    ALIGNED,
+    StateFormat,
+    TensorSize,
+    expanded_bytes,
+    master_kind,
+)
+from axsparse.samo.tensor_state import TensorState
+
+SHAPES = {"a": [(40, 30), (30,)], "b": [(400, 400), (7, 9), (9,)]}
+HOST = torch.device("cpu")
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mask_of(shape: Sequence[int], density: float, seed: int = 0) -> Tensor:
+    numel = math.prod(shape)
+    drawn = torch.rand(numel, generator=torch.Generator().manual_seed(seed + numel))
+    return drawn < (density if len(shape) > 1 else 2)
+
+
+def stage(
+    dtype: torch.dtype, expansion: Expansion | None, density: float = 0.3
+) -> list[LayerState]:
+    """Two layers whose matrices are pruned, filled with the same values every time."""
+    layers = []
+    for name, shapes in SHAPES.items():
+        tensors = [
+            TensorState(
+                f"{name}.{number}",
+                nn.Parameter(torch.zeros(shape, dtype=dtype)),
+                make_index(mask_of(shape, density), "auto"),
+                decays=True,
+            )
+            for number, shape in enumerate(shapes)
+        ]
+        types = StateTypes(dtype, master_kind(half=dtype != torch.float32), ADAMW.moments)
+        layers.append(LayerState(name, tensors, types, expansion=expansion))
+        for number, tensor in enumerate(tensors):
+            values = random(number, *shapes[number]).view(-1)
+            kept = tensor.index.gather(values, 0, tensor.kept)
+            layers[-1].optimizer_state.write_master(tensor, 0, kept)
+    return layers
+
+
+def train(layers: Sequence[LayerState], step: int) -> None:
+    for layer in layers:
+        layer.begin_step()
+        for number, tensor in enumerate(layer.tensors):
+            layer.accumulate(tensor, random(step + number, *tensor.parameter.shape))
+    update(layers, ADAMW, Hyper(step, 0.1, (0.9, 0.95), 1e-8, 0.1), 1.0)
+
+
+def present(expansion: Expansion) -> LayerState | None:
+    return expansion._layer
+
+
+def weights(layers: Sequence[LayerState]) -> Iterator[Tensor]:
+    for layer in layers:
+        with layer.expanded():
+            for tensor in layer.tensors:
+                yield tensor.parameter.detach().clone()
+
+
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_expanded_weights_are_those_that_are_dense_at_rest(
+    dtype: torch.dtype, density: float
+) -> None:
+    dense, sparse = stage(dtype, None, density), stage(dtype, Expansion(dtype, HOST), density)
+    for step in range(1, 4):
+        train(dense, step)
+        train(sparse, step)
+        if step == 2:
+            for layers in (dense, sparse):
+                within = mask_of((400, 400), density) & mask_of((400, 400), 0.5, seed=1)
+                layers[1].remask("b.0", within)
+
+        for one, other in zip(weights(dense), weights(sparse), strict=True):
+            assert torch.equal(one, other)
+        for layer, like in zip(sparse, dense, strict=True):
+            for name in layer.by_full_name:
+                assert torch.equal(layer.dense_weight(name), like.dense_weight(name))
+                assert torch.equal(layer.master(name), like.master(name))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_weights_become_sparse_when_they_are_pruned(dtype: torch.dtype) -> None:
+    dense, sparse = stage(dtype, None, 1.1), stage(dtype, expansion := Expansion(dtype, HOST), 1.1)
+    before = sparse[1].live_bytes().weight
+    assert expansion.nbytes == 0
+
+    for layers in (dense, sparse):
+        layers[1].remask("b.0", mask_of((400, 400), 0.2))
+        train(layers, 1)
+
+    assert all(map(torch.equal, weights(dense), weights(sparse)))
+    kept = 0 if dtype != torch.float32 else int(mask_of((400, 400), 0.2).sum())
+    assert sparse[1].live_bytes().weight == before - dtype.itemsize * (160_000 - kept)
+
+
+def test_an_alias_is_expanded_with_the_layer_that_uses_it() -> None:
+    expansion, shape = Expansion(torch.bfloat16, HOST), (20, 30)
+    first = TensorState("a", nn.Parameter(torch.zeros(shape).bfloat16()), FullIndex(600), True)
+    again = nn.Parameter(first.parameter.detach())
+    second = TensorState("b", again, FullIndex(600), True, alias_of=first)
+    types = StateTypes(torch.bfloat16, "fp32", ADAMW.moments)
+    owner = LayerState("one", [first], types, expansion=expansion)
+    user = LayerState("two", [second], types, expansion=expansion)
+    owner.optimizer_state.write_master(first, 0, values := random(3, 600))
+    mask = mask_of(shape, 0.4)
+
+    owner.remask("a", mask)
+    user.refit()
+
+    for layer, parameter in ((owner, first.parameter), (user, again)):
+        with layer.expanded():
+            expected = round_to(values, torch.bfloat16) * mask
+            assert torch.equal(parameter.detach().view(-1), expected)
+
+
+def test_memory_is_that_of_the_largest_layer_and_layers_take_turns() -> None:
+    expansion = Expansion(torch.bfloat16, HOST)
+    first, second = stage(torch.bfloat16, expansion)
+    sizes = [TensorSize(160_000, 5), TensorSize(63, 5), TensorSize(9, 9)]
+    stored = StateFormat(True, 2, 2, weights="sparse")
+    matrices = [layer.tensors[0].parameter for layer in (first, second)]
+
+    assert expansion.nbytes == expanded_bytes(sizes, stored) == ALIGNED * (1_250 + 1)
+    assert matrices[0].data_ptr() == matrices[1].data_ptr()
+    assert matrices[0].data_ptr() % 64 == 0
+    versions = [matrix._version for matrix in matrices]
+    for layer in (first, second, first):
+        layer.expand()
+        matrix = layer.tensors[0]
+        kept = matrix.parameter.detach().view(-1)[matrix.index.positions()]
+        assert torch.equal(kept, matrix.read_weight(0, matrix.kept))
+    assert versions == [matrix._version for matrix in matrices], "autograd would object"
+    assert first.lends(matrices[1][3:])
+    assert not first.lends(first.tensors[1].parameter)
+
+
+def test_what_autograd_has_saved_is_right_again_once_its_layer_is_expanded() -> None:
+    dense = stage(torch.float32, None)[0].tensors[0].parameter
+    first, second = stage(torch.float32, Expansion(torch.float32, HOST))
+    weight, rows = first.tensors[0].parameter, random(5, 6, 30).requires_grad_()
+    like = rows.detach().clone().requires_grad_()
+
+    with first.expanded():
+        output = nn.functional.linear(rows, weight).square()
+    second.expand()
+    with first.expanded():
+        output.sum().backward()
+    nn.functional.linear(like, dense).square().sum().backward()
+
+    assert rows.grad is not None
+    assert like.grad is not None
+    assert torch.equal(rows.grad, like.grad)
+    assert weight.grad is not None
+    assert dense.grad is not None
+    assert torch.equal(weight.grad, dense.grad)
+
+
+def test_a_fault_leaves_nothing_expanded() -> None:
+    expansion = Expansion(torch.float32, HOST)
+    first, second = stage(torch.float32, expansion)
+
+    def failing() -> None:
+        with expansion.in_use():
+            first.expand()
+            second.expand()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+
+    assert present(expansion) is None
+    with first.expanded():
+        with first.expanded():
+            pass
+        assert present(expansion) is first, "the outer block still needs it"
+    assert present(expansion) is None
+
+
+def test_a_sparse_weight_is_not_read_as_if_it_were_dense() -> None:
+    [first, _] = stage(torch.float32, Expansion(torch.float32, HOST))
+
+    with pytest.raises(AssertionError, match="is sparse at rest"):
+        _ = first.tensors[0].weight_D
