@@ -193,18 +193,3 @@ def test_overflows_at_the_floor_end_the_run_and_name_rank_and_parameter() -> Non
         "finite, and no step could update for 3 in a row, up to step 6 (loss_scale.patience); "
         "lower optimizer.learning_rate, or look at the data"
     )
-
-
-def test_an_overflow_of_the_sum_alone_is_no_ranks() -> None:
-    settings = {"initial": 1.0, "floor": 1.0, "patience": 1}
-    config = config_of(loss_scale=settings, samo={"gradient": "half"}, train={"steps": 2})
-
-    with pytest.raises(TrainingError, match=r"^step 1: stage 0, summed: the gradient of block0.at"):
-        train_in_process(
-            1,
-            2,
-            tiny_gpt(config),
-            config,
-            token_data(length=4),
-            before=lambda trainer: plant(trainer, [0], kept_position, 60000.0),
-        )

@@ -54,7 +54,7 @@ CASES = [(name, stage, every) for name in CUTS for stage in (0, 1) for every in 
 
 def members_of(name: str) -> int:
     """The number of tensor-parallel ranks of each stage."""
-    return int(name.split()[2]) if "members" in name else 1
+    return int(name.split()[2]) if "ranks" in name else 1
 
 
 def samples_of(name: str, stage: int) -> tuple[Tensor, Tensor | None]:

@@ -15,7 +15,6 @@ from support.runs import (
     tiny_config,
     tiny_gpt,
     token_data,
-    train_here,
     train_in_process,
 )
 from torch import Tensor
@@ -23,10 +22,7 @@ from torch import Tensor
 import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.models.model_profile import profile
-from axsparse.runtime.errors import ConfigError, DataError
-from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.errors import DataError
 
 STEPS = 6
 LAMB: dict[str, Any] = {"name": "lamb", "eps": 1e-6}
@@ -187,16 +183,3 @@ def test_a_run_goes_on_with_its_own_optimizer_and_with_no_other(tmp_path: Path) 
     second = ran((1, 1), config, tmp_path / "run", resume="auto", **own)
 
     assert {**first.losses, **second.losses} == expected.losses
-
-
-def test_ranks_with_different_optimizers_are_refused() -> None:
-    config = config_of({})
-    world: LocalWorld[object] = LocalWorld(2)
-
-    def built(rank: int) -> object:
-        own: dict[str, Any] = {"optimizer": SIGNS} if rank else {}
-        transport = LocalTransport(world, rank)
-        return train_here(transport, Grid(2, 1), tiny_gpt(config), config, token_data(), **own)
-
-    with pytest.raises(ConfigError, match=r"^Trainer: optimizer: rank 1 .* the moments velocity"):
-        world.run(built)

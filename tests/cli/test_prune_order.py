@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,27 +137,3 @@ def test_work_of_another_order_is_refused(setting: str, text: str, tmp_path: Pat
         f"set it back, choose another --out, or remove {order.work}"
     )
     assert (order.work / ORDER).exists()
-
-
-@pytest.mark.parametrize(
-    ("heal", "settings", "text"),
-    [
-        ("blocks", ["pruning.sparsity=0"], "pruning.sparsity: nothing is pruned at 0, or with"),
-        ("none", ["samo.enabled=false"], "pruning.sparsity: nothing is pruned at 0, or with"),
-        ("train", ["train.eval_steps=0"], "train.eval_steps: 0 judges nothing; choose at least 1"),
-        (
-            "none",
-            ["pruning.sparsity=0.7", "pruning.pattern=2:4"],
-            "pruning.sparsity: 0.7, but pruning.pattern 2:4 makes it 0.5; leave one of them out",
-        ),
-        ("adapters", ["pruning.distribution=global"], "--heal: adapters are trained where each"),
-        ("adapters", ["pruning.method=random", "layout.g_tensor=2"], "--heal: adapters are"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    heal: Heal, settings: list[str], text: str, tmp_path: Path
-) -> None:
-    order = order_of(tmp_path, *settings, heal=heal)
-
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
-        settled(order, *settings)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import Axsparse, assert_one_line
+from support.commands import Axsparse
 
 from axsparse.cli import submit as command
 from axsparse.config.load import packaged_folder
@@ -93,13 +93,6 @@ def test_a_scheduler_says_itself_why_it_takes_no_job(
     )
     with pytest.raises(MissingInputError, match=f"^{line}$"):
         command._submit(job)
-
-
-def test_a_script_that_cannot_be_written_is_refused(here: Path, submit: Axsparse) -> None:
-    (here / "file").touch()
-
-    line = f"{here / 'file/below.sh'}: cannot be written (File exists); choose another --run-dir"
-    assert_one_line(submit(*SLURM, "--now", "--run-dir", "file/below"), 74, line)
 
 
 # --- the text of the script --------------------------------------------------------------

@@ -29,7 +29,7 @@ from axsparse.data.documents import (
     read_json_lines,
     read_text,
 )
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import DataError, MissingInputError
 
 
 def source_of(path: Path) -> DocumentSource:
@@ -379,12 +379,3 @@ def test_patterns_say_which_files_of_a_folder_are_read(
     found, _ = find_sources([root], [], root / "out", reading)
 
     assert [Path(file.path).relative_to(root).as_posix() for file in found] == read
-
-
-def test_patterns_concern_no_file_that_is_named_and_have_to_leave_one(tmp_path: Path) -> None:
-    root, reading = write(tmp_path, "a.md"), Reading(include=("*.txt",))
-
-    assert len(find_sources([root / "a.md"], [], root / "out", reading)[0]) == 1
-    message = "no file is left by --include and --exclude; a pattern fits"
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        find_sources([root], [], root / "out", reading)

@@ -17,7 +17,7 @@ from axsparse.config.load import configure
 from axsparse.data.in_place import InPlace, in_place
 from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
-from axsparse.runtime.errors import AxsparseError, DataError, MissingInputError
+from axsparse.runtime.errors import DataError, MissingInputError
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13]]
 FLAT = [id_ for document in DOCUMENTS for id_ in document]
@@ -234,32 +234,3 @@ def test_an_empty_document_is_left_out_by_its_row(tmp_path: Path) -> None:
 
     assert sidecar.sources.examples == (f"{tmp_path}/c.idx, row 2: empty",)
     assert (sidecar.train.documents, sidecar.train.tokens) == (2, 4)
-
-
-def test_documents_that_do_not_divide_the_sequences_are_refused_where_they_are_asked_for(
-    tmp_path: Path,
-) -> None:
-    found = found_at(patched(90, "<q", 9)(tmp_path))
-
-    with pytest.raises(DataError, match="has documents that do not divide its 4 sequences; copy"):
-        found.begins()
-
-
-def test_ids_beyond_the_vocabulary_name_sample_and_value(tmp_path: Path) -> None:
-    from support.runs import train_in_process
-
-    from axsparse.models.zoo.model_registry import named_model
-
-    path = write_megatron(tmp_path / "c", [[*range(30)], [*range(20), -1, *range(9)]], 4)
-    settings = [
-        *("model.num_layers=1", "model.hidden_size=8", "model.num_heads=1", "train.eval_steps=0"),
-        *("model.sequence_length=4", "data.source=tokens", f"data.path={path}", "precision=fp32"),
-        *("batch.global_batch_size=14", "train.peak_flops=1e12", "train.steps=1"),
-    ]
-    loaded = configure(None, settings)
-    data: Any = open_datasets(loaded).training
-
-    with pytest.raises(
-        AxsparseError, match=r"data \(tokens c\): sample 12, position 2: 4294967295"
-    ):
-        train_in_process(1, 1, named_model(loaded), loaded, data)

@@ -256,13 +256,6 @@ def test_a_folder_that_is_read_is_not_written_into(out: str, library: Path) -> N
         run(requested(library, library / out))
 
 
-def test_a_place_that_cannot_be_written_is_named(library: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(OutputError, match=r"--out: \S+ cannot be written \(Not a directory\)"):
-        run(requested(library, tmp_path / "file" / "o"))
-
-
 # -- a folder that is not empty -------------------------------------------------------------
 
 DEATHS = {

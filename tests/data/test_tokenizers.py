@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.data import documents
-from axsparse.data.run_tokenizer import byte_tokenizer
 from axsparse.data.token_file import TokenizerRecord
 from axsparse.data.tokenizers import (
     SEPARATOR,
@@ -110,45 +108,6 @@ def test_truncation_and_padding_of_a_given_tokenizer_are_taken_off(
         np.testing.assert_array_equal(
             opened(tmp_path / "cut.json").encode(text), opened(trained).encode(text)
         )
-
-
-@pytest.mark.parametrize(
-    ("change", "model", "said"),
-    [
-        (
-            {},
-            {"continuing_subword_prefix": "x" * 50, "merges": [["h", "e"]]},
-            r"holds no tokenizer \(range (end|start) index .*\)",
-        ),
-        (
-            {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-            {},
-            r"cannot encode a text \(chunk size must be non-zero\)",
-        ),
-        (
-            {"decoder": {"type": "Strip", "content": "h", "start": 9, "stop": 9}},
-            {},
-            r"cannot decode ids \(index out of bounds: .*\)",
-        ),
-    ],
-    ids=["prefix", "length", "strip"],
-)
-def test_a_file_by_which_the_library_panics_is_refused(
-    change: dict[str, Any], model: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    """A panic of Rust is no Exception in Python."""
-    contents = dict(byte_tokenizer(255).tokenizer) | change
-    contents["model"] = contents["model"] | model
-    path = tmp_path / "t.json"
-    path.write_text(json.dumps(contents))
-
-    with pytest.raises(DataError, match=rf"^--tokenizer: {path} {said}; name a tokenizer.json of "):
-        _use(path)
-
-
-def _use(path: Path) -> str:
-    tokenizer = opened(path)
-    return tokenizer.decode(tokenizer.encode("hello").tolist())
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from vgg19 import vgg, vgg19
 from wideresnet101 import wide_resnet, wide_resnet101_2
 
-from axsparse.config.load import configure
-from axsparse.config.validate import check_batch, check_config
 from axsparse.data.torch_dataset import from_torch
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
-from axsparse.planner.auto_layout import resolve_grid
 from axsparse.samo.layer_construction import StateOptions, build_layers
 
 VISION = ROOT / "examples" / "vision"
@@ -116,32 +113,6 @@ def test_names_shapes_parameters_and_flops_are_those_published(
     kinds = [layer.kind for layer in profiled.layers]
     assert kinds == ["embedding", *["block"] * blocks, "head"]
     assert profiled.flops == pytest.approx(flops, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "layers", "rate", "decay", "steps", "fall"),
-    [
-        ("vgg19", 19, 1e-2, 5e-4, 370_000, 92_500),
-        ("wideresnet101", 35, 0.1, 1e-4, 90 * 5005, 30 * 5005),
-    ],
-)
-def test_they_are_trained_with_the_published_settings(
-    name: str, layers: int, rate: float, decay: float, steps: int, fall: int
-) -> None:
-    loaded = configure(str(VISION / f"{name}.yaml"))
-    config = loaded
-    optimizer, schedule = config.optimizer, config.schedule
-
-    assert (optimizer.name, optimizer.momentum, optimizer.nesterov) == ("sgd", 0.9, False)
-    assert (optimizer.learning_rate, optimizer.weight_decay) == (rate, decay)
-    assert (optimizer.clip_norm, schedule.warmup_steps) == (0, 0)
-    assert (schedule.decay, schedule.step_every, schedule.step_factor) == ("step", fall, 0.1)
-    assert (config.batch.global_batch_size, config.train.steps) == (256, steps)
-    assert config.train.eval_steps != "all"
-    assert config.train.eval_steps * 256 >= 50_000  # all of the validation images
-    check_config(loaded)
-    for ranks in (1, 2, 4, 8):
-        check_batch(loaded, resolve_grid(loaded, ranks, layers))
 
 
 # -- what is computed ---------------------------------------------------------------------

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,14 +76,6 @@ def test_every_layer_is_placed_once_and_no_stage_is_empty(
 
 def test_a_dear_layer_stands_alone() -> None:
     assert partition([1, 1, 9, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]
-
-
-@pytest.mark.parametrize(("layers", "stages"), [(2, 3), (0, 1), (3, 0)])
-def test_stages_without_layers_are_refused(layers: int, stages: int) -> None:
-    said = re.escape(f"{layers} layers cannot fill {stages} stages")
-
-    with pytest.raises(ValueError, match=said):
-        partition([1.0] * layers, stages)
 
 
 def test_a_split_by_hand_has_the_given_sizes_in_order() -> None:

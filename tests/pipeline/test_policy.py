@@ -268,11 +268,6 @@ def test_weight_gradients_fill_what_arrivals_and_the_bound_leave(
     assert f"{found} {said(policy, 4)}" == expected
 
 
-def test_a_bound_under_which_nothing_could_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="bound: 0; a stage has to hold at least 1 microbatch"):
-        MessageDriven(stage=0, g_inter=2, microbatches=4, bound=0)
-
-
 MIDDLE: dict[str, Any] = {"stage": 1, "g_inter": 3, "microbatches": 1, "bound": 3}
 
 

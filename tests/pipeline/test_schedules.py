@@ -96,26 +96,6 @@ def test_a_stage_holds_as_many_as_there_are_stages_from_it_on_and_slack(is_split
 # -- the dry run ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stages", "error"),
-    [
-        (["F0 B0 F1 B1", "F0 F1 B0 B1"], "a deadlock; waiting are stage 0 for B0, stage 1 for F1"),
-        (["F0 B0", "F0 B0 F1 B1"], "schedule: the stages have 2, 4 actions; all need the same"),
-        (["F1 B1 F0 B0"], "schedule: F1 where F0 is next; actions of one kind each run once"),
-        (["F0 F1 B1 B0"], "schedule: B1 where B0 is next; actions of one kind each run once"),
-        (["F0 F0 B0 B0"], "schedule: F0 where F1 is next; actions of one kind each run once"),
-        (["B0 F0"], "schedule: B0 before its F0; put F0 first"),
-        (["F0 F1 B0"], "2 forwards, 1 backwards and 0 weight gradients; every forward needs its"),
-        (["F0 W0 B0"], "schedule: W0 before its B0; put B0 first"),
-        (["F0 F1 B0 B1 W0"], "and 1 weight gradients; .* and either all or none its weight grad"),
-        (["F0 F1 B0 B1 W1 W0"], "W1 where W0 is next; actions of one kind each run once"),
-    ],
-)
-def test_what_cannot_run_is_refused_with_what_is_wrong(stages: list[str], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        dry_run([from_text(text) for text in stages])
-
-
 # -- the policy -----------------------------------------------------------------------------
 
 

@@ -99,11 +99,6 @@ def test_replicas_that_share_the_optimizer_state_are_planned_so_and_the_plan_say
     assert one.state.optimizer < 0.6 * other.state.optimizer
 
 
-def test_without_pruning_there_is_no_samo_to_compare() -> None:
-    with pytest.raises(ConfigError, match="nothing is pruned, so that there is no SAMO to compare"):
-        asked(samo={"enabled": False}).workload("samo")
-
-
 def test_a_limit_of_memory_has_everything_in_it() -> None:
     limited, free = asked(layout={"memory_per_rank": 2.0}), asked()
 

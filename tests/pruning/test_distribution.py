@@ -15,13 +15,11 @@ from torch import Tensor
 
 from axsparse.pruning import distribution as module
 from axsparse.pruning.distribution import (
-    check_pattern,
     erdos_renyi_kernel,
     kept_counts,
     n_of_m,
     parse_pattern,
 )
-from axsparse.runtime.errors import ConfigError
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -201,15 +199,3 @@ def test_experts_count_as_matrices_by_themselves() -> None:
 def test_a_pattern_is_two_numbers() -> None:
     assert parse_pattern("2:4") == (2, 4)
     assert parse_pattern("1:16") == (1, 16)
-
-
-def test_a_tensor_whose_inputs_are_no_multiple_is_refused_by_name() -> None:
-    check_pattern("stem.conv.weight", (64, 4, 7, 7), 2, 4)
-
-    with pytest.raises(ConfigError) as rejected:
-        check_pattern("stem.conv.weight", (64, 3, 7, 7), 2, 4)
-
-    assert str(rejected.value) == (
-        "stem.conv.weight: 2:4 runs along dimension 1 of its shape (64, 3, 7, 7), which is not a "
-        "multiple of 4; name it in pruning.exclude"
-    )

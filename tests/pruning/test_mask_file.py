@@ -23,8 +23,8 @@ from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.pruning import mask_file as module
-from axsparse.pruning.mask_file import MASK_FILE, open_masks, write_masks
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
+from axsparse.pruning.mask_file import open_masks, write_masks
+from axsparse.runtime.errors import DataError, OutputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, write_safetensors
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -100,13 +100,6 @@ def test_the_file_is_the_same_in_every_layout_and_gives_the_same_run(tmp_path: P
                 assert kept == masks[name], name
 
 
-def test_a_model_of_which_nothing_is_pruned_has_no_masks(tmp_path: Path) -> None:
-    config = tiny_config(samo={"enabled": False}, train={"steps": 1})
-
-    with pytest.raises(ConfigError, match=r"mask file: nothing of this model is pruned; set pruni"):
-        drawn(tmp_path / "m", config, 1, 1)
-
-
 # -- reading --------------------------------------------------------------------------------
 
 
@@ -165,22 +158,6 @@ def test_reading_a_mask_holds_no_other(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 # -- damage ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("what", ["nothing", "folder", "lost"])
-def test_a_file_that_cannot_be_read_is_missing(what: str, tmp_path: Path) -> None:
-    path = tmp_path / MASK_FILE
-    read: Callable[[], object] = partial(open_masks, tmp_path if what == "folder" else path)
-    if what == "lost":
-        masks = open_masks(small_mask_file(tmp_path))
-        path.unlink()
-        read = partial(masks.mask, "block0.fc.weight", (5, 4))
-
-    with pytest.raises(
-        MissingInputError,
-        match=rf"^mask file '{path}': cannot be read \(.+\); name a mask file, or a run that has ",
-    ):
-        read()
 
 
 def test_what_is_cut_short_is_refused_wherever_that_is(tmp_path: Path) -> None:

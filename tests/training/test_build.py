@@ -20,7 +20,6 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Datasets
 from axsparse.models.layer import Model
 from axsparse.models.sequential import from_sequential
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -184,13 +183,6 @@ def test_a_model_without_an_example_is_planned_by_its_first_microbatch(
         assert [layer.flops for layer in run.profile.layers] == [256.0, 128.0, 80.0]
         assert run.coords.grid == Grid(1, ranks)
         assert run.prediction is not None and run.prediction.memory_bytes > 0
-
-
-def test_a_layer_that_does_not_run_on_the_data_is_named_before_training() -> None:
-    model = without_example(nn.Linear(16, 8), nn.Linear(7, 5))
-
-    with pytest.raises(ConfigError, match="layer 1: on the first samples of the data, RuntimeErr"):
-        built(model, 2, vector_data())
 
 
 def test_a_run_that_goes_on_says_that_auto_takes_other_stages(

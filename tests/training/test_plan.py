@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -245,29 +244,6 @@ def test_a_layout_that_is_given_is_kept_and_predicted() -> None:
 
     assert stages(run) == 4
     assert run.prediction is not None and run.prediction.reason is None
-
-
-@pytest.mark.parametrize(
-    ("ask", "text"),
-    [
-        (partial(auto, found=1e4), r"auto finds no number of stages of 4 ranks that fits"),
-        (
-            partial(auto, 5, 1.0, batch={"global_batch_size": 12, "microbatch_size": 5}),
-            "12 in microbatches of 5 makes 3 for 5 replicas",
-        ),
-        (
-            partial(limited, 5e-5),
-            r"layout.memory_per_rank.*: no split of 10 layers into 4 stages fits 50.0 kB, of "
-            r"which the process itself takes 0 B; with the work balanced, stage 0 needs "
-            r"[0-9.]+ GB of 0.0001; take more stages",
-        ),
-        # Fixed orders hold every microbatch.
-        (partial(limited, 3e-4, pipeline={"schedule": "gpipe"}), "no split of 10 layers"),
-    ],
-)
-def test_a_machine_that_is_too_small_is_refused(ask: Callable[[], RunPlan], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        ask()
 
 
 def test_memory_for_calibration_is_predicted_until_a_run_has_its_masks() -> None:

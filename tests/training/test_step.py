@@ -125,17 +125,6 @@ def test_the_usual_loss_begins_anew_with_new_masks(tmp_path: Path) -> None:
 # -- where it ends --------------------------------------------------------------------------
 
 
-def test_spikes_that_do_not_end_end_the_run(tmp_path: Path) -> None:
-    config = config_of("skip", spikes={"patience": 3})
-
-    with pytest.raises(
-        TrainingError,
-        match=rf"^step {SPIKE + 3}: spike: the loss is .*, the usual one .*, and 3 steps in a row "
-        r"were skipped for that \(spikes.patience\); lower optimizer.learning_rate, or look at",
-    ):
-        run_here(config, tmp_path, *range(SPIKE, 20), layout=(2, 1))
-
-
 def ruined_after(step: int) -> Callable[[Trainer], None]:
     """The update of this step leaves a weight that is no number, as one of too large a rate may."""
 

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support.runs import (
-    mlp,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
-    vector_data,
 )
 from torch import Tensor
 
@@ -40,18 +38,6 @@ def test_a_search_that_settles_on_nothing_ends_the_run_and_says_how_far_it_was()
         "step 7: early-bird: no mask has settled by pruning.until_step (last: churn 0."
     )
     assert "pruning.threshold is above); search longer, raise the threshold" in str(error)
-
-
-def test_a_run_whose_skipped_steps_left_no_room_for_a_search_fails_at_its_end() -> None:
-    """Every step but a few overflows: sample 17 is infinite and part of most batches."""
-    config = tiny_config(
-        batch={"global_batch_size": 12, "microbatch_size": 3},
-        pruning={"method": "early-bird", "interval": 1, "until_step": 7},
-        loss_scale={"patience": 100},
-    )
-
-    with pytest.raises(TrainingError, match="early-bird drew no mask: skipped steps do not count"):
-        train_in_process(1, 1, mlp(), config, vector_data(infinite=17))
 
 
 def test_a_score_of_ones_own_decides_in_every_layout() -> None:

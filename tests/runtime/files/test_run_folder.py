@@ -71,17 +71,3 @@ def test_a_place_without_locks_is_told_of_and_used(
         f"axsparse: warning: {tmp_path}/run.lock: cannot be locked (No locks available); see that "
         "no other job has this --run-dir\n"
     )
-
-
-def test_a_place_that_cannot_be_written_is_an_output_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(OutputError, match=r"gone/run.lock: cannot be written \(No such file"):
-        RunLock(tmp_path / "gone")
-
-    def fail(*arguments: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", fail)
-    with pytest.raises(OutputError, match=r"run.lock: cannot be written \(No space left"):
-        RunLock(tmp_path)

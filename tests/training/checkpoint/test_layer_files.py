@@ -108,17 +108,6 @@ def test_forged_files_are_refused(
         ran((1, 1), config_of(), run, resume="auto")
 
 
-def test_a_file_that_is_no_safetensors_file_is_refused(run: Path) -> None:
-    folder = folder_of(run)
-    name = "0001-block0.safetensors"
-    (folder / name).write_bytes(b"\x80\x04pickle")  # a planted one must not run either
-    entry = read_entry(folder, name)
-    rewrite(run, lambda m: m.model_copy(update={"files": {**m.files, name: entry}}))
-
-    with pytest.raises(DataError, match="no safetensors file, or cut short"):
-        ran((1, 1), config_of(), run, resume="auto")
-
-
 def test_a_file_that_goes_after_it_was_verified_is_missed(run: Path) -> None:
     checkpoint = open_checkpoint(folder_of(run))
     (checkpoint.path / "0001-block0.safetensors").unlink()
@@ -127,13 +116,6 @@ def test_a_file_that_goes_after_it_was_verified_is_missed(run: Path) -> None:
         MissingInputError, match=r"0001-block0.safetensors cannot be opened \(No such file"
     ):
         CheckpointFiles(checkpoint).headers("block0")
-
-
-def test_what_a_pruning_method_did_not_save_is_missed(run: Path) -> None:
-    checkpoint = open_checkpoint(folder_of(run))
-
-    with pytest.raises(DataError, match=f"has nothing for the pruning of {NAME}; resume from anot"):
-        CheckpointFiles(checkpoint).read_pruner("search", NAME)
 
 
 @pytest.mark.parametrize(

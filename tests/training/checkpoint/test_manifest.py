@@ -142,15 +142,6 @@ def test_a_forged_manifest_is_refused(path: str, value: object, words: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_manifest_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        MissingInputError,
-        match=rf"^checkpoint {tmp_path}: manifest.json cannot be read \(No such file or directory\)"
-        "; resume from another one$",
-    ):
-        read_manifest(tmp_path)
-
-
 def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"")
     (tmp_path / "manifest.json").symlink_to("real")
