@@ -32,6 +32,7 @@ commands:
   evaluate   measure a trained model on validation data (axsparse evaluate --help)
   export     write what was trained for other libraries (axsparse export --help)
   submit     fill in a job script for SLURM, LSF, PBS or Flux (axsparse submit --help)
+  bundle     gather wheels for where there is no network (axsparse bundle --help)
   doctor     check whether this machine is fit for training (axsparse doctor --help)
 """
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),
     "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
     "submit": Command("axsparse.cli.submit", "fill in a job script for SLURM, LSF, PBS or Flux"),
+    "bundle": Command("axsparse.cli.bundle", "gather wheels for where there is no network"),
     "doctor": Command("axsparse.cli.doctor", "check whether this machine is fit for training"),
 }
 

@@ -142,7 +142,7 @@ def _way_to_one_mpi() -> str:
     wheels, own = installed_mpi(), Path(sys.executable).with_name("mpirun")
     if len(wheels) > 1:
         return f"this environment has {' and '.join(wheels)}; pip uninstall all but one"
-    if wheels and own.is_file():
+    if wheels and own.is_file() and started_by_launcher():
         return (
             f"start with {own}, of the {wheels[0]} that mpi4py loads, or pip uninstall it to take "
             "the site's"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -59,9 +60,52 @@ def test_no_file_of_the_package_is_left_out(wheel: Path) -> None:
     own = {path.relative_to(ROOT).as_posix() for path in (ROOT / "axsparse").rglob("*")}
     wanted = {path for path in own if "__pycache__" not in path and (ROOT / path).is_file()}
     wanted |= {f"axsparse/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
-    wanted |= {f"axsparse/launch/{path.name}" for path in (ROOT / "launch").glob("*.sh")}
+    for name in ("launch", "examples"):
+        files = (path for path in (ROOT / name).rglob("*") if "__pycache__" not in path.parts)
+        wanted |= {f"axsparse/{path.relative_to(ROOT)}" for path in files if path.is_file()}
+    wanted.add("axsparse/constraints.txt")
     assert wanted <= packed
     assert {"axsparse/py.typed", "axsparse/configs/quickstart.yaml"} <= packed
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment that was installed from a bundle, with no index to ask."""
+    folder = tmp_path_factory.mktemp("bundled")
+    bundle = [sys.executable, "-m", "axsparse", "bundle", str(folder / "wheels")]
+    done = subprocess.run(
+        [*bundle, "--extra", "mpich"], capture_output=True, text=True, timeout=900, check=False
+    )
+    if "pip download: failed" in done.stderr:
+        pytest.skip("pip reaches no index of packages")
+    assert done.returncode == 0, done.stderr
+    said = shlex.split(done.stdout.splitlines()[-1])
+    assert said[:5] == ["pip", "install", "--no-index", "--find-links", "wheels"]
+    subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True, timeout=300)
+    pip = [str(folder / "env" / "bin" / "python"), "-m", *said, "--quiet"]
+    subprocess.run(pip, cwd=folder, check=True, timeout=900)
+    return folder / "env" / "bin"
+
+
+def test_a_bundle_installs_without_a_network_and_trains_on_two_ranks(
+    bundled: Path, tmp_path: Path
+) -> None:
+    train = ["axsparse", "train", "--config", "quickstart.yaml", *SMALL]
+    env = {**os.environ, **ENVIRONMENT, "PATH": f"{bundled}{os.pathsep}{os.environ['PATH']}"}
+
+    done = subprocess.run(
+        ["mpirun", "-n", "2", *train],
+        cwd=tmp_path,
+        env={**env, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks = 2 stages × 1 replica" in done.stdout
+    assert "step 2/2" in done.stdout
 
 
 def test_it_is_the_wheel_that_runs(installed: Path, tmp_path: Path) -> None:
@@ -102,3 +146,14 @@ def test_what_comes_along_is_found(installed: Path, tmp_path: Path) -> None:
     for scheduler, sign in (("slurm", "#SBATCH"), ("lsf", "#BSUB"), ("pbs", "#PBS")):
         assert sign in axsparse(installed, tmp_path, *submit, f"--{scheduler}")
     assert "#flux:" in axsparse(installed, tmp_path, *submit, "--flux")
+
+
+def test_both_containers_are_made_by_the_same_steps() -> None:
+    definition = (ROOT / "launch" / "apptainer.def").read_text()
+    file = (ROOT / "launch" / "Containerfile").read_text()
+
+    steps = definition.partition("%post\n")[2].partition("\n\n")[0].splitlines()
+    run = file.partition("RUN ")[2].partition("\nENV ")[0].split(" && \\\n")
+    assert [step.strip() for step in steps] == [step.strip() for step in run]
+    [base] = [line.removeprefix("From: ") for line in definition.splitlines() if "From:" in line]
+    assert f"FROM {base}\n" in file

@@ -108,6 +108,7 @@ def test_a_second_mpi_library_is_named(
     (tmp_path / "mpirun").touch()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(process, "installed_mpi", lambda: wheels)
+    monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "4")
 
     with pytest.raises(ConfigError) as caught:

@@ -1,0 +1,74 @@
+"""`axsparse bundle`, with a stand-in for pip; `behavior/test_wheel.py` has the real one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.commands import Axsparse, assert_one_line
+
+PIP = """\
+#!/bin/sh
+printf '%s\\n' "$*" >> "{log}"
+case "$3" in {fails}) exit 1 ;; esac
+printf 12345 > "$(dirname "{log}")/wheels/$3.whl"
+"""
+
+
+def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str = "nothing") -> Path:
+    """Takes another Python, whose pip notes its words; where it notes them."""
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(PIP.format(log=log, fails=fails))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    return log
+
+
+def test_the_wheels_are_of_the_tested_versions_and_for_the_machine_there(
+    axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = use(tmp_path, monkeypatch)
+    there = ("--python", "3.12", "--machine", "aarch64")
+
+    said = axsparse("bundle", tmp_path / "wheels", "--extra", "mpich", *there)
+
+    own, others = log.read_text().splitlines()
+    root = Path(__file__).parents[2]
+    assert own == f"-m pip wheel --quiet --no-deps --wheel-dir={tmp_path}/wheels {root}"
+    words = others.split()
+    assert f"--constraint={root}/constraints.txt" in words
+    assert {"--only-binary=:all:", "--python-version=3.12", "axsparse[mpich]==0.1.0"} < {*words}
+    platforms = [word for word in words if word.startswith("--platform=")]
+    assert platforms[0] == "--platform=manylinux_2_28_aarch64"
+    assert {"--platform=manylinux_2_17_aarch64", "--platform=manylinux2014_aarch64"} < {*platforms}
+    assert said == (
+        0,
+        f"2 wheels, 10 B → {tmp_path}/wheels; where it is copied to:\n"
+        "pip install --no-index --find-links wheels 'axsparse[mpich]==0.1.0'\n",
+        "",
+    )
+
+
+def test_an_older_torch_is_left_to_pip(
+    axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = use(tmp_path, monkeypatch)
+
+    assert axsparse("bundle", tmp_path / "wheels", "--extra", "cuda12")[0] == 0
+    assert "--constraint" not in log.read_text() and "--platform" not in log.read_text()
+
+
+@pytest.mark.parametrize("step", ["wheel", "download"])
+def test_what_pip_cannot_get_ends_it(
+    step: str, axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(tmp_path, monkeypatch, fails=step)
+
+    said = axsparse("bundle", tmp_path / "wheels")
+
+    line = (
+        f"pip {step}: failed, see its words above; run this where pip reaches an index, or name "
+        "one in PIP_INDEX_URL"
+    )
+    assert_one_line(said, 66, line)
