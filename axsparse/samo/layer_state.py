@@ -36,7 +36,7 @@ from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.kernels import add_exact, finish_exact
 from axsparse.samo.expansion import Expansion
-from axsparse.samo.shards import ALONE, BLOCK, Replicas
+from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes, WeightKind
 from axsparse.samo.tensor_state import Relocation, Shares, TensorState
 
@@ -151,13 +151,18 @@ class OptimizerState:
         elif tensor.kept_weight is not None:
             tensor.kept_weight[start : start + weight_K.numel()] = weight_K
 
+    def at_rest(self, tensor: TensorState) -> Tensor:
+        """The values of a sparse weight, `(kept,)`: in the training precision, or as fp32 masters
+        that are rounded to it; may be a view."""
+        if tensor.kept_weight is not None:
+            return tensor.kept_weight
+        return self.read_master(tensor, 0, tensor.kept)
+
     def read_weight(self, tensor: TensorState, start: int, stop: int) -> Tensor:
         """The kept weights [start, stop) in the training precision; may be a view."""
         if tensor.kept_weight is not None:
             return tensor.kept_weight[start:stop]
-        if tensor.expanded_at is None:
-            return tensor.index.gather(tensor.weight_D, start, stop)
-        return precision.round_to(self.read_master(tensor, start, stop), tensor.parameter.dtype)
+        return tensor.index.gather(tensor.weight_D, start, stop)
 
     def full_master(self, tensor: TensorState) -> Tensor:
         """The fp32 masters of all kept entries, `(kept,)`, on the layer's device; may be a view.
@@ -281,7 +286,7 @@ class LayerState:
         )
         """Whether kept weights have separate memory, since not all masters are on the device."""
         for tensor in self.owned:
-            tensor.read_weight = partial(self.optimizer_state.read_weight, tensor)
+            tensor.at_rest = partial(self.optimizer_state.at_rest, tensor)
         for tensor in self.tensors:
             if self._is_sparse(tensor):
                 self._make_sparse(tensor)
@@ -310,12 +315,7 @@ class LayerState:
 
     def write_dense(self, tensor: TensorState, dense_D: Tensor) -> None:
         """Write a sparse weight to dense memory, `(numel,)`."""
-        read, index = (tensor.alias_of or tensor).read_weight, tensor.index
-        dense_D.zero_()
-        # A CPU rounds block by block, which bounds the memory that this takes.
-        each = BLOCK if self.backend.launch is None else max(tensor.kept, 1)
-        for start in range(0, tensor.kept, each):
-            index.scatter(dense_D, read(start, min(start + each, tensor.kept)), start)
+        self.backend.expand(tensor.index, (tensor.alias_of or tensor).at_rest(), dense_D)
 
     def _is_sparse(self, tensor: TensorState) -> bool:
         return self._expansion is not None and tensor.kept < tensor.parameter.numel()
@@ -481,7 +481,8 @@ class LayerState:
         tensor = self.by_full_name[name]
         if tensor.expanded_at is None:
             return self.gathered(tensor, tensor.parameter.detach().cpu())
-        return self.gathered(tensor, self._dense(tensor, tensor.read_weight(0, tensor.kept)))
+        with self.expanded():
+            return self.gathered(tensor, tensor.parameter.detach().cpu().clone())
 
     def moment(self, name: str, moment: str) -> Tensor:
         """All values of one moment of a tensor, kept entries only; else like `master`."""
@@ -521,7 +522,7 @@ class LayerState:
 
     def _dense(self, tensor: TensorState, values_K: Tensor) -> Tensor:
         """Values of a tensor's kept entries in the parameter's shape, on the host."""
-        dense_D = self._zeros(tensor.parameter.numel(), values_K.dtype)
+        dense_D = self._zeros(tensor.parameter.numel())
         tensor.index.scatter(dense_D, values_K, 0)
         return dense_D.cpu().view(tensor.parameter.shape)
 
@@ -548,7 +549,7 @@ class LayerState:
                 # by one, which bounds the memory of a gather.
                 parts = iter([(share.start, share.stop)])
             for start, stop in parts:
-                weight_K = tensor.read_weight(start, stop)
+                weight_K = self.optimizer_state.read_weight(tensor, start, stop)
                 exchanged[tensor.offset + start : tensor.offset + stop] = weight_K
 
     def store_weights(self) -> None:

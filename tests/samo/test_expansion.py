@@ -155,7 +155,7 @@ def test_memory_is_that_of_the_largest_layer_and_layers_take_turns() -> None:
         layer.expand()
         matrix = layer.tensors[0]
         kept = matrix.parameter.detach().view(-1)[matrix.index.positions()]
-        assert torch.equal(kept, matrix.read_weight(0, matrix.kept))
+        assert torch.equal(kept, round_to(matrix.at_rest(), torch.bfloat16))
     assert versions == [matrix._version for matrix in matrices], "autograd would object"
     assert first.lends(matrices[1][3:])
     assert not first.lends(first.tensors[1].parameter)

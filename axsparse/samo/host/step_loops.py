@@ -67,12 +67,18 @@ def part(array: Array | None, begin: int, end: int) -> Any:
 
 
 @compiled
+def to_bf16(value: Any) -> Any:
+    """The bits of bf16 of an fp32 number (`samo/precision.py`)."""
+    high = np.uint32(to_bits(value) + HALF_UNIT) >> SIXTEEN
+    return np.uint16(high) if value == value else QUIET_NAN
+
+
+@compiled
 def store(master: Any, weight: Any, at: int, value: Any) -> None:
-    """Store an fp32 master; where the weight is bf16, round it to that (`samo/precision.py`)."""
+    """Store an fp32 master; where the weight is bf16, round it to that."""
     master[at] = value
     if weight is not None:
-        high = np.uint32(to_bits(value) + HALF_UNIT) >> SIXTEEN
-        weight[at] = np.uint16(high) if value == value else QUIET_NAN
+        weight[at] = to_bf16(value)
 
 
 @compiled

@@ -37,8 +37,9 @@ from axsparse.samo.state_bytes import (
     fits_int32,
 )
 
-DIVIDE, DIVIDE_BITS, MOVE_BITS = (
-    Loop("axsparse.samo.index.mask_loops", name) for name in ("divide", "divide_bits", "move_bits")
+DIVIDE, DIVIDE_BITS, EXPAND_BITS, MOVE_BITS = (
+    Loop("axsparse.samo.index.mask_loops", name)
+    for name in ("divide", "divide_bits", "expand_bits", "move_bits")
 )
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type by its bytes."""
@@ -170,6 +171,18 @@ class MaskIndex:
         else:
             dense_D.index_copy_(0, self._decoded(start, start + values_K.numel()), values_K)
 
+    def expand(self, values_K: Tensor, dense_D: Tensor) -> bool:
+        """Write all kept entries, and 0 to all others, in one pass: values in the type of
+        `dense_D`, or fp32 ones that are rounded to bf16. Returns False, having done nothing, where
+        there is no compiled loop for it."""
+        rounds = (values_K.dtype, dense_D.dtype) == (torch.float32, torch.bfloat16)
+        if not self._has_loop() or not (rounds or values_K.dtype == dense_D.dtype):
+            return False
+        assert values_K.shape == (self.kept,), f"{tuple(values_K.shape)} for {self.kept} values"
+        assert dense_D.shape == (self._numel,), f"{tuple(dense_D.shape)} for {self._numel} entries"
+        EXPAND_BITS(self._words(), _numbers(values_K), _numbers(dense_D))
+        return True
+
     def positions(self) -> Tensor:
         return self._decoded(0, self.kept)
 
@@ -214,6 +227,12 @@ class MaskIndex:
         positions = np.flatnonzero(kept)[start - before : stop - before]
         positions += blocks.start * MASK_BLOCK
         return torch.from_numpy(positions)
+
+
+def _numbers(values: Tensor) -> Array:
+    """A tensor as an array of fp32 numbers, or of the bits of two bytes."""
+    array: Array = (values.view(torch.uint16) if values.itemsize == 2 else values).numpy()
+    return array
 
 
 def _block_offsets(mask_D: Tensor) -> Tensor:

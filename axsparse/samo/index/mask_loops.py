@@ -28,7 +28,8 @@ from axsparse.samo.host.loop_parts import (
     outside,
     vector_pointer,
 )
-from axsparse.samo.state_bytes import MASK_WORD
+from axsparse.samo.host.step_loops import to_bf16
+from axsparse.samo.state_bytes import MASK_BLOCK, MASK_WORD
 
 ONE = np.uint64(1)
 DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
@@ -158,6 +159,45 @@ def move_bits(
                     values[number] = dense[position]
             bits &= bits - ONE
             number += 1
+
+
+@intrinsic
+def lowest_bit(_: Any, bits: Any) -> Any:
+    """The place of the lowest bit of a word that is not 0."""
+    found = types.uint64(types.uint64)
+    return found, lambda _, builder, __, arguments: builder.cttz(arguments[0], BIT(1))
+
+
+def rounded(value: Any, dense: Array) -> Any:
+    """A value as an entry of `dense`: fp32 where its entries are the bits of bf16 is rounded."""
+    raise NotImplementedError
+
+
+@compiles_to(rounded)
+def _rounded(value: Any, dense: Any) -> Any:
+    if value == types.float32 and dense.dtype == types.uint16:
+        return lambda value, dense: to_bf16(value)
+    return lambda value, dense: value
+
+
+@compiled
+def expand_bits(words: Array, values: Array, dense: Array) -> None:
+    """Write each of `values` to the next kept entry of `dense`, and 0 to all other entries: block
+    by block, which stay in the cache in between."""
+    each = MASK_BLOCK // MASK_WORD
+    number = np.uint64(0)
+    for first in range(0, words.size, each):
+        block = dense[first * MASK_WORD : (first + each) * MASK_WORD]
+        for at in range(block.size):
+            block[at] = 0
+        some = words[first : first + each]
+        for word in range(some.size):
+            bits = some[word]
+            while bits != 0:
+                position = np.uint64(word * MASK_WORD) | lowest_bit(bits)
+                block[position] = rounded(values[number], block)
+                bits &= bits - ONE
+                number += ONE
 
 
 @compiled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import cast, get_args
 from unittest import mock
 
 import pytest
@@ -15,6 +15,7 @@ from support.kernel_machine import STATES, layer_of, randoms, same_bits
 from torch import Tensor, nn
 
 from axsparse.runtime.communication import Collective
+from axsparse.samo.expansion import Expansion
 from axsparse.samo.host import host_step
 from axsparse.samo.host.compiled_loops import FEW, Loop, can_compile
 from axsparse.samo.host.host_step import CHUNK, sum_of_squares
@@ -28,7 +29,7 @@ from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK, Replicas
-from axsparse.samo.state_bytes import IndexKind, MasterKind
+from axsparse.samo.state_bytes import IndexKind, MasterKind, WeightKind
 from axsparse.samo.tensor_state import TensorState
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="needs numba")
@@ -169,22 +170,28 @@ def test_squares_are_summed_by_a_loop_only_where_there_are_many(
 @pytest.mark.parametrize(
     "state", [*STATES, *((weight, torch.int64, master) for weight, _, master in STATES)]
 )
-def test_a_step_needs_no_loop_that_was_not_prepared(optimizer: Optimizer, state: State) -> None:
+@pytest.mark.parametrize("weights", get_args(WeightKind))
+def test_a_step_needs_no_loop_that_was_not_prepared(
+    optimizer: Optimizer, state: State, weights: WeightKind
+) -> None:
     weight, gradient, master = state
     mask = mask_of("mask", 4 * CHUNK)
-    layer, tensor = layer_of(
+    like, tensor = layer_of(
         mask, torch.zeros(mask.numel(), dtype=weight), gradient, master, len(optimizer.moments)
     )
     tensor.own_index = make_index(mask, "mask")
-    names = tuple(layer.optimizer_state.moments_K)
+    types = StateTypes(gradient, master, tuple(like.optimizer_state.moments_K), "mask", weights)
+    expansion = Expansion(weight, torch.device("cpu")) if weights == "sparse" else None
+    layer = LayerState("layer", [tensor], types, expansion=expansion)
 
-    update_module._use_loops(weight, StateTypes(gradient, master, names), optimizer)
+    update_module._use_loops(weight, types, optimizer)
 
     with mock.patch.object(Loop, "load", side_effect=AssertionError("a loop was not prepared")):
         layer.accumulate(tensor, randoms(mask.numel(), 1, weight))
         layer.finish_gradient()
         norm_partials([layer], ["w"])
         update([layer], optimizer, HYPER, 0.3)
+        layer.expand()
 
 
 def dense_layer(numel: int, state: State, moments: int = 2) -> LayerState:

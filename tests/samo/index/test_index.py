@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from axsparse.samo import state_bytes as memory
-from axsparse.samo.host.compiled_loops import can_compile
+from axsparse.samo.backend import HOST
+from axsparse.samo.host.compiled_loops import FEW, can_compile
 from axsparse.samo.index import base
 from axsparse.samo.index.base import (
     FullIndex,
@@ -24,6 +25,7 @@ from axsparse.samo.index.base import (
     make_index,
 )
 from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.precision import round_to
 from axsparse.samo.state_bytes import IndexKind, index_bytes
 from axsparse.samo.tensor_state import TensorState
 
@@ -158,6 +160,43 @@ def test_machine_code_writes_nothing_beside_the_entries(dtype: torch.dtype, coun
     assert (around == -1).sum() == 200
     before[positions] *= -1
     assert torch.equal(dense, before)
+
+
+TWO_TYPES = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float16),
+]
+
+
+@pytest.mark.parametrize("numel", [FEW + 1, 70_000])
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize(("stored", "dense"), TWO_TYPES)
+def test_one_pass_expands_what_rounding_and_scattering_write(
+    stored: torch.dtype, dense: torch.dtype, density: float, numel: int
+) -> None:
+    mask = random_mask(numel, density)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(2))
+    special = torch.tensor([math.nan, -math.nan, math.inf, 3.3895e38, 1e-42, -0.0])
+    values[: len(special)], mask[: len(special)] = special, True
+    values_K, index = values[mask].to(stored), MaskIndex(mask)
+    around = torch.full((numel + 2,), 7.0, dtype=dense)
+
+    done = index.expand(values_K, around[1:-1])
+    if not done:
+        assert not can_compile() or (stored, dense) == TWO_TYPES[-1]
+        HOST.expand(index, values_K, around[1:-1])
+
+    expected = torch.zeros(numel, dtype=dense)
+    expected[mask] = round_to(values_K, dense) if stored == torch.float32 else values_K
+    assert torch.equal(bits_of(around[1:-1]), bits_of(expected))
+    assert around[0] == around[-1] == 7
+
+
+def bits_of(values: Tensor) -> Tensor:
+    return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
 
 
 # -- limits ---------------------------------------------------------------------------------
