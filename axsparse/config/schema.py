@@ -340,11 +340,12 @@ class SamoConfig(Section):
     is. `mask`: 0.127 bytes an entry, kept or not. `auto`: for each tensor the one that takes
     fewer bytes, which is the mask above a density of 0.032. On CPUs a mask takes up to 3 % of a
     step more, nothing where the processor has AVX-512 VBMI2, and without numba 4 to 40 %."""
-    weights: Literal["dense", "sparse"] = "dense"
+    weights: Literal["auto", "dense", "sparse"] = "dense"
     """How pruned weights are stored. `dense`: ready to compute with, 2 bytes an entry in half
     precision, kept or not. `sparse`: as their kept entries' masters alone; before a layer's forward
     and its backward they are expanded into memory that all layers use in turn. The same losses: at
-    a density of 0.1 a parameter takes 1.53 bytes in place of 3.53."""
+    a density of 0.1 a parameter takes 1.53 bytes in place of 3.53. `auto`: dense where that fits,
+    else sparse, for each number of stages that is tried."""
     gradient: Literal["auto", "half", "fp32", "exact"] = "auto"
     """How gradients are accumulated: in half-precision training `half` (2 bytes a kept entry) or
     `fp32` (4), where `auto` is half up to 8 microbatches a replica, fp32 above. `exact` (8) adds

@@ -92,7 +92,8 @@ def _state(config: Config, model: ModelLayout) -> str:
         at_step = config.pruning.at_step
         when = f"step {at_step}" if config.pruning.method in ONCE and at_step else "it is pruned"
         return dense + f" until {when}, then SAMO" * later
-    return f"{dense} → SAMO {format_bytes(model.live_bytes)}"
+    sparse = ", weights sparse at rest" * (config.samo.weights == "sparse")
+    return f"{dense} → SAMO {format_bytes(model.live_bytes)}{sparse}"
 
 
 def _layers(layers: Sequence[LayerInfo], work: float) -> str:

@@ -48,7 +48,8 @@ class LayoutDecision:
         """Why so many stages, in a phrase."""
         stages = counted(self.row.layout.grid.g_inter, "stage")
         memory = of_memory(self.row.most_bytes, self.budget.nbytes)
-        text = f"{stages} (the fewest that fit: {memory} GB a rank"
+        sparse = ", with weights sparse at rest" * (self.row.weights == "sparse")
+        text = f"{stages} (the fewest that fit: {memory} GB a rank{sparse}"
         if self.smaller is not None:
             text += f"; with {self.smaller.g_inter}, {self.smaller.reason}"
         return text + ")"
@@ -98,17 +99,17 @@ def chosen_layout(
     return found
 
 
-def fitting_extra_in_flight(
+def fitting_row(
     planned_model: ProfiledModel, config: Config, grid: Grid, budget: MemoryBudget
-) -> int:
-    """The number for `pipeline.extra_in_flight: auto` of a given layout in a limited memory, as a
-    plan of the layout would choose it; 0 if none fits."""
+) -> Candidate | None:
+    """The row of a given layout in a limited memory, by which `pipeline.extra_in_flight: auto` and
+    `samo.weights: auto` are decided; None if nothing fits."""
     machine = replace(machine_of(None), overhead_bytes=budget.overhead)
     search_request = run_request(
         planned_model, machine, config, grid.size, [grid.g_inter], budget.nbytes
     )
     rows, _ = try_layouts(replace(search_request, g_tensor=[grid.g_tensor]))
-    return rows[0].layout.schedule.extra_in_flight if rows else 0
+    return rows[0] if rows else None
 
 
 def fewest_stages(
@@ -291,8 +292,10 @@ def run_request(
     """The search request of a run: layouts of `ranks` ranks, at the batch, the microbatch size and
     the tensor-parallel ranks of the configuration, in `rank_budget` bytes a rank. `stages` are the
     numbers to try; None: all."""
+    is_open = config.samo.weights == "auto" and planned_model.is_pruned
     return SearchRequest(
         workload=planned_model,
+        sparse=planned_model.stored("sparse") if is_open else None,
         cluster=cluster,
         gpus=ranks,
         global_batch_size=config.batch.global_batch_size,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from axsparse.pipeline.schedules import Schedule
@@ -15,6 +15,7 @@ from axsparse.planner.step_cost import StepCosts
 from axsparse.planner.step_simulation import StepRun, simulate_step
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.grid import Grid
+from axsparse.samo.state_bytes import WeightKind
 
 DEFAULT_EXTRA_IN_FLIGHT = 1
 WORD_BYTES = 4 * 8
@@ -72,6 +73,9 @@ class SearchRequest:
     """A search request to the planner: the model, the devices, and the layouts to try."""
 
     workload: Workload
+    sparse: Workload | None = None
+    """The same training with pruned weights that are sparse at rest, an option next to `workload`;
+    None: weights are stored as `workload` says."""
     cluster: Cluster
     gpus: int
     """Number of devices; a layout uses all of them, unless it may leave some."""
@@ -101,6 +105,13 @@ class SearchRequest:
     decides; None: whichever size needs fewest."""
 
     @property
+    def ways(self) -> Iterator[tuple[WeightKind, Workload]]:
+        """How pruned weights may be stored at rest, the faster way first."""
+        yield "dense", self.workload
+        if self.sparse is not None:
+            yield "sparse", self.sparse
+
+    @property
     def rank_budget(self) -> float:
         """Bytes that a rank may take."""
         return self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes
@@ -118,6 +129,8 @@ class Candidate:
     costs: StepCosts
     run: StepRun
     percent_of_peak: float
+    weights: WeightKind = "dense"
+    """How pruned weights are stored at rest, where the request leaves that open."""
 
     @property
     def seconds(self) -> float:

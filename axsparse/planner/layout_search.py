@@ -22,6 +22,7 @@ from axsparse.planner.step_cost import step_costs
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
+from axsparse.samo.state_bytes import WeightKind
 
 if TYPE_CHECKING:
     from axsparse.planner.baselines import Baseline
@@ -143,7 +144,7 @@ def _on_fewer(search_request: SearchRequest, most: int, best: Candidate | None) 
                     or _impossible(search_request, grid) is not None
                 ):
                     continue
-                tried = _try_size(search_request, grid, size)
+                tried = _first_that_fits(search_request, grid, size)
                 if isinstance(tried, Rejection):
                     break
                 is_faster = best is None or tried.seconds <= best.seconds
@@ -164,7 +165,7 @@ def _is_fewest(search_request: SearchRequest, grid: Grid, size: int) -> bool:
     )
     return all(
         _impossible(search_request, each) is not None
-        or isinstance(_try_size(search_request, each, size), Rejection)
+        or isinstance(_first_that_fits(search_request, each, size), Rejection)
         for each in smaller
     )
 
@@ -229,14 +230,29 @@ def _try_grid(search_request: SearchRequest, grid: Grid) -> tuple[list[Candidate
         return rows, [Rejection(grid.g_inter, grid.g_data, None, why, grid.g_tensor)]
     rejected: list[Rejection] = []
     for size in sizes or _powers_of_two(search_request.global_batch_size, grid.g_data):
-        tried = _try_size(search_request, grid, size)
-        if isinstance(tried, Candidate):
-            rows.append(tried)
+        tried = _try_ways(search_request, grid, size)
+        fitting = [each for each in tried if isinstance(each, Candidate)]
+        rows += fitting
+        if fitting:
             continue
-        rejected.append(tried)
+        rejected += [each for each in tried[-1:] if isinstance(each, Rejection)]
         if sizes is None:
             break  # larger microbatches need more memory
     return rows, rejected
+
+
+def _try_ways(search_request: SearchRequest, grid: Grid, size: int) -> list[Candidate | Rejection]:
+    """One grid at one microbatch size, with weights stored in every way that is open."""
+    return [
+        _try_size(replace(search_request, workload=workload), grid, size, weights)
+        for weights, workload in search_request.ways
+    ]
+
+
+def _first_that_fits(search_request: SearchRequest, grid: Grid, size: int) -> Candidate | Rejection:
+    """The faster way to store weights that fits; the last rejection if none does."""
+    tried = _try_ways(search_request, grid, size)
+    return next((each for each in tried if isinstance(each, Candidate)), tried[-1])
 
 
 def _impossible(search_request: SearchRequest, grid: Grid) -> str | None:
@@ -249,7 +265,9 @@ def _impossible(search_request: SearchRequest, grid: Grid) -> str | None:
     return None
 
 
-def _try_size(search_request: SearchRequest, grid: Grid, size: int) -> Candidate | Rejection:
+def _try_size(
+    search_request: SearchRequest, grid: Grid, size: int, weights: WeightKind
+) -> Candidate | Rejection:
     """One grid at one microbatch size, under the first of the request's schedules that fits."""
     microbatches = -(-search_request.global_batch_size // size)
     if size > search_request.global_batch_size or microbatches < grid.g_data:
@@ -268,7 +286,7 @@ def _try_size(search_request: SearchRequest, grid: Grid, size: int) -> Candidate
         workload = search_request.workload.tp_shard(grid.g_tensor)
         loads = split_layers(workload, layout, search_request.cluster.overhead_bytes, rank_budget)
         if not isinstance(loads, Rejection):
-            return _row(search_request, layout, loads)
+            return _row(search_request, layout, loads, weights)
         rejection = loads
     return rejection
 
@@ -302,7 +320,12 @@ def split_layers(
     return Rejection(grid.g_inter, grid.g_data, layout.microbatch_size, reason, grid.g_tensor)
 
 
-def _row(search_request: SearchRequest, layout: Layout, loads: Sequence[StageLoad]) -> Candidate:
+def _row(
+    search_request: SearchRequest,
+    layout: Layout,
+    loads: Sequence[StageLoad],
+    weights: WeightKind,
+) -> Candidate:
     """Simulate a layout that fits."""
     workload, cluster, grid = search_request.workload, search_request.cluster, layout.grid
     costs = step_costs(workload, loads, cluster, grid, layout.microbatch_size)
@@ -316,6 +339,7 @@ def _row(search_request: SearchRequest, layout: Layout, loads: Sequence[StageLoa
         costs=costs,
         run=run,
         percent_of_peak=100 * flops / (run.seconds * peak),
+        weights=weights,
     )
 
 

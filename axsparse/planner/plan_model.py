@@ -125,6 +125,9 @@ class PlannedModel:
                 recomputes=tried._recomputes,
                 baselines=tried._baselines(search_request, best.layout, best.loads),
             )
+        # The least memory is that of weights which are sparse at rest, where that is open.
+        least_way = search_request.sparse or search_request.workload
+        search_request = replace(search_request, workload=least_way, sparse=None)
         least = least_memory(search_request)
         if least is None:
             raise failed
@@ -267,6 +270,10 @@ def planned_model(
         notes.append(
             "samo.zero_stage: auto: where there are several replicas, they share masters and "
             "moments"
+        )
+    if config.samo.weights == "auto" and targets is not None:
+        notes.append(
+            "samo.weights: auto: pruned weights are dense at rest where a number of stages fits so"
         )
     criterion = None if score is None else configured_criterion(config, score)
     if config.pruning.method == "custom" and score is None:

@@ -24,7 +24,7 @@ MOST_STAGES = 8
 """The memory of so many stages is printed: the first ones, the fullest and the last."""
 STATE = "bytes of state a parameter"
 _LEFT = frozenset(
-    {STATE, "layout", "stage", "layers", "method", "backward", "tensor", ""}
+    {STATE, "layout", "weights", "stage", "layers", "method", "backward", "tensor", ""}
     | {"name", "unit", "table", "cluster", "worst row", "a miss by"}
 )
 """Columns that are aligned to the left."""
@@ -70,7 +70,8 @@ def answer(plan: Plan) -> str:
     devices = f" ({counted(left, 'device')} left over)" * (left > 0)
     used, rank_budget = gigabytes(best.most_bytes), short(plan.memory_bytes)
     recomputed = RECOMPUTED * plan.recomputes
-    return f"fits: {best.layout.grid}{devices}, {used} of {rank_budget} GB{recomputed}"
+    sparse = ", weights sparse at rest" * (best.weights == "sparse")
+    return f"fits: {best.layout.grid}{devices}, {used} of {rank_budget} GB{sparse}{recomputed}"
 
 
 def baseline_cells(plans: Sequence[Plan]) -> list[dict[str, str]]:
@@ -187,6 +188,11 @@ def has_tensor_parallelism(plan: Plan) -> bool:
     return max([*grids, *(each.g_tensor for each in plan.rejected)]) > 1
 
 
+def has_sparse_weights(plan: Plan) -> bool:
+    """Whether some layout has weights that are sparse at rest by choice of the plan."""
+    return any(row.weights == "sparse" for row in plan.rows)
+
+
 def _of_as_many(plan: Plan) -> str:
     """The comparison of the recommended layout with other layouts that share a copy of the model
     out over as many devices; empty if none fits."""
@@ -282,6 +288,7 @@ def cells(plan: Plan, row: Candidate) -> dict[str, str]:
     g_tensor = f" × {grid.g_tensor}" * has_tensor_parallelism(plan)
     return {
         "layout": f"{grid.g_inter}{g_tensor} × {grid.g_data}",
+        **({"weights": row.weights} if has_sparse_weights(plan) else {}),
         "microbatches": f"{row.layout.microbatches} × {row.layout.microbatch_size}",
         "backward": "split" if row.layout.schedule.split_backward else "whole",
         "extra_in_flight": str(_extra_in_flight(row)),

@@ -26,7 +26,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.selection import CHUNK
-from axsparse.samo.state_bytes import StateFormat, stage_bytes
+from axsparse.samo.state_bytes import StateFormat, WeightKind, stage_bytes
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.tensor_parallel.plan import check_plan, shards_of
 
@@ -175,7 +175,7 @@ def state_format(
         # Where `auto` does not shard, the fullest share is as large as the full state.
         replicas=g_data if samo.zero_stage else 1,
         offload=samo.offload,
-        weights=samo.weights,
+        weights="sparse" if samo.weights == "sparse" else "dense",
     )
 
 
@@ -366,6 +366,7 @@ class ProfiledModel:
             outputs=outputs,
             calibration=calibration.peak,
             deferred=activations.deferred,
+            expanded=sum(self._expanded(layer, stored) for layer in layers),
             weight_flops=sum(each.weight_flops for each in _costs(layers)),
             forward_sums=sum((each.forward for each in sums), NO_SUM),
             backward_sums=sum(
@@ -373,6 +374,19 @@ class ProfiledModel:
             ),
             loss_bytes=no_bytes if logits is None else partial(_loss_bytes, each, logits),
         )
+
+    def stored(self, weights: WeightKind) -> ProfiledModel:
+        """The same training with pruned weights stored like this at rest."""
+        samo = self.config.samo.model_copy(update={"weights": weights})
+        return replace(self, config=self.config.model_copy(update={"samo": samo}))
+
+    def _expanded(self, layer: LayerInfo, stored: StateFormat) -> int:
+        """Bytes of a layer's weights that are sparse at rest, once dense."""
+        if stored.weights == "dense":
+            return 0
+        ties, kept = self.profile.ties, self.kept
+        pruned = (p for p in layer.parameters if ties.get(p.name, p.name) in kept)
+        return stored.weight_bytes * sum(p.numel for p in pruned)
 
     def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
         """The most bytes that a checkpoint holds in memory at a time.

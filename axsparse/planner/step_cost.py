@@ -103,7 +103,8 @@ def stage_seconds(
     again = load.again_flops / rate + each * load.again_moved / cluster.memory_bandwidth
     compress = load.trained / cluster.compression_rate if workload.is_pruned else 0.0
     passed = 0.0 if cluster.weight_rate is None else load.trained / cluster.weight_rate
-    backward = microbatch_size * (2 * forward + again) + 2 * passed + compress
+    expand = load.expanded / cluster.memory_bandwidth
+    backward = microbatch_size * (2 * forward + again) + 2 * passed + compress + expand
     share = 1.0 if cluster.weight_share is None else cluster.weight_share
     weight = microbatch_size * load.weight_flops / rate * share + passed + compress
     sums = [
@@ -111,7 +112,7 @@ def stage_seconds(
         for each in (load.forward_sums, load.backward_sums)
     ]
     return StageSeconds(
-        forward=microbatch_size * forward + passed + sums[0],
+        forward=microbatch_size * forward + passed + expand + sums[0],
         backward=backward + sums[1],
         compress=compress,
         weight=min(weight, backward) if load.weight_flops else 0.0,

@@ -73,6 +73,9 @@ class StageLoad:
     """Bytes that the loss takes in addition to `logits`, for a microbatch of so many samples: they
     do not grow in proportion where the loss computes some of its logits at a time."""
 
+    expanded: float = 0.0
+    """Bytes of the weights that are sparse at rest, once dense: each microbatch writes them before
+    its forward and before its backward."""
     forward_sums: Sums = NO_SUM
     """The sums over tensor-parallel ranks in a forward."""
     backward_sums: Sums = NO_SUM

@@ -37,13 +37,13 @@ from axsparse.planner.auto_layout import (
     check_grid,
     chosen_layout,
     cluster_of,
-    fitting_extra_in_flight,
+    fitting_row,
     has_costs,
     predict,
     resolve_grid,
     splits_backward,
 )
-from axsparse.planner.layout import DEFAULT_EXTRA_IN_FLIGHT
+from axsparse.planner.layout import DEFAULT_EXTRA_IN_FLIGHT, Candidate
 from axsparse.planner.profiled_model import Cutting, ProfiledModel, state_format
 from axsparse.planner.stage_memory import (
     GPU_OVERHEAD,
@@ -68,7 +68,7 @@ from axsparse.runtime.provenance import versions
 from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half, cpu_multiplies
-from axsparse.samo.state_bytes import master_kind, stage_bytes
+from axsparse.samo.state_bytes import WeightKind, master_kind, stage_bytes
 from axsparse.tensor_parallel.plan import check_ties
 from axsparse.training.checkpoint.verification import flat
 from axsparse.training.placement import GpuMemory
@@ -162,10 +162,9 @@ class RunPlan:
     def types(self) -> StateTypes:
         """The forms in which the state of a layer is stored."""
         master = master_kind(half=self.dtype != torch.float32)
-        samo = self.config.samo
-        return StateTypes(
-            self.gradient_dtype, master, self.optimizer.moments, samo.index, samo.weights
-        )
+        index, weights = self.config.samo.index, self.config.samo.weights
+        assert weights != "auto", "decided with the layout"
+        return StateTypes(self.gradient_dtype, master, self.optimizer.moments, index, weights)
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage, as one rank has them."""
@@ -259,7 +258,12 @@ def plan_run(
         sees_gradients=criterion.sees_gradients,
         cutting=cutting,
     )
-    grid, extra_in_flight, choice = _layout(config, planned_model, transport.size, grid, budget)
+    grid, row, choice = _layout(config, planned_model, transport.size, grid, budget)
+    extra_in_flight = _extra_in_flight(config, profile, row)
+    if config.samo.weights == "auto":
+        weights = _weights(profile, row)
+        config = _with(config, {"samo.weights": weights})
+        planned_model = planned_model.stored(weights)
     decided = _decided(
         config, grid, extra_in_flight, _compiled(config, model, grid, on_host=on_host)
     )
@@ -313,9 +317,10 @@ def _layout(
     ranks: int,
     given: Grid | None,
     budget: MemoryBudget,
-) -> tuple[Grid, int, LayoutDecision | None]:
-    """The grid, the extra microbatches in flight, and the choice of the planner; None where the
-    grid is given, in Python or by the configuration."""
+) -> tuple[Grid, Candidate | None, LayoutDecision | None]:
+    """The grid; its row, by which more settings are decided, None if that is not asked for or does
+    not fit; and the choice of the planner, None where the grid is given, in Python or by the
+    configuration."""
     num_layers, choice = len(planned_model.profile.layers), None
     if given is not None:
         grid = given
@@ -327,12 +332,28 @@ def _layout(
             config = _with(config, {"layout.g_inter": choice.row.layout.grid.g_inter})
         grid = resolve_grid(config, ranks, num_layers)
     check_batch(config, grid)
-    extra_in_flight = DEFAULT_EXTRA_IN_FLIGHT
     if choice is not None:
-        extra_in_flight = choice.row.layout.schedule.extra_in_flight
-    elif config.layout.memory_per_rank != "auto" and has_costs(planned_model.profile):
-        extra_in_flight = fitting_extra_in_flight(planned_model, config, grid, budget)
-    return grid, extra_in_flight, choice
+        return grid, choice.row, choice
+    is_asked = config.layout.memory_per_rank != "auto" or config.samo.weights == "auto"
+    if not is_asked or not has_costs(planned_model.profile):
+        return grid, None, None
+    return grid, fitting_row(planned_model, config, grid, budget), None
+
+
+def _extra_in_flight(config: Config, profile: ModelProfile, row: Candidate | None) -> int:
+    """The number for `pipeline.extra_in_flight: auto`; `row` is as in `_layout`."""
+    if row is not None:
+        return row.layout.schedule.extra_in_flight
+    is_limited = config.layout.memory_per_rank != "auto" and has_costs(profile)
+    return 0 if is_limited else DEFAULT_EXTRA_IN_FLIGHT
+
+
+def _weights(profile: ModelProfile, row: Candidate | None) -> WeightKind:
+    """The decision of `samo.weights: auto`: dense where that fits, and for a model whose memory
+    nobody knows; `row` is as in `_layout`."""
+    if row is not None:
+        return row.weights
+    return "sparse" if has_costs(profile) else "dense"
 
 
 def _stages(

@@ -111,3 +111,5 @@ def test_what_was_predicted_and_what_replicas_share_stands_beside_the_state() ->
     assert lines(config(), planned="peak ~1.2 GB")[2] == f"{state} · peak ~1.2 GB"
     assert lines(shared)[2] == f"{state}, optimizer state shared by 2 replicas"
     assert lines(shared, grid=Grid(2, 1))[2] == state
+    sparse = lines(config(samo={"weights": "sparse"}))[2]
+    assert sparse == f"{state}, weights sparse at rest"

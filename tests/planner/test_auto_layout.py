@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.planner_cases import cluster
@@ -61,6 +62,32 @@ def test_the_fewest_stages_that_fit_are_taken_and_it_is_said_why() -> None:
     assert isinstance(none, Rejection)
     assert none.g_inter == 4
     assert " GB of 0.0000" in none.reason
+
+
+def test_sparse_weights_fit_fewer_stages_and_dense_ones_come_first() -> None:
+    config = tiny_config(precision="fp16", samo={"weights": "auto"}, model={"hidden_size": 256})
+    profiled = profile(tiny_gpt(config), torch.float16)
+    pruned = [
+        p for layer in profiled.layers for p in layer.parameters if p.name.endswith("c1.weight")
+    ]
+    kept = {p.name: p.numel // 10 for p in pruned}
+    assert kept
+    planned_model = ProfiledModel(config, profiled, "tiny", kept, ADAMW)
+
+    def found(nbytes: float) -> LayoutDecision:
+        search_request = run_request(planned_model, MACHINE, config, 2, [1, 2], nbytes)
+        decision = fewest_stages(search_request, MemoryBudget(nbytes, 0.0))
+        assert isinstance(decision, LayoutDecision)
+        return decision
+
+    roomy = found(1e12)
+    tight = found(0.99 * roomy.row.most_bytes)
+
+    assert (roomy.row.weights, roomy.row.layout.grid.g_inter) == ("dense", 1)
+    assert (tight.row.weights, tight.row.layout.grid.g_inter) == ("sparse", 1)
+    assert tight.row.most_bytes < roomy.row.most_bytes
+    assert tight.row.seconds > roomy.row.seconds, "it expands"
+    assert tight.reason.endswith(" GB a rank, with weights sparse at rest)")
 
 
 def test_slack_goes_where_memory_asks_for_it() -> None:

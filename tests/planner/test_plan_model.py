@@ -14,7 +14,7 @@ from torch import Tensor
 import axsparse
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_model import PlannedModel, planned_model
-from axsparse.planner.plan_report import answer, settings
+from axsparse.planner.plan_report import answer, cells, settings
 from axsparse.planner.what_fits import DoesNotFitError, Refusal
 from axsparse.pruning.criteria import Score
 from axsparse.runtime.errors import ConfigError
@@ -97,6 +97,25 @@ def test_replicas_that_share_the_optimizer_state_are_planned_so_and_the_plan_say
     assert shared.notes[-1].startswith("samo.zero_stage: auto: where there are several ")
     (one,), (other,) = (each.plan("start", MACHINE, 2).rows[0].loads for each in (shared, whole))
     assert one.state.optimizer < 0.6 * other.state.optimizer
+
+
+def test_both_ways_to_store_weights_are_rows_where_that_is_open() -> None:
+    found = planned(1, samo={"weights": "auto"}, precision="bf16", pruning={"include": "all"})
+    either = {
+        weights: planned(1, samo={"weights": weights}, precision="bf16", pruning={"include": "all"})
+        for weights in ("dense", "sparse")
+    }
+
+    for weights, alone in either.items():
+        rows = [row for row in found.rows if row.weights == weights]
+        by_size = [row.layout.microbatch_size for row in rows]
+        assert sorted(by_size) == sorted(row.layout.microbatch_size for row in alone.rows)
+        [like] = [row for row in alone.rows if row.layout.microbatch_size == by_size[0]]
+        assert rows[0].most_bytes == like.most_bytes
+        assert rows[0].seconds == like.seconds
+    assert found.recommended.weights == "dense"
+    assert cells(found, found.rows[-1])["weights"] in either
+    assert "weights" not in cells(either["sparse"], either["sparse"].rows[0])
 
 
 def test_a_limit_of_memory_has_everything_in_it() -> None:

@@ -240,7 +240,7 @@ def test_after_training_every_rank_holds_what_the_formula_says(
             moments=2,
             index="auto",
             replicas=g_data if shares else 1,
-            weights=trainer.parts.plan.config.samo.weights,
+            weights=trainer.parts.plan.types.weights,
         )
         replica = trainer.parts.coords.replica
         expected = stage_bytes(layers, profiled.ties, kept(model, config.pruning), stored, replica)

@@ -82,6 +82,34 @@ def test_auto_shares_the_optimizer_state_where_a_rank_has_less_by_it(
     assert (there < alone) is shared
 
 
+@pytest.mark.parametrize("layout", [{}, {"g_inter": 1}, {"split": [2, 2]}])
+def test_auto_keeps_weights_dense_where_that_fits(layout: dict[str, Any]) -> None:
+    settings = {
+        "precision": "bf16",
+        "pruning": {"include": "all", "sparsity": 0.9},
+        "pipeline": {"extra_in_flight": 0},
+    }
+    ranks = len(layout.get("split", [1]))
+    needs = {}
+    for weights in ("dense", "sparse"):
+        config = tiny_config(**settings, samo={"weights": weights}, layout=layout)
+        prediction = resolved(config, ranks).prediction
+        assert prediction is not None
+        needs[weights] = prediction.memory_bytes
+    assert needs["sparse"] < needs["dense"]
+
+    config = tiny_config(**settings, samo={"weights": "auto"}, layout=layout)
+    between = (needs["sparse"] + needs["dense"]) / 2
+    for nbytes, weights in ((needs["dense"] / 0.8, "dense"), (between, "sparse")):
+        budget = MemoryBudget(nbytes, 0.0)
+        run = decided(config, transport(ranks), budget=budget)
+        assert (run.config.samo.weights, run.types.weights) == (weights, weights)
+        assert run.has_sparse_weights is (weights == "sparse")
+        assert run.prediction is not None
+        assert run.prediction.memory_bytes <= nbytes
+    assert resolved(config, ranks).config.samo.weights == "dense", "nothing limits it"
+
+
 def test_rates_go_by_density_but_those_that_are_named() -> None:
     config = tiny_config(
         pruning={"sparsity": 0.75, "rate_power": 0.5},

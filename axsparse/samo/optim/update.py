@@ -232,8 +232,8 @@ def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> N
     for each in {torch.float32, dtype}:
         dense_D = torch.zeros(mask_D.numel(), dtype=each)
         index.scatter(dense_D, index.gather(dense_D, 0, index.kept), 0)
-        for at_rest in {torch.float32, each} if types.weights == "sparse" else ():
-            HOST.expand(index, torch.zeros(index.kept, dtype=at_rest), dense_D)
+        for stored in {torch.float32, each} if types.weights == "sparse" else ():
+            HOST.expand(index, torch.zeros(index.kept, dtype=stored), dense_D)
     host_step.sum_of_squares(torch.zeros(FEW + 1, dtype=types.updating))
     if types.gradient == torch.int64:
         sums = torch.zeros(FEW + 1, dtype=torch.int64)
