@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.exhaustive import by_default
 
 PROGRAM = """
 import gc, json, sys
@@ -67,10 +68,7 @@ def measured_by(program: str, *arguments: str, **environment: str) -> dict[str, 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     ("score", "index"),
-    [
-        ("magnitude", "int32"),
-        pytest.param("random", "mask", marks=pytest.mark.exhaustive),
-    ],
+    by_default([], [("magnitude", "int32"), ("random", "mask")]),
 )
 def test_building_peaks_at_most_the_largest_parameter_in_fp32_above_what_it_leaves(
     score: str, index: str

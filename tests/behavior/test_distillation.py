@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, small_llama, write_llama
 from support.runs import assert_bitwise, job_alone, tiny_config, token_data, train_in_process
 from torch import Tensor
@@ -66,7 +67,7 @@ def config(sparsity: float, tied: bool = False) -> Config:
     )
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", by_default([True], [False, True]))
 def test_the_student_learns_alike_in_every_pipeline_and_the_teacher_stays(
     example: ModuleType, tied: bool
 ) -> None:

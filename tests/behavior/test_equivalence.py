@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from support.cases import (
     INFINITE,
     ONE_STAGE,
@@ -24,7 +23,6 @@ from support.cases import (
     trained,
 )
 from support.exhaustive import by_default
-from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
 PIPELINES = [(1, 1), (2, 1), (3, 1), (4, 1)]
 REPLICAS = [(1, 2), (1, 3), (1, 4), (2, 2)]
@@ -139,16 +137,6 @@ def test_a_step_with_an_overflow_is_skipped_by_all_ranks_alike(row: Row) -> None
     assert 0 < finite.count(False) < len(finite)
 
 
-def test_precision_and_dropout_show_in_the_losses() -> None:
-    """Else rows that compare them would compare nothing."""
-    losses = [
-        trained(Row((1, 1), settings))[0][1].losses[0]
-        for settings in (steps(1), steps(1, precision="bf16"), steps(1, model={"dropout": 0.3}))
-    ]
-
-    assert len(set(losses)) == 3
-
-
 @pytest.mark.parametrize("g_data", by_default([2], [2, 3, 4]))
 def test_replicas_agree_with_one_replica_to_the_rounding_of_their_sums(g_data: int) -> None:
     settings = {"train": {"eval_every": 8, "eval_steps": 9}}
@@ -162,14 +150,3 @@ def test_replicas_agree_with_one_replica_to_the_rounding_of_their_sums(g_data: i
     assert alone.last_evaluation is not None
     evaluated = alone.last_evaluation.loss
     assert trainer.last_evaluation.loss == pytest.approx(evaluated, rel=REPLICAS_TOLERANCE)
-
-
-def test_training_leaves_torchs_random_numbers_alone() -> None:
-    config = tiny_config(model={"dropout": 0.3}, train={"steps": 1})
-    torch.manual_seed(99)
-    expected = torch.rand(3)
-    torch.manual_seed(99)
-
-    train_in_process(1, 1, tiny_gpt(config), config, token_data())
-
-    assert torch.equal(torch.rand(3), expected)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import get_args
 
 import pytest
 import torch
+from support.exhaustive import each_once
 from support.oracle import Oracle
 from support.runs import (
     assert_bitwise,
@@ -64,20 +65,17 @@ def odd_model() -> Model:
     return Model([*layers, head], loss=summed_loss, name="odd")
 
 
-@pytest.mark.parametrize(
-    "pruning",
-    [
-        {"sparsity": 0.7},
-        {"sparsity": 0.9999},
-        {"sparsity": 0.0001},
-        {"sparsity": 0.7, "at_step": 2},
-    ],
-    ids=["some kept", "none kept", "all kept", "pruned in training"],
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensors_of_any_shape_and_density_train_bitwise_as_the_oracle(
-    kind: str, pruning: Mapping[str, float]
-) -> None:
+PRUNINGS = {
+    "some kept": {"sparsity": 0.7},
+    "none kept": {"sparsity": 0.9999},
+    "all kept": {"sparsity": 0.0001},
+    "pruned in training": {"sparsity": 0.7, "at_step": 2},
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), each_once(list(PRUNINGS), KINDS))
+def test_tensors_of_any_shape_and_density_train_bitwise_as_the_oracle(name: str, kind: str) -> None:
+    pruning = PRUNINGS[name]
     config = tiny_config(samo={"index": kind}, pruning=pruning, train={"steps": STEPS})
     oracle = Oracle(odd_model(), config, vector_data(), 2).run(STEPS)
 

@@ -83,9 +83,10 @@ def test_no_layout_changes_what_is_drawn(source: str, in_loss: bool) -> None:
     assert traces[1].losses == pytest.approx(traces[0].losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
-@pytest.mark.parametrize("every", [0, 1])
-@pytest.mark.parametrize("way", ["raised dropout", "first draw"])
+@pytest.mark.parametrize(
+    ("layout", "every", "way"),
+    each_once([(1, 1), (2, 1)], [1, 0], ["raised dropout", "first draw"]),
+)
 def test_draws_that_begin_later_are_seeded_as_well(
     layout: tuple[int, int], every: int, way: str
 ) -> None:

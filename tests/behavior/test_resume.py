@@ -26,7 +26,6 @@ from support.runs import (
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
-from axsparse.data.dataset import ArrayDataset
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model
 from axsparse.models.sequential import from_sequential, given_module
@@ -428,12 +427,6 @@ def mlp_of(config: Config) -> Model:
     return mlp()
 
 
-def test_epochs_go_on_in_the_middle(tmp_path: Path) -> None:
-    few = ArrayDataset(torch.randn(17, 16), torch.randint(5, (17,)))
-
-    resumes(tmp_path, config_of(), model=mlp_of, data=few, before=(1, 1), after=(2, 1))
-
-
 def evaluations(run: Path) -> list[tuple[int, float]]:
     records = records_of(run, "eval_loss")
     return [(record["step"], record["eval_loss"]) for record in records]
@@ -454,18 +447,6 @@ def test_every_evaluation_is_there_once(stop: int, tmp_path: Path) -> None:
     ran((1, 1), ended, tmp_path / "run", resume="auto", validation=validation)
 
     assert [step for step, _ in evaluations(tmp_path / "run")] == [0, 2, 4, 6]
-    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
-
-
-def test_an_evaluation_where_a_run_stops_is_of_the_masks_before(tmp_path: Path) -> None:
-    pruning = {"method": "gradual", "interval": 2, "until_step": 5}
-    config = config_of(train={"steps": 6, "eval_every": 2, "eval_steps": 1}, pruning=pruning)
-    validation = token_data(12)
-    ran((1, 1), config, tmp_path / "whole", validation=validation)
-
-    ran((1, 1), config, tmp_path / "run", stop_after=4, validation=validation)
-    ran((2, 1), config, tmp_path / "run", resume="auto", validation=validation)
-
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
 
 

@@ -11,7 +11,6 @@ import torch
 from support.cases import (
     COARSE,
     GPT,
-    INDICES,
     ONE_STAGE,
     PRUNING,
     SAME_LAYOUT,
@@ -25,7 +24,6 @@ from support.cases import (
     steps,
     trained,
 )
-from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
 from axsparse.samo.expansion import Expansion
 
@@ -272,46 +270,3 @@ def test_a_scale_that_overflows_is_lowered_until_steps_update_and_then_grows() -
     assert trainer.progress.loss_scale < 2.0**21
     assert fine.finite == [True] * 8
     assert other.progress.loss_scale == 65536.0 * 2**4
-
-
-def test_dense_training_keeps_no_index_and_every_encoding_its_own_bytes() -> None:
-    used = {
-        name: judge(Row((1, 1), steps(1, samo=samo)))[0][0].state_bytes().index
-        for name, samo in {
-            "dense": {"enabled": False},
-            "auto": {},
-            **{index: {"index": index} for index in INDICES},
-        }.items()
-    }
-
-    assert used["dense"] == 0
-    assert used["mask"] < used["int32"]
-    assert used["auto"] <= used["mask"]
-
-
-@pytest.mark.parametrize(("sparsity", "encoding"), [(0.9, "MaskIndex"), (0.98, "Int32Index")])
-def test_auto_takes_the_encoding_of_fewer_bytes(sparsity: float, encoding: str) -> None:
-    config = tiny_config(pruning={"sparsity": sparsity}, train={"steps": 1})
-    [(trainer, _)] = train_in_process(1, 1, tiny_gpt(config), config, token_data())
-
-    kinds = {
-        type(tensor.index).__name__
-        for layer in trainer.parts.layers
-        for tensor in layer.state.owned
-    }
-    assert kinds == {"FullIndex", encoding}
-
-
-def test_sgd_without_momentum_keeps_no_optimizer_state() -> None:
-    plain, heavy = (
-        tiny_config(optimizer={"name": "sgd", "momentum": momentum}, precision="bf16")
-        for momentum in (0.0, 0.9)
-    )
-
-    bytes_of = [
-        train_in_process(1, 1, tiny_gpt(c), c, token_data())[0][0].state_bytes()
-        for c in (plain, heavy)
-    ]
-
-    assert bytes_of[0].optimizer == 0
-    assert bytes_of[1].optimizer == bytes_of[1].master

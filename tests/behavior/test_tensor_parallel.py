@@ -558,6 +558,7 @@ def test_a_degree_has_the_same_bits_in_every_layout(row: Row) -> None:
                 ONE_RANK,
                 replace(OWN, name="gathered", model=lambda config: own_model(**GATHERED)),
                 tolerance=TOLERANCE,
+                is_usual=False,
             ),
             Row(
                 (1, 1),

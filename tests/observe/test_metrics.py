@@ -253,30 +253,6 @@ def test_a_sink_that_cannot_be_opened_is_one_warning(
     assert capfd.readouterr().err.count("warning: logging.wandb: ") == 1
 
 
-def test_a_sink_that_hangs_holds_up_nothing(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(metrics, "WAITING", 3)
-    monkeypatch.setattr(metrics, "CLOSE_SECONDS", 0.01)
-    goes_on = threading.Event()
-
-    def open_sink(step: int) -> AbstractContextManager[Write]:
-        goes_on.wait()
-        raise OSError("at last")
-
-    thread = SinkThread("logging.wandb", open_sink)
-    for step in range(9):
-        thread.write(EvalRecord(step, 1.0, {}))
-    thread.close()
-
-    told = capfd.readouterr().err
-    goes_on.set()
-    thread.close()  # now it is read
-    assert told == (
-        "axsparse: warning: logging.wandb: is 3 records behind; the run goes on without it\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("observe", "message"),
     [

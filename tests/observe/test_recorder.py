@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.busy_gpu import BusyGpu
 from torch import Tensor
 
 from axsparse.observe.metrics import MetricsFile
-from axsparse.observe.phases import PHASES, DevicePhases
+from axsparse.observe.phases import PHASES
 from axsparse.observe.recorder import Recorder, RunFigures, StepFigures
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Op, Work
@@ -136,24 +135,6 @@ def test_a_step_is_written_down_when_the_next_one_comes(tmp_path: Path) -> None:
     assert [record["step"] for record in screen.records] == [1, 2]
 
 
-def test_a_gpus_step_is_pushed_with_the_next_one_and_waited_for_at_the_end(tmp_path: Path) -> None:
-    screen, gpu = Screen(tmp_path), BusyGpu()
-    phases = DevicePhases(gpu)
-    for step in range(1, 4):
-        gpu.stands_still = step == 3
-        phases.begin_step()
-        with phases("optimizer"):
-            gpu.work(float(step))
-        screen.recorder.step(figures(step), phases.end_step(), MOST)
-        assert [record["step"] for record in screen.records] == [1] * (step == 3)
-    gpu.stands_still = False
-    screen.recorder.evaluation(3, 0.0, {})
-    screen.recorder.close()
-
-    assert [record["step"] for record in screen.records] == [1, 2, 3, 3]
-    assert [record["optimizer_seconds"] for record in screen.records[:3]] == [1.0, 2.0, 3.0]
-
-
 def test_a_record_has_figures_phases_rates_and_bytes(tmp_path: Path) -> None:
     screen, began = Screen(tmp_path), time.time()
     screen.recorder.step(figures(3), seconds(2.0), MOST)
@@ -220,23 +201,6 @@ def test_the_first_the_last_and_every_tenth_step_are_shown(tmp_path: Path) -> No
     )
     assert screen.lines[1] == f"step 5/12  {figures_of_a_step} 00:21"
     assert screen.lines[-1].endswith("eta 00:00")
-
-
-def test_a_warning_of_a_slow_rank_is_told_once(tmp_path: Path) -> None:
-    heard: list[tuple[int, list[float]]] = []
-
-    class Slow(SlowRanks):
-        def add(self, step: int, compute: Sequence[float]) -> str | None:
-            heard.append((step, list(compute)))
-            return "rank 0 is slow" if step == 2 else None
-
-    screen = Screen(tmp_path, slow=Slow(Grid(1, 1), [1.0], ["here"], ratio=2.0, steps=1))
-    for step in range(1, 4):
-        screen.recorder.step(figures(step), seconds(9.0 * step), MOST)
-    screen.end()
-
-    assert heard == [(1, [1.0]), (2, [2.0]), (3, [3.0])]
-    assert screen.lines.count("rank 0 is slow") == 1
 
 
 def test_a_skipped_step_is_always_told_and_counted(tmp_path: Path) -> None:

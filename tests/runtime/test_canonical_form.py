@@ -4,27 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from axsparse.runtime.canonical_form import ALIGNMENT, canonical
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.ones(3, 4),
-        torch.ones(()),
-        torch.ones(0, 3),
-        torch.ones(5, 1),
-        torch.ones(2, 3, 1, 1),
-        torch.arange(6).view(2, 3),
-        nn.Parameter(torch.ones(2, 2)),
-    ],
-    ids=lambda tensor: str(tuple(tensor.shape)),
-)
-def test_new_memory_stays_as_it_is(tensor: Tensor) -> None:
-    assert canonical(tensor) is tensor
-
 
 BASE = torch.arange(64.0).view(2, 2, 4, 4)
 

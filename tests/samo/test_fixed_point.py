@@ -20,7 +20,6 @@ from axsparse.samo.fixed_point import (
     FIRST_LARGEST,
     LEAST_BITS,
     MARGIN,
-    UnitFit,
     Units,
     add,
     in_fp32,
@@ -29,7 +28,6 @@ from axsparse.samo.host.compiled_loops import FEW, can_compile
 
 UNIT = 2.0**-40
 NAME = "layer.weight"
-OTHER = "layer.bias"
 
 
 def parts_of(number: int, size: int, binades: int = 43) -> list[Tensor]:
@@ -139,16 +137,6 @@ def test_a_step_of_any_size_is_computed_until_it_fits_and_the_next_one_once(
     assert 1e-3 / units.unit(NAME) >= 2.0**LEAST_BITS, "it is not lost for ever"
 
 
-def test_units_of_other_tensors_stay_where_one_does_not_fit() -> None:
-    units = Units(1, {})
-    before = units.unit(OTHER)
-
-    assert not units.follow({NAME: UnitFit.TOO_LARGE, OTHER: UnitFit.ROOMY})
-    assert units.unit(OTHER) == before
-    assert units.follow({NAME: UnitFit.GOOD, OTHER: UnitFit.ROOMY})
-    assert units.unit(OTHER) == before / 2
-
-
 @pytest.mark.skipif(not can_compile(), reason="needs numba")
 @pytest.mark.parametrize("unit", [2.0**-57, 2.0**-30, 2.0**-10, 2.0**5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -167,31 +155,6 @@ def test_the_compiled_loop_has_the_bits_of_torchs_operations(
         monkeypatch.undo()
         assert torch.equal(ours, plain)
         assert most[0].item() == most[1].item() == values.abs().max().item()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_several_parts_are_added_as_if_one_by_one(dtype: torch.dtype) -> None:
-    parts = torch.stack(parts_of(5, 33)).to(dtype)
-    for adds in (True, False):
-        ours, plain = torch.full((2, 33), 5, dtype=torch.int64)
-        together, single = torch.zeros(2, 1)
-        fixed_point.add_parts(ours, parts, UNIT, together, adds=adds)
-        for number, part in enumerate(parts):
-            add(plain, part, UNIT, single, adds=adds or number > 0)
-        assert torch.equal(ours, plain)
-        assert together == single == parts.abs().max().float()
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_long_gradient_tells_what_is_not_finite(value: float, dtype: torch.dtype) -> None:
-    values = torch.zeros(FEW + 9, dtype=dtype)
-    values[77] = value
-
-    most = torch.zeros(1)
-
-    add(torch.zeros(FEW + 9, dtype=torch.int64), values, 1.0, most, adds=True)
-    assert not math.isfinite(most.item())
 
 
 def test_a_step_knows_the_largest_entry_of_all_its_microbatches() -> None:

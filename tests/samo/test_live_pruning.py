@@ -28,7 +28,6 @@ def specs() -> list[Layer]:
 
 
 MAGNITUDE = matrices(specs(), 0.75, include="blocks")
-EVERYTHING = matrices(specs(), 0.75)
 
 
 def build(
@@ -58,20 +57,6 @@ def kept(layers: Sequence[BuiltLayer]) -> dict[str, Tensor]:
     return {
         tensor.name: tensor.index.positions() for layer in layers for tensor in layer.state.tensors
     }
-
-
-@pytest.mark.parametrize(
-    ("masks", "pruned"),
-    [(MAGNITUDE, {"block.weight"}), (EVERYTHING, {"embed.weight", "block.weight", "head.weight"})],
-)
-def test_only_what_the_masks_name_is_pruned(masks: Masks, pruned: set[str]) -> None:
-    layers = build(None)
-
-    prune_in_place(layers, TIES, masks)
-
-    for name, positions in kept(layers).items():
-        numel = 64 if name.endswith("weight") else 8
-        assert len(positions) == (16 if name in pruned else numel), name
 
 
 @pytest.mark.parametrize("method", ["magnitude", "random"])

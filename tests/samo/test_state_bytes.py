@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -20,26 +20,18 @@ from axsparse.models.model_profile import profile
 from axsparse.models.zoo.gpt import gpt
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import ScoredMasks
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.expansion import Expansion
-from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
-from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.shards import Replicas
 from axsparse.samo.state_bytes import (
     IndexKind,
     StateBytes,
     StateFormat,
     TensorSize,
     WeightKind,
-    layer_bytes,
-    master_kind,
     stage_bytes,
     tensor_bytes,
 )
-from axsparse.samo.tensor_state import TensorState
 
 
 @dataclass(frozen=True)
@@ -245,53 +237,6 @@ def test_after_training_every_rank_holds_what_the_formula_says(
         replica = trainer.parts.coords.replica
         expected = stage_bytes(layers, profiled.ties, kept(model, config.pruning), stored, replica)
         assert trainer.state_bytes() == expected
-
-
-@pytest.mark.parametrize("density", [0.1, 1.0])
-@pytest.mark.parametrize("index", get_args(IndexKind))
-@pytest.mark.parametrize(
-    ("gradient_dtype", "shard"),
-    [
-        (torch.bfloat16, False),
-        (torch.float32, False),
-        (torch.bfloat16, True),
-        (torch.float32, True),
-        (torch.int64, True),
-    ],
-)
-def test_every_way_to_store_a_matrix_costs_what_the_formula_says(
-    shard: bool, gradient_dtype: torch.dtype, index: IndexKind, density: float
-) -> None:
-    numel, replicas = 600_000, 3
-    kept = round(density * numel)
-    world: LocalWorld[StateBytes] = LocalWorld(replicas)
-
-    def allocated(rank: int) -> StateBytes:
-        transport = LocalTransport(world, rank)
-        group = transport.collective("replicas", range(replicas))
-        weight = nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
-        kept_positions = make_index(torch.arange(numel) < kept, index)
-        return LayerState(
-            "layer",
-            [TensorState("w", weight, kept_positions, decays=True)],
-            StateTypes(gradient_dtype, master_kind(half=True), ADAMW.moments),
-            replicas=Replicas(group, transport.backoff, shard=shard),
-        ).live_bytes()
-
-    assert world.run(allocated) == [
-        layer_bytes(
-            [TensorSize(numel, kept)],
-            StateFormat(
-                half=True,
-                gradient_bytes=gradient_dtype.itemsize,
-                moments=2,
-                index=index,
-                replicas=replicas if shard else 1,
-            ),
-            rank if shard else 0,
-        )
-        for rank in range(replicas)
-    ]
 
 
 def test_sparse_weights_cost_the_kept_entries_that_the_device_does_not_have_otherwise() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
 from support.images import image_config
 from support.late_device import LateDevice
-from support.runs import summed_loss, tiny_config, tiny_gpt, token_data, vector_data
+from support.runs import summed_loss, tiny_config, tiny_gpt, vector_data
 from torch import Tensor, nn
 
 import axsparse.training.build
@@ -25,7 +23,6 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.backend import HOST, Backend
-from axsparse.training import plan
 from axsparse.training.placement import GpuMemory, Placement
 from axsparse.training.plan import RunPlan
 from axsparse.training.trainer import Trainer, build
@@ -74,36 +71,6 @@ def test_gpus_copy_from_pinned_batches_and_may_record_their_memory(
 
     assert asked.value.args == (has_gpu,)
     assert heard == ["blocks"] * has_gpu
-
-
-@pytest.mark.parametrize(("gigabytes", "is_tight"), [(0.4006, True), (1.0, False), ("auto", False)])
-def test_the_order_in_which_memory_is_given_back_loops_are_loaded_and_memory_is_measured(
-    gigabytes: float | str, is_tight: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Freed memory goes back at once while building, and for good where there is little. Compiled
-    loops are loaded before the memory outside the state is measured."""
-    heard: list[str] = []
-
-    def note(module: ModuleType, name: str) -> None:
-        real = vars(module)[name]
-
-        def noting(*arguments: Any, **how: Any) -> Any:
-            heard.append(name)
-            return real(*arguments, **how)
-
-        monkeypatch.setitem(vars(module), name, noting)
-
-    for name in ("give_back_at_once", "_wait_for_loops", "keep_freed_blocks"):
-        note(axsparse.training.build, name)
-    note(axsparse.training.parts, "make_recorder")
-    monkeypatch.setitem(vars(plan), "resident_memory_bytes", lambda: 10**8)
-    layout = {"g_inter": 1, "memory_per_rank": gigabytes}
-    config = tiny_config(samo={"enabled": False}, layout=layout)
-
-    build_quietly(config, job_of_one(has_gpu=False), Datasets(token_data(), None))
-
-    kept = [] if is_tight else ["keep_freed_blocks"]
-    assert heard == ["give_back_at_once", "_wait_for_loops", "make_recorder", *kept]
 
 
 class Loops:
@@ -183,29 +150,3 @@ def test_a_model_without_an_example_is_planned_by_its_first_microbatch(
         assert [layer.flops for layer in run.profile.layers] == [256.0, 128.0, 80.0]
         assert run.coords.grid == Grid(1, ranks)
         assert run.prediction is not None and run.prediction.memory_bytes > 0
-
-
-def test_a_run_that_goes_on_says_that_auto_takes_other_stages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def ran(g_inter: int | str, steps: int, resume: str | None = None) -> None:
-        config = tiny_config(
-            layout={"g_inter": g_inter}, train={"steps": steps}, run_dir=str(tmp_path / "run")
-        )
-        world: LocalWorld[None] = LocalWorld(2)
-
-        def on(rank: int) -> None:
-            job = Job(LocalTransport(world, rank))
-            datasets = Datasets(token_data(), None)
-            build(job, tiny_gpt(config), lambda: datasets, config, resume=resume).train()
-
-        world.run(on)
-
-    ran(2, 1)
-    capsys.readouterr()
-    ran("auto", 2, resume="auto")
-    other = capsys.readouterr().out
-    ran("auto", 3, resume="auto")
-
-    assert f"{tmp_path}/run/checkpoints/step-1, after step 1, in 1 stage: 2 wrote it\n" in other
-    assert "wrote it" not in capsys.readouterr().out

@@ -46,7 +46,6 @@ from axsparse.training import export as exporting
 from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.verification import PIECE, Checkpoint, open_checkpoint
 from axsparse.training.export import ExportSummary, Form
-from axsparse.training.trainer import Trainer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 STEPS = 3
@@ -139,24 +138,6 @@ def test_untrained_parameters_come_out_and_trained_ones_as_they_multiply(tmp_pat
         expected["hidden1.0.weight"] = frozen["hidden1.0.weight"].to(dtype)
         assert {tensor.dtype for tensor in written.values()} == {dtype}
         assert_equal_tensors(written, expected)
-
-
-def test_a_trainer_saves_before_its_first_step_what_is_then_exported(tmp_path: Path) -> None:
-    config = config_of()
-    weights: list[dict[str, Tensor] | None] = []
-    folders: set[Path] = set()
-
-    def look(trainer: Trainer) -> None:
-        weights.append(trainer.state_dict())
-        folders.add(folder := trainer.save())
-        assert (folder / "manifest.json").is_file(), "it is complete when save returns"
-
-    ran((2, 2), config, tmp_path / "run", look=look)
-
-    assert folders == {tmp_path / "run" / "checkpoints" / "step-0"}
-    [expected] = [tensors for tensors in weights if tensors is not None]
-    exporting.export(tmp_path / "run", "torch", tmp_path / "out.safetensors", step=0)
-    assert_equal_tensors(tensors_of(tmp_path / "out.safetensors"), expected)
 
 
 @pytest.mark.parametrize("tied", [True, False])

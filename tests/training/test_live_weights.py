@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.resuming import ran
-from support.runs import summed_loss, tiny_config, token_data, vector_data
+from support.runs import summed_loss, tiny_config, vector_data
 from torch import Tensor, nn
 
 import axsparse as ax
@@ -147,19 +147,3 @@ def test_the_plain_module_has_the_loss_that_was_reported(
     assert loss == pytest.approx(reported.loss, rel=1e-5)
     assert isinstance(model, Classifier)
     assert set(model.named(inputs)) <= set("vwxyz")
-
-
-def test_what_is_taken_does_not_follow_the_training(tmp_path: Path) -> None:
-    taken = list[dict[str, Tensor]]()
-
-    def look(trainer: ax.Trainer) -> None:
-        state = trainer.state_dict()
-        assert state is not None
-        taken.extend((state, {name: value.clone() for name, value in state.items()}))
-
-    ran((1, 1), config_of(), tmp_path / "run", data=token_data(), look=look)
-
-    state, copied = taken
-    assert all(torch.equal(value, copied[name]) for name, value in state.items())
-    name = "embed.token.weight"
-    assert not torch.equal(state[name], ax.load(tmp_path / "run")[name])

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from support.runs import built_modules
 from torch import Tensor
 
 from axsparse.config.model_config import GptConfig
@@ -36,14 +34,6 @@ def start_value(model: Model, name: str, shape: tuple[int, ...]) -> Tensor:
     init = model.layers[1].init
     assert init is not None
     return init(name, shape, keyed_generator(1, name))
-
-
-def logits(model: Model, tokens: Tensor) -> Tensor:
-    *body, head = built_modules(model)
-    x = tokens
-    for module in body:
-        x = module(x)
-    return F.linear(*head(x))
 
 
 @pytest.mark.parametrize(
@@ -90,18 +80,3 @@ def test_matrices_start_normal_and_residual_projections_smaller(
     assert values.dtype == torch.float32
     assert values.mean().item() == pytest.approx(0, abs=std / 50)
     assert values.std().item() == pytest.approx(std, rel=0.02)
-
-
-def test_attention_is_the_one_that_torch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[bool] = []
-    fused = F.scaled_dot_product_attention
-
-    def watched(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-        heard.append(is_causal)
-        return fused(query, key, value, is_causal=is_causal)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-
-    logits(gpt(config(layers=2), 10), torch.zeros(1, 10, dtype=torch.long))
-
-    assert heard == [True, True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,18 +87,6 @@ def test_of_ranks_that_start_at_once_one_compiles_and_the_others_find_it(folder:
     compile_together("loops", use)
 
     assert found == [False] + [True] * 4  # the one that compiled uses them as well
-
-
-def test_a_cache_that_cannot_be_written_is_replaced_by_one_of_the_process(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AXSPARSE_CACHE", os.devnull)
-    cache_folder.cache_clear()
-
-    assert_divides(divide())
-
-    assert cache_folder().name.startswith("axsparse-loops-")
-    assert not folder.exists()
 
 
 def test_what_cannot_be_compiled_says_why_and_a_process_that_has_ended_is_started_again(

@@ -12,12 +12,7 @@ import torch
 from support.dense_optimizers import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
-from axsparse.models.layer import Layer
-from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.index.base import FullIndex, make_index
-from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, StateBlock
@@ -26,8 +21,6 @@ from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
-from axsparse.tensor_parallel.group import TensorGroup
-from axsparse.tensor_parallel.modules import Sharding
 
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 Dense = Callable[..., torch.optim.Optimizer]
@@ -192,44 +185,3 @@ def test_statistics_reach_the_rule_summed_over_all_blocks_of_a_tensor() -> None:
 
     assert seen == [(BLOCK, 1.5 * kept), (BLOCK, 1.5 * kept), (7, 1.5 * kept)]
     assert torch.equal(tensor.weight_D, mask * 1.0)
-
-
-class Pair(nn.Module):
-    """A column and a row split of four features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(1, 4, bias=False), nn.Linear(4, 1, bias=False)
-
-
-@pytest.mark.parametrize(("ranks", "total"), [(2, 2.5 * 2.0**-53), (4, 2.0**-52)])
-def test_statistics_of_shards_are_added_in_the_order_of_the_ranks(ranks: int, total: float) -> None:
-    """2⁻⁵³ is half a unit in the last place of 1, so that the order decides what is rounded."""
-    small = 2.0**-53
-    found: set[float] = set()
-
-    def statistics(block: StateBlock, hyper: Hyper) -> Tensor:
-        return block.master.double().sum().view(1)
-
-    def apply(block: StateBlock, sums: Tensor | None, hyper: Hyper) -> None:
-        assert sums is not None
-        found.add(float(sums))
-
-    rule = Optimizer((), lambda block, hyper: None, statistics, apply, num_statistics=1)
-    layer = Layer(
-        "pair",
-        Pair,
-        init=lambda name, shape, generator: torch.tensor([small, 1.5 * small, 1, -1]).view(shape),
-        tp_plan={"up": "colwise", "down": "rowwise"},
-    )
-    world: LocalWorld[None] = LocalWorld(ranks)
-
-    def body(rank: int) -> None:
-        group = TensorGroup(Grid(1, 1, ranks).coords(rank), LocalTransport(world, rank))
-        options = StateOptions(torch.float32, torch.float32, (), 1, None, sharding=Sharding(group))
-        [built] = build_layers([layer], {}, options)
-        update([built.state], rule, hyper(1), 1.0)
-
-    world.run(body)
-
-    assert found == {total}
