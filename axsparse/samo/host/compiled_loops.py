@@ -83,6 +83,11 @@ class Loop:
         status = function(*values)
         assert status == 0, f"{self._name}: {status}"
 
+    def of_numbers(self, count: int) -> Callable[..., None]:
+        """The loop for so many whole numbers, without a look at what each argument is: a call takes
+        a tenth of the time."""
+        return _of_numbers(self, count)
+
     def load(self, kinds: tuple[Kind, ...]) -> Any:
         """The function for arguments of these types, compiled if no run has done so before.
 
@@ -101,6 +106,17 @@ class Loop:
                     raise CompileError(f"{path}: the compiled loop is not there")
                 self._functions[kinds] = _function(key, code, kinds)
             return self._functions[kinds]
+
+
+@cache
+def _of_numbers(loop: Loop, count: int) -> Callable[..., None]:
+    function = loop.load(("int",) * count)
+
+    def call(*numbers: int) -> None:
+        status = function(_RESULT, None, *numbers)
+        assert status == 0, f"{status}"
+
+    return call
 
 
 NOTHING = Loop("axsparse.samo.index.mask_loops", "nothing")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from axsparse.samo.host.compiled_loops import Array, Loop, can_compile
+from axsparse.samo.host.compiled_loops import Array, Loop, can_compile, cpu_features
 
 Encoding = Literal["mask", "list"]
 MULTIPLY_MASKED, MULTIPLY_LISTED = (
@@ -63,8 +63,10 @@ class KeptMatrix:
         bits_K = values_K.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
         if listed:
             self._values, self._where, lengths = _list_of(mask_D.numpy(), bits_K)
+            self._words = self._padding = 0
         else:
-            words = -(-columns // WORD)
+            self._words = words = -(-columns // WORD)
+            self._padding = words * WORD - columns
             padded = np.zeros((rows, words * WORD), bool)
             padded[:, :columns] = mask_D.numpy()
             self._where = np.packbits(padded, axis=1, bitorder="little").view(np.uint64)
@@ -110,50 +112,49 @@ class KeptMatrix:
 
         Products are added in fp32 and rounded once. Nothing is recorded for a backward.
         """
-        tokens = x.numel() // max(x.shape[-1], 1)
+        rows, columns = self.shape
+        tokens = x.numel() // columns if columns else 0
         if not 0 < tokens <= MOST_TOKENS or not has_loops():
             return functional.linear(x, self.dense().to(x.dtype), bias)
-        flat = x.reshape(tokens, x.shape[-1])
-        out = self._masked(flat) if self.encoding == "mask" else self._listed(flat)
+        out = torch.empty(*x.shape[:-1], rows)
+        if self.encoding == "list" and tokens > 1:
+            self._multiply_lanes(x.reshape(tokens, columns), out.view(tokens, rows))
+        else:
+            wide = x.float().contiguous()
+            if self._padding:
+                wide = functional.pad(wide, (0, self._padding))
+            sizes = (tokens, self._words, rows) if self.encoding == "mask" else (1,)
+            self._share(wide, out, sizes)
         if bias is not None:
-            out = out + bias
-        return out.to(x.dtype).view(*x.shape[:-1], self.shape[0])
+            out += bias
+        return out.to(x.dtype)
 
-    def _masked(self, x: Tensor) -> Tensor:
-        tokens, columns = x.shape
-        words = self._where.shape[1]
-        x = x.float()
-        if words * WORD > columns:
-            x = functional.pad(x, (0, words * WORD - columns))
-        x, out = x.contiguous(), torch.empty(tokens, self.shape[0])
-        self._share(MULTIPLY_MASKED, x, out, (tokens, words, self.shape[0]))
-        return out
-
-    def _listed(self, x: Tensor) -> Tensor:
-        tokens, columns = x.shape
-        if tokens == 1:
-            x, out = x.float().contiguous(), torch.empty(1, self.shape[0])
-            self._share(MULTIPLY_LISTED, x, out, (1,))
-            return out
-        outs = []
-        for part in x.float().split(LANES):
-            turned, out = torch.zeros(columns, LANES), torch.empty(self.shape[0], LANES)
+    def _multiply_lanes(self, x: Tensor, out: Tensor) -> None:
+        """The product of several tokens with a list: eight numbers of each column side by side."""
+        for begin in range(0, len(x), LANES):
+            part = x[begin : begin + LANES]
+            turned = torch.zeros(self.shape[1], LANES)
             turned[:, : len(part)] = part.T
-            self._share(MULTIPLY_LISTED, turned, out, (LANES,))
-            outs.append(out[:, : len(part)].T)
-        return torch.cat(outs)
+            sums = torch.empty(self.shape[0], LANES)
+            self._share(turned, sums, (LANES,))
+            out[begin : begin + LANES] = sums[:, : len(part)].T
 
-    def _share(self, loop: Loop, x: Tensor, out: Tensor, sizes: tuple[int, ...]) -> None:
+    def _share(self, x: Tensor, out: Tensor, sizes: tuple[int, ...]) -> None:
         """Have threads compute rows, each its part."""
         rows, columns = self.shape
-        arguments = (x.data_ptr(), *self._addresses, out.data_ptr(), *sizes)
+        loop = MULTIPLY_MASKED if self.encoding == "mask" else MULTIPLY_LISTED
+        multiply = loop.of_numbers(len(self._addresses) + len(sizes) + 4)
+        numbers = (x.data_ptr(), *self._addresses, out.data_ptr(), *sizes)
         threads = torch.get_num_threads() if rows * columns >= SHARED_ENTRIES else 1
+        if threads == 1:
+            multiply(*numbers, 0, rows)
+            return
         bounds = [rows * number // threads for number in range(threads + 1)]
         others = [
-            _workers(threads - 1).submit(loop, *arguments, *part)
+            _workers(threads - 1).submit(multiply, *numbers, *part)
             for part in list(pairwise(bounds))[1:]
         ]
-        loop(*arguments, 0, bounds[1])
+        multiply(*numbers, *bounds[:2])
         for other in others:
             other.result()
 
@@ -167,6 +168,13 @@ def _workers(number: int) -> ThreadPoolExecutor:
 def has_loops() -> bool:
     """Whether loops over kept entries can be compiled and run here."""
     return can_compile()
+
+
+@cache
+def has_vectors() -> bool:
+    """Whether the processor has the instructions that make these loops quick."""
+    features = cpu_features()
+    return {"avx2", "fma"} <= features or {"avx512vbmi2", "avx512bw"} <= features
 
 
 def _list_of(mask_D: Array, bits_K: Array) -> tuple[Array, Array, Array]:
