@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from axsparse.samo.optim.optimizer import Hyper as Hyper
     from axsparse.samo.optim.optimizer import Optimizer as Optimizer
     from axsparse.samo.optim.optimizer import StateBlock as StateBlock
+    from axsparse.samo.pruned_weight import accelerate as accelerate
     from axsparse.training.export import export as export
     from axsparse.training.export import load as load
+    from axsparse.training.load_pruned import load_pruned as load_pruned
     from axsparse.training.run_sources import hf as hf
     from axsparse.training.run_sources import tokens as tokens
     from axsparse.training.trainer import Trainer as Trainer
@@ -62,6 +64,7 @@ _HOMES = {
     "TokenDataset": "axsparse.data.dataset",
     "TpStyle": "axsparse.models.layer",
     "Trainer": "axsparse.training.trainer",
+    "accelerate": "axsparse.samo.pruned_weight",
     "configure": "axsparse.config.load",
     "count_top1": "axsparse.models.layer",
     "export": "axsparse.training.export",
@@ -69,6 +72,7 @@ _HOMES = {
     "from_sequential": "axsparse.models.sequential",
     "from_torch": "axsparse.data.torch_dataset",
     "hf": "axsparse.training.run_sources",
+    "load_pruned": "axsparse.training.load_pruned",
     "load": "axsparse.training.export",
     "named_model": "axsparse.models.zoo.model_registry",
     "open_weights": "axsparse.models.start_weights",

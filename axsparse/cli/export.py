@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from axsparse.cli.parser import CommandParser, add_checkpoint, say
+from axsparse.cli.parser import CommandParser, add_checkpoint, is_folder, say
+from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
 Write the weights of a checkpoint for other libraries. RUN is a run directory, whose newest
@@ -13,6 +14,7 @@ checkpoint is taken, or one checkpoint in it:
 
   axsparse export runs/my_run --to hf --out my_gpt
   axsparse export runs/my_run --step 500 --to torch --out weights.safetensors
+  axsparse export my_pruned_folder --to sparse --out my_sparse_folder
 
 Values are the fp32 master weights. The checkpoint is verified first; its run may still go on.
 """
@@ -24,10 +26,12 @@ def parser() -> CommandParser:
     add_checkpoint(arguments.add_argument)
     arguments.add_argument(
         "--to",
-        choices=("hf", "torch"),
+        choices=("hf", "sparse", "torch"),
         required=True,
         help="hf: a folder that from_pretrained of transformers loads, with the tokenizer of the "
-        "data; torch: a safetensors file of dense tensors, named as axsparse names them",
+        "data; sparse: such a folder with kept entries in bf16 and one bit an entry, for "
+        "ax.load_pruned and axsparse generate (RUN may be a Hugging Face folder then); torch: a "
+        "safetensors file of dense tensors, named as axsparse names them",
     )
     arguments.add_argument("--out", metavar="PATH", type=Path, required=True)
     arguments.add_argument(
@@ -42,8 +46,14 @@ def parser() -> CommandParser:
 def _export(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.runtime.console import format_bytes
-    from axsparse.training.export import export
+    from axsparse.training.export import export, export_sparse
 
+    if arguments.to == "sparse" and is_folder(arguments.run):
+        if arguments.step is not None or arguments.trained:
+            raise ConfigError("--step, --trained: a folder has no checkpoints; leave them out")
+        tensors, nbytes = export_sparse(arguments.run, arguments.out, force=arguments.force)
+        say(f"{arguments.out}: {tensors} tensors, {format_bytes(nbytes)}, of {arguments.run}")
+        return
     done = export(
         arguments.run,
         arguments.to,

@@ -1,22 +1,26 @@
-"""`axsparse generate`: continues a text with the model of a run."""
+"""`axsparse generate`: continues a text with the model of a run or of a folder."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
-from axsparse.cli.parser import CommandParser, add_checkpoint, integer, say
+from axsparse.cli.parser import CommandParser, add_checkpoint, integer, is_folder, say
 from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
-Continue a text with a trained language model. RUN is a run directory, whose newest checkpoint is
-taken, or one checkpoint in it; data.path of its configuration must still be there:
+Continue a text with a language model. RUN is a run directory, whose newest checkpoint is taken, or
+one checkpoint in it, and data.path of its configuration must still be there; or it is a Hugging
+Face folder, such as axsparse prune writes, or one of axsparse export --to sparse:
 
   axsparse generate runs/quickstart --prompt "def "
   axsparse generate runs/my_run --prompt "Once upon" --top-k 40 --temperature 0.8 --seed 3
+  axsparse generate my_pruned_folder --prompt "Once upon" --compare
 
-The most likely token follows, unless --top-k or --temperature ask to draw. One process computes
-it on the CPU, in fp32, with the fp32 master weights.
+The most likely token follows, unless --top-k or --temperature ask to draw. One process computes it
+on the CPU: a run's model in fp32, with the fp32 master weights; a folder's in bf16 by transformers,
+with pruned weights multiplied from their kept entries.
 """
 
 
@@ -40,11 +44,15 @@ def parser() -> CommandParser:
         type=integer(0, 2**63 - 1),
         help="another one draws other tokens (default 0)",
     )
+    add("--compare", action="store_true", help="generate with the dense weights of a folder too")
     return arguments
 
 
 def _generate(arguments: argparse.Namespace) -> None:
     _check(arguments)
+    if is_folder(arguments.run):
+        _with_folder(arguments)
+        return
     # Imported late, so that --help does not load torch.
     from axsparse.data.run_tokenizer import run_tokenizer
     from axsparse.training.saved_model import (
@@ -53,6 +61,11 @@ def _generate(arguments: argparse.Namespace) -> None:
         open_saved_model,
     )
 
+    if arguments.compare:
+        raise ConfigError(
+            "--compare: the dense weights of a run are no faster or slower here; name a folder "
+            "(axsparse export --to hf)"
+        )
     saved = open_saved_model(arguments.run, arguments.step, trained=False)
     tokenizer, end = run_tokenizer(saved.config.data)
     draws = arguments.temperature is not None or arguments.top_k is not None
@@ -61,6 +74,40 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompt = tokenizer.encode(arguments.prompt).tolist() or [end]
     tokens = list(continuation(saved, prompt, arguments.tokens, end, sampling))
     say(arguments.prompt + _printable(tokenizer.decode(tokens)))
+
+
+def _with_folder(arguments: argparse.Namespace) -> None:
+    """Generate by transformers, with its cache of keys and values; the text appears as it grows."""
+    if arguments.step is not None:
+        raise ConfigError(f"--step: {arguments.run} is a folder, and has no steps; leave it out")
+    from axsparse.training.load_pruned import load_dense, load_pruned, tokenizer_of
+
+    tokenizer = tokenizer_of(arguments.run)
+    _one(arguments, load_pruned(arguments.run), tokenizer)
+    if arguments.compare:
+        _one(arguments, load_dense(arguments.run), tokenizer)
+
+
+def _one(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> None:
+    from axsparse.runtime.console import format_bytes
+    from axsparse.training.load_pruned import continued
+
+    draws = arguments.temperature is not None or arguments.top_k is not None
+    done = continued(
+        model,
+        tokenizer,
+        arguments.prompt,
+        arguments.tokens,
+        temperature=(arguments.temperature or 1.0) if draws else None,
+        top_k=arguments.top_k,
+        seed=arguments.seed or 0,
+        show=lambda text: say(_printable(text), end=""),
+    )
+    say("")
+    say(
+        f"{done.tokens} tokens, {done.tokens_per_second:.1f} tokens/s, weights "
+        f"{format_bytes(done.held_bytes)} ({format_bytes(done.dense_bytes)} dense)"
+    )
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -150,8 +150,8 @@ def reject_early(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
         wait_until_all_ranks_have_started()
 
 
-def say(text: str | bytes) -> None:
-    """Print a result; a reader that has gone away, such as `head`, is no mistake.
+def say(text: str | bytes, *, end: str = "\n") -> None:
+    """Print a result and `end`; a reader that has gone away, such as `head`, is no mistake.
 
     Nor are characters that the terminal has not, or that a path of other bytes has; bytes are
     printed as they are. Raises OutputError if stdout cannot be written.
@@ -164,7 +164,7 @@ def say(text: str | bytes) -> None:
             if isinstance(text, bytes):
                 sys.stdout.buffer.write(text)
             else:
-                sys.stdout.write(f"{text}\n".encode(encoding, errors="replace").decode(encoding))
+                sys.stdout.write(f"{text}{end}".encode(encoding, errors="replace").decode(encoding))
             sys.stdout.flush()
         except OSError as reason:
             # Python flushes stdout once more at the exit, which would fail again.
@@ -195,6 +195,11 @@ def add_checkpoint(add: Callable[..., object]) -> None:
     """The options that name a checkpoint of a run."""
     add("run", metavar="RUN", type=Path)
     add("--step", metavar="N", type=step_or_best, help="the checkpoint of this step, or best")
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a path is a Hugging Face folder, not a run."""
+    return (path / "config.json").is_file()
 
 
 def add_run(add: Callable[..., object]) -> None:

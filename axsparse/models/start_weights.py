@@ -26,6 +26,7 @@ from axsparse.runtime.files.safetensors import (
     SafetensorsIndex,
     open_regular,
 )
+from axsparse.runtime.files.sparse_safetensors import SPARSE_FILE, SparseFile
 
 WHOLE_FILE, INDEX_FILE = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"
 """Names of the file of weights, or of the index of several, in Hugging Face's folders."""
@@ -141,6 +142,8 @@ def open_weights(path: str | Path) -> WeightFile:
         open_regular(path).close()
     if path.name.endswith(INDEX_SUFFIX):
         return SafetensorsIndex(path)
+    if path.name == SPARSE_FILE:
+        return SparseFile(path)
     if path.suffix == PICKLED:
         raise DataError(
             f"{path}: pickled weights may run code when they are read; save them as safetensors "
@@ -151,7 +154,7 @@ def open_weights(path: str | Path) -> WeightFile:
 
 def _weights_in(folder: Path) -> Path:
     """The file of weights in a folder, or the index of several."""
-    for name in (WHOLE_FILE, INDEX_FILE):
+    for name in (WHOLE_FILE, INDEX_FILE, SPARSE_FILE):
         if (folder / name).exists():
             return folder / name
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix == PICKLED)

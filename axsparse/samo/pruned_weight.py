@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.host.kept_matrix import KeptMatrix, has_loops, has_vectors
@@ -70,7 +71,7 @@ class PrunedWeight(Tensor):
     def __deepcopy__(self, memo: object) -> PrunedWeight:
         return self._like(self.dtype)
 
-    def __repr__(self, **_: object) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = self.matrices[0].encoding if self.matrices else "mask"
         return f"PrunedWeight({tuple(self.shape)}, {self.dtype}, {kind}, {self.held_bytes} bytes)"
 
@@ -91,7 +92,7 @@ class PrunedWeight(Tensor):
             return function(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own has no method to override
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -107,12 +108,8 @@ class PrunedWeight(Tensor):
                     f"{function}: a pruned weight cannot be changed; change the dense model, and "
                     "accelerate it then"
                 )
-        dense = [one.expanded() if isinstance(one, PrunedWeight) else one for one in args]
-        named = {
-            key: one.expanded() if isinstance(one, PrunedWeight) else one
-            for key, one in kwargs.items()
-        }
-        return function(*dense, **named)
+        expand: Any = tree_map_only(PrunedWeight, PrunedWeight.expanded, (args, kwargs))
+        return function(*expand[0], **expand[1])
 
 
 def _stays_here(wanted: Mapping[str, Any]) -> bool:
@@ -193,7 +190,7 @@ class PrunedLinear(nn.Linear):
     way of torch's dispatch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._parameters["weight"]
+        weight: Any = self._parameters["weight"]
         if isinstance(weight, PrunedWeight) and weight.matrix is not None and _fits(x, weight):
             return weight.matrix.multiply(x, self._parameters["bias"])
         return super().forward(x)
@@ -277,9 +274,9 @@ def multiplied_weights(
         is_linear = is_turned or isinstance(module, nn.Linear)
         is_own = not type(module).__module__.startswith("torch.")
         for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in embedded or isinstance(parameter, PrunedWeight):
+            if parameter is None or id(parameter) in embedded:
                 continue
-            if not parameter.is_floating_point():
+            if isinstance(parameter, PrunedWeight) or not parameter.is_floating_point():
                 continue
             full = f"{prefix}.{name}" if prefix else name
             if is_linear and name == "weight" and parameter.dim() == 2:

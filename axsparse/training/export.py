@@ -1,12 +1,13 @@
 """Exports the weights of a checkpoint, one tensor at a time, in forms that other libraries read.
 
     hf      a folder of model.safetensors, with transformers' names, and config.json
+    sparse  the same folder with sparse.safetensors: kept entries in bf16 and one bit an entry
     torch   a safetensors file of dense tensors by global name
 
-`from_pretrained` loads the folder of `hf`. It also has the files of a tokenizer: copies of the
-files next to the weights of `model.from`, or else files made from the tokenizer of the data.
-`axsparse.models.zoo.gpt2_files` knows the names and shapes of GPT-2; a model of transformers has
-its own.
+`from_pretrained` loads the folder of `hf`, `load_pruned` that of `sparse`. Both have the files of a
+tokenizer: copies of the files next to the weights of `model.from`, or else files made from the
+tokenizer of the data. `axsparse.models.zoo.gpt2_files` knows the names and shapes of GPT-2; a model
+of transformers has its own.
 
 Pruned entries are zero in dense tensors. A tied weight is written once, under the name of its
 first use. Buffers are written after the parameters of their layer.
@@ -38,7 +39,7 @@ from axsparse.config.model_config import Family, GptConfig
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.models.model_profile import ModelProfile, profile
-from axsparse.models.start_weights import WHOLE_FILE
+from axsparse.models.start_weights import WHOLE_FILE, open_weights
 from axsparse.models.zoo.gpt2_files import gpt2_name, turned
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.runtime.errors import (
@@ -57,6 +58,13 @@ from axsparse.runtime.files.safetensors import (
     header_of,
     write_safetensors,
 )
+from axsparse.runtime.files.sparse_safetensors import (
+    SPARSE_FILE,
+    VERSION,
+    VERSION_KEY,
+    is_sparse,
+    sparse_tensors,
+)
 from axsparse.samo.precision import DTYPES, round_to
 from axsparse.training.checkpoint.layer_files import (
     BUFFER,
@@ -68,7 +76,7 @@ from axsparse.training.checkpoint.layer_files import (
 from axsparse.training.checkpoint.manifest import ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
 
-Form = Literal["hf", "torch"]
+Form = Literal["hf", "sparse", "torch"]
 COMPANIONS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
@@ -78,7 +86,7 @@ COMPANIONS = (
 settings of how it generates."""
 TEMPLATES = "additional_chat_templates"
 """The folder next to them of chat templates with names, NAME.jinja."""
-_FOLDER_FILES = {WHOLE_FILE, CONFIG_FILE}
+_FOLDER_FILES = {WHOLE_FILE, SPARSE_FILE, CONFIG_FILE}
 Value = Callable[[], Tensor]
 """Reads a tensor."""
 Tensors = Mapping[str, tuple[TensorHeader, Value]]
@@ -121,7 +129,7 @@ def export(
     checkpoint, path = checkpoint_of(Path(run), step), Path(path)
     if form not in get_args(Form):
         raise ConfigError(f"export: {form!r} is no form; choose one of {', '.join(get_args(Form))}")
-    is_folder = form == "hf"
+    is_folder = form != "torch"
     if not is_folder and path.suffix != SUFFIX:
         raise ConfigError(f"--out: {str(path)!r} does not end in {SUFFIX}; add that")
     path = path.absolute()
@@ -133,12 +141,41 @@ def export(
     if is_folder:
         config, data = weights.config(), checkpoint.manifest.data
         shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-        suggestion = f"--to hf: {checkpoint.path} is of a model of your own", "choose --to torch"
+        suggestion = (
+            f"--to {form}: {checkpoint.path} is of a model of your own",
+            "choose --to torch",
+        )
         tensors = _of_hf(config, shapes, tensors, suggestion)
-        files, notes = _files(config, weights.dtype, (data.name, data.fingerprint))
+        dtype = torch.bfloat16 if form == "sparse" else weights.dtype
+        files, notes = _files(config, dtype, (data.name, data.fingerprint))
+        if form == "sparse":
+            with weights.being_read():
+                tensors = sparse_tensors(tensors)
     values = weights.read(value for _, value in tensors.values())
     nbytes = _write(path, tensors, values, files, checkpoint.step, force=force)
     return ExportSummary(checkpoint, len(tensors), nbytes, notes)
+
+
+def export_sparse(folder: Path, path: Path, *, force: bool) -> tuple[int, int]:
+    """Write a Hugging Face folder of a pruned model in the form `sparse`; returns the number of its
+    tensors and their bytes.
+
+    The other files are copies. Raises what `export` raises, and ConfigError if `path` is in the
+    folder.
+    """
+    path = path.absolute()
+    _reject_taken(path, is_folder=True, force=force)
+    opened = open_weights(folder)
+    whole: dict[str, tuple[TensorHeader, Value]] = {}
+    for name in opened.shapes:
+        read = partial(opened.read, name)
+        whole[name] = header_of(read()), read
+    files = _companions(folder)
+    settings = read_json(folder / CONFIG_FILE)
+    files[CONFIG_FILE] = _json({**settings, "dtype": "bfloat16"})
+    tensors = sparse_tensors(whole)
+    values = (value() for _, value in tensors.values())
+    return len(tensors), _write(path, tensors, values, files, 0, force=force)
 
 
 # Reason: the tensors, their description, and the path.
@@ -228,8 +265,9 @@ def _write(
             for folder in unfinished.iterdir():
                 if folder.is_dir():
                     sync_folder(folder)
-            file = unfinished / WHOLE_FILE
-        write_safetensors(file, headers, values, {_STEP: str(step)})
+            file = unfinished / (SPARSE_FILE if is_sparse(headers) else WHOLE_FILE)
+        version = {VERSION_KEY: VERSION} if file.name == SPARSE_FILE else {}
+        write_safetensors(file, headers, values, {_STEP: str(step), **version})
         if is_folder:
             sync_folder(unfinished)
         _reject_taken(path, is_folder=is_folder, force=force)
@@ -344,9 +382,15 @@ class Weights:
 
     def read(self, values: Iterable[Value]) -> Iterator[Tensor]:
         """These tensors in turn; MissingInputError if the checkpoint is removed meanwhile."""
-        try:
+        with self.being_read():
             for value in values:
                 yield value()
+
+    @contextlib.contextmanager
+    def being_read(self) -> Iterator[None]:
+        """A block that reads; MissingInputError if the checkpoint is removed meanwhile."""
+        try:
+            yield
         except OSError as reason:
             raise MissingInputError(
                 f"checkpoint {self.checkpoint.path}: cannot be read any more ({reason.strerror}); "
@@ -391,8 +435,9 @@ def is_export(folder: Path) -> bool:
     if not inside <= {*_FOLDER_FILES, *COMPANIONS, TEMPLATES}:
         return False
     try:
-        return _STEP in SafetensorsFile(folder / WHOLE_FILE).metadata
-    except (OSError, DataError):
+        [file] = inside & {WHOLE_FILE, SPARSE_FILE}
+        return _STEP in SafetensorsFile(folder / file).metadata
+    except (OSError, DataError, ValueError):  # a ValueError where there is not one such file
         return False
 
 
@@ -460,12 +505,7 @@ def hf_files(
         reject_other_sizes(source / CONFIG_FILE, there, config)
         theirs = read_json(source / CONFIG_FILE)
         settings = {key: value for key, value in theirs.items() if key != TORCH_DTYPE}
-        companions = [name for name in COMPANIONS if (source / name).is_file()]
-        companions += [
-            f"{TEMPLATES}/{one.name}" for one in sorted((source / TEMPLATES).glob("*.jinja"))
-        ]
-        files = {name: (source / name).read_bytes() for name in companions}
-        return {**files, CONFIG_FILE: _json({**settings, "dtype": named})}, []
+        return {**_companions(source), CONFIG_FILE: _json({**settings, "dtype": named})}, []
     texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}
     if tokenizer is not None:
         texts[CONFIG_FILE] |= tokenizer.ids
@@ -478,6 +518,13 @@ def hf_files(
             "copy them"
         ]
     return {name: _json(text) for name, text in texts.items()}, notes
+
+
+def _companions(source: Path) -> dict[str, bytes]:
+    """The contents of a folder's files that training does not change, by name."""
+    names = [name for name in COMPANIONS if (source / name).is_file()]
+    names += [f"{TEMPLATES}/{one.name}" for one in sorted((source / TEMPLATES).glob("*.jinja"))]
+    return {name: (source / name).read_bytes() for name in names}
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

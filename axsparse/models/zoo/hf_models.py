@@ -149,7 +149,7 @@ class SplitModel:
     """
 
     def __init__(self, config: HfConfig) -> None:
-        self.causal = _on_meta(config)
+        self.causal = empty_model(config.hf)
         self.forward = Forward(self.causal)
         self.head_is_plain = self.forward.head_is_plain
         balances = getattr(self.causal.config, f"output_{GATES}", False)
@@ -339,11 +339,12 @@ class SplitModel:
                 raise unfit(f"{name} is neither in its layers, before or behind them, nor a head")
 
 
-def _on_meta(config: HfConfig) -> Any:
-    """The model on the meta device; buffers that no file has are computed on the CPU."""
+def empty_model(theirs: Mapping[str, Any]) -> Any:
+    """transformers' model of some settings on the meta device; buffers that no file has are
+    computed on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    settings = hf_settings("model.hf", config.hf)
+    settings = hf_settings("model.hf", theirs)
 
     def build() -> nn.Module:
         from_config: Any = AutoModelForCausalLM.from_config

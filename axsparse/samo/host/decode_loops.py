@@ -68,8 +68,8 @@ CONTROL_BITS = 5
 def int32_at(_: Any, address: Any, entry: Any) -> Any:
     """An entry of an array of int32."""
 
-    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        number = builder.load(_place(builder, *arguments, 4, INT32), align=4)
+    def call(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        number = builder.load(_place(builder, arguments[0], arguments[1], 4, INT32), align=4)
         return builder.sext(number, INT64)
 
     return types.int64(address, entry), call
@@ -171,6 +171,7 @@ def _has(*needed: str) -> bool:
 
 def _masked_row(tokens: int) -> Any:
     """A function for the products of one row with `tokens` tokens."""
+    spread: Callable[..., Any]
     spread, lanes = _by_entry, 1
     if _has("avx512vbmi2", "avx512bw"):
         spread, lanes = _by_avx512, 16
@@ -182,13 +183,19 @@ def _masked_row(tokens: int) -> Any:
     # Reason: addresses of the tokens, of the row's words, of all values, of the row's results, and
     # how far tokens and results are apart; numba demands that each is an argument.
     def multiply(
-        _: Any, x: Any, bits: Any, words: Any, values: Any, at: Any, out: Any, apart: Any, table: Any
+        _: Any,
+        x: Any,
+        bits: Any,
+        words: Any,
+        values: Any,
+        at: Any,
+        out: Any,
+        apart: Any,
+        tab: Any,
     ) -> Any:
         def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             x, bits, words, values, at, out, apart, table = arguments
-            controls = vector_pointer(
-                context, builder, signature.args[7], table, INT64(0), INT8
-            )
+            controls = vector_pointer(context, builder, signature.args[7], table, INT64(0), INT8)
             sums = [[alloca_once(builder, vector) for _ in range(CHAINS)] for _ in range(tokens)]
             for each in (each for chains in sums for each in chains):
                 builder.store(zero, each)
@@ -222,7 +229,7 @@ def _masked_row(tokens: int) -> Any:
                 builder.store(result, _place(builder, out, entry, 4, FLOAT))
             return context.get_dummy_value()
 
-        return types.void(x, bits, words, values, at, out, apart, table), call
+        return types.void(x, bits, words, values, at, out, apart, tab), call
 
     return intrinsic(multiply)
 
@@ -274,10 +281,8 @@ def _listed_row(lanes: int) -> Any:
 
     # Reason: addresses of the tokens, of all values and steps, the bounds of the row's, and the
     # address of its results.
-    def multiply(
-        _: Any, x: Any, values: Any, steps: Any, at: Any, end: Any, out: Any
-    ) -> Any:
-        def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def multiply(_: Any, x: Any, values: Any, steps: Any, at: Any, end: Any, out: Any) -> Any:
+        def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
             x, values, steps, at, end, out = arguments
             sums = [alloca_once(builder, vector) for _ in range(GROUP)]
             for each in sums:

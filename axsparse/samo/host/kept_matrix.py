@@ -30,8 +30,7 @@ from axsparse.samo.host.compiled_loops import Array, Loop, can_compile, cpu_feat
 
 Encoding = Literal["mask", "list"]
 MULTIPLY_MASKED, MULTIPLY_LISTED = (
-    Loop("axsparse.samo.host.decode_loops", name)
-    for name in ("multiply_masked", "multiply_listed")
+    Loop("axsparse.samo.host.decode_loops", name) for name in ("multiply_masked", "multiply_listed")
 )
 MOST_TOKENS = 16
 """Tokens that are multiplied from the kept entries; a dense product is as quick for more."""
@@ -179,7 +178,7 @@ def has_vectors() -> bool:
 
 def _list_of(mask_D: Array, bits_K: Array) -> tuple[Array, Array, Array]:
     """The values, the distances and the length of each row's list."""
-    rows, columns = mask_D.shape
+    rows = len(mask_D)
     row, column = np.nonzero(mask_D)
     last = np.concatenate([[-1], column[:-1]])
     last[np.concatenate([[True], row[1:] != row[:-1]])[: row.size]] = -1

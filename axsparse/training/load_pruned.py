@@ -1,0 +1,200 @@
+"""Opens a pruned language model for use, with its weights as their kept entries, and continues a
+text with it by transformers.
+
+Tensors are read one at a time, and each that is pruned is turned into its kept entries before the
+next one is read, so that the dense model is never in memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axsparse.config.hf_config import CONFIG_FILE, read_json
+from axsparse.models.layer import mismatched_values
+from axsparse.models.module_buffers import slots
+from axsparse.models.start_weights import open_weights
+from axsparse.models.zoo.hf_file import HfFile
+from axsparse.models.zoo.hf_models import empty_model
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.samo.pruned_weight import (
+    FEWEST_ZEROS,
+    PrunedWeight,
+    finish,
+    has_zeros,
+    multiplied_weights,
+    put,
+)
+
+GENERATION_FILE = "generation_config.json"
+
+
+def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS) -> Any:
+    """A causal language model of transformers in bf16 on the CPU, from a folder.
+
+    The folder is one of Hugging Face, as `axsparse prune` writes it, or of `axsparse export --to
+    sparse`. `fewest_zeros` is the share of zeros from which a weight is replaced; None leaves all
+    dense. Weights are replaced as by `accelerate`; the model is in evaluation mode, and its
+    `generate`, `forward` and `config` are transformers' own.
+
+    Raises MissingInputError if the folder or transformers is not there, DataError if it is damaged
+    or of no causal language model.
+    """
+    folder = Path(folder)
+    settings = folder / CONFIG_FILE
+    if not settings.is_file():
+        raise MissingInputError(
+            f"load_pruned: {folder} has no {CONFIG_FILE}; name a folder that axsparse prune, "
+            "axsparse export --to sparse or save_pretrained wrote"
+        )
+    opened = open_weights(folder)
+    causal = empty_model(read_json(settings))
+    file = HfFile(opened, causal)
+    places = {name: (module, turned) for module, name, _, turned in multiplied_weights(causal)}
+    kept_exact = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()
+    replaced = 0
+    for name, parameter in causal.named_parameters():
+        if name not in file.shapes:
+            continue
+        tensor = _checked(file, name, parameter)
+        exact = any(part in name.split(".") for part in kept_exact)
+        value = tensor.to(torch.float32 if exact else torch.bfloat16)
+        owner = causal.get_submodule(name.rpartition(".")[0])
+        if name in places and fewest_zeros is not None and has_zeros(value, fewest_zeros):
+            pruned = PrunedWeight.of(value, is_transposed=places[name][1])
+            put(owner, name.rpartition(".")[2], nn.Parameter(pruned, requires_grad=False))
+            replaced += 1
+        else:
+            made = nn.Parameter(value, requires_grad=False)
+            owner._parameters[name.rpartition(".")[2]] = made
+    for slot in slots(causal):
+        if slot.persists and slot.name in file.shapes:
+            slot.put(file.read(slot.name))
+    causal.tie_weights()
+    missing = [name for name, one in causal.named_parameters() if one.is_meta]
+    missing += [slot.name for slot in slots(causal) if slot.tensor.is_meta]
+    if missing:
+        raise DataError(f"{opened.path}: lacks {missing[0]!r}; get all of its files anew")
+    causal.config.dtype = torch.bfloat16
+    if (folder / GENERATION_FILE).is_file():
+        causal.generation_config = type(causal.generation_config).from_pretrained(str(folder))
+    if fewest_zeros is not None:
+        finish(causal, replaced)
+    return causal.eval()
+
+
+def _checked(file: HfFile, name: str, wanted: Tensor) -> Tensor:
+    """A tensor of the file; DataError if it has another shape or kind of numbers than the model."""
+    if file.shapes[name] != tuple(wanted.shape):
+        raise DataError(
+            f"{file.path}: {name!r} is {file.shapes[name]}, and {CONFIG_FILE} asks for "
+            f"{tuple(wanted.shape)}; get both of one model"
+        )
+    tensor = file.read(name)
+    odd = mismatched_values(tensor, trained=wanted.is_floating_point())
+    if odd:
+        raise DataError(f"{file.path}: {name!r} is {odd}; get it anew")
+    return tensor
+
+
+def load_dense(folder: Path) -> Any:
+    """The same model with dense weights in bf16."""
+    return load_pruned(folder, fewest_zeros=None)
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """transformers' tokenizer of a folder; MissingInputError if there is none."""
+    from transformers import AutoTokenizer
+
+    load: Any = AutoTokenizer.from_pretrained
+    try:
+        return load(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as reason:
+        said = " ".join(str(reason).split())[:200]
+        raise MissingInputError(
+            f"{folder}: transformers finds no tokenizer there ({said}); copy its files"
+        ) from reason
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How a text was continued."""
+
+    tokens: int
+    tokens_per_second: float
+    """Of those after the first, which takes the prompt."""
+    held_bytes: int
+    """Bytes of the model's weights."""
+    dense_bytes: int
+    """Bytes of the same weights in bf16, dense."""
+
+
+# Reason: a model, a text, and how tokens are chosen.
+def continued(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    tokens: int,
+    *,
+    temperature: float | None,
+    top_k: int | None,
+    seed: int,
+    show: Callable[[str], object],
+) -> Continuation:
+    """Generate at most `tokens` tokens, and `show` the text as it grows, the prompt first.
+
+    The likeliest token follows where `temperature` is None. ConfigError for a prompt that the model
+    has no room for.
+    """
+    from transformers.generation.streamers import TextStreamer
+
+    times: list[float] = []
+
+    class Streamer(TextStreamer):
+        def put(self, value: Any) -> None:
+            times.append(time.perf_counter())
+            add: Any = super().put
+            add(value)
+
+        def on_finalized_text(self, text: str, *_: object, **__: object) -> None:
+            show(text)
+
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].long()
+    if ids.numel() == 0:
+        first = tokenizer.bos_token_id
+        first = tokenizer.eos_token_id if first is None else first
+        ids = torch.tensor([[0 if first is None else first]])
+    room = getattr(model.config, "max_position_embeddings", None)
+    if room is not None and ids.shape[1] >= room:
+        raise ConfigError(
+            f"--prompt: has {ids.shape[1]} tokens, and the model has room for {room}; shorten it"
+        )
+    tokens = tokens if room is None else min(tokens, room - ids.shape[1])
+    show(prompt)
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {"do_sample": temperature is not None}
+    if temperature is not None:
+        settings |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0}
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        streamer=Streamer(tokenizer, skip_prompt=True),
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+        **settings,
+    )
+    made = out.shape[1] - ids.shape[1]
+    seconds = times[-1] - times[1] if len(times) > 2 else 0.0
+    weights = list(model.parameters())
+    return Continuation(
+        made,
+        (len(times) - 2) / seconds if seconds else 0.0,
+        sum(one.held_bytes if isinstance(one, PrunedWeight) else one.nbytes for one in weights),
+        sum(2 * one.numel() for one in weights),
+    )

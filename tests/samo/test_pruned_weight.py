@@ -1,0 +1,174 @@
+"""Models whose weights rest as kept entries: the same numbers, by the same modules."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import axsparse as ax
+from axsparse.runtime.errors import ConfigError
+from axsparse.samo import pruned_weight
+from axsparse.samo.pruned_weight import PrunedWeight, multiplied_weights
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "mixtral": {
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+    },
+    "falcon": {"num_attention_heads": 4},
+    "gpt_oss": {
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 4,
+    },
+}
+COMMON = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300, "bos_token_id": 1}
+
+
+def prune(model: nn.Module, sparsity: float) -> nn.Module:
+    with torch.no_grad():
+        for _, _, weight, _ in multiplied_weights(model):
+            weight[torch.rand_like(weight, dtype=torch.float32) < sparsity] = 0
+    return model
+
+
+def linear_of(sparsity: float, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
+    made = nn.Linear(64, 48, dtype=dtype)
+    prune(made, sparsity)
+    return made
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_transformers_models_compute_the_same(kind: str, sparsity: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.AutoConfig.for_model(
+        kind, **{**COMMON, "eos_token_id": None, **SETTINGS[kind]}
+    )
+    torch.manual_seed(5)
+    made = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
+    dense: Any = prune(made, sparsity)
+    expected: Any = copy.deepcopy(dense).float()
+    model: Any = ax.accelerate(copy.deepcopy(dense))
+    assert any(isinstance(weight, PrunedWeight) for weight in model.parameters())
+    tokens = torch.randint(300, (1, 12))
+    with torch.no_grad():
+        exact, ours, theirs = (each(tokens).logits.float() for each in (expected, model, dense))
+        # A few tokens are multiplied from kept entries, the prompt of forty dense.
+        long = torch.randint(300, (1, 40))
+        torch.testing.assert_close(model(long).logits, dense(long).logits, atol=0.02, rtol=0.02)
+    assert (ours - exact).abs().max() <= 1.5 * (theirs - exact).abs().max()
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(tokens, **how), dense.generate(tokens, **how))
+
+
+def test_whatever_else_is_asked_of_a_weight_is_dense() -> None:
+    linear = linear_of(0.7)
+    dense = linear.weight.detach().clone()
+    weight: Any = ax.accelerate(linear).weight
+    assert isinstance(weight, PrunedWeight)
+    assert weight.shape == dense.shape
+    assert weight.dtype == dense.dtype
+    assert not weight.requires_grad
+    assert torch.equal(weight + 1, dense + 1)
+    assert type(weight + 1) is Tensor
+    assert torch.equal(weight.abs().sum(0), dense.abs().sum(0))
+    assert torch.equal(torch.stack([weight, weight]), torch.stack([dense, dense]))
+    x = torch.randn(2, 64).bfloat16()
+    for product in (
+        lambda w: x @ w.T,
+        lambda w: torch.matmul(x, w.t()),
+        lambda w: torch.addmm(torch.ones(48).bfloat16(), x, w.T),
+        lambda w: F.linear(x, w),
+        lambda w: w @ x.T,
+    ):
+        torch.testing.assert_close(product(weight), product(dense), atol=0.05, rtol=0.02)
+    assert "PrunedWeight((48, 64)" in repr(weight)
+
+
+def test_gradients_of_inputs_are_torchs() -> None:
+    linear = linear_of(0.6, torch.float32)
+    with torch.no_grad():
+        linear.weight.copy_(linear.weight.bfloat16())
+    plain = copy.deepcopy(linear)
+    fast = ax.accelerate(linear)
+    x, y = (torch.ones(2, 64, requires_grad=True) for _ in range(2))
+    fast(x).square().sum().backward()
+    plain(y).square().sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, y.grad if y.grad is not None else torch.empty(0))
+
+
+def test_a_pruned_weight_cannot_be_changed() -> None:
+    weight = ax.accelerate(linear_of(0.6)).weight
+    with pytest.raises(TypeError, match="cannot be changed"), torch.no_grad():
+        weight.zero_()  # type: ignore[operator]
+
+
+def test_a_change_of_type_keeps_it_pruned() -> None:
+    linear = linear_of(0.6)
+    fast = ax.accelerate(linear).float()
+    assert isinstance(fast.weight, PrunedWeight)
+    x = torch.randn(1, 64)
+    torch.testing.assert_close(fast(x), F.linear(x, fast.weight.expanded(), linear.bias))
+
+
+def test_what_is_tied_dense_or_an_embedding_stays() -> None:
+    model = nn.Module()
+    model.embedding, model.head = nn.Embedding(48, 64), nn.Linear(64, 48, bias=False)
+    model.head.weight = model.embedding.weight
+    model.dense, model.pruned, model.conv = nn.Linear(9, 9), linear_of(0.5), nn.Conv1d(8, 8, 3)
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+        model.conv.weight.zero_()
+    ax.accelerate(model)
+    found = {name for name, one in model.named_parameters() if isinstance(one, PrunedWeight)}
+    assert found == {"pruned.weight"}
+
+
+def test_one_weight_of_two_layers_is_held_once() -> None:
+    first, second = linear_of(0.5), nn.Linear(64, 48)
+    second.weight = first.weight
+    ax.accelerate(nn.ModuleList([first, second]))
+    assert first.weight is second.weight
+
+
+def test_a_dense_model_is_said_to_be_one() -> None:
+    with pytest.warns(UserWarning, match="no weight has enough zeros; the model stays dense"):
+        ax.accelerate(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"), [("has_loops", "compiles no loops"), ("has_vectors", "neither AVX2")]
+)
+def test_what_the_machine_lacks_is_said(
+    missing: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pruned_weight, missing, lambda: False)
+    with pytest.warns(UserWarning, match=said):
+        ax.accelerate(linear_of(0.5))
+
+
+def test_models_elsewhere_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"is on meta, but .*CPUs only; move the model"):
+        ax.accelerate(nn.Linear(4, 4, device="meta"))
+    with pytest.raises(ConfigError, match=r"fewest_zeros: 40 is no share; choose 0\.4"):
+        ax.accelerate(nn.Linear(4, 4), fewest_zeros=40)
+
+
+def test_nothing_is_warned_of_a_pruned_model() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ax.accelerate(linear_of(0.5))

@@ -1,0 +1,183 @@
+"""A pruned folder in use: loaded by kept entries, and continued by transformers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.allocated import peak_of
+from support.commands import Axsparse, assert_one_line
+from support.commands import axsparse as axsparse
+from support.hf import hf_logits, saved_model, write_folder
+from support.images import write_safetensors
+from support.runs import VOCABULARY
+
+import axsparse as ax
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING, DataError, MissingInputError
+from axsparse.runtime.files.safetensors import SafetensorsFile
+from axsparse.samo.pruned_weight import PrunedWeight, multiplied_weights
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 44, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "moe_intermediate_size": 24,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+
+
+def folder_of(kind: str, path: Path, sparsity: float = 0.6) -> Path:
+    settings = transformers.AutoConfig.for_model(
+        kind,
+        **{
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": VOCABULARY,
+            "bos_token_id": 1,
+            "eos_token_id": 0,
+            **KINDS[kind],
+        },
+    )
+    model = saved_model(transformers, settings, path)
+    with torch.no_grad():
+        for _, _, weight, _ in multiplied_weights(model):
+            weight[torch.rand_like(weight) < sparsity] = 0
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_and_its_sparse_form_compute_what_transformers_does(
+    kind: str, tmp_path: Path, axsparse: Axsparse
+) -> None:
+    folder = folder_of(kind, tmp_path / "folder")
+    exact = hf_logits(transformers.AutoModelForCausalLM.from_pretrained(folder).eval())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    noise = (hf_logits(theirs.eval()).float() - exact).abs().max()
+    code, screen, _ = axsparse("export", folder, "--to", "sparse", "--out", tmp_path / "sparse")
+    assert code == 0
+    assert screen.endswith(f", of {folder}\n")
+    sparse, dense = (
+        tmp_path / one / f"{name}.safetensors"
+        for one, name in (("sparse", "sparse"), ("folder", "model"))
+    )
+    assert sparse.stat().st_size < 0.45 * dense.stat().st_size
+    first = None
+    for place in (folder, tmp_path / "sparse"):
+        model = ax.load_pruned(place)
+        assert any(isinstance(weight, PrunedWeight) for weight in model.parameters())
+        assert not model.training
+        logits = hf_logits(model)
+        assert (logits.float() - exact).abs().max() <= 1.5 * noise
+        first = logits if first is None else first
+        assert torch.equal(logits, first)
+
+
+def test_the_dense_model_is_never_in_memory(tmp_path: Path) -> None:
+    settings = transformers.AutoConfig.for_model(
+        "llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=8, vocab_size=64
+    )
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _, _, weight, _ in multiplied_weights(model):
+            weight[torch.rand_like(weight) < 0.9] = 0
+    model.save_pretrained(tmp_path)
+    dense = sum(one.nbytes for one in model.parameters())
+    ax.load_pruned(tmp_path)  # what is loaded once for all
+    peak = peak_of(lambda: ax.load_pruned(tmp_path))
+    assert peak < 0.75 * dense
+
+
+def test_what_is_wrong_with_a_folder_is_told(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path / "folder")
+    with pytest.raises(MissingInputError, match=r"has no config.json; name a folder"):
+        ax.load_pruned(tmp_path)
+    whole = SafetensorsFile(folder / "model.safetensors")
+    weights = {name: whole.read(name) for name in whole.shapes}
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def changed(**changes: Any) -> Path:
+        there = {**weights, **changes}
+        write_safetensors(
+            folder / "model.safetensors",
+            {key: one for key, one in there.items() if one is not None},
+        )
+        return folder
+
+    with pytest.raises(DataError, match=rf"lacks '{name}'; get all of its files anew"):
+        ax.load_pruned(changed(**{name: None}))
+    with pytest.raises(DataError, match=r"is \(3, 4\), and config.json asks for \(44, 32\)"):
+        ax.load_pruned(changed(**{name: torch.ones(3, 4)}))
+    with pytest.raises(DataError, match="is not finite"):
+        ax.load_pruned(changed(**{name: torch.full((44, 32), torch.nan)}))
+    with pytest.warns(UserWarning, match="the model stays dense"):
+        ax.load_pruned(changed(**{key: one + 1 for key, one in weights.items()}))
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("talking") / "folder"
+    write_folder(folder)
+    whole = SafetensorsFile(folder / "model.safetensors")
+    weights = {name: whole.read(name) for name in whole.shapes}
+    for name, one in weights.items():
+        if one.dim() == 2 and "embed" not in name:
+            one[torch.rand_like(one) < 0.7] = 0
+    write_safetensors(folder / "model.safetensors", weights)
+    return folder
+
+
+def test_generate_prints_the_text_and_how_fast_it_came(talking: Path, axsparse: Axsparse) -> None:
+    code, screen, _ = axsparse("generate", talking, "--prompt", "a b c", "--tokens", 6, "--compare")
+    assert code == 0
+    text, speed, dense_text, dense_speed = screen.splitlines()
+    assert text == dense_text
+    assert text.startswith("a b c")
+    assert speed.split()[:2] == ["6", "tokens,"]
+    held, dense = (float(line.split("weights ")[1].split()[0]) for line in (speed, dense_speed))
+    assert held < dense
+    again = axsparse("generate", talking, "--prompt", "a b c", "--tokens", 6)
+    assert again[1].splitlines()[0] == text
+    drawn = [
+        axsparse("generate", talking, "--prompt", "a", "--top-k", 20, "--seed", seed, "--tokens", 6)
+        for seed in (1, 1, 2)
+    ]
+    texts = [screen.splitlines()[0] for _, screen, _ in drawn]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prompt", " ".join("a" * 12)], "has 12 tokens, and the model has room for 12; shorten"),
+        (["--prompt", "a", "--step", "2"], "is a folder, and has no steps; leave it out"),
+    ],
+)
+def test_what_cannot_be_generated_is_one_line(
+    options: list[str], said: str, talking: Path, axsparse: Axsparse
+) -> None:
+    assert_one_line(axsparse("generate", talking, *options), EXIT_CONFIG, said)
+
+
+def test_folders_that_are_damaged_end_in_one_line(
+    talking: Path, tmp_path: Path, axsparse: Axsparse
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(talking, folder)
+    (folder / "tokenizer.json").unlink()
+    ended = axsparse("generate", folder, "--prompt", "a")
+    assert_one_line(ended, EXIT_MISSING, "transformers finds no tokenizer there")
+    ended = axsparse("export", folder, "--to", "sparse", "--out", tmp_path / "s", "--trained")
+    assert_one_line(ended, EXIT_CONFIG, "a folder has no checkpoints; leave them out")
