@@ -106,7 +106,7 @@ def _one(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     say("")
     say(
         f"{done.tokens} tokens, {done.tokens_per_second:.1f} tokens/s, weights "
-        f"{format_bytes(done.held_bytes)} ({format_bytes(done.dense_bytes)} dense)"
+        f"{format_bytes(done.weight_bytes)} ({format_bytes(done.dense_bytes)} dense)"
     )
 
 

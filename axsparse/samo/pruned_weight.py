@@ -57,7 +57,7 @@ class PrunedWeight(Tensor):
         return cls(matrices, dense.shape, dense.dtype, is_transposed)
 
     @property
-    def held_bytes(self) -> int:
+    def compressed_bytes(self) -> int:
         """Bytes in memory."""
         return sum(matrix.nbytes for matrix in self.matrices)
 
@@ -73,7 +73,8 @@ class PrunedWeight(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = self.matrices[0].encoding if self.matrices else "mask"
-        return f"PrunedWeight({tuple(self.shape)}, {self.dtype}, {kind}, {self.held_bytes} bytes)"
+        size = f"{self.compressed_bytes} bytes"
+        return f"PrunedWeight({tuple(self.shape)}, {self.dtype}, {kind}, {size})"
 
     def _like(self, dtype: torch.dtype) -> PrunedWeight:
         return PrunedWeight(self.matrices, self.shape, dtype, self.is_transposed)

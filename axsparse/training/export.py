@@ -4,8 +4,8 @@
     sparse  the same folder with sparse.safetensors: kept entries in bf16 and one bit an entry
     torch   a safetensors file of dense tensors by global name
 
-`from_pretrained` loads the folder of `hf`, `load_pruned` that of `sparse`. Both have the files of a
-tokenizer: copies of the files next to the weights of `model.from`, or else files made from the
+`from_pretrained` loads the folder of `hf`, `load_pruned` the other one. Both have the files of
+a tokenizer: copies of the files next to the weights of `model.from`, or else files made from the
 tokenizer of the data. `axsparse.models.zoo.gpt2_files` knows the names and shapes of GPT-2; a model
 of transformers has its own.
 

@@ -80,7 +80,10 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
     missing = [name for name, one in causal.named_parameters() if one.is_meta]
     missing += [slot.name for slot in slots(causal) if slot.tensor.is_meta]
     if missing:
-        raise DataError(f"{opened.path}: lacks {missing[0]!r}; get all of its files anew")
+        raise DataError(
+            f"{opened.path}: lacks {missing[0]!r}, which {CONFIG_FILE} asks for; get all of "
+            "its files anew"
+        )
     causal.config.dtype = torch.bfloat16
     if (folder / GENERATION_FILE).is_file():
         causal.generation_config = type(causal.generation_config).from_pretrained(str(folder))
@@ -129,7 +132,7 @@ class Continuation:
     tokens: int
     tokens_per_second: float
     """Of those after the first, which takes the prompt."""
-    held_bytes: int
+    weight_bytes: int
     """Bytes of the model's weights."""
     dense_bytes: int
     """Bytes of the same weights in bf16, dense."""
@@ -195,6 +198,8 @@ def continued(
     return Continuation(
         made,
         (len(times) - 2) / seconds if seconds else 0.0,
-        sum(one.held_bytes if isinstance(one, PrunedWeight) else one.nbytes for one in weights),
+        sum(
+            one.compressed_bytes if isinstance(one, PrunedWeight) else one.nbytes for one in weights
+        ),
         sum(2 * one.numel() for one in weights),
     )

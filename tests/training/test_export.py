@@ -267,9 +267,9 @@ def test_another_ending_and_a_damaged_checkpoint_are_refused(run: Path, tmp_path
     assert rejected(ConfigError, newest(run), "torch", tmp_path / "out.pt") == (
         f"--out: '{tmp_path}/out.pt' does not end in .safetensors; add that"
     )
-    form: Any = "sparse"
+    form: Any = "onnx"
     assert rejected(ConfigError, newest(run), form, tmp_path / "out.safetensors") == (
-        "export: 'sparse' is no form; choose one of hf, torch"
+        "export: 'onnx' is no form; choose one of hf, sparse, torch"
     )
     file = newest(run).path / "0002-block1.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xaa")

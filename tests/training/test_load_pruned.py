@@ -116,12 +116,22 @@ def test_what_is_wrong_with_a_folder_is_told(tmp_path: Path) -> None:
         )
         return folder
 
-    with pytest.raises(DataError, match=rf"lacks '{name}'; get all of its files anew"):
-        ax.load_pruned(changed(**{name: None}))
-    with pytest.raises(DataError, match=r"is \(3, 4\), and config.json asks for \(44, 32\)"):
-        ax.load_pruned(changed(**{name: torch.ones(3, 4)}))
-    with pytest.raises(DataError, match="is not finite"):
-        ax.load_pruned(changed(**{name: torch.full((44, 32), torch.nan)}))
+    for value, said in (
+        (
+            None,
+            "lacks 'model.layers.0.mlp.up_proj.weight', which config.json asks for; get all "
+            "of its files anew",
+        ),
+        (
+            torch.ones(3, 4),
+            "'model.layers.0.mlp.up_proj.weight' is (3, 4), and config.json asks for (44, 32); get "
+            "both of one model",
+        ),
+        (torch.full((44, 32), torch.nan), "is not finite: it has NaN or infinities; get it anew"),
+    ):
+        with pytest.raises(DataError) as told:
+            ax.load_pruned(changed(**{name: value}))
+        assert str(told.value).endswith(said)
     with pytest.warns(UserWarning, match="the model stays dense"):
         ax.load_pruned(changed(**{key: one + 1 for key, one in weights.items()}))
 

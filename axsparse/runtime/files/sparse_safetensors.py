@@ -93,7 +93,7 @@ Stored = tuple[TensorHeader, Callable[[], Tensor]]
 
 
 def sparse_tensors(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """What a file stores of tensors, in bf16: of each that is smaller so, its parts.
+    """The stored form of tensors, in bf16: the parts of each one that is smaller as its parts.
 
     Each tensor is read once now, and each of its parts reads it again.
     """

@@ -69,13 +69,13 @@ def int32_at(_: Any, address: Any, entry: Any) -> Any:
     """An entry of an array of int32."""
 
     def call(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
-        number = builder.load(_place(builder, arguments[0], arguments[1], 4, INT32), align=4)
+        number = builder.load(_address_of(builder, arguments[0], arguments[1], 4, INT32), align=4)
         return builder.sext(number, INT64)
 
     return types.int64(address, entry), call
 
 
-def _place(builder: Any, address: Any, entry: Any, nbytes: int, kind: Any) -> Any:
+def _address_of(builder: Any, address: Any, entry: Any, nbytes: int, kind: Any) -> Any:
     """Where a vector or a number begins: at an entry, of `nbytes` each, of an array."""
     begin = builder.add(address, builder.mul(entry, INT64(nbytes)))
     return builder.inttoptr(begin, kind.as_pointer())
@@ -169,6 +169,7 @@ def _has(*needed: str) -> bool:
     return {f"+{each}" for each in needed} <= set(listed.split(","))
 
 
+# Reason: one loop in instructions, which are emitted in their order.
 def _masked_row(tokens: int) -> Any:
     """A function for the products of one row with `tokens` tokens."""
     spread: Callable[..., Any]
@@ -203,12 +204,12 @@ def _masked_row(tokens: int) -> Any:
             builder.store(at, number)
             width = builder.mul(words, INT64(WORD))
             with for_range(builder, words) as loop:
-                word = builder.load(_place(builder, bits, loop.index, 8, INT64))
+                word = builder.load(_address_of(builder, bits, loop.index, 8, INT64))
                 before = builder.load(number)
 
                 def read(further: Any, kind: Any) -> Any:
                     entry = builder.add(before, further)
-                    return builder.load(_place(builder, values, entry, 2, kind), align=2)
+                    return builder.load(_address_of(builder, values, entry, 2, kind), align=2)
 
                 weights, kept = spread(builder, word, read, controls)
                 builder.store(builder.add(before, kept), number)
@@ -217,7 +218,7 @@ def _masked_row(tokens: int) -> Any:
                     column = builder.add(begin, INT64(lanes * group))
                     for token, chains in enumerate(sums):
                         entry = builder.add(column, builder.mul(width, INT64(token)))
-                        factor = builder.load(_place(builder, x, entry, 4, vector), align=4)
+                        factor = builder.load(_address_of(builder, x, entry, 4, vector), align=4)
                         total = chains[group % CHAINS]
                         added = _multiply_add(builder, weight, factor, builder.load(total))
                         builder.store(added, total)
@@ -226,7 +227,7 @@ def _masked_row(tokens: int) -> Any:
                 if lanes > 1:
                     result = _added(builder, result)
                 entry = builder.mul(apart, INT64(token))
-                builder.store(result, _place(builder, out, entry, 4, FLOAT))
+                builder.store(result, _address_of(builder, out, entry, 4, FLOAT))
             return context.get_dummy_value()
 
         return types.void(x, bits, words, values, at, out, apart, tab), call
@@ -295,11 +296,11 @@ def _listed_row(lanes: int) -> Any:
                 column = builder.load(last)
                 for number, total in enumerate(sums):
                     entry = builder.add(begin, INT64(number))
-                    step = builder.load(_place(builder, steps, entry, 1, INT8))
+                    step = builder.load(_address_of(builder, steps, entry, 1, INT8))
                     column = builder.add(column, builder.zext(step, INT64))
-                    bits = builder.load(_place(builder, values, entry, 2, INT16), align=2)
+                    bits = builder.load(_address_of(builder, values, entry, 2, INT16), align=2)
                     weight = _fp32(builder, bits)
-                    where = _place(builder, x, column, 4 * lanes, vector)
+                    where = _address_of(builder, x, column, 4 * lanes, vector)
                     factor = builder.load(where, align=4)
                     if lanes > 1:
                         weight = alike(builder, weight, lanes)
