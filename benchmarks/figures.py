@@ -27,9 +27,6 @@ class Figure:
 
     values: tuple[float, ...]
     unit: str
-    more_is_better: bool = False
-    is_exact: bool = False
-    """Whether every difference counts, as for bytes that are counted."""
 
     @property
     def median(self) -> float:
@@ -49,8 +46,6 @@ class Figure:
             "unit": self.unit,
             "median": rounded(self.median),
             "quartiles": [rounded(low), rounded(high)],
-            "more_is_better": self.more_is_better,
-            "is_exact": self.is_exact,
         }
 
 
@@ -60,21 +55,17 @@ def rounded(value: float) -> float:
 
 
 def compare(new: Mapping[str, Any], old: Mapping[str, Any]) -> StepResult:
-    """The verdict on a new figure, both as `Figure.row` gives them.
+    """The verdict on a new figure, of which less is better, both as `Figure.row` gives them.
 
-    Unless it is exact, it differs only if the two ranges of quartiles do not overlap and the
-    medians differ by `LEAST_CHANGE`.
+    It differs only if the two ranges of quartiles do not overlap and the medians differ by
+    `LEAST_CHANGE`.
     """
     change = new["median"] - old["median"]
-    if new["is_exact"]:
-        differs = change != 0
-    else:
-        (new_low, new_high), (old_low, old_high) = new["quartiles"], old["quartiles"]
-        is_apart = new_low > old_high or new_high < old_low
-        differs = is_apart and abs(change) > LEAST_CHANGE * abs(old["median"])
-    if not differs:
+    (new_low, new_high), (old_low, old_high) = new["quartiles"], old["quartiles"]
+    is_apart = new_low > old_high or new_high < old_low
+    if not is_apart or abs(change) <= LEAST_CHANGE * abs(old["median"]):
         return "same"
-    return "better" if (change > 0) == new["more_is_better"] else "worse"
+    return "worse" if change > 0 else "better"
 
 
 def comparison_lines(
@@ -97,11 +88,11 @@ def comparison_lines(
     return lines
 
 
-def figure(unit: str, values: Sequence[float], **more: bool) -> Figure:
+def figure(unit: str, values: Sequence[float]) -> Figure:
     """A figure of these readings; raises ValueError if there are none."""
     if not values:
         raise ValueError("a figure needs at least one reading")
-    return Figure(tuple(values), unit, **more)
+    return Figure(tuple(values), unit)
 
 
 def shuffled(names: Iterable[str], seed: int) -> list[str]:

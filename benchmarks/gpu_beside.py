@@ -1,6 +1,6 @@
 """GPT-3 2.7B on one GPU next to plain torch and FSDP2, in turn: tokens a second and memory.
 
-    python benchmarks/gpu_beside.py [--seconds 280] [--only NAME:SIZE …] [--save FILE]
+    python benchmarks/gpu_beside.py [--seconds 280] [--save FILE]
     python benchmarks/gpu_beside.py --table benchmarks/results/gpu_check-nvidia-h200.json
 
 Every run trains the same model on the same samples, `BATCH` a step, by microbatches of 1, 4 or 8:
@@ -31,8 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from gpu_plan import Training, planned
 from gpu_report import EXIT_NO_DEVICE, Report, Row, judged, spread, table
-from gpu_train import RankCoords, probe_apart, pruned
-from gpu_turns import Worker, WorkerFailedError
+from gpu_train import RankCoords, Worker, WorkerFailedError, probe_apart, pruned
 
 HERE = Path(__file__).parent
 CONFIG = "gpt3_2.7b.yaml"
@@ -119,18 +118,13 @@ def theirs(run: Run, sizes: Sequence[int], place: RankCoords) -> dict[str, Any]:
     return {size: found[size] for size in found if size.isdigit()}
 
 
-def measure(place: RankCoords, report: Report, only: Sequence[str] | None = None) -> list[Row]:
+def measure(place: RankCoords, report: Report) -> list[Row]:
     """Run what the report lacks, and save after each run; returns the rows of all."""
     part = "beside"
     found: dict[str, dict[str, Any]] = report.details.get(part) or {}
     skipped: list[Row] = []
     for run in RUNS:
-        lacking = [
-            size
-            for size in run.sizes
-            if str(size) not in found.get(run.name, {})
-            and (only is None or f"{run.name}:{size}" in only)
-        ]
+        lacking = [size for size in run.sizes if str(size) not in found.get(run.name, {})]
         if not lacking:
             continue
         if place.left < 20:
@@ -224,9 +218,6 @@ def model_flops() -> float:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=280.0, help="for all runs together")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME:SIZE", help="these, such as 'dense, FSDP2:4'"
-    )
     parser.add_argument("--save", type=Path, help="add to this JSON, and leave out what it has")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print its table for the pages")
     arguments = parser.parse_args(words)
@@ -243,7 +234,7 @@ def main(words: Sequence[str] | None = None) -> int:
     device = probe_apart()
     report = Report.opened(arguments.save, {"device": device.name, "torch": torch.__version__})
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(RankCoords(device, Path(folder), ends), report, arguments.only)
+        rows = measure(RankCoords(device, Path(folder), ends), report)
     report.put("beside", rows, report.details.get("beside"))
     print("\n".join(table(rows)), flush=True)
     return 0

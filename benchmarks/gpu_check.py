@@ -7,8 +7,7 @@
 
     step         a training of one rank on the GPU against the same one on the CPU; doctor
     kernels      the kernels' contract
-    bandwidth    the kernels' share of the copy's bandwidth; unfused torch in turn; the paper's
-                 Figure 1
+    bandwidth    the kernels' share of the copy's bandwidth; unfused torch in turn
     beside       GPT-3 2.7B next to plain torch and FSDP2, in turn (`gpu_beside.py`)
     speed        GPT-3 2.7B with microbatches of 1 and 4: steps, part of the matrix peak, memory,
                  a profile
@@ -237,16 +236,9 @@ def kernels(around: Around) -> Found:
 
 def bandwidth(around: Around) -> Found:
     part = "bandwidth"
-    problem, shares = around.script("gpu_kernels", "--machine", str(around.seen["device"]))
+    problem, shares = around.script("gpu_kernels")
     rows = [Row(part, "gpu_kernels", "fail", problem)] if problem else bandwidths(part, shares)
-    figure: Any = None
-    if around.left < EXPECTED_SECONDS:
-        rows.append(Row(part, "fig1_fc_layer", "skip", "no time left"))
-    else:
-        words = ("--device", "cuda", "--machine", str(around.seen["device"]))
-        problem, figure = around.script("fig1_fc_layer", *words)
-        rows += [Row(part, "fig1_fc_layer", "fail", problem)] if problem else figure1(part, figure)
-    return rows, {"gpu_kernels": shares, "fig1_fc_layer": figure}
+    return rows, {"gpu_kernels": shares}
 
 
 def bandwidths(part: str, shares: Mapping[str, Any]) -> list[Row]:
@@ -270,22 +262,6 @@ def bandwidths(part: str, shares: Mapping[str, Any]) -> list[Row]:
         times = medians[f"{name}, torch"] / medians[fused]
         said = f"{times:.2f} times as fast"
         rows.append(judged(part, f"{fused}, against torch", said, "> 1", good=times > 1))
-    return rows
-
-
-def figure1(part: str, figure: Mapping[str, Any]) -> list[Row]:
-    """The best sparse kernel of each case against the dense one; nothing is asked of them."""
-    rows = []
-    for title, found in figure.items():
-        ratios = {
-            name: row["ratio"][1]
-            for name, row in found.items()
-            if name != "dense" and isinstance(row, dict) and "ratio" in row
-        }
-        if ratios and "4096" in title:
-            best = min(ratios, key=lambda name: ratios[name])
-            said = f"{best}: {ratios[best]:.3g} times the dense one's"
-            rows.append(Row(part, f"Figure 1, {title}", "info", said))
     return rows
 
 

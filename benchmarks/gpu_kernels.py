@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import random
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TypeAlias, get_args
 
 import torch
+from gpu_report import EXIT_NO_DEVICE, quartiles
 from torch import Tensor
 
 from axsparse.samo.cuda import kernels
@@ -34,7 +34,6 @@ from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import MASTER_BYTES, MOMENT_BYTES, IndexKind, index_bytes
 
-EXIT_NO_DEVICE = 69
 SECTOR = 32
 """Bytes that a GPU's memory moves at least."""
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 2
@@ -182,10 +181,6 @@ def summary(
     }
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.4g}") for value in statistics.quantiles(values, n=4)]
-
-
 def show(rows: dict[str, dict[str, object]]) -> None:
     print(f"{'':28} {'ms':>24} {'bytes':>7} {'share of copy':>24}")
     for name, row in rows.items():
@@ -200,7 +195,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--numel", type=int, default=2**28, help="entries of the tensor")
     parser.add_argument("--density", type=float, default=0.1, help="of them, kept")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--machine", default="unnamed", help="how the result calls it")
     parser.add_argument("--save", type=Path, help="write JSON here")
     arguments = parser.parse_args(words)
     if not 0 < arguments.density < 1:
@@ -221,7 +215,6 @@ def main(words: Sequence[str] | None = None) -> None:
     show(rows)
     if arguments.save:
         host = {
-            "machine": arguments.machine,
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "numel": arguments.numel,

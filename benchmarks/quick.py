@@ -3,8 +3,8 @@
     make bench                       # or: python benchmarks/quick.py [--only NAME ...]
     make bench ARGS=--save           # also writes the file that is to be committed
 
-Compares with benchmarks/results/quick-<kind of machine>.json as it is in the last commit: the
-kind is processor, cores and version of torch. A figure is better or worse only beyond the
+Compares with benchmarks/results/quick-<kind of machine>.json: the kind is processor, cores and
+version of torch. A figure is better or worse only beyond the
 spread of both (`figures.py`). Times are of CPU, or ratios of things measured in turn, wherever
 that says the same, since others may use the machine. Ends with 1 if a measurement failed.
 """
@@ -63,38 +63,6 @@ def planner() -> Figures:
 # -- in one process ---------------------------------------------------------------------------
 
 
-def pipeline() -> Figures:
-    from scheduler_overhead import microseconds
-
-    return {"scheduler, a microbatch and stage": figure("µs of CPU", microseconds())}
-
-
-def data() -> Figures:
-    """Milliseconds of CPU to draw and read the batch of a step."""
-    import numpy as np
-
-    from axsparse.data.batches import Batches
-    from axsparse.data.dataset import TokenDataset
-
-    tokens = np.zeros(64 * 2**20, dtype=np.uint16)
-    dataset = TokenDataset("zeros", "0", 2**16, tokens, 1024)
-    batches = Batches(
-        dataset,
-        num_samples=len(dataset),
-        global_batch_size=128,
-        microbatch_size=1,
-        replica=0,
-        g_data=1,
-        seed=1,
-    )
-    taken = []
-    for step in range(60):
-        began = time.process_time()
-        batches.training(step)
-        taken.append(1e3 * (time.process_time() - began))
-    return {"batch of 128 sequences of 1,024 tokens": figure("ms of CPU", taken[10:])}
-
-
 def pruning() -> Figures:
     """Milliseconds of CPU to choose a tenth of the entries of a matrix by magnitude."""
     import torch
@@ -148,62 +116,6 @@ def encodings() -> Figures:
     return found
 
 
-def accumulation() -> Figures:
-    """Error of gradients of a small GPT on Python's own library, added in bf16 over 8 microbatches.
-
-    The norm of the half minus the fp32 sums, over the norm of the fp32 sums.
-    """
-    import numpy as np
-    import torch
-    from small_gpt import config_of, trainer_of
-
-    from axsparse.data.dataset import TokenDataset
-
-    torch.set_num_threads(1)
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    library = np.frombuffer(b"".join(file.read_bytes() for file in files), dtype=np.uint8)
-    data = TokenDataset("library", "0", 256, library, 64)
-    sums = []
-    for gradient in ("half", "fp32"):
-        config = config_of(
-            *(2, 128, 64, 256),
-            heads=4,
-            microbatches=8,
-            pruning={"sparsity": 0.9},
-            samo={"gradient": gradient},
-            seed=1,
-        )
-        trainer = trainer_of(config, data)
-        trainer.step()
-        trainer.close()
-        sums.append(torch.cat([layer.state.gradient.double() for layer in trainer.parts.layers]))
-    half, full = sums
-    error = float((half - full).norm() / full.norm())
-    return {"error of bf16 sums of 8 gradients": figure("%", [100 * error])}
-
-
-def update() -> Figures:
-    """AdamW's update over a loop that moves the same bytes."""
-    from update_time import CASES, measure, over_bytes
-
-    return {f"update, {name}": over_bytes(measure(name, rounds=9)) for name in CASES}
-
-
-def product() -> Figures:
-    """A layer's products by kept entries over dense ones; nothing where a CPU has no code for
-    them."""
-    from sparse_products import contenders, measure, over_dense
-
-    from axsparse.samo.host.compiled_loops import has_bf16_loops
-
-    if not has_bf16_loops():
-        return {}
-    pairs = contenders(2048, 512, 256, 0.1)
-    return {
-        f"{name}, a tenth kept": over_dense(measure(product)) for name, product in pairs.items()
-    }
-
-
 def step() -> Figures:
     """A training step of one block in one process, SAMO and dense in turn."""
     import torch
@@ -229,7 +141,7 @@ def step() -> Figures:
 def checkpoints() -> Figures:
     """Writing a checkpoint at once, over writing and syncing as many bytes."""
     import torch
-    from small_gpt import config_of, trainer_of
+    from step_time import config_of, trainer_of
 
     torch.set_num_threads(1)
     ratios = []
@@ -256,32 +168,30 @@ def checkpoints() -> Figures:
 # -- on several ranks -------------------------------------------------------------------------
 
 
-def _on_ranks(script: str, flag: str, *arguments: str) -> dict[str, Any]:
-    """The result of one of the benchmarks on two ranks."""
+def _on_ranks(*arguments: str) -> dict[str, Any]:
+    """The result of one of the benchmarks of `on_ranks.py` on two ranks."""
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
-    with tempfile.TemporaryDirectory(prefix="axsparse-bench-") as folder:
-        result = Path(folder) / "result.json"
-        command = [mpirun, "-n", "2", sys.executable, str(FOLDER / script), flag, str(result)]
-        subprocess.run([*command, *arguments], check=True, capture_output=True)  # noqa: S603
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-        return found
+    command = [mpirun, "-n", "2", sys.executable, str(FOLDER / "on_ranks.py"), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True)  # noqa: S603
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def replicas() -> Figures:
-    found = _on_ranks("on_ranks.py", "--save", "sums")
+    found = _on_ranks("sums")
     return {"sum of 17 MB over 2 replicas": figure("× MPI", found["to_mpi_allreduce"])}
 
 
 def bubble() -> Figures:
-    found = _on_ranks("on_ranks.py", "--save", "bubble", "--rounds", "6")
+    found = _on_ranks("bubble", "--rounds", "6")
     return {"bubble of 2 stages, 16 microbatches": figure("ms", found["bubble_ms"])}
 
 
 LAYERS: Mapping[str, Callable[[], Figures]] = {
     found.__name__: found
     for found in (
-        *(commands, planner, pipeline, data, pruning, encodings, accumulation, update),
-        *(product, step, checkpoints, replicas, bubble),
+        *(commands, planner, pruning, encodings),
+        *(step, checkpoints, replicas, bubble),
     )
 }
 """Measurements by name, in the order in which they are taken."""
@@ -305,23 +215,6 @@ def measure(name: str) -> dict[str, Any]:
     return found
 
 
-def committed(path: Path) -> dict[str, Any] | None:
-    """The result in the last commit; without git or a repository, that on the disk; else None."""
-    git = shutil.which("git")
-    place = f"HEAD:./{path.name}"
-    if git is not None:
-        shown = subprocess.run(  # noqa: S603
-            [git, "show", place], cwd=path.parent, capture_output=True, text=True, check=False
-        )
-        if shown.returncode == 0:
-            found: dict[str, Any] = json.loads(shown.stdout)
-            return found
-    if path.exists():
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return kept
-    return None
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", choices=LAYERS, default=list(LAYERS))
@@ -334,7 +227,7 @@ def main() -> int:
         return 0
     machine = host_machine()
     path = RESULTS / f"quick-{kind_of(machine)}.json"
-    before = committed(path)
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     old: dict[str, Any] = before["figures"] if before else {}
     new: dict[str, Any] = {}
     failed = False
@@ -350,7 +243,7 @@ def main() -> int:
         lines = comparison_lines(rows, {one: old[one] for one in rows if one in old})
         print("\n".join(lines), f"  ({time.monotonic() - began:.0f} s)", flush=True)
     if not before:
-        print(f"nothing to compare with: no results/{path.name} is committed; --save writes it")
+        print(f"nothing to compare with: no results/{path.name} is there; --save writes it")
     elif set(arguments.only) == set(LAYERS):
         print("\n".join(comparison_lines({}, {n: row for n, row in old.items() if n not in new})))
     if arguments.save and not failed:

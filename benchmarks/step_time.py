@@ -18,13 +18,23 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
+
+from axsparse.config.model_config import GptConfig, of_family
+from axsparse.config.schema import Config
+from axsparse.data.dataset import Datasets, TokenDataset
+from axsparse.models.zoo.gpt import gpt
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.job import Job
+from axsparse.runtime.local.local_transport import LocalTransport
+from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.training.trainer import Trainer, build
+
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from figures import shuffled
-from small_gpt import config_of, trainer_of
 
 from axsparse.observe.phases import Phases
-from axsparse.training.trainer import Trainer
 
 HIDDEN, TOKENS, MICROBATCHES = 1024, 1024, 8
 DENSE = "dense"
@@ -69,3 +79,47 @@ def run(layers: int, rounds: int) -> dict[str, Row]:
     for trainer in trainers.values():
         trainer.close()
     return rows
+
+
+def config_of(layers: int, hidden: int, tokens: int, **sections: object) -> Config:
+    """Settings of a GPT in bf16 whose microbatches are one sequence, without evaluations.
+
+    `microbatches` may be among the sections; complete sections take the place of these.
+    """
+    return Config.model_validate(
+        {
+            "model": {
+                "num_layers": layers,
+                "hidden_size": hidden,
+                "num_heads": max(1, hidden // 64),
+                "sequence_length": tokens,
+                "vocab_size": 512,
+            },
+            "batch": {
+                "global_batch_size": sections.pop("microbatches", 2),
+                "microbatch_size": 1,
+            },
+            "precision": "bf16",
+            "pruning": {"sparsity": 0.9, "method": "random"},
+            "train": {"steps": 10**6, "eval_every": 0, "eval_steps": 0, "peak_flops": 1e9},
+            **sections,
+        }
+    )
+
+
+def trainer_of(config: Config, *, quiet: bool = True) -> Trainer:
+    """A trainer on one rank; a quiet one has no run directory."""
+    settings = of_family(config.model, GptConfig)
+    generator = torch.Generator().manual_seed(1)
+    words, tokens = settings.vocab_size, settings.sequence_length
+    drawn = torch.randint(words, (64 * tokens + 1,), generator=generator).numpy()
+    data = TokenDataset("random", "0", words, drawn.astype("uint16"), tokens)
+    datasets = Datasets(data, None)
+    return build(
+        Job(LocalTransport(LocalWorld(1), 0)),
+        gpt(settings, settings.sequence_length),
+        lambda: datasets,
+        config.with_origins("benchmarks", {}),
+        grid=Grid(1, 1),
+        quiet=quiet,
+    )

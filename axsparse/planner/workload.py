@@ -99,9 +99,7 @@ class Workload(Protocol):
     cluster. The answers never change.
 
     To add a kind of model or a way of training, write a class with these six members; none has to
-    be inherited. `GptFormula` in `benchmarks/published/gpt_formula.py` is a short example. Tests of
-    a workload compare its loads with numbers that were counted by hand: see
-    tests/planner/test_profiled_model.py.
+    be inherited. `GptFormula` in `tests/support/gpt_formula.py` is a short example.
     """
 
     @property

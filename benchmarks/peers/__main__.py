@@ -7,24 +7,123 @@ the same command continues where it was cut off.
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from figures import host_machine
 
-from peers.cap import Settings, measure_cap
 from peers.launch import CHECKOUT, EXTENSIONS
-from peers.measuring import Measuring, RunLog, code_digest
-from peers.report import write_report
-from peers.times import measure_times, speedups, sum_squares, time_rows
+from peers.measuring import (
+    Measuring,
+    RunLog,
+    code_digest,
+    measure_times,
+    speedups,
+    sum_squares,
+    time_rows,
+)
 from peers.workload import SIZES, Case, Precision, cases_for, missing_references
 
-PARTS = ("times", "cap")
+Row = Mapping[str, Any]
+
+
+def write_report(result: Mapping[str, Any], folder: Path, name: str) -> list[Path]:
+    """Write both and return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data, page = (folder / f"{name}{suffix}" for suffix in (".json", ".md"))
+    data.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    page.write_text(markdown(result), encoding="utf-8")
+    return [data, page]
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The result as a page."""
+    machine = result["machine"]
+    lines = [
+        "# axsparse beside its peers",
+        "",
+        "; ".join(f"{name} {value}" for name, value in machine.items()),
+        "",
+        result["note"],
+        "",
+    ]
+    for part in result["times"]:
+        lines += _times(part)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _times(part: Row) -> list[str]:
+    title = f"## {part['size']}, {part['precision']}"
+    head = (
+        f"{part['parameters'] / 1e6:.1f} M parameters, of which SAMO keeps "
+        f"{part['kept'] / part['parameters']:.2f}; {part['rounds']} rounds of {part['steps']} steps"
+    )
+    rows = []
+    for row in part["rows"]:
+        name = _name(row)
+        if "does not count" in row:
+            rows.append([name, row["layout"], f"does not count: {row['does not count']}"])
+            continue
+        rows.append(
+            [
+                name,
+                row["layout"],
+                _text(row["milliseconds"], 0),
+                _text(row["to_plain"]),
+                _text(row["to_dense_peer_of_layout"]),
+                row["losses_agree_to"] or "(none)",
+                f"{row['cpu_seconds_a_step']:.2f}",
+                "/".join(f"{value:.0f}" for value in row["peak_megabytes_above_libraries"]),
+                f"{row['foreign_share']:.0%}",
+            ]
+        )
+    titles = [
+        *("contender", "stages × replicas", "ms a step", "to plain", "to dense peer"),
+        *("digits of losses", "CPU s a step", "peak MB a rank", "others took"),
+    ]
+    faster = [
+        [
+            f"{r['ours']} over {_name({'contender': r['peer'], 'variant': r['setting']})}",
+            r["layout"].replace("x", " × "),
+            _text(r["times_as_fast"]),
+        ]
+        for r in part["speedups"]
+    ]
+    return [
+        *(title, "", head, "", *_table(titles, rows), ""),
+        *_table(["times as fast", "stages × replicas", "ratio"], faster),
+        "",
+    ]
+
+
+def _name(row: Row) -> str:
+    return f"{row['contender']} ({row['variant']})" if row["variant"] else row["contender"]
+
+
+def _text(figure: Row | None, digits: int = 2) -> str:
+    if figure is None:
+        return ""
+    middle, low, high = (f"{figure[name]:.{digits}f}" for name in ("median", "least", "most"))
+    return middle if low == high else f"{middle} [{low}, {high}]"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table in Markdown; short rows are filled up."""
+    full = [[*row, *[""] * (len(titles) - len(row))] for row in rows]
+    return [
+        f"| {' | '.join(titles)} |",
+        f"|{'---|' * len(titles)}",
+        *(f"| {' | '.join(row)} |" for row in full),
+    ]
+
+
 LAYOUTS = ("1x1", "1x2", "2x1", "2x2")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 WORK = CHECKOUT / ".bench-peers"
@@ -41,7 +140,6 @@ NOTE = (
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m peers", description=__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "wide"])
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
@@ -53,7 +151,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--quick", action="store_true", help="times of the small size in bf16, most cases"
     )
     parser.add_argument(
-        "--tiny", action="store_true", help="every part on tiny models: does all of it run?"
+        "--tiny", action="store_true", help="everything on tiny models: does all of it run?"
     )
     parser.add_argument("--max-foreign", type=float, default=0.05, metavar="SHARE")
     parser.add_argument("--retries", type=int, default=1, help="if others took more than SHARE")
@@ -75,7 +173,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def choose(arguments: argparse.Namespace) -> argparse.Namespace:
     """The arguments that --quick and --tiny stand for."""
     if arguments.quick:
-        arguments.parts, arguments.sizes, arguments.precisions = ["times"], ["small"], ["bf16"]
+        arguments.sizes, arguments.precisions = ["small"], ["bf16"]
         arguments.rounds, arguments.steps, arguments.warmup = 2, 4, 1
         arguments.retries = 0
         arguments.skip = "|".join(filter(None, [arguments.skip, QUICK_SKIPS]))
@@ -93,76 +191,46 @@ def asked_cases(arguments: argparse.Namespace, precision: Precision) -> list[Cas
     return [case for case in cases if not (skip and re.search(skip, case.key))]
 
 
-class Comparison:
-    """The requested comparison, measured part by part and reported after each."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._asked = arguments
-        self._machine = host_machine()
-        versions = " ".join(f"{name} {value}" for name, value in self._machine.items())
-        self._measuring = Measuring(
-            RunLog(arguments.log, code_digest(versions)),
-            arguments.timeout,
-            arguments.max_foreign,
-            arguments.retries,
+def compare(asked: argparse.Namespace) -> list[Path]:
+    """Measure all that is asked; the report is written anew after each size and precision."""
+    machine = host_machine()
+    log = RunLog(asked.log, code_digest(" ".join(f"{name} {it}" for name, it in machine.items())))
+    measuring = Measuring(log, asked.timeout, asked.max_foreign, asked.retries)
+    parts: list[dict[str, Any]] = []
+    written: list[Path] = []
+    for name, precision in itertools.product(asked.sizes, asked.precisions):
+        size = SIZES[name]
+        found = measure_times(
+            measuring,
+            size,
+            precision,
+            asked_cases(asked, precision),
+            rounds=asked.rounds,
+            steps=asked.steps,
+            warmup=asked.warmup,
         )
-        prefix = "tiny-" if arguments.tiny else ""
-        self._cap = Settings(
-            SIZES[f"{prefix}capped"], "bf16", arguments.rounds, arguments.steps, arguments.skip
+        for case, reason in sum_squares(found).items():
+            print(f"{case.key}: does not count: {reason}", file=sys.stderr)
+        parts.append(
+            {
+                "size": name,
+                "precision": precision,
+                "parameters": size.parameters,
+                "kept": size.kept,
+                "rounds": asked.rounds,
+                "steps": asked.steps,
+                "rows": time_rows(found),
+                "speedups": speedups(found),
+            }
         )
-        self._result: dict[str, Any] = {"machine": self._machine, "note": NOTE}
-
-    def run(self) -> list[Path]:
-        """Everything; the report is written anew after every part."""
-        written: list[Path] = []
-        for part, measure in (
-            ("times", self._times),
-            ("cap", self._capped),
-        ):
-            if part in self._asked.parts:
-                measure()
-                written = write_report(self._result, self._asked.out, self._asked.name)
-        return written
-
-    def _times(self) -> None:
-        asked = self._asked
-        parts: list[dict[str, Any]] = []
-        self._result["times"] = parts
-        for name in asked.sizes:
-            size = SIZES[name]
-            for precision in asked.precisions:
-                found = measure_times(
-                    self._measuring,
-                    size,
-                    precision,
-                    asked_cases(self._asked, precision),
-                    rounds=asked.rounds,
-                    steps=asked.steps,
-                    warmup=asked.warmup,
-                )
-                for case, reason in sum_squares(found).items():
-                    print(f"{case.key}: does not count: {reason}", file=sys.stderr)
-                parts.append(
-                    {
-                        "size": name,
-                        "precision": precision,
-                        "parameters": size.parameters,
-                        "kept": size.kept,
-                        "rounds": asked.rounds,
-                        "steps": asked.steps,
-                        "rows": time_rows(found),
-                        "speedups": speedups(found),
-                    }
-                )
-                write_report(self._result, asked.out, asked.name)
-
-    def _capped(self) -> None:
-        self._result["cap"] = measure_cap(self._measuring, self._cap)
+        result = {"machine": machine, "note": NOTE, "times": parts}
+        written = write_report(result, asked.out, asked.name)
+    return written
 
 
 def main() -> int:
     arguments = choose(parse_arguments())
-    for precision in arguments.precisions if "times" in arguments.parts else ():
+    for precision in arguments.precisions:
         if missing := missing_references(asked_cases(arguments, precision)):
             print(
                 f"peers: error: --skip {arguments.skip!r} leaves out {' and '.join(missing)}, "
@@ -175,7 +243,7 @@ def main() -> int:
     # A comparison that is ended ends what it has started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        written = Comparison(arguments).run()
+        written = compare(arguments)
     except LookupError as error:
         print(f"peers: error: {error.args[0]}; look at the failures above", file=sys.stderr)
         return 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import resource
 import shutil
 import signal
 import statistics
@@ -22,23 +20,11 @@ from typing import Any
 from peers.workload import Run
 
 POLL_SECONDS = 0.05
-STALL_SECONDS = 60.0
-"""Without any CPU time of a peer's ranks after which they count as hung: some libraries lose a
-message where they get no memory, and wait for it. axsparse has a watchdog."""
-STALL_CPU_SECONDS = 2.0
-LOOK_SECONDS = 5.0
 GRACE_SECONDS = 2.0
 """For the other ranks to say what they have to say after one has failed."""
 SHOWN_CHARACTERS = 3000
-MAPPED_FROM = 2**20
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 """Names the folder where torch compiles what DeepSpeed asks for."""
-STACK_BYTES = 2 * 2**20
-NO_MEMORY = re.compile(
-    r"can't allocate memory|cannot allocate memory|MemoryError|bad_alloc|out of memory|"
-    r"can't start new thread|Resource temporarily unavailable|could not create a primitive",
-    re.IGNORECASE,
-)
 BENCHMARKS = Path(__file__).parents[1]
 CHECKOUT = BENCHMARKS.parent
 
@@ -50,23 +36,18 @@ class Failure:
     reason: str
     output: str
 
-    @property
-    def is_memory(self) -> bool:
-        return NO_MEMORY.search(self.output) is not None
-
 
 def launch(run: Run, timeout: float) -> dict[str, Any] | Failure:
     """Run a contender in separate processes; the measures of its ranks, joined."""
     if run.case.framework == "deepspeed":
         forget_locks(Path(os.environ.get(EXTENSIONS, "nowhere")))
-    with _folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="axsparse-peers-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         began = time.monotonic()
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            with _small_stacks() if run.budget else contextlib.nullcontext():
-                processes.extend(_start(run, folder))
-            watched = [] if run.case.framework == "axsparse" else processes
-            reason = _wait(processes, began + timeout, Stall(watched))
+            processes.extend(_start(run, folder))
+            reason = _wait(processes, began + timeout)
             if reason is not None:
                 time.sleep(GRACE_SECONDS)
         finally:
@@ -88,27 +69,7 @@ def forget_locks(extensions: Path) -> None:
         lock.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="axsparse-peers-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _small_stacks() -> Iterator[None]:
-    """Start processes whose threads have stacks of 2 MiB in place of 8, all of which counts."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
-
-
-def _environment(run: Run) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return given | {
         "PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{CHECKOUT}",
@@ -121,7 +82,6 @@ def _environment(run: Run) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        **({"MALLOC_MMAP_THRESHOLD_": str(MAPPED_FROM)} if run.mapped else {}),
     }
 
 
@@ -129,7 +89,7 @@ def _start(run: Run, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """One process for each rank of a peer; ours has one launcher, which starts the ranks."""
     program = [sys.executable, "-m", "peers.rank", run.text(), str(folder)]
     ranks = run.case.ranks
-    environment = _environment(run)
+    environment = _environment()
     if run.case.framework == "axsparse":
         mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
         commands = [[mpirun, "-n", str(ranks), *program]]
@@ -153,44 +113,7 @@ def _start(run: Run, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             )
 
 
-class Stall:
-    """Finds out when processes have used next to no CPU time for `STALL_SECONDS`."""
-
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        self._sessions = {process.pid for process in processes}
-        self._since = self._looked = time.monotonic()
-        self._cpu: dict[int, float] = {}
-
-    def is_there(self) -> bool:
-        now = time.monotonic()
-        if not self._sessions or now - self._looked < LOOK_SECONDS:
-            return False
-        self._looked = now
-        cpu = cpu_seconds(self._sessions)
-        # A compiler that a rank starts works for it.
-        worked = sum(seconds - self._cpu.get(process, 0.0) for process, seconds in cpu.items())
-        if worked > STALL_CPU_SECONDS:
-            self._since, self._cpu = now, cpu
-        return now - self._since > STALL_SECONDS
-
-
-def cpu_seconds(sessions: set[int]) -> dict[int, float]:
-    """CPU seconds of every process that belongs to one of these sessions."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(fields[3]) in sessions:
-            ticks = int(fields[11]) + int(fields[12])
-            found[int(path.parent.name)] = ticks / os.sysconf("SC_CLK_TCK")
-    return found
-
-
-def _wait(
-    processes: Sequence[subprocess.Popen[bytes]], deadline: float, stall: Stall
-) -> str | None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str | None:
     """None once all have ended well, else what went wrong first."""
     while True:
         codes = [process.poll() for process in processes]
@@ -201,8 +124,6 @@ def _wait(
             return None
         if time.monotonic() > deadline:
             return "took longer than its limit"
-        if stall.is_there():
-            return f"hung: no rank computed for {STALL_SECONDS:.0f} s"
         time.sleep(POLL_SECONDS)
 
 

@@ -1,7 +1,7 @@
 """One rank of one contender: python -m peers.rank RUN FOLDER, started by `launch.py`.
 
 The rank trains a tiny model first, so that libraries, machine code and threads are there before
-memory is measured or limited. Then it trains, and writes what it measured to the folder.
+memory is measured. Then it trains, and writes what it measured to the folder.
 """
 
 from __future__ import annotations
@@ -42,13 +42,11 @@ class Record:
     before: int = 0
     """Resident bytes before the model."""
 
-    def start(self, run: Run) -> None:
+    def start(self) -> None:
         """Begin to measure memory."""
         gc.collect()
         self.before = own_bytes("VmRSS")
         forget_peak()
-        if run.budget:
-            limit_private_memory(run.budget)
 
     def end_step(self, losses: Sequence[float]) -> None:
         self.ends.append(time.monotonic())
@@ -66,7 +64,7 @@ class Record:
 def tiny(run: Run) -> Run:
     """The same contender on a model that takes no memory, and is wide enough for compiled loops."""
     size = replace(SIZES["tiny"], microbatches=run.size.microbatches, blocks=run.size.blocks)
-    return replace(run, size=size, warmup=0, steps=1, budget=0)
+    return replace(run, size=size, warmup=0, steps=1)
 
 
 def run_peer(run: Run, folder: Path) -> None:
@@ -86,7 +84,7 @@ def run_peer(run: Run, folder: Path) -> None:
     start(Seat(first, rank, Stream(first.size, 1))).step(0)
     record = Record()
     seat = Seat(run, rank, Stream(run.size, run.all_steps))
-    record.start(run)
+    record.start()
     contender = start(seat)
     for number in range(run.all_steps):
         record.end_step(contender.step(number))
@@ -102,7 +100,7 @@ def run_ours(run: Run, folder: Path) -> None:
     rank = train(tiny(run), folder / "tiny", lambda _: None)
     record = Record()
     digest = Stream(run.size, run.all_steps).digest
-    record.start(run)
+    record.start()
     # Every rank knows the loss; rank 0's counts.
     train(run, folder / "run", lambda loss: record.end_step([] if rank else [loss]))
     record.save(folder / f"rank{rank}.json", tokens=digest)
@@ -126,7 +124,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def own_bytes(field: str) -> int:
-    """A field of /proc/self/status in bytes: VmRSS now, VmHWM at most, VmData reserved."""
+    """A field of /proc/self/status in bytes: VmRSS now, VmHWM at most."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -136,12 +134,6 @@ def own_bytes(field: str) -> int:
 def forget_peak() -> None:
     """Let VmHWM begin anew from what is resident now."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-
-
-def limit_private_memory(budget: int) -> None:
-    """Refuse this process more than `budget` bytes of private memory beyond what it holds."""
-    limit = own_bytes("VmData") + budget
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def own_cpu_seconds() -> float:

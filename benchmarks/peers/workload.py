@@ -81,10 +81,6 @@ SIZES = {
         Size("tiny", blocks=4, width=128, heads=2, tokens=32, vocabulary=256),
         Size("small", blocks=8, width=512, heads=8, tokens=256, vocabulary=8192),
         Size("wide", blocks=4, width=1024, heads=16, tokens=128, vocabulary=8192),
-        # Few tokens and words, so that nearly all memory is state: the cap.
-        Size("capped", blocks=8, width=1024, heads=16, tokens=64, vocabulary=512),
-        # The same parts in seconds.
-        Size("tiny-capped", blocks=8, width=512, heads=8, tokens=32, vocabulary=256),
     )
 }
 
@@ -140,10 +136,6 @@ class Run:
     steps: int
     """Timed ones."""
     warmup: int
-    budget: int = 0
-    """Bytes of private memory that a rank may have beyond what its libraries take; 0: any."""
-    mapped: bool = False
-    """Whether glibc returns freed blocks of 1 MiB and more to the system at once."""
 
     @property
     def all_steps(self) -> int:

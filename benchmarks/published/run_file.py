@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -133,27 +132,20 @@ class RunRow(Section):
         return self.batch.global_ // (self.layout.data * self.batch.micro)
 
 
-class _File(Section):
+class RunFile(Section):
+    """A file of published runs."""
+
+    name: str = ""
+    """The stem of the file."""
     cluster: str = "selene-a100"
+    """A bundled cluster's name, or a cluster file."""
     source: str = ""
+    """Where the figures were published."""
     constants: Mapping[Literal["efficiency", "traffic", "nic_efficiency"], Positive] = Field(
         default_factory=dict
     )
-    rows: Annotated[list[RunRow], Field(min_length=1)]
-
-
-@dataclass(frozen=True)
-class RunFile:
-    """A file of published runs."""
-
-    name: str
-    cluster: str
-    """A bundled cluster's name, or a cluster file."""
-    source: str
-    """Where the figures were published."""
-    constants: Mapping[str, float]
     """Constants that replace the cluster's: fitted to the rows marked `fit`."""
-    rows: Sequence[RunRow]
+    rows: Annotated[list[RunRow], Field(min_length=1)]
 
 
 def bundled_tables() -> list[Path]:
@@ -164,6 +156,4 @@ def bundled_tables() -> list[Path]:
 def load_runs(path: Path) -> RunFile:
     """Read a file of runs; OSError or ValueError for one that cannot be read."""
     given = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)  # noqa: S506 - plain values
-    found = _File.model_validate(given)
-    constants = {str(name): value for name, value in found.constants.items()}
-    return RunFile(path.stem, found.cluster, found.source, constants, found.rows)
+    return RunFile.model_validate(given).model_copy(update={"name": path.stem})

@@ -26,8 +26,7 @@ from axsparse.planner.step_cost import StageSeconds, StepCosts, ring_seconds
 from axsparse.planner.step_simulation import StepRun, joined_step
 from axsparse.planner.workload import value_bytes
 from published.interleaved import simulate_interleaved
-from published.node_placement import NodePlacement
-from published.piece_loads import PieceLoad, pieces, stage_pieces, transformer
+from published.piece_loads import NodePlacement, PieceLoad, pieces, stage_pieces, transformer
 from published.run_file import RunRow
 from published.transformer import Work
 

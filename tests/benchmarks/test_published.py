@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published.__main__ import checked_file, scoreboard
-from published.run_check import Check, choices
+from published.__main__ import Check, checked_file, choices, scoreboard
 from published.run_file import TABLES, RunRow
 from published.run_step import run_costs
 from support.planner_cases import SUMMIT, formula, schedule

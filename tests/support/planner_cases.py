@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from published.gpt_formula import GptFormula
 from support.cases import merged
+from support.gpt_formula import GptFormula
 from support.runs import tiny_config, tiny_gpt
 
 from axsparse.config.load import configure

@@ -55,7 +55,7 @@ class Contender(Protocol):
 
 
 MODULES = {
-    "plain": "peers.contenders.plain",
+    "plain": "peers.contenders.ddp",
     "ddp": "peers.contenders.ddp",
     "fsdp2": "peers.contenders.fsdp2",
     "pipelining": "peers.contenders.pipelining",

@@ -1,7 +1,7 @@
 """DistributedDataParallel over gloo: dense, masked after each step, or with torch.nn.utils.prune.
 
-The variant `silent` leaves out DDP: replicas drift apart, and its time is the least that
-data-parallel training can take.
+One process is plain torch. The variant `silent` leaves out DDP as well: replicas drift apart, and
+its time is the least that data-parallel training can take.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Ddp:
             masks = {}
         model = nn.Sequential(*layers.values())
         self._optimizer = MaskedAdamW(model.parameters(), masks)
-        self._silent = run.case.variant == "silent"
+        silent = run.case.variant == "silent" or run.case.framework == "plain"
         # Gradients are views of the buckets, which spares a copy; buffers are the same on all
         # replicas, and nn.utils.prune's would otherwise be sent in every forward.
         self._model: nn.Module = (
             model
-            if self._silent
+            if silent
             else DistributedDataParallel(
                 model, gradient_as_bucket_view=True, broadcast_buffers=False
             )

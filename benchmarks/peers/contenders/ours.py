@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 import axsparse as ax
 from axsparse.data.order import shuffled
-from axsparse.planner.stage_memory import HOST_OVERHEAD
 from peers.adamw import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
 from peers.gpt import Stream, empty_layer, layer_name, start_values, summed_loss
 from peers.workload import SEED, SPARSITY, Run, Size
@@ -82,8 +80,6 @@ def configuration(run: Run, folder: Path) -> ax.Config:
         "g_data": case.replicas,
         "split": run.size.split(case.stages),
     }
-    if run.budget:
-        layout["memory_per_rank"] = (HOST_OVERHEAD + run.budget) / 1e9
     return ax.configure(
         {
             "batch": {"global_batch_size": run.size.microbatches, "microbatch_size": 1},
@@ -121,9 +117,3 @@ def train(run: Run, folder: Path, on_step: OnStep) -> int:
     trainer = ax.Trainer(model_of(run.size, run.precision), data, configuration(run, folder))
     trainer.train(on_step=lambda _, verdict: on_step(verdict.loss))
     return trainer.rank
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of rank 0 for each step: seconds of the phases, bytes sent, bytes of state."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if "step_seconds" in row]
