@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
-from axsparse.cli.commands import COMMANDS
-from axsparse.cli.parser import CommandParser, reject, run_command, say
+from axsparse.cli.parser import COMMANDS, CommandParser, reject, run_command, say
 from axsparse.runtime.provenance import __version__
 
 

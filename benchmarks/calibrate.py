@@ -27,7 +27,7 @@ import torch
 
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
-from axsparse.config.validate import counted
+from axsparse.config.section import counted
 from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.cluster import Cluster, Kind, Origin, Precision, to_yaml

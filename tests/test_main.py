@@ -13,7 +13,7 @@ from support.mpirun import LONGEST_SECONDS
 
 import axsparse as ax
 from axsparse.__main__ import main
-from axsparse.cli.commands import COMMANDS, all_parsers
+from axsparse.cli.parser import COMMANDS, all_parsers
 
 HELP = """\
 usage: axsparse COMMAND ...

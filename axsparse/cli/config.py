@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from axsparse.cli.parser import CommandParser, add_configuration, integer, say
-from axsparse.config.json_schema import editor_schema
 from axsparse.config.load import configure, setting_to_yaml
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, editor_schema
 from axsparse.config.validate import check_config
 
 SHOW = """\
@@ -95,7 +93,7 @@ def lines(config: Config, decided: Config) -> Iterator[str]:
 
 def _rows(config: Config, decided: Config) -> Iterator[tuple[str, str]]:
     """The YAML of each setting and its origin; the head of a section has none."""
-    before, after = _values(config), _values(decided)
+    before, after = (one.model_dump(mode="json") for one in (config, decided))
     for section, values in after.items():
         if not isinstance(values, Mapping):
             key = {section: (before[section], values)}
@@ -108,7 +106,3 @@ def _rows(config: Config, decided: Config) -> Iterator[tuple[str, str]]:
                 origin = f"auto ({origin})"
             indent, _, leaf = name.rpartition(".")
             yield ("  " if indent else "") + setting_to_yaml(leaf, value), origin
-
-
-def _values(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from axsparse.cli.parser import CommandParser, integer
+from axsparse.cli.parser import CommandParser, integer, share
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request, prepare
 from axsparse.data.tokenizers import SEPARATOR, in_folder
@@ -94,7 +94,7 @@ def _add_validation(arguments: CommandParser) -> None:
     held_out.add_argument(
         "--validation-fraction",
         metavar="F",
-        type=_fraction,
+        type=share,
         default=0.0,
         help="fraction of the documents for the validation part; 0 makes none",
     )
@@ -156,16 +156,6 @@ def _add_reading(add: Callable[..., object]) -> None:
         default=Reading.max_line // MEGABYTE,
         help="megabytes of the longest line that a usable document may have (default %(default)s)",
     )
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no fraction of at least 0 and below 1")
-    return value
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from axsparse.cli.parser import CommandParser, say
-from axsparse.config.validate import counted
+from axsparse.config.section import counted
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
 from axsparse.runtime.process import (

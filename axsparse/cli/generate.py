@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
-from axsparse.cli.parser import CommandParser, add_checkpoint, integer, is_folder, say
+from axsparse.cli.parser import CommandParser, add_checkpoint, decimal, integer, is_folder, say
 from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
@@ -35,8 +34,9 @@ def parser() -> CommandParser:
     add(
         "--temperature",
         metavar="T",
-        type=float,
-        help="draw; below 1 likely tokens become likelier (default 1 with --top-k)",
+        type=decimal("number above 0, such as 0.8", lambda value: value > 0),
+        help="draw; below 1 likely tokens become likelier (default 1 with --top-k; without both, "
+        "the most likely tokens follow)",
     )
     add(
         "--seed",
@@ -112,13 +112,8 @@ def _one(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     """ConfigError for the first argument that cannot be used."""
-    warmth = arguments.temperature
-    if warmth is not None and not (math.isfinite(warmth) and warmth > 0):
-        raise ConfigError(
-            f"--temperature: {warmth} is not above 0; choose 0.8, or leave it out for the most "
-            "likely tokens"
-        )
-    if arguments.seed is not None and warmth is None and arguments.top_k is None:
+    draws = arguments.temperature is not None or arguments.top_k is not None
+    if arguments.seed is not None and not draws:
         raise ConfigError("--seed: nothing is drawn; add --top-k 40 or --temperature 0.8")
     try:
         arguments.prompt.encode()

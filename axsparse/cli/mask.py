@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from axsparse.cli.parser import CommandParser, say
 
 if TYPE_CHECKING:
-    from axsparse.pruning.mask_file import MaskEntry, MaskFile
+    from axsparse.pruning.mask_file import MaskFile
 
 DESCRIPTION = """\
 Say which entries a mask file keeps. FILE is a mask file, or a run that has found a mask:
@@ -43,7 +43,10 @@ def _lines(masks: MaskFile) -> Iterator[str]:
 
     entries = masks.entries
     total = sum(entry.numel for entry in entries.values()), sum(masks.kept.values())
-    rows = [*(_row(name, entry) for name, entry in entries.items()), ("total", "", *total)]
+    rows = [
+        (name, " × ".join(map(str, entry.shape)), entry.numel, entry.kept)
+        for name, entry in entries.items()
+    ]
     yield from table(
         {
             "tensor": name,
@@ -52,9 +55,5 @@ def _lines(masks: MaskFile) -> Iterator[str]:
             "kept": f"{kept:,}",
             "sparsity": f"{100 * (1 - kept / max(numel, 1)):.3f} %",
         }
-        for name, shape, numel, kept in rows
+        for name, shape, numel, kept in (*rows, ("total", "", *total))
     )
-
-
-def _row(name: str, entry: MaskEntry) -> tuple[str, str, int, int]:
-    return name, " × ".join(map(str, entry.shape)), entry.numel, entry.kept

@@ -1,13 +1,16 @@
-"""The base of all commands: the command line, one line for each mistake, one rank that speaks."""
+"""The base of all commands, and their table: one line for each mistake, one rank that speaks."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
@@ -26,6 +29,7 @@ from axsparse.runtime.process import (
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
+
 
 Work = Callable[[argparse.Namespace], None]
 """The function of a command; an AxsparseError ends the process with its exit code and its line."""
@@ -89,6 +93,23 @@ def integer(least: int = 1, most: int = MOST) -> Callable[[str], int]:
         )
 
     return number
+
+
+def decimal(rule: str, passes: Callable[[float], bool]) -> Callable[[str], float]:
+    """The `type` of an option that is a number; `rule` says which numbers pass."""
+
+    def number(text: str) -> float:
+        with suppress(ValueError):
+            value = float(text)
+            if math.isfinite(value) and passes(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no {rule}")
+
+    return number
+
+
+share = decimal("number from 0 to below 1, such as 0.9", lambda value: 0 <= value < 1)
+"""The `type` of an option that is a share of a whole, never all of it."""
 
 
 def step_or_best(text: str) -> int | Literal["best"]:
@@ -225,3 +246,39 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
     if arguments.run_dir is not None:
         overrides.append(f"run_dir={arguments.run_dir}")
     return overrides
+
+
+class Command(NamedTuple):
+    """A command: its module has `parser`, and `main` if all ranks of a launcher carry it out."""
+
+    module: str
+    purpose: str
+
+
+COMMANDS = {
+    "train": Command("axsparse.train", "train what a configuration file describes"),
+    "config": Command("axsparse.cli.config", "show every setting and where it comes from"),
+    "plan": Command("axsparse.cli.plan", "find a layout, its memory and its time, without a GPU"),
+    "report": Command("axsparse.cli.report", "draw runs as a page for a browser"),
+    "compare": Command("axsparse.cli.compare", "say whether two runs are the same, bit by bit"),
+    "data": Command("axsparse.cli.data", "turn text files into tokens"),
+    "mask": Command("axsparse.cli.mask", "say what a mask file holds"),
+    "prune": Command("axsparse.cli.prune", "prune and heal a model, or say what a run would prune"),
+    "checkpoint": Command("axsparse.cli.checkpoint", "look at what a run saved"),
+    "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),
+    "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),
+    "export": Command("axsparse.cli.export", "write what was trained for other libraries"),
+    "submit": Command("axsparse.cli.submit", "fill in a job script for SLURM, LSF, PBS or Flux"),
+    "bundle": Command("axsparse.cli.bundle", "gather wheels for where there is no network"),
+    "doctor": Command("axsparse.cli.doctor", "check whether this machine is fit for training"),
+}
+
+
+def all_parsers() -> dict[str, CommandParser]:
+    """The command line of every command, by the words after `axsparse`; none loads torch."""
+    parsers: dict[str, CommandParser] = {}
+    for word, command in COMMANDS.items():
+        parser = import_module(command.module).parser()
+        under = {f"{word} {name}": subparser for name, subparser in parser.subcommands.items()}
+        parsers.update(under or {word: parser})
+    return parsers

@@ -6,7 +6,6 @@ import argparse
 import atexit
 import gc
 import json
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +15,19 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from axsparse.cli.parser import CommandParser, add_configuration, integer, say
+from axsparse.cli.parser import (
+    CommandParser,
+    add_configuration,
+    decimal,
+    integer,
+    say,
+    share,
+)
 from axsparse.config.hf_config import BUNDLED, CONFIG_FILE, is_gpt2, read_json, reject_other_heads
 from axsparse.config.load import configure, setting_to_yaml
 from axsparse.config.schema import Config, sample_length
-from axsparse.config.validate import check_config, counted
+from axsparse.config.section import counted
+from axsparse.config.validate import check_config
 from axsparse.planner.cluster import DEFAULT_CLUSTER, cluster_text, load_cluster
 from axsparse.runtime.errors import EXIT_CONFIG, ConfigError, MissingInputError, writing
 from axsparse.runtime.process import exit_process, speaks
@@ -125,13 +132,13 @@ def _add_request(add: Callable[..., object]) -> None:
     add(
         "--memory",
         metavar="GB",
-        type=_gigabytes,
+        type=decimal("number of gigabytes above 0, such as 40", lambda value: value > 0),
         help="memory of a device, everything included; short for --set layout.memory_per_rank=GB",
     )
     add(
         "--sparsity",
         metavar="S",
-        type=_share,
+        type=share,
         help="short for --set pruning.sparsity=S; 0 is dense",
     )
     add(
@@ -154,7 +161,9 @@ class PrintCluster(argparse.Action):
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    cluster = load_cluster(arguments.cluster or _default_cluster(arguments))
+    # Who says how much memory a device has means a GPU.
+    usual = DEFAULT_CLUSTER if arguments.memory is None else GPU_CLUSTER
+    cluster = load_cluster(arguments.cluster or usual)
     waiting = _said_after(PATIENCE, "axsparse: reading the model and trying layouts …")
     with waiting, _collecting_less():
         config, notes = _read(arguments)
@@ -184,12 +193,10 @@ def _plan(arguments: argparse.Namespace) -> None:
         source = f"simulated: {last.workload.name} ({last.method}), {devices}"
         trace.write(arguments.trace, spans(last.recommended), source)
     if arguments.html is not None:
-        _write_page(arguments.html, answers, notes)
+        from axsparse.planner.html_page import page
 
-
-def _default_cluster(arguments: argparse.Namespace) -> str:
-    """The cluster where none is named: who says how much memory a device has means a GPU."""
-    return DEFAULT_CLUSTER if arguments.memory is None else GPU_CLUSTER
+        with writing(f"--html {arguments.html}:", "choose another place"):
+            arguments.html.write_text(page(answers, notes), encoding="utf-8")
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Config, list[str]]:
@@ -291,15 +298,11 @@ def _answers(
     from axsparse.planner.what_fits import DoesNotFitError
 
     answers, refusals = [], []
-
-    def ask(number: int, method: Method) -> None:
+    for number, method in product(gpus, methods):
         try:
             answers.append(plans(method, cluster, number))
-        except DoesNotFitError as error:
+        except DoesNotFitError as error:  # noqa: PERF203 - a plan takes seconds
             refusals.append(error.refusal)
-
-    for number, method in product(gpus, methods):
-        ask(number, method)
     return answers, refusals
 
 
@@ -363,34 +366,9 @@ def _print(
     say("\n".join(lines))
 
 
-def _write_page(path: Path, answers: Sequence[Plan], notes: Sequence[str]) -> None:
-    from axsparse.planner.html_page import page
-
-    with writing(f"--html {path}:", "choose another place"):
-        path.write_text(page(answers, notes), encoding="utf-8")
-
-
 def _numbers(text: str) -> list[int]:
     """The whole numbers of at least 1 in a text that separates them by commas."""
     return [*map(integer(), text.split(","))]
-
-
-def _gigabytes(text: str) -> float:
-    return _number(text, "number of gigabytes above 0, such as 40", lambda value: value > 0)
-
-
-def _share(text: str) -> float:
-    return _number(text, "number from 0 to below 1, such as 0.9", lambda value: 0 <= value < 1)
-
-
-def _number(text: str, rule: str, passes: Callable[[float], bool]) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isfinite(value) and passes(value):
-        return value
-    raise argparse.ArgumentTypeError(f"{text[:60]!r} is no {rule}")
 
 
 def _methods(text: str) -> list[Method]:

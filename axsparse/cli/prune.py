@@ -57,8 +57,6 @@ pruning.calibration_samples, data.sequence_length, precision. OUT.run has the to
 """
 DECIDED = (FROM, "data.source", "data.path", "run_dir", "pruning.at_step")
 """The settings that this command makes itself."""
-NEEDED = ("from", "data", "out")
-"""The options that pruning a folder needs."""
 NUMBER = re.compile(r"\d+")
 """The number in the names of a block's tensors, which differs from block to block."""
 
@@ -100,9 +98,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     if arguments.dry_run:
         read.set_defaults(work=_say_what)
         run_command(read, argv)
-    missing = [
-        f"--{name}" for name, given in zip(NEEDED, _given(arguments), strict=True) if not given
-    ]
+    needed = {"--from": arguments.source, "--data": arguments.data, "--out": arguments.out}
+    missing = [option for option, given in needed.items() if not given]
     if missing:
         reject(
             f"prune: {missing[0]} is left out; name it, or add --dry-run to see what a run of a "
@@ -144,10 +141,6 @@ def main(argv: Sequence[str]) -> NoReturn:
         prune_folder(job, order)
 
     run(work)
-
-
-def _given(arguments: argparse.Namespace) -> tuple[object, ...]:
-    return arguments.source, arguments.data, arguments.out
 
 
 def _say_what(arguments: argparse.Namespace) -> None:

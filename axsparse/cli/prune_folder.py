@@ -26,7 +26,6 @@ from torch import Tensor
 from axsparse.cli.parser import say
 from axsparse.cli.prune_order import PRUNED, PruneOrder, goes_by_layers, setting
 from axsparse.cli.prune_page import Facts, page, write_page
-from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.data.preparation import Request, prepare
@@ -73,9 +72,9 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
     lock = together(transport, lambda: order.take() if is_first else None)
     with timings.of("tokens"):
         together(transport, lambda: _prepare(order) if is_first else None)
-    asked = together(transport, lambda: configure(order.config, order.overrides()))
+    asked = together(transport, order.configured)
     order = replace(order, settings=(*order.implied(asked), *order.settings))
-    asked = together(transport, lambda: configure(order.config, order.overrides()))
+    asked = together(transport, order.configured)
     together(transport, lambda: order.adopt(asked) if is_first else None)
     if order.heal == "train" or not goes_by_layers(asked):
         facts = _prune_at_once(job, order, timings)
@@ -103,7 +102,7 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     """Prune and heal one layer at a time, perhaps train adapters, and write the folder."""
     transport = job.transport
     is_first = transport.rank == 0
-    config = together(transport, lambda: configure(order.config, order.overrides(*UNTRAINED)))
+    config = together(transport, partial(order.configured, *UNTRAINED))
     together(transport, partial(check_config, config))
     with timings.of("pruning and healing"):
         model = together(transport, lambda: named_model(config))
@@ -156,7 +155,7 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
 
 def _state_of(order: PruneOrder, done: PrunedLayers, kept: Mapping[str, int]) -> int:
     """The bytes of one rank's state if the pruned model is trained on as the settings say."""
-    config = configure(order.config, order.overrides())
+    config = order.configured()
     run = replace(
         done.plan,
         config=done.plan.config.model_copy(update={"optimizer": config.optimizer}),
@@ -177,7 +176,7 @@ def _adapt(
     transport = job.transport
     pruned = order.work / PRUNED
     more = ("samo.enabled=false", setting("model.from", pruned))
-    config = together(transport, lambda: configure(order.config, order.overrides(*more)))
+    config = together(transport, partial(order.configured, *more))
     together(transport, partial(check_config, config))
     assert done.plan.targets is not None, "something is pruned"
     adapted = partial(with_adapters, matrices=done.plan.targets.shapes, rank=order.rank)
@@ -222,12 +221,9 @@ def _prune_at_once(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     """Evaluate the dense model, build the pruned one, perhaps train it, and export it."""
     transport = job.transport
     is_first = transport.rank == 0
-    dense = together(
-        transport,
-        lambda: configure(order.config, order.overrides("samo.enabled=false", *UNTRAINED)),
-    )
+    dense = together(transport, partial(order.configured, "samo.enabled=false", *UNTRAINED))
     still = () if order.heal == "train" else UNTRAINED
-    pruned = together(transport, lambda: configure(order.config, order.overrides(*still)))
+    pruned = together(transport, partial(order.configured, *still))
     for config in (dense, pruned):
         together(transport, partial(check_config, config))
     with timings.of("dense evaluation"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from axsparse.config.hf_config import BUNDLED, read_json
-from axsparse.config.load import setting_to_yaml
+from axsparse.config.load import configure, setting_to_yaml
 from axsparse.config.messages import shorten
 from axsparse.config.schema import Config, prunes, sample_length
 from axsparse.models.start_weights import fingerprint, open_weights
@@ -80,6 +80,10 @@ class PruneOrder:
             *self.settings,
             *more,
         ]
+
+    def configured(self, *more: str) -> Config:
+        """The configuration of one of the runs."""
+        return configure(self.config, self.overrides(*more))
 
     def implied(self, config: Config) -> Sequence[str]:
         """The settings that the order gives unless they are given: as many held-out as calibration

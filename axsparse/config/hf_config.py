@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from axsparse.config.messages import Setting, show
+from axsparse.config.messages import Setting, shorten, show
 from axsparse.config.model_config import Family, GptConfig, HfConfig
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
@@ -43,7 +43,12 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
             f"model.weights ({weights.origin}): {show(weights.value)}, but {FROM} "
             f"{show(named.value)} has weights as well; leave one of them out"
         )
-    path = config_file(named.value)
+    path = Path(named.value) / CONFIG_FILE
+    if not path.is_file():
+        raise MissingInputError(
+            f"{FROM}: {named.value!r} has no {CONFIG_FILE}; name a Hugging Face folder of "
+            f"{CONFIG_FILE} and safetensors"
+        )
     filled = dict(settings)
     name = settings.get("model.name")
     for key, value in model_settings(path, None if name is None else name.value).items():
@@ -62,17 +67,6 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
                 f"leave it out, or name another folder{more_said}"
             )
     return filled
-
-
-def config_file(folder: str) -> Path:
-    """The config.json of a folder; MissingInputError if there is none."""
-    path = Path(folder) / CONFIG_FILE
-    if not path.is_file():
-        raise MissingInputError(
-            f"{FROM}: {folder!r} has no {CONFIG_FILE}; name a Hugging Face folder of {CONFIG_FILE} "
-            "and safetensors"
-        )
-    return path
 
 
 def model_settings(path: Path, name: object = None) -> dict[str, Any]:
@@ -118,27 +112,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return settings
 
 
-def reject_others(
-    path: Path, settings: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], model: str
-) -> None:
-    """DataError for the first setting that `model` here cannot have.
-
-    `fixed` has the values that it can have; the first one is assumed where a file leaves the
-    setting out.
-    """
-    for key, values in fixed.items():
-        has = settings.get(key, values[0])
-        if has not in values:
-            raise DataError(
-                f"{path}: {key} is {shown(has)}, and the {model} here has "
-                f"{' or '.join(map(shown, values))}; take a checkpoint that was trained so"
-            )
-
-
 def shown(value: object) -> str:
     """A value as it is written in JSON and in YAML, in at most 60 characters."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shorten(json.dumps(value))
 
 
 # --- GPT-2 -----------------------------------------------------------------------------
@@ -164,7 +140,8 @@ _GPT2_FIXED: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
-"""Settings that our GPT fixes, with the values that fit it."""
+"""Settings that our GPT fixes, with the values that fit it; the first is assumed where a file
+leaves the setting out."""
 
 
 def from_gpt2(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +151,13 @@ def from_gpt2(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
     """
     width = theirs.get("n_embd", _GPT2_SIZES["n_embd"][1])
     inner = (None, 4 * width if isinstance(width, int) else None)
-    reject_others(path, theirs, {**_GPT2_FIXED, "n_inner": inner}, "GPT")
+    for key, values in {**_GPT2_FIXED, "n_inner": inner}.items():
+        has = theirs.get(key, values[0])
+        if has not in values:
+            raise DataError(
+                f"{path}: {key} is {shown(has)}, and the GPT here has "
+                f"{' or '.join(map(shown, values))}; take a checkpoint that was trained so"
+            )
     return {ours: theirs.get(name, default) for name, (ours, default) in _GPT2_SIZES.items()}
 
 

@@ -7,7 +7,7 @@ its origin, and pydantic's errors become a line that names the key and where it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,15 @@ import yaml
 from pydantic import ValidationError
 
 from axsparse.config.hf_config import HF, with_folder
-from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.messages import (
     Setting,
     refusal,
     show,
     unknown_key,
 )
-from axsparse.config.schema import Config
+from axsparse.config.schema import FIELDS, SECTIONS, Config
 from axsparse.config.yaml_dialect import YamlDumper, compose, is_null, line_of, reject_tag, scalar
-from axsparse.runtime.errors import ConfigError, MissingInputError
+from axsparse.runtime.errors import ConfigError, MissingInputError, reading
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -82,7 +81,7 @@ def _read(
         return {}, None
     if isinstance(source, Mapping):
         return dict(_read_dictionaries(source, origin)), None
-    path = _find(str(source))
+    path = find_file("config", str(source), packaged_folder("configs"))
     return dict(_read_file(path)), path.stem
 
 
@@ -152,41 +151,32 @@ def packaged_folder(name: str) -> Path:
     return PACKAGE / name if (PACKAGE / name).is_dir() else PACKAGE.parent / name
 
 
-def _find(source: str) -> Path:
-    path = Path(source)
-    if "/" in source or path.is_file():
+def find_file(kind: str, source: str, folder: Path) -> Path:
+    """The file that a user names by its path, or a bundled one in `folder` by its name.
+
+    `kind` says what it is of, such as "config". MissingInputError if there is no such file.
+    """
+    path, name = Path(source), source.removesuffix(".yaml")
+    if path.is_file() or ("/" in source and path.exists()):
         return path
-    name = source.removesuffix(".yaml")
-    if name in bundled_configs():
-        return packaged_folder("configs") / f"{name}.yaml"
-    raise _missing(source)
-
-
-def _missing(source: str) -> MissingInputError:
-    bundled = bundled_configs()
-    what = "a folder" if Path(source).is_dir() else "no such file"
-    if not bundled:
-        return MissingInputError(f"config {source!r}: {what}; name an existing file")
-    near = get_close_matches(Path(source).stem[:60], bundled, n=1)
+    bundled = sorted(each.stem for each in folder.glob("*.yaml"))
+    if name in bundled:
+        return folder / f"{name}.yaml"
+    what = "a folder" if path.is_dir() else "no such file"
+    near = get_close_matches(path.stem[:60], bundled, n=1)
     suggestion = f"did you mean {near[0]}?" if near else "name an existing one"
-    return MissingInputError(
-        f"config {source!r}: {what} and no bundled config of that name; "
+    raise MissingInputError(
+        f"{kind} {source!r}: {what} and no bundled {kind} of that name; "
         f"{suggestion} (bundled: {', '.join(bundled)})"
     )
 
 
-def _read_file(path: Path) -> dict[str, Setting]:
-    try:
+def read_text(kind: str, path: Path) -> str:
+    """The text of a file; MissingInputError if it cannot be read, ConfigError if it is no UTF-8."""
+    with reading(f"{kind} {str(path)!r}:", "name a readable YAML file"):
         data = path.read_bytes()
-    except FileNotFoundError:
-        raise _missing(str(path)) from None
-    except (OSError, ValueError) as error:  # a NUL in a name is no OSError
-        reason = getattr(error, "strerror", error)
-        raise MissingInputError(
-            f"config {str(path)!r}: cannot be read ({reason}); name a readable YAML file"
-        ) from None
     try:
-        text = data.decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(
@@ -194,14 +184,17 @@ def _read_file(path: Path) -> dict[str, Setting]:
             "save the file as UTF-8"
         ) from None
 
-    root = compose(text, lambda line: f"{path.name}:{line}")
+
+def _read_file(path: Path) -> dict[str, Setting]:
+    file = path.name
+    root = compose(read_text("config", path), lambda line: f"{file}:{line}")
     if root is None or is_null(root):
         return {}
     settings: dict[str, Setting] = {}
-    for key, origin, node in _entries(root, "", f"{path.name}:{line_of(root)}", path.name):
+    for key, origin, node in entries(root, f"{file}:{line_of(root)}", file, _reject_dotted):
         if key in SECTIONS:
             here = f"{key} ({origin})"
-            for leaf, leaf_origin, value in _entries(node, f"{key}.", here, path.name):
+            for leaf, leaf_origin, value in entries(node, here, file, _reject_unknown, f"{key}."):
                 settings[leaf] = _setting(leaf, leaf_origin, value)
         else:
             settings[key] = _setting(key, origin, node)
@@ -230,10 +223,14 @@ def _read_override(override: str) -> tuple[str, Setting]:
     return key, Setting(None, "--set") if node is None else _setting(key, "--set", node)
 
 
-def _entries(
-    node: yaml.Node, prefix: str, here: str, file: str
+def entries(
+    node: yaml.Node, here: str, file: str, check: Callable[[str, str], None], prefix: str = ""
 ) -> Iterator[tuple[str, str, yaml.Node]]:
-    """The keys of a mapping as (dotted key, origin, value node); ConfigError for unknown ones."""
+    """The keys of a mapping after a prefix, each with its "file:line" and its value.
+
+    ConfigError for anything but a mapping, for a key that is given twice, and for one that
+    `check(key, origin)` rejects.
+    """
     reject_tag(node, here)
     if not isinstance(node, yaml.MappingNode):
         given = "a list" if isinstance(node, yaml.SequenceNode) else show(scalar(node))
@@ -246,19 +243,27 @@ def _entries(
             raise ConfigError(f"{origin}: a list or section cannot be a key; write a name")
         reject_tag(key_node, origin)
         key = prefix + key_node.value
-        if not prefix and "." in key and key in FIELDS:
-            section, _, leaf = key.partition(".")
-            raise ConfigError(
-                f"{key} ({origin}): dotted keys are for --set; write {section}: {{{leaf}: …}}"
-            )
-        if key not in FIELDS and key not in SECTIONS:
-            raise unknown_key(key, origin)
+        check(key, origin)
         if key in lines:
             raise ConfigError(
                 f"{key} ({origin}): given twice, first in line {lines[key]}; keep one of them"
             )
         lines[key] = line
         yield key, origin, value
+
+
+def _reject_dotted(key: str, origin: str) -> None:
+    if "." in key and key in FIELDS:
+        section, _, leaf = key.partition(".")
+        raise ConfigError(
+            f"{key} ({origin}): dotted keys are for --set; write {section}: {{{leaf}: …}}"
+        )
+    _reject_unknown(key, origin)
+
+
+def _reject_unknown(key: str, origin: str) -> None:
+    if key not in FIELDS and key not in SECTIONS:
+        raise unknown_key(key, origin)
 
 
 def _setting(key: str, origin: str, node: yaml.Node) -> Setting:

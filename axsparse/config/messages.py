@@ -10,9 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from axsparse.config.json_schema import FIELDS, SECTIONS
 from axsparse.config.model_config import FAMILIES
-from axsparse.config.schema import Config
+from axsparse.config.schema import FIELDS, SECTIONS, Config
 from axsparse.config.section import BrokenRule
 from axsparse.runtime.errors import ConfigError
 

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import ONCE, Config, num_microbatches, prunes
-from axsparse.config.section import counted as counted
-from axsparse.config.section import divisors as divisors
-from axsparse.config.section import one_of as one_of
+from axsparse.config.section import counted, one_of
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.grid import Grid
 

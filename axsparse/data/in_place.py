@@ -90,28 +90,24 @@ def in_place(path: Path, where: str) -> tuple[InPlace, InPlace | None] | None:
     files that cannot be read, ConfigError for Arrow files without pyarrow.
     """
     with reading(f"{where}: {path}", "make it readable, or name another place"):
-        return _found(path, where)
-
-
-def _found(path: Path, where: str) -> tuple[InPlace, InPlace | None] | None:
-    is_named = path.suffix in (".bin", ".idx")
-    stem = path.with_suffix("") if is_named else path
-    index = Path(f"{stem}.idx")
-    if is_named or index.is_file():
-        return megatron(index, Path(f"{stem}.bin"), where), None
-    if path.suffix == ".arrow" and not path.is_dir():
-        return arrow([path], where), None
-    if (path / "dataset_dict.json").is_file():
-        if not (path / "train").is_dir():
-            _reject(where, path, "has no split train", "name the folder of one split")
-        held_out = path / "validation"
-        return (
-            arrow(_files(path / "train", where), where),
-            arrow(_files(held_out, where), where) if held_out.is_dir() else None,
-        )
-    if (path / "state.json").is_file():
-        return arrow(_files(path, where), where), None
-    return None
+        is_named = path.suffix in (".bin", ".idx")
+        stem = path.with_suffix("") if is_named else path
+        index = Path(f"{stem}.idx")
+        if is_named or index.is_file():
+            return megatron(index, Path(f"{stem}.bin"), where), None
+        if path.suffix == ".arrow" and not path.is_dir():
+            return arrow([path], where), None
+        if (path / "dataset_dict.json").is_file():
+            if not (path / "train").is_dir():
+                _reject(where, path, "has no split train", "name the folder of one split")
+            held_out = path / "validation"
+            return (
+                arrow(_files(path / "train", where), where),
+                arrow(_files(held_out, where), where) if held_out.is_dir() else None,
+            )
+        if (path / "state.json").is_file():
+            return arrow(_files(path, where), where), None
+        return None
 
 
 # -- Megatron-LM ----------------------------------------------------------------------------

@@ -39,7 +39,8 @@ def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False
 
     `separate`: samples say where documents, which are files, begin.
     """
-    tokens, fingerprint = stdlib_tokens(split)
+    # In a virtual environment the library belongs to the base installation.
+    tokens, fingerprint = source_tokens(Path(sysconfig.get_path("stdlib")), split)
     return TokenDataset(
         name=split_name(split),
         fingerprint=fingerprint,
@@ -48,14 +49,6 @@ def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False
         sequence_length=sequence_length,
         separator=SEPARATOR if separate else None,
     )
-
-
-def stdlib_tokens(split: Split) -> tuple[NDArray[np.uint8], str]:
-    """The bytes of one split and their fingerprint.
-
-    In a virtual environment the library belongs to the base installation.
-    """
-    return source_tokens(Path(sysconfig.get_path("stdlib")), split)
 
 
 def source_tokens(root: Path, split: Split) -> tuple[NDArray[np.uint8], str]:

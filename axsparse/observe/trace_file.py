@@ -74,29 +74,6 @@ def _label(kind: str, replica: int, stage: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": replica, "tid": stage, "args": {"name": name}}
 
 
-def from_json(text: str, where: str) -> list[Span]:
-    """The spans of a trace's text; DataError if axsparse did not write it."""
-    try:
-        return [
-            Span(
-                step=int(event["args"]["step"]),
-                replica=int(event["pid"]),
-                stage=int(event["tid"]),
-                phase=_phase(event["cat"]),
-                name=str(event["name"]),
-                begin=event["ts"] / MICROSECONDS,
-                end=(event["ts"] + event["dur"]) / MICROSECONDS,
-            )
-            for event in json.loads(text)["traceEvents"]
-            if event["ph"] == "X"
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{where}: no trace of axsparse ({type(error).__name__}: {error}); give one that "
-            "axsparse plan --trace or train.trace wrote"
-        ) from None
-
-
 def _phase(name: str) -> str:
     if name not in PHASES:
         raise ValueError(f"no phase {name!r}")
@@ -150,13 +127,29 @@ def _write(path: Path, pieces: Iterable[str]) -> None:
 
 
 def read(path: Path) -> list[Span]:
-    """Read a trace; MissingInputError if it cannot be read, DataError if it is no trace."""
+    """The spans of a trace; MissingInputError if it cannot be read, DataError if axsparse did not
+    write it."""
+    with reading(f"trace {path}:", "name the file of a trace"):
+        text = path.read_bytes()
     try:
-        with reading(f"trace {path}:", "name the file of a trace"):
-            text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        text = ""
-    return from_json(text, str(path))
+        return [
+            Span(
+                step=int(event["args"]["step"]),
+                replica=int(event["pid"]),
+                stage=int(event["tid"]),
+                phase=_phase(event["cat"]),
+                name=str(event["name"]),
+                begin=event["ts"] / MICROSECONDS,
+                end=(event["ts"] + event["dur"]) / MICROSECONDS,
+            )
+            for event in json.loads(text)["traceEvents"]
+            if event["ph"] == "X"
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: no trace of axsparse ({type(error).__name__}: {error}); give one that "
+            "axsparse plan --trace or train.trace wrote"
+        ) from None
 
 
 def file_name(steps: range) -> str:

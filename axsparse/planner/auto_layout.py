@@ -14,13 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.config.schema import Config, PipelineConfig, num_microbatches
-from axsparse.config.validate import (
-    check_divides_ranks,
-    check_split,
-    counted,
-    divisors,
-    one_of,
-)
+from axsparse.config.section import counted, divisors, one_of
+from axsparse.config.validate import check_divides_ranks, check_split
 from axsparse.models.model_profile import ModelProfile
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
@@ -267,20 +262,6 @@ def configured_schedule(
     return Schedule(pipeline.schedule, extra_in_flight, pipeline.prefer, split_backward=is_split)
 
 
-def schedules(config: Config) -> list[Schedule]:
-    """The schedules to try until one fits; the configuration says whether backwards are split."""
-    pipeline = config.pipeline
-    numbers = (
-        (DEFAULT_EXTRA_IN_FLIGHT, 0)
-        if pipeline.extra_in_flight == "auto"
-        else (pipeline.extra_in_flight,)
-    )
-    return [
-        configured_schedule(pipeline, extra_in_flight=extra_in_flight)
-        for extra_in_flight in numbers
-    ]
-
-
 def run_request(
     planned_model: ProfiledModel,
     cluster: Cluster,
@@ -293,6 +274,8 @@ def run_request(
     the tensor-parallel ranks of the configuration, in `rank_budget` bytes a rank. `stages` are the
     numbers to try; None: all."""
     is_open = config.samo.weights == "auto" and planned_model.is_pruned
+    pipeline, extra = config.pipeline, config.pipeline.extra_in_flight
+    tried = (DEFAULT_EXTRA_IN_FLIGHT, 0) if extra == "auto" else (extra,)
     return SearchRequest(
         workload=planned_model,
         sparse=planned_model.stored("sparse") if is_open else None,
@@ -303,19 +286,9 @@ def run_request(
         g_inter=stages,
         g_tensor=[config.layout.g_tensor],
         microbatch_sizes=[config.batch.microbatch_size],
-        schedules=schedules(config),
-        split_backward=only_backward(config.pipeline),
+        schedules=[configured_schedule(pipeline, extra_in_flight=number) for number in tried],
+        split_backward=only_backward(pipeline),
     )
-
-
-def _of_grid(
-    planned_model: ProfiledModel, cluster: Cluster | None, config: Config, grid: Grid
-) -> SearchRequest:
-    """A question that has this grid alone as its answer, in any memory."""
-    search_request = run_request(
-        planned_model, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf
-    )
-    return replace(search_request, g_tensor=[grid.g_tensor])
 
 
 def machine_of(cluster: Cluster | None) -> Cluster:
@@ -363,8 +336,11 @@ def predict(
 ) -> Prediction:
     """Predict a run whose layout is settled; `reason` is passed on."""
     schedule = configured_schedule(config.pipeline, extra_in_flight=extra_in_flight)
-    search_request = _of_grid(planned_model, cluster, config, grid)
-    [row], _ = try_layouts(replace(search_request, schedules=[schedule]))
+    # This grid alone is the answer, in any memory.
+    search_request = run_request(
+        planned_model, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf
+    )
+    [row], _ = try_layouts(replace(search_request, g_tensor=[grid.g_tensor], schedules=[schedule]))
     # The fullest stage while no checkpoint is being written.
     peak = max(stage.total - stage.checkpoint for stage in row.memory)
     seconds = None if cluster is None else row.seconds

@@ -6,16 +6,18 @@ Each constant says where it comes from. Cluster files are YAML; some are bundled
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import yaml
 
+from axsparse.config.load import entries, find_file, read_text
 from axsparse.config.yaml_dialect import compose
-from axsparse.runtime.errors import ConfigError, MissingInputError, reading
+from axsparse.runtime.errors import ConfigError
 
 Kind: TypeAlias = Literal["measured", "fitted", "assumed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -164,45 +166,18 @@ def bundled_clusters() -> list[str]:
 
 
 def load_cluster(source: str) -> Cluster:
-    """Read a cluster file, or a bundled cluster by its name.
+    """Read a cluster file by its path, or a bundled cluster by its name.
 
-    A source that contains "/" or names an existing file is a path. MissingInputError if there is
-    no such cluster, ConfigError for missing, unknown or impossible constants.
+    MissingInputError if there is no such cluster, ConfigError for missing, unknown or impossible
+    constants.
     """
-    path = _find(source)
-    return parse_cluster(_read(path), path.name)
+    path = find_file("cluster", source, _FOLDER)
+    return parse_cluster(read_text("cluster", path), path.name)
 
 
 def cluster_text(source: str) -> str:
     """The text of a cluster file that `load_cluster` would read, comments included."""
-    return _read(_find(source))
-
-
-def _find(source: str) -> Path:
-    path = Path(source)
-    if "/" not in source and not path.is_file():
-        name = source.removesuffix(".yaml")
-        if name not in bundled_clusters():
-            nearest = get_close_matches(name[:60], bundled_clusters(), n=1)
-            suggestion = f"did you mean {nearest[0]}? Choose one of" if nearest else "choose one of"
-            found = "a folder" if path.is_dir() else "no such file"
-            raise MissingInputError(
-                f"cluster {source!r}: {found} and no bundled cluster of that name; {suggestion} "
-                f"{', '.join(bundled_clusters())}, or name a file"
-            )
-        path = _FOLDER / f"{name}.yaml"
-    return path
-
-
-def _read(path: Path) -> str:
-    try:
-        with reading(f"cluster {str(path)!r}:", "name a file, or a bundled cluster"):
-            return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise MissingInputError(
-            f"cluster {str(path)!r}: byte {error.object[error.start]:#04x} is not UTF-8; save the "
-            "file as UTF-8"
-        ) from None
+    return read_text("cluster", find_file("cluster", source, _FOLDER))
 
 
 def parse_cluster(text: str, file: str) -> Cluster:
@@ -210,8 +185,10 @@ def parse_cluster(text: str, file: str) -> Cluster:
     values: dict[str, float] = {}
     origins: dict[str, Origin] = {}
     root = compose(text, lambda line: f"{file}:{line}")
-    for key, here, node in _entries(root, file, CONSTANTS):
-        parts = {part: (where, leaf) for part, where, leaf in _entries(node, here, _PARTS)}
+    constants = () if root is None else entries(root, file, file, partial(_reject, CONSTANTS))
+    for key, here, node in constants:
+        inner = entries(node, here, file, partial(_reject, _PARTS))
+        parts = {part: (where, leaf) for part, where, leaf in inner}
         for part in _PARTS:
             if part not in parts:
                 raise ConfigError(
@@ -242,32 +219,15 @@ def to_yaml(cluster: Cluster) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _entries(
-    node: yaml.Node | None, here: str, known: Sequence[str]
-) -> Iterator[tuple[str, str, yaml.Node]]:
-    """The key, its "file:line" and the value of each entry of a mapping.
-
-    ConfigError for anything but a mapping, for an unknown key, and for one that is given twice.
-    """
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{here}: a cluster file has mappings here; write `name: {{…}}`")
-    seen: set[str] = set()
-    file = here.partition(":")[0]
-    for key, value in node.value:
-        where = f"{file}:{key.start_mark.line + 1}"
-        if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{where}: a list or mapping cannot be a name here; write a word")
-        name = key.value
-        if name not in known:
-            near = get_close_matches(name[:60], known, n=1)
-            suggestion = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
-            if name == "name":
-                suggestion = "it is named by its file, so leave this key out"
-            raise ConfigError(f"{where}: a cluster has no {name[:60]!r} here; {suggestion}")
-        if name in seen:
-            raise ConfigError(f"{where}: {name} is given twice in this cluster; keep one of them")
-        seen.add(name)
-        yield name, where, value
+def _reject(known: Sequence[str], name: str, where: str) -> None:
+    """ConfigError for a name that is not known here."""
+    if name in known:
+        return
+    near = get_close_matches(name[:60], known, n=1)
+    suggestion = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+    if name == "name":
+        suggestion = "it is named by its file, so leave this key out"
+    raise ConfigError(f"{where}: a cluster has no {name[:60]!r} here; {suggestion}")
 
 
 def _number(name: str, where: str, node: yaml.Node) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from html import escape
 
-from axsparse.config.validate import counted
+from axsparse.config.section import counted
 from axsparse.observe import charts
 from axsparse.observe.charts import (
     SERIES_COLOURS,

@@ -12,7 +12,7 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.stage_memory import StageMemory, peak_in_flight, stage_memory
 from axsparse.planner.step_cost import StepCosts
-from axsparse.planner.step_simulation import StepRun, simulate_step
+from axsparse.planner.step_simulation import StepRun
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.grid import Grid
 from axsparse.samo.state_bytes import WeightKind
@@ -20,8 +20,6 @@ from axsparse.samo.state_bytes import WeightKind
 DEFAULT_EXTRA_IN_FLIGHT = 1
 WORD_BYTES = 4 * 8
 """Bytes of the broadcast of one action to a tensor-parallel rank."""
-PLAYED_REPLICAS = 4
-"""Replicas that are simulated if there is jitter: enough to distinguish layouts."""
 
 
 @dataclass(frozen=True)
@@ -151,15 +149,3 @@ class Candidate:
     def most_bytes(self) -> float:
         """Memory of the fullest stage."""
         return self.memory[self.fullest].total
-
-
-def simulate_layout(costs: StepCosts, cluster: Cluster, layout: Layout) -> StepRun:
-    """A step of this layout."""
-    return simulate_step(
-        costs,
-        cluster,
-        layout.grid,
-        layout.schedule,
-        layout.microbatches,
-        most_replicas=PLAYED_REPLICAS,
-    )

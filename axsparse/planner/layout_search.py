@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from axsparse.config.validate import counted
+from axsparse.config.section import counted
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout import Candidate, Layout, SearchRequest, simulate_layout
+from axsparse.planner.layout import Candidate, Layout, SearchRequest
 from axsparse.planner.stage_memory import needed
 from axsparse.planner.step_cost import step_costs
+from axsparse.planner.step_simulation import simulate_step
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 MOST_ROOM = 0.85
 """The part of a rank's memory budget beyond which no extra microbatch is in flight: plans are
 estimates, and a machine that is nearly full is slow."""
+PLAYED_REPLICAS = 4
+"""Replicas that are simulated if there is jitter: enough to distinguish layouts."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +332,14 @@ def _row(
     """Simulate a layout that fits."""
     workload, cluster, grid = search_request.workload, search_request.cluster, layout.grid
     costs = step_costs(workload, loads, cluster, grid, layout.microbatch_size)
-    run = simulate_layout(costs, cluster, layout)
+    run = simulate_step(
+        costs,
+        cluster,
+        grid,
+        layout.schedule,
+        layout.microbatches,
+        most_replicas=PLAYED_REPLICAS,
+    )
     flops = search_request.global_batch_size * workload.sample_flops
     peak = grid.size * cluster.peak(workload.precision)
     return Candidate(

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_config, check_offload, check_split, counted
+from axsparse.config.section import counted
+from axsparse.config.validate import check_config, check_offload, check_split
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.zoo.model_registry import model_without_weights

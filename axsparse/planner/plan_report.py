@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
-from axsparse.config.validate import counted
+from axsparse.config.section import counted
 from axsparse.observe.trace_file import Span
 from axsparse.pipeline.policy import Kind
 from axsparse.pipeline.simulator import StageRun
@@ -151,10 +152,6 @@ def settings(plan: Plan) -> str:
     return " ".join(f"--set {key}={value}" for key, value in keys.items())
 
 
-def _extra_in_flight(row: Candidate) -> int:
-    return row.layout.schedule.extra_in_flight
-
-
 def because(plan: Plan) -> str:
     """Why this layout is recommended, and how much faster another one would be."""
     best = plan.recommended
@@ -248,19 +245,14 @@ def scaling(plans: Sequence[Plan]) -> Iterator[str]:
 
 def rejections(found: Sequence[Rejection]) -> Iterator[str]:
     """One line for each rejected layout; successive ones with the same reason share a line."""
-    groups: list[tuple[list[Rejection], str]] = []
-    for each in found:
-        if groups and (groups[-1][0][0].g_tensor, groups[-1][1]) == (each.g_tensor, each.reason):
-            groups[-1][0].append(each)
-        else:
-            groups.append(([each], each.reason))
-    for g_tensor, reason in groups:
-        stages = ", ".join(str(each.g_inter) for each in g_tensor)
-        size = g_tensor[0].microbatch_size
+    for (g_tensor, reason), alike in groupby(found, lambda each: (each.g_tensor, each.reason)):
+        first, *others = alike
+        stages = ", ".join(str(each.g_inter) for each in (first, *others))
+        size = first.microbatch_size
         beside = "" if size is None else f", microbatches of {size}"
         plural = "" if stages == "1" else "s"
-        if g_tensor[0].g_tensor > 1:
-            plural += f" × {g_tensor[0].g_tensor} tensor-parallel ranks"
+        if g_tensor > 1:
+            plural += f" × {g_tensor} tensor-parallel ranks"
         yield f"  {stages} stage{plural}{beside}: {reason}"
 
 
@@ -291,7 +283,7 @@ def cells(plan: Plan, row: Candidate) -> dict[str, str]:
         **({"weights": row.weights} if has_sparse_weights(plan) else {}),
         "microbatches": f"{row.layout.microbatches} × {row.layout.microbatch_size}",
         "backward": "split" if row.layout.schedule.split_backward else "whole",
-        "extra_in_flight": str(_extra_in_flight(row)),
+        "extra_in_flight": str(row.layout.schedule.extra_in_flight),
         "GB": gigabytes(row.most_bytes),
         "step s": f"{row.seconds:.4g}",
         "margin %": f"{100 * plan.margin(row):+.1f}",
@@ -388,10 +380,6 @@ def _rejection_json(rejection: Rejection, *, has_tensor_parallelism: bool) -> di
     if not has_tensor_parallelism:
         del found["g_tensor"]
     return found
-
-
-def _figures(row: Candidate) -> dict[str, float]:
-    return {"seconds": row.seconds, "bytes": row.most_bytes}
 
 
 def _row_json(plan: Plan, row: Candidate) -> dict[str, Any]:

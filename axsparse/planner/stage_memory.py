@@ -196,11 +196,6 @@ class ActivationMemory:
     """From a split backward to the weight gradients, or at its fullest moment if that is more than
     before and after it."""
 
-    @property
-    def deferred_size(self) -> float:
-        """The memory of a deferred microbatch, in units of one in flight."""
-        return self.deferred / self.held if self.deferred and self.held else 1.0
-
 
 def activation_memory(layers: Sequence[LayerInfo], checkpoint_activations: int) -> ActivationMemory:
     """The activations that a stage of these layers holds for one sample.

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from axsparse.config.validate import counted
-from axsparse.pipeline.schedules import Schedule
+from axsparse.config.section import counted
 from axsparse.planner.baselines import Baseline
 from axsparse.planner.layout import Layout, SearchRequest
 from axsparse.planner.layout_search import Rejection, split_layers, why_not_g_tensor
@@ -139,7 +138,7 @@ def _layouts(search_request: SearchRequest, gpus: int) -> Iterator[Layout]:
     batch = search_request.global_batch_size
     size = min(search_request.microbatch_sizes or [1])
     microbatches = -(-batch // size)
-    schedule = _least_schedule(search_request)
+    schedule = search_request.schedules[-1]  # the one of fewest microbatches in flight
     for g_tensor in search_request.g_tensor:
         of_stages = gpus // g_tensor
         used = replace(search_request, gpus=of_stages * g_tensor)
@@ -163,13 +162,6 @@ def _replicas(
         yield replicas
     if search_request.may_leave:
         yield -(-microbatches // -(-microbatches // replicas))
-
-
-def _least_schedule(search_request: SearchRequest) -> Schedule:
-    """The last schedule that the layout search tries, which has fewest microbatches in flight."""
-    if search_request.schedules:
-        return search_request.schedules[-1]
-    return Schedule("message-driven", 0, "alternate", search_request.split_backward is True)
 
 
 def _loads(

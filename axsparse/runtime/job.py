@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol, TextIO
 import torch
 from pydantic import ValidationError
 
-from axsparse.runtime.communication import Op, Transport, wait
+from axsparse.runtime.communication import Closable, Op, Transport, wait
 from axsparse.runtime.connection import connect, connect_alone
 from axsparse.runtime.console import erase_bar
 from axsparse.runtime.errors import (
@@ -45,14 +45,6 @@ class HasTransport(Protocol):
     @property
     def transport(self) -> Transport:
         """Connects ranks on the devices that they compute on."""
-        ...
-
-
-class Closable(Protocol):
-    """A trainer as a job sees it."""
-
-    def close(self) -> None:
-        """Save a run that was left in the middle, and end all threads."""
         ...
 
 

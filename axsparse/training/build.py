@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_config, check_gpu_settings, counted
+from axsparse.config.section import counted
+from axsparse.config.validate import check_config, check_gpu_settings
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model

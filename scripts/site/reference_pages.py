@@ -9,10 +9,9 @@ from importlib import import_module
 from typing import Any
 
 import axsparse
-from axsparse.cli.commands import all_parsers
-from axsparse.config.json_schema import FIELDS
+from axsparse.cli.parser import all_parsers
 from axsparse.config.model_config import FAMILIES
-from axsparse.config.schema import Config
+from axsparse.config.schema import FIELDS, Config
 from axsparse.config.section import Section
 
 PROTOCOLS = {

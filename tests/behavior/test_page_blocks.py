@@ -18,9 +18,9 @@ from support.page_blocks import PAGES, ROOT, SHELL, SHOWN_ONLY, Block, blocks
 from support.warm_python import warm_folder, warm_python
 
 import axsparse as ax
-from axsparse.cli.commands import all_parsers
-from axsparse.config.json_schema import FIELDS, SECTIONS
+from axsparse.cli.parser import all_parsers
 from axsparse.config.load import configure
+from axsparse.config.schema import FIELDS, SECTIONS
 
 NOT_RUN = {
     "CONTRIBUTING.md": 1,

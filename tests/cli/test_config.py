@@ -9,6 +9,7 @@ import pytest
 from support.commands import Axsparse
 
 from axsparse.config.load import configure
+from axsparse.config.schema import editor_schema
 
 
 def origins(screen: str) -> dict[str, str]:

@@ -112,17 +112,6 @@ def test_a_file_of_the_same_name_goes_before_a_bundled_config(bundled: Path) -> 
     assert configure("quickstart").seed == 1
 
 
-def test_without_bundled_configs_a_missing_file_is_just_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(load, "PACKAGE", tmp_path / "axsparse")
-
-    with pytest.raises(
-        MissingInputError, match="config 'none': no such file; name an existing file"
-    ):
-        configure("none")
-
-
 # --- values that the schema refuses ------------------------------------------------------
 
 

@@ -17,10 +17,9 @@ from pydantic import BaseModel, ValidationError
 from support.package import PACKAGE
 
 from axsparse.config.hf_config import FROM
-from axsparse.config.json_schema import FIELDS
 from axsparse.config.load import configure, to_yaml
 from axsparse.config.model_config import FAMILIES, Family
-from axsparse.config.schema import Config
+from axsparse.config.schema import FIELDS, Config
 from axsparse.config.section import Section
 from axsparse.runtime.errors import ConfigError
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 import zlib
 from pathlib import Path
 
 import pytest
 
-from axsparse.data.stdlib import Split, source_tokens, stdlib_dataset, stdlib_tokens
+from axsparse.data.stdlib import Split, source_tokens, stdlib_dataset
 from axsparse.runtime.errors import DataError
 
 # The CRC of their paths makes all of these training files.
@@ -78,7 +79,7 @@ def test_the_running_pythons_library_is_there_and_its_two_splits_share_no_file()
     documents: list[set[bytes]] = []
     splits: tuple[Split, ...] = ("train", "validation")
     for split in splits:
-        tokens, fingerprint = stdlib_tokens(split)
+        tokens, fingerprint = source_tokens(Path(sysconfig.get_path("stdlib")), split)
         dataset = stdlib_dataset(split, sequence_length=128)
         assert (dataset.fingerprint, dataset.name) == (fingerprint, f"stdlib {split}")
         assert dataset.vocab_size == 256

@@ -35,9 +35,8 @@ from support.runs import mlp, tiny_config, vector_data
 
 import axsparse
 from axsparse.cli import checkpoint as checkpoint_command
-from axsparse.config.json_schema import FIELDS
 from axsparse.config.load import configure, to_yaml
-from axsparse.config.schema import Config
+from axsparse.config.schema import FIELDS, Config
 from axsparse.config.validate import check_config
 from axsparse.data.token_file import TokenizerRecord
 from axsparse.data.tokenizers import SEPARATOR, Subwords, train_bpe

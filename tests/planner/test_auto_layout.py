@@ -23,7 +23,6 @@ from axsparse.planner.auto_layout import (
     predict,
     resolve_grid,
     run_request,
-    schedules,
     splits_backward,
 )
 from axsparse.planner.cluster import Cluster
@@ -177,7 +176,11 @@ def planned_model(config: Config) -> ProfiledModel:
 def test_a_slack_that_is_left_open_is_the_default_or_else_none(
     pipeline: dict[str, Any], expected: list[Schedule]
 ) -> None:
-    assert schedules(tiny_config(pipeline=pipeline)) == expected
+    config = tiny_config(pipeline=pipeline)
+
+    request = run_request(planned_model(config), MACHINE, config, 4, None, 1e9)
+
+    assert request.schedules == expected
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import yaml
 from support.page_blocks import PAGES, ROOT
 
 import axsparse as ax
-from axsparse.cli.commands import COMMANDS
-from axsparse.config.json_schema import FIELDS
+from axsparse.cli.parser import COMMANDS
+from axsparse.config.schema import FIELDS
 
 SITE = ROOT / "scripts" / "site"
 

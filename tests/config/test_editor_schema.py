@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from axsparse.config.json_schema import FIELDS, editor_schema
 from axsparse.config.load import bundled_configs
+from axsparse.config.schema import FIELDS, editor_schema
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
