@@ -24,7 +24,6 @@ Look at the checkpoints of a run. DIR is a run directory, or one checkpoint in i
 
 
 def parser() -> CommandParser:
-    """The command line."""
     group = CommandParser(prog="axsparse checkpoint", description=DESCRIPTION)
     for name, work, purpose in (
         ("verify", _verify, "read every file and compare its size and hash with the manifest"),
@@ -52,10 +51,7 @@ def parser() -> CommandParser:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    """Verify one checkpoint, or all of a run, and print a line for each.
-
-    Raises the error of the first that is damaged or incomplete, after all lines are printed.
-    """
+    """Print a line for each checkpoint, and raise the first error after all of them."""
     from axsparse.training.checkpoint import checkpoint_folder
 
     path: Path = arguments.path
@@ -114,11 +110,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _prune(arguments: argparse.Namespace) -> None:
-    """Remove all complete checkpoints but the newest `keep_last` and the ones that training would
-    also keep, or the checkpoints of steps after `after`; the other argument is None.
-
-    The run must not be in use, and one complete checkpoint always stays.
-    """
+    """Remove old or late checkpoints of a run that is not in use; one complete one always stays."""
     from axsparse.training.checkpoint import checkpoint_folder, verification
 
     path, keep_last, after = arguments.path, arguments.keep_last, arguments.after

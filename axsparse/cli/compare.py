@@ -36,7 +36,6 @@ RECORDED = (DIGEST, "loss", "grad_norm", "loss_scale", "skipped", "eval_loss")
 
 
 def parser() -> CommandParser:
-    """The command line."""
     arguments = CommandParser(_compare, prog="axsparse compare", description=DESCRIPTION)
     arguments.add_argument("runs", metavar="RUN", type=Path, nargs=2)
     return arguments
@@ -81,7 +80,7 @@ def _settings(one: Path, other: Path, *, is_same: bool) -> Iterator[str]:
 
 def _records(one: Path, other: Path) -> tuple[int, str]:
     """How many records both have, and the first field that differs; empty if none does."""
-    from axsparse.observe.run_records import read_records, step_of
+    from axsparse.observe.run_report import read_records, step_of
     from axsparse.training.run_directory import METRICS_FILE
 
     mine, theirs = (read_records(run / METRICS_FILE) for run in (one, other))

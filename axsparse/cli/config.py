@@ -33,7 +33,6 @@ after axsparse config schema > axsparse.schema.json
 
 
 def parser() -> CommandParser:
-    """The command line."""
     group = CommandParser(prog="axsparse config")
     purpose = "every setting, its value and where that comes from"
     show = group.add_subcommand("show", _show, help=purpose, description=SHOW, epilog=SHOW_END)

@@ -42,7 +42,6 @@ what it writes, in --out:
 
 
 def parser() -> CommandParser:
-    """The command line."""
     group = CommandParser(prog="axsparse data")
     arguments = group.add_subcommand(
         "prepare",

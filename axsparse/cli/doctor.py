@@ -45,7 +45,6 @@ Facts = dict[str, Any]  # of one rank, by the names that `look` gives
 
 
 def parser() -> CommandParser:
-    """The command line."""
     codes = "exit codes:\n  0 nothing is wrong   1 something is   78 arguments that cannot be run\n"
     arguments = CommandParser(prog="axsparse doctor", description=DESCRIPTION, epilog=codes)
     arguments.add_argument("--run-dir", type=Path, default="runs", help="where runs will write")

@@ -25,7 +25,6 @@ EVERY_SECONDS = 5.0
 
 
 def parser() -> CommandParser:
-    """The command line."""
     arguments = CommandParser(_evaluate, prog="axsparse evaluate", description=DESCRIPTION)
     add_checkpoint(arguments.add_argument)
     arguments.add_argument(

@@ -21,7 +21,6 @@ Values are the fp32 master weights. The checkpoint is verified first; its run ma
 
 
 def parser() -> CommandParser:
-    """The command line."""
     arguments = CommandParser(_export, prog="axsparse export", description=DESCRIPTION)
     add_checkpoint(arguments.add_argument)
     arguments.add_argument(

@@ -24,7 +24,6 @@ with pruned weights multiplied from their kept entries.
 
 
 def parser() -> CommandParser:
-    """The command line."""
     arguments = CommandParser(_generate, prog="axsparse generate", description=DESCRIPTION)
     add = arguments.add_argument
     add_checkpoint(add)

@@ -24,7 +24,6 @@ A run of the same model starts from it under any layout:
 
 
 def parser() -> CommandParser:
-    """The command line."""
     arguments = CommandParser(_mask, prog="axsparse mask", description=DESCRIPTION)
     arguments.add_argument("file", metavar="FILE", type=Path, help="a mask file, or a run")
     return arguments

@@ -70,7 +70,6 @@ PATIENCE = 2.0
 
 
 def parser() -> CommandParser:
-    """The command line."""
     arguments = CommandParser(_plan, prog="axsparse plan", description=DESCRIPTION, epilog=EPILOG)
     add = arguments.add_argument
     _add_request(add)

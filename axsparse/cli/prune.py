@@ -62,7 +62,6 @@ NUMBER = re.compile(r"\d+")
 
 
 def parser() -> CommandParser:
-    """The command line."""
     arguments = CommandParser(prog="axsparse prune", description=DESCRIPTION, epilog=EPILOG)
     add = arguments.add_argument
     add("--dry-run", action="store_true", help="prune nothing, and say what a run would prune")

@@ -16,7 +16,7 @@ from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputErro
 
 if TYPE_CHECKING:
     from axsparse.observe.charts import Bars
-    from axsparse.observe.run_records import RunView
+    from axsparse.observe.run_report import RunView
     from axsparse.observe.trace_file import Span
 
 DESCRIPTION = """\
@@ -34,7 +34,6 @@ REPORT_FILE = "report.html"
 
 
 def parser() -> CommandParser:
-    """The command line."""
     arguments = CommandParser(_report, prog="axsparse report", description=DESCRIPTION)
     arguments.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="the directory of a run"
@@ -101,7 +100,7 @@ def view_run(run: Path, name: str) -> RunView:
     Raises MissingInputError if it is no run or has no record yet, DataError if a record is damaged.
     Other files that cannot be read, maybe because the run writes them just now, become a note.
     """
-    from axsparse.observe.run_records import RunView, read_records
+    from axsparse.observe.run_report import RunView, read_records
     from axsparse.observe.trace_file import TRACES
     from axsparse.training.run_directory import (
         CONFIG_FILE,
@@ -158,10 +157,7 @@ def _collecting(notes: list[str]) -> Iterator[None]:
 
 
 def _sparsity(run: Path, name: str, notes: list[str]) -> Bars | None:
-    """A chart of the pruned share of each layer in the newest readable checkpoint.
-
-    Only manifests are read. A checkpoint that a run removes meanwhile is no mistake.
-    """
+    """A chart of the pruned share of each layer in the newest readable checkpoint."""
     from axsparse.observe.charts import SERIES_COLOURS, Bars
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
     from axsparse.training.checkpoint.verification import open_checkpoint, steps_in

@@ -81,7 +81,6 @@ def directive(text: str) -> str:
 
 
 def parser() -> CommandParser:
-    """The command line."""
     arguments = CommandParser(_submit, prog="axsparse submit", description=DESCRIPTION)
     scheduler = arguments.add_mutually_exclusive_group(required=True).add_argument
     for one, command in SCHEDULERS.items():

@@ -219,10 +219,7 @@ def _locked(folder: Path, console: Console) -> Iterator[None]:
 
 
 def _settings(request: Request) -> Settings:
-    """The settings that the tokens depend on; the sources are not among them.
-
-    Raises ConfigError or MissingInputError for a request that cannot be carried out.
-    """
+    """The settings that the tokens depend on, beside the sources."""
     divider(request.reading.split_documents)
     out = request.out.resolve()
     for path in (*request.inputs, *request.validation):
@@ -273,10 +270,7 @@ def _template(request: Request) -> ChatTemplate:
 
 
 def _key(settings: Settings, sources: Sequence[DocumentSource]) -> str:
-    """Digest of the settings and of the paths, sizes and times of the sources.
-
-    Two requests of equal keys would write the same files.
-    """
+    """Digest of all that decides what is written: settings, paths, sizes and times of sources."""
     digest = hashlib.blake2b(json.dumps([FORMAT, settings]).encode(), digest_size=16)
     for source in sources:
         facts = (source.size, source.changed_ns, source.validation)
@@ -285,10 +279,7 @@ def _key(settings: Settings, sources: Sequence[DocumentSource]) -> str:
 
 
 def _finished(out: Path, key: str) -> Sidecar:
-    """The tokens.json of a finished folder.
-
-    Raises OutputError if it belongs to another request, DataError if a file has changed.
-    """
+    """The tokens.json of a finished folder, which has to be of this request and unchanged."""
     sidecar = read_sidecar(out, "--out")
     if sidecar.request != key:
         raise OutputError(
@@ -377,10 +368,7 @@ class _Run:
         return sidecar
 
     def _tokenizer(self) -> Tokenizer:
-        """The tokenizer that is asked for; its file, if it has one, lies in the folder then.
-
-        A vocabulary that an earlier run learnt there is used again.
-        """
+        """The tokenizer that is asked for, by its file in the folder, if it has one."""
         request, path = self._request, self._folder / TOKENIZER
         if request.train_bpe is None and request.tokenizer is None:
             return ByteTokenizer()
@@ -388,7 +376,7 @@ class _Run:
             _write_file(path, self.template.tokenizer_json)
         elif request.tokenizer is not None:
             _write_file(path, request.tokenizer.read_bytes())
-        elif request.train_bpe is not None and not path.exists():
+        elif request.train_bpe is not None and not path.exists():  # else an earlier run learnt it
             sample = format_bytes(min(self.size, request.bpe_sample_bytes))
             self._console.line(f"learning {request.train_bpe:,} words from {sample} …")
             _write_file(path, train_bpe(self._sample(), request.train_bpe))

@@ -113,10 +113,8 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
 
 
 def _checked(folder: Path, sidecar: Sidecar) -> tuple[Path, str]:
-    """The tokenizer.json of a folder of tokens, and the token after each document.
-
-    Raises MissingInputError if it cannot be read, DataError if it did not make the tokens.
-    """
+    """The tokenizer.json of a folder of tokens, which has to have made them, and the token after
+    each document."""
     path = folder / TOKENIZER
     with reading(f"{WHERE}: {path}", "copy it again, or prepare the data again"):
         digest = digest_of(path)

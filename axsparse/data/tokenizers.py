@@ -139,10 +139,8 @@ class Subwords:
 
     @contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
-        """DataError for the library's errors: an Exception, or a panic of Rust, which is none.
-
-        Its module, pyo3_runtime, cannot be imported.
-        """
+        """DataError for the library's errors: an Exception, or a panic of Rust, which is none and
+        cannot be imported."""
         try:
             yield
         except BaseException as reason:

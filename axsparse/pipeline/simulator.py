@@ -1,7 +1,7 @@
 """Simulates one step of one pipeline, in which every stage plays its real policy object.
 
 A simulation of discrete events, without torch and MPI. Replicas do not exchange anything before
-their gradients are summed, so `planner.step_simulation` plays each of them by itself.
+their gradients are summed, so `planner.step_cost` plays each of them by itself.
 """
 
 from __future__ import annotations

@@ -120,10 +120,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _scaling(plans: Sequence[Plan]) -> Iterator[str]:
-    """Seconds of a step over the number of devices, both logarithmic; one curve for each method.
-
-    A dashed line shows what each method would do if twice the devices took half the time.
-    """
+    """Seconds of a step over the number of devices, both logarithmic; one curve for each method."""
     curves, ideal = [], []
     key: dict[str, str] = {}
     for plan in plans:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.stage_memory import StageMemory, peak_in_flight, stage_memory
-from axsparse.planner.step_cost import StepCosts
-from axsparse.planner.step_simulation import StepRun
+from axsparse.planner.step_cost import StepCosts, StepRun
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.grid import Grid
 from axsparse.samo.state_bytes import WeightKind

@@ -18,8 +18,7 @@ from axsparse.config.section import counted
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout import Candidate, Layout, SearchRequest
 from axsparse.planner.stage_memory import needed
-from axsparse.planner.step_cost import step_costs
-from axsparse.planner.step_simulation import simulate_step
+from axsparse.planner.step_cost import simulate_step, step_costs
 from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid

@@ -16,7 +16,7 @@ from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout import Candidate, Layout
 from axsparse.planner.layout_search import Plan, Rejection
 from axsparse.planner.stage_memory import gigabytes
-from axsparse.planner.step_simulation import STEP_PHASES
+from axsparse.planner.step_cost import STEP_PHASES
 from axsparse.planner.what_fits import RECOMPUTED, Refusal, short
 
 MOST_ROWS = 12

@@ -63,10 +63,7 @@ class Console:
             self._write(_CLEAR)
 
     def _drawn(self) -> str:
-        """The bar below an empty row, to whose beginning the cursor returns.
-
-        It is a quarter of the terminal wide and at most 24 columns.
-        """
+        """The bar below an empty row, to whose beginning the cursor returns."""
         if self._shown is None:
             return ""
         step, steps, text = self._shown

@@ -242,10 +242,7 @@ def _describe(failure: BaseException) -> tuple[int, str]:
 
 
 def _keep_traceback(job: Job, failure: BaseException) -> str:
-    """Write the traceback to the run directory, and return words that name the file.
-
-    Without a run directory the traceback goes to stderr, and nothing is returned.
-    """
+    """Write the traceback to the run directory and return words that name it, or to stderr."""
     text = "".join(traceback.format_exception(failure))
     if job.run_dir is not None:
         path = job.run_dir / f"traceback-rank-{job.transport.rank}.txt"

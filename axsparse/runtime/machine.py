@@ -68,10 +68,7 @@ def keep_freed_blocks() -> bool:
 
 
 def _set_malloc(setting: int, value: int) -> bool:
-    """Change a setting of glibc's allocator.
-
-    False if there is another allocator, or if the user has made the setting.
-    """
+    """Change a setting of glibc's allocator; False if it is another's, or the user's own."""
     if VARIABLES[setting] in os.environ:
         return False
     try:

@@ -83,10 +83,7 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
         yield
     finally:
         _NUMPY.set_bit_generator(of_numpy)
-        random.setstate(of_python)
-        torch.set_rng_state(of_torch[0])
-        if len(of_torch) > 1:
-            torch.cuda.set_rng_state(of_torch[1])
+        _restore(of_torch, of_python)
 
 
 @contextmanager
@@ -103,10 +100,14 @@ def kept_rng() -> Iterator[None]:
     finally:
         _NUMPY.set_bit_generator(of_numpy)
         of_numpy.state = state
-        random.setstate(of_python)
-        torch.set_rng_state(of_torch[0])
-        if len(of_torch) > 1:
-            torch.cuda.set_rng_state(of_torch[1])
+        _restore(of_torch, of_python)
+
+
+def _restore(of_torch: tuple[Tensor, ...], of_python: tuple[Any, ...]) -> None:
+    random.setstate(of_python)
+    torch.set_rng_state(of_torch[0])
+    if len(of_torch) > 1:
+        torch.cuda.set_rng_state(of_torch[1])
 
 
 @cache

@@ -9,7 +9,6 @@ import pytest
 from support.commands import Axsparse
 
 from axsparse.config.load import configure
-from axsparse.config.schema import editor_schema
 
 
 def origins(screen: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from axsparse.config import load
 from axsparse.config.load import bundled_configs, configure, to_yaml
 from axsparse.config.schema import Config
-from axsparse.runtime.errors import AxsparseError, MissingInputError
+from axsparse.runtime.errors import AxsparseError
 
 Write = Callable[[str], str]
 

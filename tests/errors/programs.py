@@ -42,7 +42,7 @@ from axsparse.models import layer_cost, model_profile
 from axsparse.models.layer import Layer, Model
 from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import open_weights, start_from
-from axsparse.observe import run_records, trace_file
+from axsparse.observe import run_report, trace_file
 from axsparse.planner import auto_layout, cluster, plan_model
 from axsparse.pruning import criteria, mask_file, targets
 from axsparse.runtime.communication import Transport
@@ -76,7 +76,7 @@ def names() -> dict[str, Any]:
         | globals()
         | {
             "trace_file": trace_file,
-            "run_records": run_records,
+            "run_report": run_report,
             "os": os,
             "copy": copy,
             "dataclasses": dataclasses,
@@ -482,4 +482,4 @@ def resumed(run: str, data: Dataset | None = None, **sections: Any) -> None:
 def record(line: bytes) -> object:
     """The records of a run whose second line is this one."""
     first = b'{"step": 1, "loss": 2.0}\n'
-    return run_records.read_records(Path(write("metrics.jsonl", first + line + b"\n" + first)))
+    return run_report.read_records(Path(write("metrics.jsonl", first + line + b"\n" + first)))

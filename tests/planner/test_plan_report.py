@@ -28,7 +28,7 @@ from axsparse.planner.plan_report import (
     spans,
 )
 from axsparse.planner.stage_memory import gigabytes
-from axsparse.planner.step_simulation import STEP_PHASES
+from axsparse.planner.step_cost import STEP_PHASES
 
 
 @cache

@@ -299,13 +299,15 @@ def open_watchdog(
         if len({host for host, _ in said}) > 1:
             return None
         folder = Path(tempfile.gettempdir()) / f"axsparse-{said[0][1]}"
-        beats = HeartbeatFolder(folder, coords.rank)
-        end = transport.abort
-        watchdog = Watchdog(beats, activity, coords, timeout=settings.timeout, end_job=end)
+    else:
+        folder = run_dir / HEARTBEATS
+    heartbeats = HeartbeatFolder(folder, coords.rank)
+    watchdog = Watchdog(
+        heartbeats, activity, coords, timeout=settings.timeout, end_job=transport.abort
+    )
+    if run_dir is None:
         watchdog.report = None
         return watchdog
-    folder = run_dir / HEARTBEATS
-    heartbeats = HeartbeatFolder(folder, coords.rank)
     suggestion = "choose another --run-dir, or set watchdog.timeout to 0"
 
     def clear() -> None:
@@ -319,7 +321,7 @@ def open_watchdog(
 
     together(transport, clear)
     together(transport, reserve)
-    return Watchdog(heartbeats, activity, coords, timeout=settings.timeout, end_job=transport.abort)
+    return watchdog
 
 
 def stacks() -> str:

@@ -160,10 +160,8 @@ def _said(reason: Exception) -> str:
 
 
 def _header_of(entry: Mapping[str, Any]) -> tuple[TensorHeader, int]:
-    """A tensor's type and shape and its first byte in the data, by its entry in the header.
-
-    One of `MALFORMED` if the entry contradicts itself or has another form.
-    """
+    """A tensor's type and shape and its first byte in the data; one of `MALFORMED` for an entry
+    that contradicts itself."""
     header = TensorHeader(DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])))
     start, stop = map(int, entry["data_offsets"])
     if start < 0 or min(header.shape, default=0) < 0 or stop - start != header.nbytes:
