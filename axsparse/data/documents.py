@@ -24,9 +24,8 @@ from itertools import islice, pairwise
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, TypeGuard, cast
 
-from axsparse.data.arrow import LABELS, MASKS, PADDING, columns_of, rows_of
 from axsparse.data.chats import KWARGS, TOOLS, Chat, chatml
-from axsparse.data.in_place import megatron
+from axsparse.data.in_place import LABELS, MASKS, PADDING, columns_of, megatron, rows_of
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.targets import IGNORED
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from axsparse.config.schema import Config, sample_length, token_sources
 from axsparse.data.blend import Blend
 from axsparse.data.dataset import Dataset, Datasets, TokenDataset
 from axsparse.data.in_place import InPlace, in_place
 from axsparse.data.stdlib import stdlib_dataset
-from axsparse.data.token_file import token_datasets
-from axsparse.runtime.errors import ConfigError
+from axsparse.data.token_file import (
+    WHERE,
+    Split,
+    SplitRecord,
+    mark_of,
+    read_sidecar,
+    sample_digest,
+    stored,
+    token_path,
+)
+from axsparse.runtime.errors import ConfigError, DataError, reading
 
 
 def open_datasets(config: Config) -> Datasets:
@@ -80,3 +91,53 @@ def _tokens_at(
     if held_out is None or not validate:
         return dataset(training, ""), None
     return dataset(training, " train"), dataset(held_out, " validation")
+
+
+def token_datasets(
+    folder: Path,
+    sequence_length: int,
+    *,
+    validate: bool,
+    separate: bool = False,
+    where: str = WHERE,
+) -> tuple[TokenDataset, TokenDataset | None]:
+    """The training and the validation part of a folder that `axsparse data prepare` wrote.
+
+    The size of each file, and a digest of 4 MiB spread over it, must equal tokens.json's. The
+    validation part is None unless `validate`, and if there is none. `separate`: samples say where
+    documents begin. `where` names the setting in error messages.
+
+    Raises MissingInputError if a file is missing, DataError if it was changed or is too short.
+    """
+    sidecar = read_sidecar(folder, where)
+    dtype = stored(sidecar.dtype)
+    suggestion = "copy it again, or prepare the data again"
+
+    def opened(split: Split, record: SplitRecord) -> TokenDataset:
+        path = token_path(folder, split)
+        with reading(f"{where}: {path}", suggestion):
+            size, expected = path.stat().st_size, record.tokens * dtype.itemsize
+            if size != expected:
+                raise DataError(
+                    f"{where}: {path} has {size} bytes, tokens.json says {expected}; {suggestion}"
+                )
+            if sample_digest(path) != record.sample_digest:
+                raise DataError(
+                    f"{where}: {path} does not have the contents that tokens.json says; copy both "
+                    "again, or prepare the data again"
+                )
+            # A memory map: the ranks of a node share the memory.
+            tokens = np.memmap(path, dtype=dtype, mode="r")
+        return TokenDataset(
+            name=f"tokens {folder.name} {split}",
+            fingerprint=record.digest,
+            vocab_size=sidecar.vocab_size,
+            tokens=tokens,
+            sequence_length=sequence_length,
+            separator=sidecar.separator if separate else None,
+            mark=mark_of(dtype) if sidecar.marked else 0,
+        )
+
+    held_out = sidecar.validation if validate else None
+    training = opened("train", sidecar.train)
+    return training, None if held_out is None else opened("validation", held_out)

@@ -7,15 +7,14 @@ import os
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from axsparse.data.dataset import TokenDataset
+from axsparse.data.token_file import Split
 from axsparse.runtime.errors import DataError, MissingInputError
-
-Split = Literal["train", "validation"]
 
 VOCAB_SIZE = 256
 """A token is a byte."""

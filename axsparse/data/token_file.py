@@ -1,4 +1,4 @@
-"""The files of a folder of prepared tokens, the contents of its tokens.json, and its data sets.
+"""The files of a folder of prepared tokens, and the contents of its tokens.json.
 
     <folder>/train.tokens        token ids, little-endian, nothing else
     <folder>/validation.tokens   the same, if there is a validation part
@@ -13,15 +13,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
 from axsparse.runtime.errors import DataError, reading
-
-if TYPE_CHECKING:
-    from axsparse.data.dataset import TokenDataset
 
 SIDECAR = "tokens.json"
 TOKENIZER = "tokenizer.json"
@@ -184,62 +181,3 @@ class _Head(BaseModel):
 
     format: Literal["axsparse tokens"]
     version: int
-
-
-def token_datasets(
-    folder: Path,
-    sequence_length: int,
-    *,
-    validate: bool,
-    separate: bool = False,
-    where: str = WHERE,
-) -> tuple[TokenDataset, TokenDataset | None]:
-    """The training and the validation part of a folder that `axsparse data prepare` wrote.
-
-    The size of each file, and a digest of 4 MiB spread over it, must equal tokens.json's. The
-    validation part is None unless `validate`, and if there is none. `separate`: samples say where
-    documents begin. `where` names the setting in error messages.
-
-    Raises MissingInputError if a file is missing, DataError if it was changed or is too short.
-    """
-    sidecar = read_sidecar(folder, where)
-
-    def opened(split: Split) -> TokenDataset:
-        return _open(folder, sidecar, split, (sequence_length, separate), where)
-
-    held_out = validate and sidecar.validation is not None
-    return opened("train"), opened("validation") if held_out else None
-
-
-def _open(
-    folder: Path, sidecar: Sidecar, split: Split, shape: tuple[int, bool], where: str
-) -> TokenDataset:
-    from axsparse.data.dataset import TokenDataset  # it needs torch, which a preparation does not
-
-    sequence_length, separate = shape
-    path, dtype = token_path(folder, split), stored(sidecar.dtype)
-    record = dict(sidecar.splits())[split]
-    with reading(f"{where}: {path}", "copy it again, or prepare the data again"):
-        size = path.stat().st_size
-        expected = record.tokens * dtype.itemsize
-        if size != expected:
-            raise DataError(
-                f"{where}: {path} has {size} bytes, tokens.json says {expected}; copy it again, or "
-                "prepare the data again"
-            )
-        if sample_digest(path) != record.sample_digest:
-            raise DataError(
-                f"{where}: {path} does not have the contents that tokens.json says; copy both "
-                "again, or prepare the data again"
-            )
-        # A memory map: the ranks of a node share the memory.
-        tokens = np.memmap(path, dtype=dtype, mode="r")
-    return TokenDataset(
-        name=f"tokens {folder.name} {split}",
-        fingerprint=record.digest,
-        vocab_size=sidecar.vocab_size,
-        tokens=tokens,
-        sequence_length=sequence_length,
-        separator=sidecar.separator if separate else None,
-        mark=mark_of(dtype) if sidecar.marked else 0,
-    )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,65 +26,38 @@ LEAST_BPE = 257
 """The smallest vocabulary of byte-pair encoding: the 256 bytes and the separator."""
 
 
-class Tokenizer(Protocol):
-    """Turns text into token ids.
-
-    It encodes entire documents, or pieces of long ones. Two rules follow: equal texts give equal
-    ids; and the ids of a text are the concatenated ids of its pieces, which `documents.pieces` cuts
-    before white space that follows a word.
-
-    To add a tokenizer, write a class with these members, and return it from
-    `preparation.choose_tokenizer` and `run_tokenizer` for a new `TokenizerRecord.kind`.
-    """
-
-    record: TokenizerRecord
-    """The entry of the tokenizer in tokens.json."""
-    vocab_size: int
-    """All ids are below this number; it also decides how many bytes an id has in a file."""
-    separator: int
-    """The id that is written after each document."""
-    first: Tokens
-    """The ids that begin each text, such as the token BOS; none for most."""
-    last: Tokens
-    """The ids that end each text."""
-
-    def encode(self, text: str) -> Tokens:
-        """The ids of a text that may continue, (N,) unsigned integers: `first` and the text's."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> Iterable[Tokens]:
-        """The ids of each of several pieces, without `first` and `last`; several threads may encode
-        them."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids; whatever is no text becomes the replacement character."""
-        ...
-
-
 class ByteTokenizer:
     """Every byte of the UTF-8 text is a token.
 
-    The byte 255 never occurs in UTF-8, and separates documents.
+    The byte 255 never occurs in UTF-8, and separates documents. Of every tokenizer the ids of a
+    text are the concatenated ids of its pieces, which `documents.pieces` cuts before white space
+    that follows a word.
     """
 
     record = TokenizerRecord(kind="bytes")
+    """The entry of the tokenizer in tokens.json."""
     vocab_size = 256
+    """All ids are below this number; it also decides how many bytes an id has in a file."""
     separator = 255
+    """The id that is written after each document."""
     first = last = np.zeros(0, np.uint8)
+    """The ids that begin and that end each text, such as the token BOS; none for most."""
 
     def encode(self, text: str) -> Tokens:
+        """The ids of a text that may continue, (N,) unsigned integers: `first` and the text's."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> Iterable[Tokens]:
+        """The ids of each of several pieces, without `first` and `last`."""
         return map(self.encode, texts)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids; whatever is no text becomes the replacement character."""
         return bytes(ids).decode(errors="replace")
 
 
 class Subwords:
-    """A tokenizer that Hugging Face's library reads from a file.
+    """A tokenizer that Hugging Face's library reads from a file, with the members of bytes.
 
     It gives a text the ids that `tokenizer(text)` of transformers gives it: special tokens in the
     text are themselves, and the file's own tokens begin and end it.
@@ -150,6 +123,9 @@ class Subwords:
                 f"--tokenizer: {self._path} {what} ({' '.join(str(reason).split())}); name a "
                 "tokenizer.json of Hugging Face's tokenizers library"
             ) from None
+
+
+Tokenizer = ByteTokenizer | Subwords
 
 
 def in_folder(path: Path) -> tuple[Path, str | None]:

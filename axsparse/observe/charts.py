@@ -224,7 +224,6 @@ class Areas:
     """For each stretch the value of a part, from the bottom."""
     key: Mapping[str, str]
     """The colours of the parts."""
-    across: str = "step"
     size: tuple[float, float] = (WIDTH, HEIGHT)
 
     def draw(self, axes: Axes) -> None:
@@ -241,7 +240,7 @@ class Areas:
             below = above
         axes.set_xlim(self.edges[0], self.edges[-1])
         axes.set_ylim(bottom=0)
-        axes.set_xlabel(self.across)
+        axes.set_xlabel("step")
 
 
 @dataclass(frozen=True)
@@ -293,7 +292,6 @@ class Timeline:
     spans: Sequence[Span]
     length: float
     """The end of the step, which begins at 0."""
-    unit: str = " s"
     key: Mapping[str, str] = field(default_factory=lambda: PHASE_COLOURS)
 
     @property
@@ -320,7 +318,7 @@ class Timeline:
         axes.set_xlim(0, self.length)
         axes.set_ylim(self.stages - 0.5, -0.5)
         _bare(axes)
-        length = f"{self.length:.3g}{self.unit}"
+        length = f"{self.length:.3g} s"
         axes.set_xticks([0, self.length], ["0", length])
         axes.xaxis.get_majorticklabels()[-1].set_horizontalalignment("right")
 

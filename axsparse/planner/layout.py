@@ -17,8 +17,6 @@ from axsparse.runtime.grid import Grid
 from axsparse.samo.state_bytes import WeightKind
 
 DEFAULT_EXTRA_IN_FLIGHT = 1
-WORD_BYTES = 4 * 8
-"""Bytes of the broadcast of one action to a tensor-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +46,9 @@ class Layout:
         )
 
     def sum_bytes(self, load: StageLoad) -> int:
-        """Bytes that a tensor-parallel rank of a stage of this load sends to the others in a step.
-        The first rank also sends `word_bytes`."""
+        """Bytes that a tensor-parallel rank of a stage of this load sends to others in a step."""
         sums = load.forward_sums + load.backward_sums
         return self.microbatches * sums.sent(self.microbatch_size)
-
-    @property
-    def word_bytes(self) -> int:
-        """Bytes by which the first tensor-parallel rank of a stage broadcasts its actions in a
-        step: four numbers for each action."""
-        actions = self.microbatches * (3 if self.schedule.split_backward else 2)
-        return actions * WORD_BYTES * (self.grid.g_tensor - 1)
 
     def memory(self, loads: Sequence[StageLoad], overhead: float) -> list[StageMemory]:
         """The memory of each stage on one rank; `loads` has one entry a stage."""

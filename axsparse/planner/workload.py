@@ -94,12 +94,8 @@ Fits: TypeAlias = Callable[[int, StageLoad], bool]
 class Workload(Protocol):
     """A model and the method by which it is trained, as the planner knows them.
 
-    For each layout, the layout search asks for the loads of the stages. From these and a cluster's
-    constants follow memory (`stage_memory`) and time (`step_cost`); a workload itself knows no
-    cluster. The answers never change.
-
-    To add a kind of model or a way of training, write a class with these six members; none has to
-    be inherited. `GptFormula` in `tests/support/gpt_formula.py` is a short example.
+    The layout search asks for the loads of the stages of each layout. From these and a cluster's
+    constants follow memory (`stage_memory`) and time (`step_cost`). The answers never change.
     """
 
     @property

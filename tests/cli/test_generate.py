@@ -12,7 +12,7 @@ from support.resuming import ran
 from support.runs import tiny_config
 
 from axsparse.data.preparation import Request
-from axsparse.data.token_file import token_datasets
+from axsparse.data.sources import token_datasets
 from axsparse.runtime.errors import EXIT_DATA, EXIT_MISSING
 
 LENGTH = 25

@@ -17,7 +17,8 @@ from axsparse.data.chats import Chat, ChatTemplate
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.run_tokenizer import byte_tokenizer, exported_tokenizer, run_tokenizer
-from axsparse.data.token_file import read_sidecar, token_datasets
+from axsparse.data.sources import token_datasets
+from axsparse.data.token_file import read_sidecar
 from axsparse.runtime.errors import ConfigError, DataError
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parent / "trl_masks.json").read_text())

@@ -19,7 +19,7 @@ from axsparse.data.run_tokenizer import (
     exported_tokenizer,
     run_tokenizer,
 )
-from axsparse.data.token_file import token_datasets
+from axsparse.data.sources import token_datasets
 from axsparse.data.tokenizers import ByteTokenizer
 from axsparse.runtime.errors import DataError, MissingInputError
 

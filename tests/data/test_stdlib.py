@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from axsparse.data.stdlib import Split, source_tokens, stdlib_dataset
+from axsparse.data.stdlib import source_tokens, stdlib_dataset
+from axsparse.data.token_file import Split
 from axsparse.runtime.errors import DataError
 
 # The CRC of their paths makes all of these training files.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from axsparse.data.sources import token_datasets
 from axsparse.data.token_file import (
     SAMPLED_BYTES,
     DtypeName,
@@ -17,7 +18,6 @@ from axsparse.data.token_file import (
     dtype_for,
     sample_digest,
     stored,
-    token_datasets,
 )
 from axsparse.runtime.errors import DataError, MissingInputError
 

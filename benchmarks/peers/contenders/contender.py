@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.utils import prune
@@ -46,14 +45,6 @@ class Seat:
         return self.stream.share(step, self.replica, self.run.case.replicas)
 
 
-class Contender(Protocol):
-    """A model that trains, on one rank."""
-
-    def step(self, number: int) -> Sequence[float]:
-        """Train on a step's batch; the mean losses of the microbatches that this rank knows."""
-        ...
-
-
 MODULES = {
     "plain": "peers.contenders.ddp",
     "ddp": "peers.contenders.ddp",
@@ -64,7 +55,8 @@ MODULES = {
 
 
 def contender_module(case: Case) -> Any:
-    """The module of a peer's framework; its `start(seat)` makes a Contender."""
+    """The module of a peer's framework; its `start(seat)` makes what trains: `step(number)` returns
+    the mean losses of the microbatches that this rank knows."""
     return importlib.import_module(MODULES[case.framework])
 
 
