@@ -19,8 +19,15 @@ from axsparse.config.validate import check_divides_ranks, check_split
 from axsparse.models.model_profile import ModelProfile
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
-from axsparse.planner.layout import DEFAULT_EXTRA_IN_FLIGHT, Candidate, Layout, SearchRequest
-from axsparse.planner.layout_search import Rejection, split_layers, try_layouts
+from axsparse.planner.layout_search import (
+    DEFAULT_EXTRA_IN_FLIGHT,
+    Candidate,
+    Layout,
+    Rejection,
+    SearchRequest,
+    split_layers,
+    try_layouts,
+)
 from axsparse.planner.profiled_model import ProfiledModel
 from axsparse.planner.stage_memory import MemoryBudget, of_memory
 from axsparse.runtime.console import format_bytes

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.config.schema import Config
-from axsparse.planner.layout import Layout
+from axsparse.planner.layout_search import Layout
 from axsparse.planner.profiled_model import ProfiledModel, state_format
 from axsparse.planner.stage_memory import StageMemory, stage_memory
 from axsparse.planner.workload import StageLoad, value_bytes

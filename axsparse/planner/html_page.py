@@ -18,8 +18,7 @@ from axsparse.observe.charts import (
     chart_html,
     html_table,
 )
-from axsparse.planner.layout import Candidate
-from axsparse.planner.layout_search import Plan
+from axsparse.planner.layout_search import Candidate, Plan
 from axsparse.planner.plan_report import (
     answer,
     baseline_cells,

@@ -18,8 +18,7 @@ from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.auto_layout import has_costs, run_request
 from axsparse.planner.baselines import Baseline, baselines
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.layout import Layout, SearchRequest
-from axsparse.planner.layout_search import NoLayoutError, Plan, plan
+from axsparse.planner.layout_search import Layout, NoLayoutError, Plan, SearchRequest, plan
 from axsparse.planner.profiled_model import Cutting, ProfiledModel, copied_bytes
 from axsparse.planner.stage_memory import gigabytes, memory_budget
 from axsparse.planner.what_fits import DoesNotFitError, Refusal, fewest_devices, least_memory

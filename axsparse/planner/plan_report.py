@@ -13,8 +13,7 @@ from axsparse.pipeline.policy import Kind
 from axsparse.pipeline.simulator import StageRun
 from axsparse.planner.baselines import PAPER, Baseline
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout import Candidate, Layout
-from axsparse.planner.layout_search import Plan, Rejection
+from axsparse.planner.layout_search import Candidate, Layout, Plan, Rejection
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_cost import STEP_PHASES
 from axsparse.planner.what_fits import RECOMPUTED, Refusal, short

@@ -8,8 +8,13 @@ from dataclasses import dataclass, replace
 
 from axsparse.config.section import counted
 from axsparse.planner.baselines import Baseline
-from axsparse.planner.layout import Layout, SearchRequest
-from axsparse.planner.layout_search import Rejection, split_layers, why_not_g_tensor
+from axsparse.planner.layout_search import (
+    Layout,
+    Rejection,
+    SearchRequest,
+    split_layers,
+    why_not_g_tensor,
+)
 from axsparse.planner.workload import StageLoad
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid

@@ -43,7 +43,7 @@ from axsparse.planner.auto_layout import (
     resolve_grid,
     splits_backward,
 )
-from axsparse.planner.layout import DEFAULT_EXTRA_IN_FLIGHT, Candidate
+from axsparse.planner.layout_search import DEFAULT_EXTRA_IN_FLIGHT, Candidate
 from axsparse.planner.profiled_model import Cutting, ProfiledModel, state_format
 from axsparse.planner.stage_memory import (
     GPU_OVERHEAD,

@@ -251,7 +251,7 @@ def main() -> None:
 def checked_file(path: Path) -> Check:
     """A file's runs against their predictions, with its constants instead of the cluster's."""
     file = load_runs(path)
-    constants: dict[str, Any] = {**file.constants}
+    constants: dict[str, Any] = {str(name): value for name, value in file.constants.items()}
     cluster = replace(load_cluster(file.cluster), **constants)
     return Check(file.name, file.source, cluster, [checked(row, cluster) for row in file.rows])
 

@@ -24,7 +24,7 @@ from axsparse.pipeline.policy import Action, Kind
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.pipeline.weight_gradients import StageProducts
-from axsparse.planner.layout import Layout
+from axsparse.planner.layout_search import Layout
 from axsparse.planner.profiled_model import CUT_LOSS_BYTES, Cutting, ProfiledModel
 from axsparse.planner.stage_memory import HOST_OVERHEAD, is_recomputed
 from axsparse.runtime.communication import Direction

@@ -17,7 +17,7 @@ from support.planner_cases import SUMMIT, formula, schedule
 from axsparse.config.load import configure
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.layout import Layout
+from axsparse.planner.layout_search import Layout
 from axsparse.planner.plan_model import planned_model
 from axsparse.planner.stage_memory import StageMemory
 from axsparse.planner.step_cost import stage_seconds

@@ -14,8 +14,7 @@ from support.planner_cases import cluster, formula, of_three_axes, planned
 
 from axsparse.observe.trace_file import Span
 from axsparse.planner.html_page import page
-from axsparse.planner.layout import Candidate, SearchRequest
-from axsparse.planner.layout_search import Plan, Rejection, plan
+from axsparse.planner.layout_search import Candidate, Plan, Rejection, SearchRequest, plan
 from axsparse.planner.plan_report import (
     MOST_ROWS,
     as_json,

@@ -19,8 +19,7 @@ from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import load_cluster
-from axsparse.planner.layout import Candidate, SearchRequest
-from axsparse.planner.layout_search import plan
+from axsparse.planner.layout_search import Candidate, SearchRequest, plan
 from axsparse.planner.profiled_model import CUT_LOSS_BYTES, Cutting, ProfiledModel
 from axsparse.planner.stage_memory import stage_memory
 from axsparse.planner.step_cost import step_costs

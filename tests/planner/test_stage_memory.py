@@ -15,7 +15,7 @@ from axsparse.models.model_profile import LayerInfo
 from axsparse.pipeline.policy import Policy
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, simulate
-from axsparse.planner.layout import Layout
+from axsparse.planner.layout_search import Layout
 from axsparse.planner.stage_memory import (
     ActivationMemory,
     activation_memory,

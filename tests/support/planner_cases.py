@@ -19,8 +19,7 @@ from axsparse.models.model_profile import LayerInfo, ModelProfile, ParameterInfo
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.auto_layout import configured_schedule
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.layout import Layout, SearchRequest
-from axsparse.planner.layout_search import Plan, plan
+from axsparse.planner.layout_search import Layout, Plan, SearchRequest, plan
 from axsparse.planner.profiled_model import Cutting, ProfiledModel, state_format
 from axsparse.planner.step_cost import StageSeconds, StepCosts
 from axsparse.runtime.grid import Grid

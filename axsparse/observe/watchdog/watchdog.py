@@ -26,8 +26,10 @@ from typing import Any, Literal
 
 from axsparse.config.schema import WatchdogConfig
 from axsparse.observe.phases import Phases
-from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Heartbeat, HeartbeatFolder
-from axsparse.observe.watchdog.straggler import (
+from axsparse.observe.watchdog.heartbeat import (
+    HEARTBEATS,
+    Heartbeat,
+    HeartbeatFolder,
     RankView,
     error_line,
     process_state,

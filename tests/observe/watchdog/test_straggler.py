@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from axsparse.observe.watchdog.heartbeat import Heartbeat
-from axsparse.observe.watchdog.straggler import (
+from axsparse.observe.watchdog.heartbeat import (
+    Heartbeat,
     RankView,
     error_line,
     process_state,
