@@ -87,7 +87,7 @@ def in_turn(contenders: Mapping[str, Callable[[], object]], per: int) -> dict[st
 def over(taken: Mapping[str, list[float]], name: str) -> Figure:
     """How many times as long as ours another contender takes, in each round."""
     pairs = zip(taken[name], taken["ours"], strict=True)
-    return figure(f"{name} / ours", [theirs / ours for theirs, ours in pairs], more_is_better=True)
+    return figure(f"{name} / ours", [theirs / ours for theirs, ours in pairs])
 
 
 def products(shape: tuple[int, int], sparsity: float, tokens: int) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def models(base: Any, vocabulary: int, batch: int) -> dict[str, Any]:
         rows[name]["ms a token"] = figure("ms", values).row()
         for other in ("bf16", "fp32"):
             ratios = [theirs / ours for theirs, ours in zip(taken[other], values, strict=True)]
-            rows[name][f"speed over {other}"] = figure("×", ratios, more_is_better=True).row()
+            rows[name][f"speed over {other}"] = figure("×", ratios).row()
     return rows
 
 
